@@ -1,0 +1,1 @@
+"""Room 3: params become objects, one noun a file."""

@@ -1,0 +1,89 @@
+"""Everything that can go wrong, as a tree. The exit code belongs to the branch.
+
+    TunesmithError          1  an internal fault
+    |- RequestError         2  the request is wrong: every problem, with key and place
+    |- DoesNotFit           3  the plan is over the card
+    |- TrainingStopped      4  training ended by itself
+    |  |- NonFinite            a loss or gradient that is not a number
+    |  |- VerificationFailed   an option asked for is not in effect
+    |  |- SaveFailed           a checkpoint or export could not be written
+    |  `- OutOfMemory          memory ran out and could not be repaired
+    `- Interrupted        130  stopped by the user, after saving
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a request: which key, where it was written, and the nearest right thing."""
+
+    key: str
+    message: str
+    where: str | None = None
+    expected: str | None = None
+    nearest: str | None = None
+
+    def to_json(self) -> dict[str, str | None]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.key}: {self.message}" if self.key else self.message]
+        if self.where:
+            lines.append(f"  at {self.where}")
+        if self.expected:
+            lines.append(f"  expected {self.expected}")
+        if self.nearest:
+            lines.append(f"  did you mean {self.nearest}")
+        return "\n".join(lines)
+
+
+class TunesmithError(Exception):
+    """The root. Raised as itself only for a fault of ours."""
+
+    exit_code = 1
+
+
+class RequestError(TunesmithError):
+    """The request cannot be carried out as it was written."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DoesNotFit(TunesmithError):
+    """The plan's upper bound is over what the card has."""
+
+    exit_code = 3
+
+
+class TrainingStopped(TunesmithError):
+    """Training ended before its last step, by itself."""
+
+    exit_code = 4
+
+
+class NonFinite(TrainingStopped):
+    """The loss or the gradient norm is not a finite number."""
+
+
+class VerificationFailed(TrainingStopped):
+    """A requested option was not found on the built objects."""
+
+
+class SaveFailed(TrainingStopped):
+    """A checkpoint or export could not be written or did not verify; earlier ones are untouched."""
+
+
+class OutOfMemory(TrainingStopped):
+    """Memory ran out and the run could not be repaired."""
+
+
+class Interrupted(TunesmithError):
+    """The user stopped the run; its state was saved first."""
+
+    exit_code = 130

@@ -1,0 +1,1 @@
+"""Room 2: arithmetic about bytes and time. No torch."""

@@ -1,0 +1,253 @@
+"""Every closed set of words a recipe may use, each with the other spellings people know it by."""
+
+from enum import StrEnum
+from typing import Any, Self
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+
+class Choice(StrEnum):
+    """A word from a closed set. Letter case does not matter; `other_spellings` are accepted as well."""
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        """Lower-case spelling -> value."""
+        return {}
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        if not isinstance(value, str):
+            return None
+        word = cls.other_spellings().get(value.lower(), value.lower())
+        return next((member for member in cls if member.value.lower() == word.lower()), None)
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """The member that `value` spells; a pydantic error naming all choices otherwise."""
+        try:
+            return cls(value)  # type: ignore[arg-type]
+        except ValueError:
+            choices = [member.value for member in cls]
+            raise PydanticCustomError(
+                "choice", "{given} is not one of: {choices}", {"given": repr(value), "choices": ", ".join(choices)}
+            ) from None
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.json_or_python_schema(
+            json_schema=core_schema.literal_schema([member.value for member in cls]),
+            python_schema=core_schema.no_info_plain_validator_function(cls.parse),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda member: str(member)),
+        )
+
+
+class Task(Choice):
+    """What is learnt."""
+
+    SFT = "sft"
+    PRETRAIN = "pretrain"
+    PREFERENCE = "preference"
+    REWARD = "reward"
+    CLASSIFICATION = "classification"
+    REGRESSION = "regression"
+    DISTILLATION = "distillation"
+
+
+class Optimizer(Choice):
+    """Named as Hugging Face names them where it has the optimizer."""
+
+    ADAMW_TORCH = "adamw_torch"
+    ADAMW_TORCH_FUSED = "adamw_torch_fused"
+    ADAMW_8BIT = "adamw_8bit"
+    PAGED_ADAMW_32BIT = "paged_adamw_32bit"
+    PAGED_ADAMW_8BIT = "paged_adamw_8bit"
+    ADAMW_TORCHAO_8BIT = "adamw_torchao_8bit"
+    ADAMW_TORCHAO_4BIT = "adamw_torchao_4bit"
+    SGD = "sgd"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    LION_8BIT = "lion_8bit"
+    PAGED_LION_8BIT = "paged_lion_8bit"
+    SOPHIA = "sophia"
+    ANYPRECISION_ADAMW = "anyprecision_adamw"
+    MUON = "muon"
+    GALORE_ADAMW = "galore_adamw"
+    APOLLO_ADAMW = "apollo_adamw"
+    SCHEDULE_FREE_ADAMW = "schedule_free_adamw"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit", "adamw": "adamw_torch"}
+
+
+class Rounding(Choice):
+    """How bf16 weights keep updates smaller than half their last bit."""
+
+    KAHAN = "kahan"
+    STOCHASTIC = "stochastic"
+
+
+class MixedPrecision(Choice):
+    """The dtype that autocast computes in."""
+
+    NONE = "none"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "no": "none"}
+
+
+class TorchDtype(Choice):
+    """The dtype that the weights are held in; `auto` is the checkpoint's own, as Hugging Face means it."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
+
+
+class Scheduler(Choice):
+    """The shape of the learning rate after warm-up."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+    COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+    CONSTANT = "constant"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"constant_with_warmup": "constant"}
+
+
+class CompileScope(Choice):
+    """What torch.compile sees at once."""
+
+    BLOCK = "block"
+    MODEL = "model"
+
+
+class OnOutOfMemory(Choice):
+    """What a run does when the card is full."""
+
+    STOP = "stop"
+    SHRINK = "shrink"
+
+
+class Tracker(Choice):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+
+
+class Attention(Choice):
+    """The attention kernel."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+    FLASH_ATTENTION_2 = "flash_attention_2"
+    FLASH_ATTENTION_3 = "flash_attention_3"
+    FLASH_ATTENTION_4 = "flash_attention_4"
+    FLEX_ATTENTION = "flex_attention"
+    RING_ATTENTION = "ring_attention"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {
+            "flash_attention2": "flash_attention_2",
+            "flash_attention3": "flash_attention_3",
+            "flash_attention4": "flash_attention_4",
+            "flex": "flex_attention",
+        }
+
+
+class PeftMethod(Choice):
+    """The adapter's kind."""
+
+    LORA = "lora"
+    RSLORA = "rslora"
+    DORA = "dora"
+    PISSA = "pissa"
+    OLORA = "olora"
+    LOFTQ = "loftq"
+    VERA = "vera"
+    IA3 = "ia3"
+    PREFIX = "prefix"
+    PROMPT = "prompt"
+
+
+class PeftSaveMode(Choice):
+    """What is written when an adapter was trained."""
+
+    ADAPTER_ONLY = "adapter_only"
+    ADAPTER_AND_BASE_MODEL = "adapter_and_base_model"
+    MERGED = "merged"
+
+
+class Quantization(Choice):
+    """The 4-bit code of bitsandbytes."""
+
+    NF4 = "nf4"
+    FP4 = "fp4"
+
+
+class ShardingStrategy(Choice):
+    """What is split over the ranks."""
+
+    FULL_SHARD = "FULL_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    HYBRID_SHARD = "HYBRID_SHARD"
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+    NO_SHARD = "NO_SHARD"
+
+
+class BackwardPrefetch(Choice):
+    """When the next block's weights are gathered in backward."""
+
+    BACKWARD_PRE = "BACKWARD_PRE"
+    BACKWARD_POST = "BACKWARD_POST"
+    NONE = "NONE"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"no_prefetch": "NONE"}
+
+
+class StateDictType(Choice):
+    """How a sharded checkpoint is written."""
+
+    SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
+    FULL_STATE_DICT = "FULL_STATE_DICT"
+
+
+class RowFormat(Choice):
+    """The shape of a dataset's rows."""
+
+    TEXT = "text"
+    MESSAGES = "messages"
+
+
+class Supervise(Choice):
+    """Which tokens the loss is taken over."""
+
+    ASSISTANT = "assistant"
+    LAST = "last"
+    COMPLETION = "completion"
+    ALL = "all"
+
+
+class Truncation(Choice):
+    """What happens to a row longer than `model.model_max_length`."""
+
+    DROP = "drop"
+    LEFT = "left"
+    RIGHT = "right"
+    ERROR = "error"

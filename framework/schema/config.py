@@ -1,0 +1,69 @@
+"""`TrainingConfig`: the one object that says everything a run was asked to do."""
+
+from dataclasses import dataclass
+
+from framework.schema.data import DataParams
+from framework.schema.fsdp import FSDPParams
+from framework.schema.gpu import GPUParams
+from framework.schema.model import ModelParams
+from framework.schema.params import Integer, Params
+from framework.schema.peft import PeftParams
+from framework.schema.training import TrainingParams
+
+SCHEMA_VERSION = 1
+"""Raised when a key is added or removed, so that a recipe can say what it needs."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`global = per_device x accumulation x world`, in rows per optimizer step."""
+
+    per_device: int
+    accumulation: int
+    world: int
+
+    @property
+    def global_size(self) -> int:
+        return self.per_device * self.accumulation * self.world
+
+    def __str__(self) -> str:
+        return (
+            f"accumulation {self.accumulation} = {self.global_size} global / "
+            f"({self.per_device} per device x {self.world} {'device' if self.world == 1 else 'devices'})"
+        )
+
+
+class TrainingConfig(Params):
+    """A whole run, composed and typed. Any subset constructs; what a verb needs is checked by that verb."""
+
+    schema_version: Integer = SCHEMA_VERSION
+    """Version of the schema that the recipe was written for."""
+    training: TrainingParams = TrainingParams()
+    """How to train."""
+    model: ModelParams = ModelParams()
+    """What to train."""
+    peft: PeftParams = PeftParams()
+    """The adapter."""
+    fsdp: FSDPParams = FSDPParams()
+    """Sharding."""
+    data: DataParams = DataParams()
+    """The rows."""
+    gpu: GPUParams = GPUParams()
+    """The card to fit."""
+
+    @property
+    def batch(self) -> Batch:
+        """The batch equation. Raises ValueError when the global batch does not divide, or a size is still `auto`."""
+        training, world = self.training, self.gpu.count
+        micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        if micro == "auto" or accumulation == "auto":
+            raise ValueError("the batch is not known while one of its sizes is `auto`")
+        if training.global_batch_size is None:
+            return Batch(micro, accumulation or 1, world)
+        derived, remainder = divmod(training.global_batch_size, micro * world)
+        if remainder or not derived or accumulation not in (None, derived):
+            raise ValueError(
+                f"{training.global_batch_size} global is not {accumulation or 'a whole number'} x "
+                f"({micro} per device x {world} devices)"
+            )
+        return Batch(micro, derived, world)

@@ -1,0 +1,50 @@
+"""`data`: the rows, and which of their tokens are learnt."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from framework.schema.choices import RowFormat, Supervise, Truncation
+from framework.schema.params import FrozenMapping, Number, Params, parse_sequence
+from framework.schema.training import Count
+
+
+class DatasetParams(Params):
+    """One source of rows."""
+
+    path: str
+    """Local file (JSONL, JSON, Parquet, CSV, text), hub id, or `python_stdlib`, the embedded source."""
+    name: str | None = None
+    """Configuration of a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    weight: Annotated[Number, Field(gt=0)] | None = None
+    """Share of this source in a mixture."""
+    format: RowFormat | None = None
+    """Shape of the rows. Unset: detected from the columns, and printed."""
+    columns: FrozenMapping = FrozenMapping()
+    """Our name -> the file's column, where they differ: `{text: body}`."""
+
+
+Datasets = Annotated[tuple[DatasetParams, ...], BeforeValidator(parse_sequence)]
+
+
+class DataParams(Params):
+    """What the model reads."""
+
+    train: Datasets = ()
+    """Sources to learn from."""
+    eval: Datasets = ()
+    """Sources to evaluate on."""
+    eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Share of the training rows held out for evaluation when `eval` is empty."""
+    packing: bool = False
+    """Put several rows into one of full length. No padding, so fewer steps; memory per step is the full length's."""
+    streaming: bool = False
+    """Read rows as they are needed instead of all at once. Needs `training.max_steps`."""
+    supervise: Supervise | None = None
+    """Tokens the loss is taken over. Unset: assistant turns of a chat, every token of a text."""
+    truncation: Truncation = Truncation.RIGHT
+    """What happens to a row longer than `model.model_max_length`."""
+    workers: Count = 0
+    """Processes that prepare batches. Each costs host memory."""

@@ -1,0 +1,28 @@
+"""`fsdp`: one model over several GPUs."""
+
+from framework.schema.choices import BackwardPrefetch, ShardingStrategy, StateDictType
+from framework.schema.params import Auto, Params
+from framework.schema.training import Positive
+
+
+class FSDPParams(Params):
+    """Fully sharded data parallelism. In effect when `enable_fsdp` is true."""
+
+    enable_fsdp: bool | Auto = False
+    """Split weights, gradients and optimizer states over the devices."""
+    sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD
+    """What is split. `SHARD_GRAD_OP` keeps the weights gathered between forward and backward: faster, larger."""
+    cpu_offload: bool | Auto = False
+    """Keep shards in pinned host memory. Costs host memory and link time."""
+    forward_prefetch: bool = False
+    """Gather the next block while this one computes. Holds one more gathered block."""
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
+    """When the next block is gathered in backward. `BACKWARD_PRE` holds one more gathered block than `NONE`."""
+    state_dict_type: StateDictType = StateDictType.SHARDED_STATE_DICT
+    """How checkpoints are written. `FULL_STATE_DICT` gathers the whole model in host memory of rank 0."""
+    transformer_layer_cls: str | None = None
+    """Class of the blocks that are sharded one by one. Unset: inferred and printed."""
+    context_parallel_size: Positive = 1
+    """Devices that share one sequence."""
+    tensor_parallel_size: Positive = 1
+    """Devices that share each matrix."""

@@ -1,0 +1,50 @@
+"""`gpu`: facts of the card that a run must fit. A preset states them; nothing outside `gpu` depends on a preset."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from framework.schema.params import FrozenMapping, Integer, Number, Params
+from framework.schema.training import Count, Positive
+
+Rate = Annotated[Number, Field(gt=0)]
+Capability = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+
+
+class GPUParams(Params):
+    """One kind of card and how many of them. Rates are dense peaks; bytes are bytes."""
+
+    name: str = "cpu"
+    """Name of the card, as `tunesmith list gpus` shows it."""
+    count: Positive = 1
+    """Number of cards; the world size of the run."""
+    capacity_bytes: Count | None = None
+    """Memory the driver reports as total (`torch.cuda.mem_get_info()[1]`)."""
+    usable_bytes: Count | None = None
+    """Memory free on an idle card, before any context: capacity less what the driver keeps for itself."""
+    capability: Capability | None = None
+    """CUDA compute capability, for example `"8.9"`. Unset: not a CUDA card."""
+    multiprocessors: Positive | None = None
+    """Streaming multiprocessors; sizes some kernel workspaces."""
+    bandwidth_bytes_per_second: Rate | None = None
+    """Device memory bandwidth."""
+    fp32_flops: Rate | None = None
+    """Dense float32 rate without tensor cores."""
+    tf32_flops: Rate | None = None
+    """Dense tf32 tensor-core rate."""
+    bf16_flops: Rate | None = None
+    """Dense bfloat16 tensor-core rate. Unset: the card has no native bfloat16."""
+    fp16_flops: Rate | None = None
+    """Dense float16 tensor-core rate."""
+    fp8_flops: Rate | None = None
+    """Dense fp8 tensor-core rate. Unset: the card has none."""
+    link_bytes_per_second: Rate | None = None
+    """Card-to-card bandwidth, one direction."""
+    host_link_bytes_per_second: Rate | None = None
+    """Card-to-host bandwidth, one direction."""
+    context_bytes: Count | None = None
+    """Device memory of a CUDA context with the kernels of a training step loaded, not seen by torch's counters."""
+    cublas_workspace_bytes: Count | None = None
+    """Workspace that cuBLAS holds per handle and stream."""
+    sources: FrozenMapping = FrozenMapping()
+    """Field -> where its value comes from (data sheet, or measurement with driver, torch version and date)."""

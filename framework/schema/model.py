@@ -1,0 +1,52 @@
+"""`model`: which network, in which numbers, with which kernels."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from framework.schema.choices import Attention, TorchDtype
+from framework.schema.params import Auto, FrozenMapping, Integer, Params, Strings
+from framework.schema.training import Positive
+
+
+class TokenizerTraining(Params):
+    """A tokenizer built on the training text instead of a downloaded one."""
+
+    train: Annotated[str, Field(pattern="^bpe$")] = "bpe"
+    """The algorithm; byte-level BPE is the one there is."""
+    vocab_size: Annotated[Integer, Field(ge=300)] = 4096
+    """Tokens in the vocabulary. Embeddings, and the logits of every position, grow in proportion."""
+
+
+class ModelParams(Params):
+    """Which model to train."""
+
+    model_name: str | None = None
+    """Hub id or local folder. With `architecture` beside it, planning needs no network."""
+    architecture: FrozenMapping | None = None
+    """A Hugging Face config written out: `{model_type: llama, hidden_size: 2048, ...}`."""
+    load_pretrained_weights: bool = True
+    """false: start from random weights of `architecture`."""
+    torch_dtype_str: TorchDtype | None = None
+    """dtype the weights are held in: 4 bytes a weight in float32, 2 in bfloat16. Unset: float32 when the weights are
+    trained (small updates would round away in bfloat16), the checkpoint's when they are frozen."""
+    attn_implementation: Attention | Auto = Attention.SDPA
+    """Attention kernel. `eager` keeps sequence x sequence scores per head; the others do not."""
+    enable_liger_kernel: bool | Auto = False
+    """Fused Triton kernels and a loss that never builds the logits. Needs the package liger-kernel and a GPU."""
+    chunked_loss: bool | Auto | Positive = False
+    """Compute head and loss over this many tokens at a time (true: 1024), so that the logits never exist in full."""
+    model_max_length: Positive | Auto | None = None
+    """Longest row in tokens. Activations grow in proportion. Unset: the smaller of 2048 and the model's positions."""
+    freeze_layers: Strings = ()
+    """Modules that are not trained, by prefix (`layers.1` is not `layers.10`). Saves their gradients and states."""
+    tokenizer_name: str | None = None
+    """Hub id or folder of the tokenizer. Unset: the model's."""
+    tokenizer: TokenizerTraining | None = None
+    """Build a tokenizer on the training text: `{train: bpe, vocab_size: 4096}`."""
+    chat_template: str | None = None
+    """Jinja template of a chat: its text, or a path to a file. Unset: the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models you would also install as a program."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a hub model."""

@@ -1,0 +1,112 @@
+"""`training`: how the weights are changed, in which numbers, and what is kept."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from framework.schema.choices import (
+    CompileScope,
+    MixedPrecision,
+    OnOutOfMemory,
+    Optimizer,
+    Rounding,
+    Scheduler,
+    Task,
+    Tracker,
+)
+from framework.schema.params import Auto, Integer, Number, Params, parse_sequence
+
+Positive = Annotated[Integer, Field(ge=1)]
+Count = Annotated[Integer, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+class GradientCheckpointingKwargs(Params):
+    """The options of `torch.utils.checkpoint` that a recipe may set."""
+
+    use_reentrant: bool = False
+    """The old variant (true) needs inputs that require gradients and cannot be compiled. No difference in memory."""
+
+
+class TrainingParams(Params):
+    """How to train. Lever fields (those that trade memory for something else) also take `auto`."""
+
+    task: Task = Task.SFT
+    """What is learnt. `sft` supervises the assistant's turns of a chat, `pretrain` every token."""
+    max_steps: Positive | None = None
+    """Optimizer steps to make; wins over `num_train_epochs`. No memory."""
+    num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0
+    """Passes over the training rows when `max_steps` is unset. No memory."""
+    per_device_train_batch_size: Positive | Auto = 8
+    """Rows per forward pass on one device. Activations and logits grow in proportion; weights do not move."""
+    per_device_eval_batch_size: Positive | Auto = 8
+    """Rows per forward pass of evaluation. No activations are kept, but the logits of one batch are."""
+    gradient_accumulation_steps: Positive | Auto | None = None
+    """Micro batches per optimizer step (1 when unset). Costs no memory, only time; the loss stays the exact mean over
+    all supervised tokens of the global batch."""
+    global_batch_size: Positive | None = None
+    """Rows per optimizer step over all devices. May stand instead of `gradient_accumulation_steps`, which is then
+    derived: global / (per device x devices) must be whole."""
+    learning_rate: Annotated[Number, Field(ge=0)] = 5e-5
+    """Peak rate, reached at the end of warm-up. No memory."""
+    lr_scheduler_type: Scheduler = Scheduler.LINEAR
+    """Shape of the rate after warm-up, in optimizer steps. No memory."""
+    min_learning_rate: Annotated[Number, Field(ge=0)] = 0.0
+    """Last rate of `cosine_with_min_lr`. No memory."""
+    warmup_steps: Count | None = None
+    """Optimizer steps of linear warm-up; wins over `warmup_ratio`. No memory."""
+    warmup_ratio: Fraction = 0.0
+    """Share of all optimizer steps used for warm-up. No memory."""
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    """Decoupled decay, not applied to biases and norms. Costs one temporary the size of the gradients with `sgd`."""
+    adam_beta1: Beta = 0.9
+    """Decay of the first moment. No memory."""
+    adam_beta2: Beta = 0.999
+    """Decay of the second moment. No memory."""
+    adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment. No memory."""
+    max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
+    """Global norm that gradients are clipped to; 0 switches clipping off and saves one pass over the gradients."""
+    optimizer: Optimizer | Auto = Optimizer.ADAMW_TORCH
+    """Its states are the second largest item of a full fine-tune (AdamW: two copies of the trained weights).
+    `adamw_torch` makes temporaries as large as the trained weights on a GPU; `adamw_torch_fused` makes none."""
+    rounding: Rounding | None = None
+    """How `anyprecision_adamw` keeps small updates in bf16: `kahan` costs 2 bytes a parameter, `stochastic` none."""
+    mixed_precision_dtype: MixedPrecision | Auto | None = None
+    """dtype of autocast: matrix products run in it while the weights stay float32. Halves most activations and adds
+    a half-precision copy of the weights in forward. Unset: the card's best when weights are trained in float32."""
+    enable_gradient_checkpointing: bool | Auto = False
+    """Keep only each block's input and recompute the rest in backward: most activations go, for 15-40 % of speed."""
+    gradient_checkpointing_kwargs: GradientCheckpointingKwargs = GradientCheckpointingKwargs()
+    """Options of checkpointing."""
+    activation_memory_budget: Annotated[Number, Field(gt=0, le=1)] | Auto | None = None
+    """Share of a compiled block's activations that may be kept; the rest is recomputed. Needs `compile`."""
+    activation_offload: bool | Auto = False
+    """Move saved activations to pinned host memory. Costs host memory and link time."""
+    compile: bool | Auto = False
+    """torch.compile: fuses elementwise work, fewer activations, 8-40 s for the first step."""
+    compile_scope: CompileScope = CompileScope.BLOCK
+    """`block` compiles one transformer block and reuses it; `model` compiles the whole, slower to start."""
+    empty_device_cache_steps: Positive | None = None
+    """Return unused blocks to the driver every n steps. Cannot lower the allocated peak; costs time when small."""
+    use_peft: bool = False
+    """Train an adapter instead of the weights: gradients and optimizer states only for the adapter."""
+    eval_steps: Positive | None = None
+    """Optimizer steps between evaluations (and once at the end). Unset: evaluate at the end if there is eval data."""
+    save_steps: Positive | None = None
+    """Optimizer steps between checkpoints. Unset: one checkpoint at the end. Costs disk, not GPU memory."""
+    save_total_limit: Positive = 2
+    """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    logging_steps: Positive = 1
+    """Optimizer steps between progress lines; `metrics.jsonl` gets every step."""
+    seed: Count = 42
+    """Seeds weights, data order and dropout."""
+    output_dir: str | None = None
+    """Run folder. Unset: `runs/<recipe>`, numbered when taken."""
+    run_name: str | None = None
+    """Name shown by trackers. Unset: the run folder's name."""
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(parse_sequence)] = ()
+    """Metric trackers besides `metrics.jsonl`; each needs its package."""
+    on_oom: OnOutOfMemory = OnOutOfMemory.STOP
+    """`shrink` halves the micro batch and goes on with the same global batch; `stop` ends the run with the state saved."""
