@@ -53,7 +53,7 @@ def value_fault(form: RowFormat, value: object) -> str | None:
     if value is None:
         return None
     if form is RowFormat.TEXT:
-        return None if isinstance(value, str) else f"expected text, not {describe(value)}"
+        return _text_fault(value)
     if not isinstance(value, list):
         return f"expected a list of messages, not {describe(value)}"
     for number, message in enumerate(value, 1):
@@ -82,7 +82,18 @@ def _message_fault(message: object) -> str | None:
     if unread:
         return f"messages with `{unread[0]}` are not yet available"
     for field in ("role", "content"):
-        if not isinstance(message.get(field), str):
-            given = describe(message[field]) if field in message else "nothing"
-            return f"expected text in `{field}`, not {given}"
+        if field not in message:
+            return f"there is no `{field}`"
+        if fault := _text_fault(message[field]):
+            return f"`{field}`: {fault}"
+    return None
+
+
+def _text_fault(value: object) -> str | None:
+    if not isinstance(value, str):
+        return f"expected text, not {describe(value)}"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+        return f"{value[error.start]!a} at character {error.start + 1} is not a character"
     return None
