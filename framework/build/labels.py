@@ -1,6 +1,5 @@
 """Which tokens of a row are learnt. Everything is decided by position; no token id ever decides it."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -160,15 +159,11 @@ def _stand_in_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, w
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, through: Chat, whole: str, end: int) -> int:
     """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
 
-    A special token that begins in this way belongs to the turn even when the last turn of a chat has another one.
+    Where the last turn of a chat ends in another token (`<|return|>`) than the turns before it (`<|end|>`), the two
+    share their first characters; that is enough, since a token is learnt whole when one character of it is.
     """
     closing = (_render_or_none(tokenizer, through) or "").rpartition(STAND_IN)[2]
-    stop = end + _shared_length(closing, whole[end:])
-    pattern = "|".join(re.escape(token) for token in sorted(special_tokens(tokenizer), key=len, reverse=True))
-    for token in re.finditer(pattern, whole[end:]) if pattern else ():
-        if token.start() < stop - end < token.end():
-            return end + token.end()
-    return stop
+    return end + _shared_length(closing, whole[end:])
 
 
 def _without_space_after_end(span: Span, whole: str, specials: tuple[str, ...]) -> Span:

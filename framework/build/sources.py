@@ -106,8 +106,11 @@ def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
     Tests, caches and installed packages are left out, and files that are not UTF-8.
     """
     root = Path(os.__file__).parent
-    paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    for path in sorted(path for path in paths if not LEFT_OUT.intersection(path.parts)):
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - LEFT_OUT  # never enters site-packages, which may be enormous
+        found.extend(Path(folder, file).relative_to(root) for file in files if file.endswith(".py"))
+    for path in sorted(found):
         try:
             text = (root / path).read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):

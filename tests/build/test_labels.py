@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from framework.build.chat import TEMPLATES, read_template
@@ -116,6 +117,19 @@ def test_whole_row_is_what_the_template_renders(template: str, make_tokenizer: M
     row = encode_one(tokenizer, CHAT)
     assert isinstance(row, Encoded)
     assert row.input_ids.tolist() == tokenizer.apply_chat_template(CHAT, return_dict=False)
+
+
+def test_start_token_of_the_tokenizer_is_added_to_texts_and_not_to_chats(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer(read_template("llama3"), SPECIALS)
+    start, start_id = str(tokenizer.bos_token), tokenizer.bos_token_id
+    processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, start_id)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    row = encode_one(tokenizer, CHAT)
+    assert isinstance(row, Encoded)
+    assert row.input_ids[:2].tolist() == [start_id, tokenizer.get_vocab()["<|start_header_id|>"]]
+    (text,) = encode_texts(tokenizer, ["The"])
+    assert text.input_ids[0] == start_id
+    assert text.labels[:2].tolist() == [IGNORED, text.input_ids[1]]
 
 
 def test_everything_can_be_learnt(make_tokenizer: MakeTokenizer) -> None:
