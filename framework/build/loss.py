@@ -94,15 +94,26 @@ class _Chunked:
         return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, targets, self.chunk)
 
 
-def chunk_error(model: nn.Module, batch: Batch) -> float:
-    """Largest relative difference between the model's own logits and head(hidden) on `batch`.
+def head_is_last(model: nn.Module, batch: Batch) -> bool:
+    """Whether the model's logits are its head's output as it stands, and the head reads the last hidden state.
 
-    Zero up to rounding for models whose chunked loss is right; large where the model scales or caps its logits.
+    False for models that cap or scale logits: there the chunked loss would train something else. The head's output is
+    replaced by large known values for one forward pass, so that even a cap that small logits never reach is seen.
     """
     causal = causal_model(model)
-    with torch.no_grad():
-        inputs = model_inputs(batch)
-        own = causal(**inputs, use_cache=False).logits.float()
-        hidden = causal.base_model(**inputs, use_cache=False).last_hidden_state
-        repeated = causal.get_output_embeddings()(hidden).float()
-    return float((own - repeated).abs().max() / own.abs().max().clamp_min(1e-12))
+    head, seen = causal.get_output_embeddings(), {}
+
+    def replace(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen["hidden"] = inputs[0]
+        seen["marker"] = torch.linspace(-64, 64, output.numel(), device=output.device).view_as(output).to(output.dtype)
+        return seen["marker"]
+
+    handle = head.register_forward_hook(replace)
+    try:
+        with torch.no_grad():
+            inputs = model_inputs(batch)
+            logits = causal(**inputs, use_cache=False).logits
+            hidden = causal.base_model(**inputs, use_cache=False).last_hidden_state
+    finally:
+        handle.remove()
+    return torch.equal(logits.float(), seen["marker"].float()) and torch.equal(hidden, seen["hidden"])

@@ -84,18 +84,38 @@ def build_model(config: TrainingConfig, architecture: PretrainedConfig, place: P
     Raises RequestError when the weights cannot be loaded or do not match the architecture.
     """
     dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
-    attention = str(config.model.attn_implementation)
+    attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
     if config.model.load_pretrained_weights and not place.rehearsed:
         model = _pretrained(config, architecture, dtype, attention, place)
     else:
-        with torch.device(place.device):
-            model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, attn_implementation=attention)
+        model = _random(architecture, dtype, attention, place)
     model.train()
     return model
 
 
+def _random(
+    architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
+) -> PreTrainedModel:
+    try:
+        with torch.device(place.device):
+            model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, attn_implementation=attention)
+    except (ImportError, ValueError, RuntimeError, TypeError) as error:
+        raise RequestError([_refused(architecture, attention, error)]) from None
+    built: PreTrainedModel = model
+    return built
+
+
+def _refused(architecture: PretrainedConfig, attention: str | None, error: Exception) -> Problem:
+    """Which of the two it was that transformers would not build: the attention kernel or the shape."""
+    reason = str(error).strip().splitlines()[0]
+    if attention is not None and "attention" in reason.lower():
+        missing = f"{attention} cannot be used with {architecture.model_type}: {reason}"
+        return Problem("model.attn_implementation", missing, nearest="eager, or leave it unset")
+    return Problem("model.architecture", f"transformers cannot build it: {reason}")
+
+
 def _pretrained(
-    config: TrainingConfig, architecture: PretrainedConfig, dtype: torch.dtype, attention: str, place: Place
+    config: TrainingConfig, architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
 ) -> PreTrainedModel:
     name = config.model.model_name
     if name is None:
@@ -120,8 +140,10 @@ def _pretrained(
             output_loading_info=True,
             use_safetensors=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
+        if attention is not None and "attention" in reason.lower():
+            raise RequestError([_refused(architecture, attention, error)]) from None
         raise RequestError([Problem("model.model_name", f"the weights of {name!r} do not load: {reason}")]) from None
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
     if absent:
