@@ -55,9 +55,9 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     """
     model: nn.Module = build_model(config, architecture, place)
     frozen = freeze(model, config.model.freeze_layers)
-    checkpoint_blocks(config.training, model)  # type: ignore[arg-type]
+    checkpoint_blocks(config.training, model)
     if config.training.use_peft:
-        model = attach_adapter(config.peft, model)  # type: ignore[arg-type]
+        model = attach_adapter(config.peft, model)
     loss = build_loss(config.model, model)
     optimizer = build_optimizer(config.training, model, place)
     schedule = build_schedule(config.training, total_steps)

@@ -59,7 +59,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         grads = [grad.mul_(scale) if grad is not None else None for grad in ctx.saved_tensors]
         return (*grads, None, None, None)
 

@@ -51,7 +51,7 @@ def build_loss(params: ModelParams, model: nn.Module) -> Loss:
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model itself, without the adapter's wrapper."""
-    unwrapped: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, assignment]
+    unwrapped: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return unwrapped
 
 

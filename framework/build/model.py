@@ -93,9 +93,7 @@ def build_model(config: TrainingConfig, architecture: PretrainedConfig, place: P
     return model
 
 
-def _random(
-    architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
-) -> PreTrainedModel:
+def _random(architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place) -> PreTrainedModel:
     try:
         with torch.device(place.device):
             model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, attn_implementation=attention)

@@ -31,7 +31,8 @@ def build_optimizer(training: TrainingParams, model: nn.Module, place: Place) ->
         case Optimizer.SGD:
             return torch.optim.SGD(groups, lr=rate, foreach=foreach)
         case Optimizer.ADAFACTOR:
-            return Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+            adafactor: torch.optim.Optimizer = Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+            return adafactor
         case other:
             raise ValueError(f"{other} is not built: `check` refuses it before it comes here")
 

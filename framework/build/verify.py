@@ -113,7 +113,7 @@ def _gradients(assembly: Assembly) -> Reading:
     total = sum(parameter.numel() for parameter in assembly.model.parameters())
     trained = sum(parameter.numel() for parameter in assembly.trained)
     asked = "some weights" if assembly.config.training.use_peft or frozen else f"all {total:,} weights"
-    found = asked if 0 < trained < total or trained == total and not frozen else f"{trained:,} weights"
+    found = asked if 0 < trained < total or (trained == total and not frozen) else f"{trained:,} weights"
     return Reading("trained weights", asked, found, f"requires_grad: {trained:,} of {total:,}")
 
 

@@ -14,7 +14,9 @@ _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 def architecture_positions(architecture: Any) -> int | None:
     """Positions the written architecture can tell apart, or None when it does not say."""
-    found = [architecture[key] for key in _POSITION_KEYS if isinstance(architecture.get(key), int)] if architecture else []
+    found = (
+        [architecture[key] for key in _POSITION_KEYS if isinstance(architecture.get(key), int)] if architecture else []
+    )
     return found[0] if found else None
 
 

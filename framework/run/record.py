@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,7 +18,16 @@ import yaml
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 
-OURS = ("config.yaml", "plan.json", "environment.json", "metrics.jsonl", "memory.json", "oom.txt", "checkpoints", "final")
+OURS = (
+    "config.yaml",
+    "plan.json",
+    "environment.json",
+    "metrics.jsonl",
+    "memory.json",
+    "oom.txt",
+    "checkpoints",
+    "final",
+)
 """Everything a run writes. `--overwrite` removes these and nothing else."""
 
 _PACKAGES = ("tunesmith", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
@@ -63,7 +73,7 @@ def to_yaml(config: TrainingConfig) -> str:
 
 
 def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:
-    """The folder of this run: `training.output_dir`, else `runs/<name>`, numbered when taken.
+    """The folder of this run: `training.output_dir`, else `runs/<name>`, numbered when taken. Makes nothing.
 
     Raises RequestError when the folder is taken and neither `resume` nor `overwrite` says what to do with it, or
     when there is nothing to resume.
@@ -73,14 +83,21 @@ def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool
     taken = [entry for entry in OURS if (path / entry).exists()]
     if taken and not (resume or overwrite):
         message = f"{path} already holds a run ({', '.join(taken)})"
-        raise RequestError([Problem("training.output_dir", message, expected="--resume, --overwrite or another folder")])
+        raise RequestError(
+            [Problem("training.output_dir", message, expected="--resume, --overwrite or another folder")]
+        )
     if resume and not any((path / "checkpoints").glob("step-????????")):
         raise RequestError([Problem("--resume", f"there is no checkpoint in {path.absolute() / 'checkpoints'}")])
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError([Problem("training.output_dir", f"{path.absolute()} cannot be made: {error}")]) from None
     return RunFolder(path)
+
+
+def make(folder: RunFolder) -> None:
+    """Make the folder on disk. Raises RequestError when that is not allowed."""
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{folder.path.absolute()} cannot be made: {error}"
+        raise RequestError([Problem("training.output_dir", message)]) from None
 
 
 def _default_path(name: str, resume: bool, overwrite: bool) -> Path:
@@ -91,8 +108,6 @@ def _default_path(name: str, resume: bool, overwrite: bool) -> Path:
 
 def clear(folder: RunFolder) -> None:
     """Remove what an earlier run wrote, and nothing that it did not write."""
-    import shutil
-
     for entry in OURS:
         path = folder.path / entry
         if path.is_dir():

@@ -49,7 +49,7 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
     lines, problems = [], []
     for key, before, now in _differences(saved, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
-        if key in HARMLESS or key.startswith("gpu.") or key in allow and key in RISKY:
+        if key in HARMLESS or key.startswith("gpu.") or (key in allow and key in RISKY):
             lines.append(f"{key} {change}")
         elif key in RISKY:
             problems.append(Problem(key, f"{change}: the run would learn something else", expected=f"--allow {key}"))

@@ -23,7 +23,7 @@ from framework.run.inputs import Inputs, read_inputs
 from framework.run.interrupt import Interrupt, watched_interrupt
 from framework.run.meter import Meter
 from framework.run.progress import ProgressLine
-from framework.run.record import RunFolder, clear, environment, open_folder
+from framework.run.record import RunFolder, clear, environment, make, open_folder
 from framework.run.resume import check_resume
 from framework.run.step import StepResult
 from framework.schema.config import TrainingConfig
@@ -183,6 +183,7 @@ def open_session(
 
 def begin(session: Session, overwrite: bool) -> None:
     """Write the files that say what is about to run. The first thing that changes the run folder."""
+    make(session.folder)
     if overwrite:
         clear(session.folder)
     if session.step:
@@ -201,7 +202,9 @@ def total_steps(config: TrainingConfig, per_epoch: int) -> int:
 
 def _check_trackers(config: TrainingConfig) -> None:
     problems = [
-        Problem(f"training.trackers[{index}]", f"the package {tracker} is not installed", expected=f"pip install {tracker}")
+        Problem(
+            f"training.trackers[{index}]", f"the package {tracker} is not installed", expected=f"pip install {tracker}"
+        )
         for index, tracker in enumerate(config.training.trackers)
         if importlib.util.find_spec(str(tracker)) is None
     ]

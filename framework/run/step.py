@@ -29,9 +29,7 @@ def ignore(phase: str) -> None:
     """Observe nothing."""
 
 
-def train_step(
-    assembly: Assembly, micro_batches: Sequence[Batch], step: int, observe: Observe = ignore
-) -> StepResult:
+def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, observe: Observe = ignore) -> StepResult:
     """One optimizer step over the micro batches of a global batch. `step` counts from 1.
 
     The loss is the mean over the supervised tokens of the whole global batch, however it is split. `observe` is told
@@ -45,7 +43,7 @@ def train_step(
         with assembly.autocast:
             loss = assembly.loss(assembly.model, batch, observe) / supervised
         observe("backward")
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         del loss
     observe("optimizer_step")

@@ -43,9 +43,7 @@ def train(
     `dry_run` everything is read, built and verified, and nothing is written.
     Raises RequestError, VerificationFailed, NonFinite, SaveFailed or Interrupted.
     """
-    session = open_session(
-        resolve(config), name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet, dry_run=dry_run
-    )
+    session = open_session(resolve(config), name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet)
     _announce(session)
     if dry_run:
         return RunResult(session.folder.path, 0, (), session.meter.allocated, None)
@@ -77,7 +75,9 @@ def _finish(session: Session) -> RunResult:
     finally:
         sample = _sample(session)
         export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
-        session.folder.write_json("memory.json", {"predicted": None, "measured": session.meter.document(), "error": None})
+        session.folder.write_json(
+            "memory.json", {"predicted": None, "measured": session.meter.document(), "error": None}
+        )
     evals = tuple(session.evals)
     return RunResult(session.folder.path, session.step, evals, session.meter.allocated, sample)
 

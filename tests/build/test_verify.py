@@ -61,7 +61,9 @@ def test_chunked_loss_is_refused_where_the_model_changes_its_logits():
 
 
 def test_lora_trains_the_adapter_alone():
-    assembly = tiny_assembly(tiny_config(training={"use_peft": True}, peft={"lora_target_modules": ["q_proj", "v_proj"]}))
+    assembly = tiny_assembly(
+        tiny_config(training={"use_peft": True}, peft={"lora_target_modules": ["q_proj", "v_proj"]})
+    )
     readings = {reading.key: reading for reading in verify(assembly)}
     assert readings["training.use_peft"].source == "4 adapted modules"
     trained = {name for name, parameter in assembly.model.named_parameters() if parameter.requires_grad}
