@@ -26,11 +26,29 @@ from framework.schema.choices import MixedPrecision
 from framework.schema.gpu import GPUParams
 from framework.shipped import shipped
 
-CONTRACT_CARDS = (
-    "t4_16gb v100_16gb v100_32gb rtx3060_12gb rtx3090_24gb rtx4060ti_16gb rtx4090_24gb rtx5090_32gb rtx_pro_6000_96gb"
-    " a10g_24gb l4_24gb a6000_48gb l40s_48gb a100_40gb a100_80gb h100_80gb h200_141gb b200_180gb gh200_96gb"
-    " mi300x_192gb cpu"
-).split()
+CONTRACT_CARDS = [
+    "t4_16gb",
+    "v100_16gb",
+    "v100_32gb",
+    "rtx3060_12gb",
+    "rtx3090_24gb",
+    "rtx4060ti_16gb",
+    "rtx4090_24gb",
+    "rtx5090_32gb",
+    "rtx_pro_6000_96gb",
+    "a10g_24gb",
+    "l4_24gb",
+    "a6000_48gb",
+    "l40s_48gb",
+    "a100_40gb",
+    "a100_80gb",
+    "h100_80gb",
+    "h200_141gb",
+    "b200_180gb",
+    "gh200_96gb",
+    "mi300x_192gb",
+    "cpu",
+]
 CARDS = [name for name in CONTRACT_CARDS if name != "cpu"]
 CALIBRATION = Path(__file__).parents[2] / "../shared/calibration/h100_truth.jsonl"
 

@@ -135,7 +135,8 @@ def test_no_driver_no_card(smi: Path) -> None:
 
 
 def test_the_installed_card_is_named(smi: Path) -> None:
-    write_program(smi, 'case "$*" in *memory.total*) echo "0, GPU-a, NVIDIA H100 80GB HBM3, 81559, 9.0, Disabled";; esac')
+    row = "0, GPU-a, NVIDIA H100 80GB HBM3, 81559, 9.0, Disabled"
+    write_program(smi, f'case "$*" in *memory.total*) echo "{row}";; esac')
     assert detect() == "h100_80gb"
 
 
