@@ -1,5 +1,9 @@
 """Model parameters become a transformers model on its place, in the dtype that was asked for."""
 
+import inspect
+import re
+import sys
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
     if model.tokenizer is not None and model.load_pretrained_weights is False:
         architecture.vocab_size = model.tokenizer.vocab_size
     architecture.use_cache = False
+    _refuse_encoder(architecture)
     return architecture
 
 
@@ -48,6 +53,7 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
     unknown_keys = [
         Problem(f"{key}.{name}", f"is not a key of {type(known).__name__}", nearest=_nearest(name, names))
         for name in sorted(set(written) - names)
+        if not _read_by_model(known, name)
     ]
     if unknown_keys:
         raise RequestError(unknown_keys)
@@ -57,10 +63,27 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
         raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {error}")]) from None
 
 
-def _nearest(name: str, names: set[str]) -> str | None:
-    from difflib import get_close_matches
+def _read_by_model(architecture: PretrainedConfig, key: str) -> bool:
+    """Whether the model's code reads a key that its config class does not declare, as Qwen3-MoE does `head_dim`."""
+    try:
+        code = inspect.getsource(sys.modules[AutoModelForCausalLM._model_mapping[type(architecture)].__module__])
+    except (KeyError, OSError):
+        return False
+    return re.search(rf'config\.{re.escape(key)}\b|getattr\((?:self\.)?config, "{re.escape(key)}"', code) is not None
 
+
+def _nearest(name: str, names: set[str]) -> str | None:
     return next(iter(get_close_matches(name, sorted(names), 1)), None)
+
+
+def _refuse_encoder(architecture: PretrainedConfig) -> None:
+    """The tasks there are predict the next token, which a model that reads both ways would simply see."""
+    if not AutoModelForCausalLM._model_mapping.get(type(architecture), None):
+        message = f"{architecture.model_type} is not a causal language model"
+        raise RequestError([Problem("model.architecture.model_type", message, expected="a decoder, such as llama")])
+    if getattr(architecture, "is_decoder", None) is False and "is_decoder" in type(architecture)().to_dict():
+        message = f"{architecture.model_type} reads both ways here, so the next token would be visible to it"
+        raise RequestError([Problem("model.architecture.is_decoder", message, expected="true")])
 
 
 def _named_architecture(config: TrainingConfig) -> PretrainedConfig:

@@ -43,8 +43,6 @@ def read_tokenizer(config: TrainingConfig, architecture: PretrainedConfig) -> Pr
     return tokenizer
 
 
-def read_rows_for(
-    config: TrainingConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> Data:
+def read_rows_for(config: TrainingConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     """The tokenised rows, their ids checked against the model's vocabulary."""
     return prepare_data(config, tokenizer, architecture.get_text_config().vocab_size)
