@@ -58,8 +58,7 @@ def train(
 def _announce(session: Session) -> None:
     """What is about to happen, in the open: the batch equation, the schedule, the rows, and each option verified."""
     say = session.progress.say
-    for line in session.inputs.data.report.lines():
-        say(line)
+    say(str(session.inputs.data.report))
     say(f"batch     {session.config.batch}")
     say(f"schedule  {session.assembly.schedule}")
     for item in session.assembly.frozen:
