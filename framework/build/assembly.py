@@ -57,7 +57,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     """
     stated = architecture.dtype  # building writes the training dtype over it
     model: nn.Module = build_model(config, architecture, place)
-    export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype
+    export_dtype: torch.dtype = getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype
     frozen = freeze(model, config.model.freeze_layers)
     checkpoint_blocks(config.training, model)
     if config.training.use_peft:

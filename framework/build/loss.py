@@ -69,8 +69,8 @@ def model_inputs(batch: Batch) -> dict[str, Any]:
     """What a causal model is given of a batch: the tokens alone.
 
     No labels, because the loss is ours. No mask, because rows are padded on the right: no token of a row can see the
-    padding behind it, and the padding's own outputs are not supervised. A mask would change nothing that is learnt, cost
-    rows x tokens x tokens bytes, and keep the faster attention kernels from running.
+    padding behind it, and the padding's own outputs are not supervised. A mask would change nothing that is learnt,
+    cost rows x tokens x tokens bytes, and keep the faster attention kernels from running.
     """
     return {name: tensor for name, tensor in batch.items() if name not in ("labels", "attention_mask")}
 
