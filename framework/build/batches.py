@@ -105,6 +105,10 @@ class GlobalBatches:
         for step_shares in self._steps(step):
             yield [next(batches) for _ in step_shares]
 
+    def rows_of(self, step: int) -> list[int]:
+        """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first)."""
+        return [index for share, _ in next(self._steps(step)) for index in share]
+
     def _shares(self, step: int) -> Iterator[Share]:
         for step_shares in self._steps(step):
             yield from step_shares
