@@ -80,6 +80,7 @@ def _scales_positions(settings: Mapping[str, Any]) -> bool:
 
 
 def _read_config(name: str, revision: str | None) -> dict[str, Any]:
+    settings: dict[str, Any]
     try:
         settings, _ = PretrainedConfig.get_config_dict(name, revision=revision, local_files_only=not hub_is_reachable())
     except Exception as error:  # the hub client and its cache raise many kinds, of which none is a fault of ours

@@ -64,7 +64,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     if not any(sample):
         raise RequestError([Problem("model.tokenizer", "there is no training text to build the tokenizer on")])
     tokenizer.train_from_iterator(sample, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_TOKEN,
         eos_token=END_TOKEN,
