@@ -56,8 +56,9 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     model can tell: names that match nothing, weights that do not load.
     """
     stated = architecture.dtype  # building writes the training dtype over it
-    model: nn.Module = build_model(config, architecture, place)
-    export_dtype: torch.dtype = getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype
+    built = build_model(config, architecture, place)
+    export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
+    model: nn.Module = built
     frozen = freeze(model, config.model.freeze_layers)
     checkpoint_blocks(config.training, model)
     if config.training.use_peft:

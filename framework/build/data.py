@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from framework.build.chat import Chat, check_chat
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, SplitReport
 from framework.build.labels import Encoded, UnsuitedChat, encode_chats, encode_texts
-from framework.build.length import effective_length
 from framework.build.rows import Rows
 from framework.build.sources import Place, Source, join_sources, read_sources
 from framework.build.tally import RowPolicy, Tally
@@ -49,7 +48,8 @@ class Splits:
 def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> Data:
     """Every row of the run, ready for batches. The same config gives the same rows on every rank.
 
-    `vocab_size` is the number of rows of the model's embedding, where it is known. Raises RequestError, before any
+    The config is a resolved one: its `model.model_max_length` is a number. `vocab_size` is the number of rows of the
+    model's embedding, where it is known. Raises RequestError, before any
     weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
     """
     _refuse_unavailable(config.data)
@@ -57,7 +57,7 @@ def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, voc
     _require_turns(config.data.supervise, splits.sources)
     warnings = list(_check_chats(splits, tokenizer))
     policy = RowPolicy(
-        limit=_row_limit(config),
+        limit=_row_limit(config.model.model_max_length),
         truncation=config.data.truncation,
         splits_documents=config.training.task is Task.PRETRAIN,
         vocab_size=vocab_size,
@@ -197,8 +197,9 @@ def _learns_everything(config: TrainingConfig) -> bool:
     return config.data.supervise is Supervise.ALL
 
 
-def _row_limit(config: TrainingConfig) -> int:
-    limit = effective_length(config)
+def _row_limit(limit: int | str | None) -> int:
+    if not isinstance(limit, int):
+        raise TypeError("rows are made for a resolved config, whose length is known")
     if limit < 2:
         message = "a row of one token has nothing to predict"
         raise RequestError([Problem("model.model_max_length", message, expected="at least 2")])

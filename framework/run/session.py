@@ -150,13 +150,14 @@ class Session:
 def open_session(
     config: TrainingConfig, name: str, *, resume: bool, overwrite: bool, allow: Sequence[str], quiet: bool
 ) -> Session:
-    """Read, assemble and verify what a resolved config asks for; nothing is written before all of it stands.
+    """Read, assemble and verify what a config asks for; nothing is written before all of it stands.
 
     Raises RequestError for what cannot be done, VerificationFailed for an option that is not in effect.
     """
     _check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     inputs = read_inputs(config)
+    config = inputs.config
     folder = open_folder(config, name, resume, overwrite)
     newest = checkpoints(folder.path)[-1] if resume else None
     changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
