@@ -129,7 +129,8 @@ def backward_workspace(backend: Backend, call: Attention) -> list[int]:
         width = _round_up(call.head_dim, 32 if call.head_dim <= 128 else 64)
         return [4 * lines, 4 * lines * width] + ([expanded, expanded] if grouped else [])
     if backend is Backend.CUDNN:
-        return [4 * rows * call.head_dim + 8 * rows + (2 * expanded if grouped else 0)]
+        scores = 4 * rows * call.keys if call.dropout else 0
+        return [4 * rows * call.head_dim + 8 * rows + (2 * expanded if grouped else 0) + scores]
     if backend is Backend.EFFICIENT:
         heads = call.batch * call.heads
         delta = [4 * heads * _round_up(call.queries, 32)]
