@@ -221,6 +221,28 @@ class CachingAllocator:
         self.reserved += size
 
 
+class SystemAllocator(CachingAllocator):
+    """The C heap of a run on the CPU: what is freed is given back, so nothing is held beyond what is in use."""
+
+    def allocate(self, size: int, stream: int = 0) -> Block:
+        """Serve a request of `size` bytes, rounded to the 64 bytes that torch aligns CPU tensors to."""
+        block = Block(-(-size // 64) * 64, 0)
+        block.requested = size
+        self.allocated += block.size
+        self.reserved = self.allocated
+        self.requested += size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back to the system."""
+        self.allocated -= block.size
+        self.reserved = self.allocated
+        self.requested -= block.requested
+
+    def empty_cache(self) -> None:
+        """There is no cache."""
+
+
 @dataclass(frozen=True)
 class Peak:
     """The moment of a phase at which most was allocated. `kinds`: allocated bytes by purpose at that moment."""

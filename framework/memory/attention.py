@@ -16,6 +16,7 @@ class Backend(StrEnum):
     CUDNN = "cudnn"
     FLASH = "flash"
     EFFICIENT = "efficient"
+    CPU_FLASH = "cpu_flash"
     MATH = "math"
 
 
@@ -59,7 +60,7 @@ def choose_backend(card: GPUParams, call: Attention) -> Backend:
     """The kernel that torch picks for `call` on `card` with default settings."""
     capability = parse_capability(card)
     if capability is None:
-        return _choose_without_cuda(call)
+        return _choose_without_cuda(card, call)
     if capability in _CUDNN_PREFERRED and _cudnn_can(capability, call):
         return Backend.CUDNN
     if _flash_can(capability, call):
@@ -69,9 +70,13 @@ def choose_backend(card: GPUParams, call: Attention) -> Backend:
     return Backend.MATH
 
 
-def _choose_without_cuda(call: Attention) -> Backend:
-    """ROCm and the CPU have a flash kernel for every dtype they train in; it takes masks too on the CPU."""
-    return Backend.FLASH if call.same_head_dim and not call.dropout else Backend.MATH
+def _choose_without_cuda(card: GPUParams, call: Attention) -> Backend:
+    """The CPU's flash kernel takes masks but no dropout (sdp_utils_cpp.cpp); ROCm's is AOTriton's, as CUDA's here."""
+    if card.name == "cpu":
+        suits = call.same_head_dim and not call.dropout and call.kv_heads == call.heads
+        return Backend.CPU_FLASH if suits else Backend.MATH
+    suits = call.same_head_dim and call.half_precision and not call.masked and call.head_dim <= 256
+    return Backend.FLASH if suits else Backend.EFFICIENT
 
 
 def _half_allowed(capability: tuple[int, int], call: Attention) -> bool:

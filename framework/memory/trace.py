@@ -29,7 +29,10 @@ class Space(StrEnum):
 
 
 class Operation(NamedTuple):
-    """One kernel call, for the roofline. `shape` is (m, n, k) of a matrix product and empty otherwise."""
+    """One operator call, for the roofline. `shape` is (batch, m, n, k) of a matrix product and empty otherwise.
+
+    A call that launches nothing (a view) has no bytes; it costs the host only.
+    """
 
     name: str
     phase: str
@@ -40,10 +43,14 @@ class Operation(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """From event number `index` on, `phase` is running. `empties_cache`: torch.cuda.empty_cache() was called there."""
+    """From event `index` and operation `operation` on, `phase` is running.
+
+    `empties_cache`: torch.cuda.empty_cache() is called there.
+    """
 
     index: int
     phase: str
+    operation: int = 0
     empties_cache: bool = False
 
 
@@ -79,4 +86,4 @@ class Trace:
 
     def enter(self, phase: str, empties_cache: bool = False) -> None:
         """Record that `phase` begins."""
-        self.marks.append(Mark(len(self.events), phase, empties_cache))
+        self.marks.append(Mark(len(self.events), phase, len(self.operations), empties_cache))

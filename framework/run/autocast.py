@@ -38,7 +38,8 @@ FLOAT32_OUTPUT = _functions("softmax log_softmax prod cumprod cumsum sum")
 class Autocast:
     """Casts arguments as the card's autocast would. `on_weight_cast` is told each cached copy of a weight."""
 
-    def __init__(self, on_device: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, device_type: str, on_device: Callable[[torch.Tensor], bool]) -> None:
+        self._device_type = device_type
         self.on_weight_cast: Callable[[torch.Tensor], None] | None = None
         self._on_device = on_device
         self._copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -50,7 +51,7 @@ class Autocast:
     def call(self, function: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`run` with the arguments that autocast would hand to `function` in an enabled region."""
         if function in LOWER_PRECISION:
-            dtype = torch.get_autocast_dtype("cuda")
+            dtype = torch.get_autocast_dtype(self._device_type)
             # The C++ casts are function arguments, which gcc evaluates from right to left.
             kwargs = {name: self._cast(value, dtype) for name, value in reversed(kwargs.items())}
             args = tuple(reversed([self._cast(value, dtype) for value in reversed(args)]))

@@ -32,12 +32,27 @@ def count_bytes(tensor: torch.Tensor) -> int:
 
 
 def count_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor]) -> int:
-    """Floating-point operations by torch's own formulas (torch.utils.flop_counter); 0 where there is none."""
+    """Floating-point operations by torch's own formulas (torch.utils.flop_counter); 0 where there is none.
+
+    Causal attention over one sequence computes half of its scores.
+    """
+    if packet is aten._grouped_mm:
+        return _grouped_flops(args[0], args[1])
     formula = flop_registry.get(packet)
     if formula is None or not results:
         return 0
     out = results[0] if len(results) == 1 else tuple(results)
-    return int(formula(*args, **kwargs, out_val=out))
+    flops = int(formula(*args, **kwargs, out_val=out))
+    causal_at = _CAUSAL_ARGUMENT.get(packet)
+    if causal_at is not None and len(args) > causal_at and args[causal_at] is True:
+        return flops // 2
+    return flops
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Tokens sorted by expert: each row meets one expert's matrix; a weight gradient sums over all rows once."""
+    rows, inner = left.shape[-2:]
+    return 2 * rows * inner * right.shape[-1]
 
 
 def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
@@ -56,6 +71,17 @@ def workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     """Bytes of the buffers that this operator's CUDA kernel allocates and frees inside one call."""
     rule = _WORKSPACES.get(packet)
     return [size for size in rule(args) if size > 0] if rule is not None else []
+
+
+_CAUSAL_ARGUMENT: Mapping[Any, int] = {
+    aten._scaled_dot_product_flash_attention: 4,
+    aten._scaled_dot_product_cudnn_attention: 6,
+    aten._scaled_dot_product_efficient_attention: 6,
+    aten._scaled_dot_product_flash_attention_backward: 11,
+    aten._scaled_dot_product_cudnn_attention_backward: 14,
+    aten._scaled_dot_product_efficient_attention_backward: 11,
+}
+"""Position of `is_causal` in each attention operator's schema."""
 
 
 def _attention_rule(backend: Backend) -> Callable[[Sequence[Any]], list[int]]:

@@ -29,7 +29,8 @@ from framework.run.autocast import HALF_DTYPES, Autocast
 from framework.schema.gpu import GPUParams
 
 META = torch.device("meta")
-CARD = torch.device("cuda", 0)
+CPU = "cpu"
+"""Name of the card that stands for training without one."""
 _DEVICE = torch.Tensor.device
 _IS_CUDA = torch.Tensor.is_cuda
 _IS_META = torch.Tensor.is_meta
@@ -43,11 +44,9 @@ def is_on_card(tensor: torch.Tensor) -> bool:
     return bool(_DEVICE.__get__(tensor).type == "meta")  # type: ignore[attr-defined]
 
 
-def _to_true_device(value: Any) -> Any:
-    """`cuda` in any spelling becomes meta; anything else stays."""
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return META
-    return META if isinstance(value, str) and value.startswith("cuda") else value
+def pretended_device(card: GPUParams) -> torch.device:
+    """The device that meta tensors claim to be on."""
+    return torch.device("cpu") if card.name == CPU else torch.device("cuda", 0)
 
 
 class PretendedCard(TorchFunctionMode):
@@ -56,7 +55,8 @@ class PretendedCard(TorchFunctionMode):
     def __init__(self, card: GPUParams) -> None:
         super().__init__()
         self.card = card
-        self.autocast = Autocast(is_on_card)
+        self.device = pretended_device(card)
+        self.autocast = Autocast(self.device.type, is_on_card)
         self.read_values: list[str] = []
 
     def __torch_function__(
@@ -69,24 +69,29 @@ class PretendedCard(TorchFunctionMode):
         if args and isinstance(args[0], torch.Tensor) and (handler := _TENSOR_METHODS.get(name)) is not None:
             return handler(self, func, args, kwargs)
         if "device" in kwargs:
-            kwargs["device"] = _to_true_device(kwargs["device"])
-        if func in _DROPOUTS:
+            kwargs["device"] = self._true_device(kwargs["device"])
+        if func in _DROPOUTS and self.device.type == "cuda":
             return self._dropout(func, args, kwargs)
         run = partial(attend, self.card) if func is _ATTENTION and is_on_card(args[0]) else func
-        if torch.is_autocast_enabled("cuda") and kwargs.get("out") is None:  # `out=` overloads are not autocast
+        if torch.is_autocast_enabled(self.device.type) and kwargs.get("out") is None:  # `out=` overloads are not autocast
             return self.autocast.call(func, run, args, kwargs)
         return run(*args, **kwargs)
 
-    @staticmethod
-    def _get_property(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _true_device(self, value: Any) -> Any:
+        """The pretended device in any spelling becomes meta; anything else stays."""
+        if isinstance(value, str | torch.device) and torch.device(value).type == self.device.type:
+            return META
+        return value
+
+    def _get_property(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         descriptor = getattr(func, "__self__", None)  # method wrappers are made anew: compare their descriptor
         if descriptor is _IS_META:
             return False
         value = func(*args, **kwargs)
         if descriptor is _DEVICE:
-            return CARD if value.type == "meta" else value
+            return self.device if value.type == "meta" else value
         if descriptor is _IS_CUDA:
-            return value or is_on_card(args[0])
+            return value or (self.device.type == "cuda" and is_on_card(args[0]))
         return value
 
     def _get_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,12 +102,12 @@ class PretendedCard(TorchFunctionMode):
 
     def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = _to_true_device(kwargs["device"])
-        return func(args[0], *(_to_true_device(value) for value in args[1:]), **kwargs)
+            kwargs["device"] = self._true_device(kwargs["device"])
+        return func(args[0], *(self._true_device(value) for value in args[1:]), **kwargs)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Values of a tensor that has none: zeros in one shared element, so that they take no host memory."""
-        if not is_on_card(args[0]):
+        if not is_on_card(args[0]) or (func.__name__ == "cpu" and self.device.type == "cpu"):
             return func(*args, **kwargs)
         self.read_values.append(func.__name__)
         zeros = torch.zeros((), dtype=args[0].dtype, device="cpu").expand(args[0].shape)
@@ -152,6 +157,10 @@ def attend(
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     aten = torch.ops.aten
     scale = 1 / math.sqrt(call.head_dim) if scale is None else scale
+    if backend is Backend.CPU_FLASH:
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
     if backend is Backend.FLASH:
         padding = -call.head_dim % 8
         if padding:
@@ -294,7 +303,8 @@ def pretend(card: GPUParams) -> Iterator[PretendedCard]:
     mode = PretendedCard(card)
     patches = _Patches()
     try:
-        _patch_cuda(patches, card)
+        if mode.device.type == "cuda":
+            _patch_cuda(patches, card)
         _patch_kernels(patches)
         _patch_autograd(patches, mode)
         with mode:

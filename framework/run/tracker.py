@@ -182,6 +182,7 @@ class Tracker(TorchDispatchMode):
             if isinstance(args[1], torch.Tensor):
                 self._note_sum(args[0], args[1], result)
         if not (made_memory or func._schema.is_mutable or packet in kernels.MATRIX_PRODUCTS):
+            self.trace.operations.append(Operation(packet.__name__, self.phase, 0, 0, ""))
             return
         if packet in kernels.MATRIX_PRODUCTS:
             self._take_cublas_workspace()
@@ -206,7 +207,7 @@ class Tracker(TorchDispatchMode):
         floating = next((tensor.dtype for tensor in operands if tensor.dtype.is_floating_point), None)
         self.trace.operations.append(
             Operation(
-                name=func._schema.name.removeprefix("aten::"),
+                name=packet.__name__,
                 phase=self.phase,
                 flops=kernels.count_flops(packet, args, kwargs, results),
                 bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
