@@ -141,8 +141,7 @@ def steady_step(trace: Trace) -> list[Operation]:
     last = max(index for index, mark in enumerate(trace.marks) if mark.phase == "optimizer_step")
     earlier = [index for index, mark in enumerate(trace.marks[:last]) if mark.phase == "end"]
     start = trace.marks[earlier[-1]].operation
-    end = next((mark.operation for mark in trace.marks[last + 1 :]), len(trace.operations))
-    return trace.operations[start:end]
+    return trace.operations[start : trace.marks[last + 1].operation]
 
 
 def _micro_batches(operations: Sequence[Operation]) -> tuple[int, int]:

@@ -69,6 +69,8 @@ class Trace:
     streams: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
+    makers: dict[int, int] = field(default_factory=dict)
+    """Block -> the operation that made it, where that is known."""
 
     def bear(self, size: int, kind: Kind, space: Space = Space.DEVICE, stream: int = 0) -> int:
         """Record the birth of a block of `size` bytes and return its number."""
@@ -87,3 +89,26 @@ class Trace:
     def enter(self, phase: str, empties_cache: bool = False) -> None:
         """Record that `phase` begins."""
         self.marks.append(Mark(len(self.events), phase, len(self.operations), empties_cache))
+
+    def repeat(self, first: int, last: int) -> None:
+        """Append what happened from mark `first` to mark `last` once more, as it goes when it is done again.
+
+        What was born there and outlived it (optimizer states, workspaces) is there already the second time: neither it
+        nor the operation that made it comes again.
+        """
+        events = self.events[self.marks[first].index : self.marks[last].index]
+        ended = {~event for event in events if event < 0}
+        survivors = {event for event in events if event >= 0} - ended
+        makers = {self.makers[block] for block in survivors if block in self.makers}
+        again: dict[int, int] = {}
+        for mark, following in zip(self.marks[first:last], self.marks[first + 1 : last + 1], strict=True):
+            self.enter(mark.phase, mark.empties_cache)
+            for event in self.events[mark.index : following.index]:
+                if event >= 0 and event not in survivors:
+                    again[event] = self.bear(
+                        self.sizes[event], self.kinds[event], self.spaces[event], self.streams[event]
+                    )
+                elif event < 0 and ~event in again:
+                    self.bury(again[~event])
+            numbers = range(mark.operation, following.operation)
+            self.operations += [self.operations[number] for number in numbers if number not in makers]

@@ -84,7 +84,11 @@ def _load(tracker: Tracker, assembly: Assembly) -> None:
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:
-    """Evaluation, two steps, evaluation: the first step makes the optimizer's states, the second is like all others."""
+    """Evaluation, two steps, evaluation. The first step makes the optimizer's states, the second is like all others.
+
+    The second of each is not carried out again: it does what the first did, but for what the first has left behind
+    (tests/run/test_rehearse.py holds a repeated step to a second one).
+    """
 
     def observe(phase: str) -> None:
         if phase == "optimizer_step":
@@ -94,15 +98,23 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
             tracker.claim(state_tensors(assembly), Kind.OPTIMIZER)
         tracker.observe(phase)
 
+    marks, config = tracker.trace.marks, assembly.config
+    before = len(marks) - 1
+    if config.data.eval or config.data.eval_fraction:
+        evaluate(assembly, [make_batch(assembly, int(config.training.per_device_eval_batch_size))], observe)
+        observe("end")
+    evaluated = len(marks) - 1
+    _step(assembly, observe)
+    observe("end")
+    stepped = len(marks) - 1
+    tracker.trace.repeat(evaluated, stepped)
+    tracker.trace.repeat(before, evaluated)
+
+
+def _step(assembly: Assembly, observe: Observe) -> None:
     config = assembly.config
-    evaluates = bool(config.data.eval or config.data.eval_fraction)
-    if evaluates:
-        evaluate(assembly, [make_batch(assembly, int(config.training.per_device_eval_batch_size))], observe)
-    for step in (1, 2):
-        micro_batches = [make_batch(assembly, config.batch.per_device) for _ in range(config.batch.accumulation)]
-        train_step(assembly, micro_batches[:REHEARSED_MICRO_BATCHES], step, observe)
-    if evaluates:
-        evaluate(assembly, [make_batch(assembly, int(config.training.per_device_eval_batch_size))], observe)
+    micro_batches = [make_batch(assembly, config.batch.per_device) for _ in range(config.batch.accumulation)]
+    train_step(assembly, micro_batches[:REHEARSED_MICRO_BATCHES], 1, observe)
 
 
 def make_batch(assembly: Assembly, rows: int) -> Batch:

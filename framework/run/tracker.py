@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.memory.trace import Kind, Operation, Space, Trace
 from framework.run import kernels
+from framework.run.pointwise import pointwise_result
 from framework.schema.gpu import GPUParams
 
 aten = torch.ops.aten
-_BATCH, _FORWARD, _LOSS, _BACKWARD, _OPTIMIZER = "batch", "forward", "loss", "backward", "optimizer_step"
+_BETWEEN, _FORWARD, _LOSS, _BACKWARD, _OPTIMIZER = "end", "forward", "loss", "backward", "optimizer_step"
 _KEEPS_RESULTS = (_FORWARD, "eval")
 
 
@@ -70,6 +71,8 @@ class Tracker(TorchDispatchMode):
         if block is None:
             block = self._bear(storage.nbytes(), self._guess_kind(tensor))
             self._bind(storage, block)
+            if self.phase == _OPTIMIZER:
+                self.trace.makers[block] = len(self.trace.operations)
         return block
 
     def _bear(self, size: int, kind: Kind, space: Space = Space.DEVICE) -> int:
@@ -96,7 +99,7 @@ class Tracker(TorchDispatchMode):
         phase = self.phase
         if phase == _LOSS or (tensor.dim() and tensor.shape[-1] == self._vocabulary and phase in (_FORWARD, _BACKWARD)):
             return Kind.LOGITS_AND_LOSS
-        if phase in _KEEPS_RESULTS or phase == _BATCH:
+        if phase in _KEEPS_RESULTS or phase == _BETWEEN:
             return Kind.ACTIVATIONS
         if phase == _BACKWARD:  # autograd runs without grad mode, recomputation of a checkpoint with it
             return Kind.ACTIVATIONS if torch.is_grad_enabled() else Kind.TEMPORARIES
@@ -166,7 +169,9 @@ class Tracker(TorchDispatchMode):
                 answer = self._answer(packet, args, kwargs)
                 if answer is not NotImplemented:
                     return answer
-            result = func(*args, **kwargs)
+            result = None if kwargs else pointwise_result(func, args)
+            if result is None:
+                result = func(*args, **kwargs)
             self._record(func, packet, args, kwargs, result)
             return result
 
@@ -203,7 +208,7 @@ class Tracker(TorchDispatchMode):
     def _measure(
         self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: list[torch.Tensor]
     ) -> None:
-        operands = [*kernels.tensors_in(args), *kernels.tensors_in(tuple(kwargs.values()))]
+        operands = [*kernels.tensors_in(args), *(kernels.tensors_in(tuple(kwargs.values())) if kwargs else ())]
         floating = next((tensor.dtype for tensor in operands if tensor.dtype.is_floating_point), None)
         self.trace.operations.append(
             Operation(
@@ -211,7 +216,7 @@ class Tracker(TorchDispatchMode):
                 phase=self.phase,
                 flops=kernels.count_flops(packet, args, kwargs, results),
                 bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
-                dtype=str(floating).removeprefix("torch.") if floating is not None else "",
+                dtype=_DTYPE_NAMES.get(floating, ""),
                 shape=kernels.product_shape(packet, args),
             )
         )
@@ -247,4 +252,5 @@ class Tracker(TorchDispatchMode):
         return copy
 
 
+_DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten._to_copy, aten.copy_})

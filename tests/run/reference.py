@@ -153,7 +153,7 @@ def train_step(
     optimizer.step()
     observe("zero_grad")
     model.zero_grad()
-    observe("batch")
+    observe("end")
     return last
 
 
@@ -178,7 +178,7 @@ def rehearse_row(row: Row, steps: int = 2, card: GPUParams = H100) -> tuple[Trac
         gc.disable()
         try:
             tracker.claim([*model.parameters(), *model.buffers()], Kind.WEIGHTS)
-            tracker.observe("batch", empties_cache=True)
+            tracker.observe("end", empties_cache=True)
             with tracker:
                 for _ in range(steps):
                     train_step(row, model, optimizer, observe)
