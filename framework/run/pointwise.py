@@ -43,6 +43,10 @@ def _covers(large: torch.Tensor, small: torch.Tensor) -> bool:
 
 def _like(tensor: torch.Tensor) -> torch.Tensor | None:
     """An empty tensor of this shape, dtype and order of dimensions; an expanded tensor has no order of its own."""
-    if tensor.device.type != "meta" or not tensor.is_floating_point() or 0 in tensor.stride():
+    strides = tensor.stride()
+    if tensor.device.type != "meta" or not tensor.is_floating_point() or 0 in strides:
         return None
-    return torch.empty_like(tensor)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    if extent != tensor.numel():
+        return torch.empty_like(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")

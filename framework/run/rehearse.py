@@ -43,15 +43,15 @@ def record(config: TrainingConfig) -> Rehearsal:
     architecture = read_architecture(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     tracker = Tracker(config.gpu, vocabulary=architecture.get_text_config().vocab_size)
-    with pretend(config.gpu) as mode:
-        assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
+    with _no_garbage_collection(), pretend(config.gpu) as mode:
+        with torch.device(place.device):  # adapters too are made without storage
+            assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
-        with _no_garbage_collection():
-            _load(tracker, assembly)
-            with tracker:
-                _run(tracker, assembly)
-            tracker.observe("save")
-            footprint = read_footprint(assembly)
+        _load(tracker, assembly)
+        with tracker:
+            _run(tracker, assembly)
+        tracker.observe("save")
+        footprint = read_footprint(assembly)
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
     return Rehearsal(config, tracker.trace, footprint, micro_batches, read_values)
@@ -60,7 +60,6 @@ def record(config: TrainingConfig) -> Rehearsal:
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Tensors die when their last reference does, as on the card; a collection at a random moment would move deaths."""
-    gc.collect()
     gc.disable()
     try:
         yield
