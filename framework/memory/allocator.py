@@ -140,11 +140,8 @@ class CachingAllocator:
     def _split(self, pool: _Pool, block: Block, wanted: int) -> None:
         """Cut what is not wanted off `block`, where torch finds it worth it (`should_split`)."""
         rest = block.size - wanted
-        if self.expandable_segments or pool.small:
-            worth_it = rest >= MIN_BLOCK_SIZE
-        else:
-            worth_it = rest > SMALL_SIZE
-        if not worth_it:
+        least = MIN_BLOCK_SIZE if self.expandable_segments or pool.small else SMALL_SIZE + 1
+        if rest < least:
             return
         remainder = Block(rest, block.address + wanted)
         remainder.previous, remainder.next = block, block.next
@@ -269,9 +266,7 @@ class _Phase:
     kinds: Counter[Kind] = field(default_factory=Counter)
 
     def finish(self) -> Peak:
-        return Peak(
-            self.name, self.allocated, self.reserved, self.requested, self.managed, self.host, dict(self.kinds)
-        )
+        return Peak(self.name, self.allocated, self.reserved, self.requested, self.managed, self.host, dict(self.kinds))
 
 
 class _Replay:
@@ -323,17 +318,17 @@ def replay(trace: Trace, allocator: CachingAllocator) -> list[Peak]:
     current = _Phase("")
     start = 0
     for mark in marks:
-        for event in trace.events[start : mark.index]:
+        for event in trace.events[start : mark.event]:
             if event >= 0:
                 state.bear(trace, event)
                 state.observe(current)
             else:
                 state.bury(trace, ~event)
-        if start or mark.index or current.name:
+        if start or mark.event or current.name:
             peaks.append(current.finish())
         if mark.empties_cache:
             allocator.empty_cache()
-        start = mark.index
+        start = mark.event
         current = _Phase(mark.phase)
         state.observe(current)
     return peaks

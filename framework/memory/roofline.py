@@ -52,8 +52,8 @@ CALIBRATED = Efficiency(
     view_seconds=16.2e-6,
     step_seconds=7.6e-3,
 )
-"""Fitted to the step times of every second row of calibration/h100_truth.jsonl (H100 80GB HBM3, torch 2.11+cu130, driver
-580, 2026-11); on the other rows the mean error is 7 %, the largest 16 % (tests/memory/test_roofline.py)."""
+"""Fitted to the step times of every second row of tests/calibration/h100_plain_step.json (H100 80GB HBM3, torch
+2.11+cu130, driver 580, 2026-11); on the other rows the mean error is 7 %, the largest 16 % (test_measured.py)."""
 
 
 @dataclass(frozen=True)

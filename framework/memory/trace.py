@@ -43,12 +43,12 @@ class Operation(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """From event `index` and operation `operation` on, `phase` is running.
+    """From event `event` and operation `operation` on, `phase` is running.
 
     `empties_cache`: torch.cuda.empty_cache() is called there.
     """
 
-    index: int
+    event: int
     phase: str
     operation: int = 0
     empties_cache: bool = False
@@ -96,14 +96,14 @@ class Trace:
         What was born there and outlived it (optimizer states, workspaces) is there already the second time: neither it
         nor the operation that made it comes again.
         """
-        events = self.events[self.marks[first].index : self.marks[last].index]
+        events = self.events[self.marks[first].event : self.marks[last].event]
         ended = {~event for event in events if event < 0}
         survivors = {event for event in events if event >= 0} - ended
         makers = {self.makers[block] for block in survivors if block in self.makers}
         again: dict[int, int] = {}
         for mark, following in zip(self.marks[first:last], self.marks[first + 1 : last + 1], strict=True):
             self.enter(mark.phase, mark.empties_cache)
-            for event in self.events[mark.index : following.index]:
+            for event in self.events[mark.event : following.event]:
                 if event >= 0 and event not in survivors:
                     again[event] = self.bear(
                         self.sizes[event], self.kinds[event], self.spaces[event], self.streams[event]

@@ -53,7 +53,7 @@ class Autocast:
         if function in LOWER_PRECISION:
             dtype = torch.get_autocast_dtype(self._device_type)
             # The C++ casts are function arguments, which gcc evaluates from right to left.
-            kwargs = {name: self._cast(value, dtype) for name, value in reversed(kwargs.items())}
+            kwargs = {name: self._cast(value, dtype) for name, value in reversed(list(kwargs.items()))}
             args = tuple(reversed([self._cast(value, dtype) for value in reversed(args)]))
         elif function in FLOAT32:
             args = tuple(self._cast(value, torch.float32) for value in args)

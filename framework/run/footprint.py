@@ -50,7 +50,7 @@ def _export_bytes(assembly: Assembly) -> int:
         return sum(_sizes(trained_state(assembly.model).values()))
     model = causal_model(assembly.model)
     dtype: torch.dtype = model.config.dtype or model.dtype
-    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    return sum(parameter.numel() for parameter in assembly.model.parameters()) * dtype.itemsize
 
 
 def count_product_weights(model: nn.Module) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def count_product_weights(model: nn.Module) -> tuple[int, int]:
 
 def _expert_share(config: PretrainedConfig) -> float:
     """Share of the experts that one token meets."""
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen: int | None = getattr(config, "num_experts_per_tok", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     available = next((count for name in names if (count := getattr(config, name, None))), None)
-    return chosen / available if chosen and available else 1.0
+    return float(chosen / available) if chosen and available else 1.0

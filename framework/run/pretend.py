@@ -41,7 +41,7 @@ _DETERMINISM = "_allowed_determinism_checks_to_fns"
 
 def is_on_card(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is one of those that pretend: its true device is meta."""
-    return bool(_DEVICE.__get__(tensor).type == "meta")  # type: ignore[attr-defined]
+    return bool(_DEVICE.__get__(tensor).type == "meta")
 
 
 def pretended_device(card: GPUParams) -> torch.device:
@@ -73,7 +73,9 @@ class PretendedCard(TorchFunctionMode):
         if func in _DROPOUTS and self.device.type == "cuda":
             return self._dropout(func, args, kwargs)
         run = partial(attend, self.card) if func is _ATTENTION and is_on_card(args[0]) else func
-        if torch.is_autocast_enabled(self.device.type) and kwargs.get("out") is None:  # `out=` overloads are not autocast
+        if (
+            torch.is_autocast_enabled(self.device.type) and kwargs.get("out") is None
+        ):  # `out=` overloads are not autocast
             return self.autocast.call(func, run, args, kwargs)
         return run(*args, **kwargs)
 
@@ -124,7 +126,6 @@ class PretendedCard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-
 _TENSOR_METHODS: Mapping[str, Callable[..., Any]] = {
     "get_device": PretendedCard._get_device,
     "cuda": PretendedCard._move_to_card,
@@ -155,28 +156,33 @@ def attend(
     backend = choose_backend(card, call)
     if backend is Backend.MATH:
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    aten = torch.ops.aten
+    aten: Any = torch.ops.aten
+    output: torch.Tensor
     scale = 1 / math.sqrt(call.head_dim) if scale is None else scale
     if backend is Backend.CPU_FLASH:
-        return aten._scaled_dot_product_flash_attention_for_cpu(
+        output, *_ = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
+        )
+        return output
     if backend is Backend.FLASH:
-        padding = -call.head_dim % 8
-        if padding:
+        if padding := -call.head_dim % 8:
             query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
-        output = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-        return output[0][..., : call.head_dim] if padding else output[0]
+        output, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return output[..., : call.head_dim] if padding else output
     bias = _bias(attn_mask, query, key)
     if backend is Backend.CUDNN:
-        return aten._scaled_dot_product_cudnn_attention(
+        output, *_ = aten._scaled_dot_product_cudnn_attention(
             query, key, value, bias, call.requires_grad, dropout_p, is_causal, False, scale=scale
-        )[0]
+        )
+        return output
     if enable_gqa and call.kv_heads != call.heads:
         key, value = (tensor.repeat_interleave(call.heads // call.kv_heads, 1) for tensor in (key, value))
-    return aten._scaled_dot_product_efficient_attention(
+    output, *_ = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, call.requires_grad, dropout_p, is_causal, scale=scale
-    )[0]
+    )
+    return output
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
@@ -279,7 +285,8 @@ def _patch_autograd(patches: _Patches, mode: PretendedCard) -> None:
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-        if any(active is mode for active in torch.overrides._get_current_function_mode_stack()):
+        active = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if any(entered is mode for entered in active):
             return run_backward(*args, **kwargs)
         with mode:
             return run_backward(*args, **kwargs)

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -52,9 +53,10 @@ def record(config: TrainingConfig) -> Rehearsal:
             _run(tracker, assembly)
         tracker.observe("save")
         footprint = read_footprint(assembly)
+        trace = tracker.finish()
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
-    return Rehearsal(config, tracker.trace, footprint, micro_batches, read_values)
+    return Rehearsal(config, trace, footprint, micro_batches, read_values)
 
 
 @contextlib.contextmanager
@@ -129,6 +131,7 @@ def main() -> int:
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the document
     config = TrainingConfig.model_validate(json.load(sys.stdin))
+    document: dict[str, Any]
     try:
         document = {"plan": rehearse(config).to_json()}
     except RequestError as error:

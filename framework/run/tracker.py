@@ -22,7 +22,7 @@ _BETWEEN, _FORWARD, _LOSS, _BACKWARD, _OPTIMIZER = "end", "forward", "loss", "ba
 _KEEPS_RESULTS = (_FORWARD, "eval")
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode. `trace` is what it recorded.
 
     `vocabulary`: a tensor of this last dimension is a logit. `padded`: whether the batch's attention mask has zeros,
@@ -30,7 +30,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, card: GPUParams, vocabulary: int = 0, padded: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase = "load"
         self.read_values: list[str] = []
@@ -60,6 +60,11 @@ class Tracker(TorchDispatchMode):
                 if block is not None:
                     self.trace.kinds[block] = kind
                     self._births.pop(block, None)
+
+    def finish(self) -> Trace:
+        """Stop watching, so that what dies from now on is no longer recorded."""
+        self._finalizers.clear()
+        return self.trace
 
     # -- storages
     def _track(self, tensor: torch.Tensor) -> int | None:
@@ -106,6 +111,9 @@ class Tracker(TorchDispatchMode):
         return Kind.TEMPORARIES if phase == _OPTIMIZER else Kind.UNATTRIBUTED
 
     # -- autograd's sums
+    def _is_backward_sum(self, args: tuple[Any, ...]) -> bool:
+        return self.phase == _BACKWARD and not torch.is_grad_enabled() and isinstance(args[1], torch.Tensor)
+
     def _note_sum(self, old: torch.Tensor, new: torch.Tensor, total: torch.Tensor) -> None:
         """Remember `old + new` in backward, which autograd does in place on a card.
 
@@ -144,12 +152,12 @@ class Tracker(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_and_record  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """`storage.resize_` is no operator; sharding frees and refills its gathered weights with it."""
@@ -175,17 +183,17 @@ class Tracker(TorchDispatchMode):
             self._record(func, packet, args, kwargs, result)
             return result
 
-    def _record(
-        self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
+    def _record(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         events = len(self.trace.events)
         results = [result] if isinstance(result, torch.Tensor) else list(kernels.tensors_in(result))
+        touched = results or list(kernels.tensors_in(args))
+        if not touched or touched[0].device.type != "meta":
+            return  # bookkeeping on the host, such as the step count of an optimizer
         for tensor in results:
             self._track(tensor)
         made_memory = len(self.trace.events) > events
-        if packet is aten.add and self.phase == _BACKWARD and not torch.is_grad_enabled() and made_memory:
-            if isinstance(args[1], torch.Tensor):
-                self._note_sum(args[0], args[1], result)
+        if packet is aten.add and made_memory and self._is_backward_sum(args):
+            self._note_sum(args[0], args[1], result)
         if not (made_memory or func._schema.is_mutable or packet in kernels.MATRIX_PRODUCTS):
             self.trace.operations.append(Operation(packet.__name__, self.phase, 0, 0, ""))
             return
@@ -198,7 +206,7 @@ class Tracker(TorchDispatchMode):
         self._measure(func, packet, args, kwargs, results)
 
     def _take_cublas_workspace(self) -> None:
-        """cuBLAS keeps one workspace per handle and stream; backward runs in a thread, hence with a handle, of its own."""
+        """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own."""
         in_backward = torch._C._current_graph_task_id() != -1
         size = self._card.cublas_workspace_bytes
         if size and in_backward not in self._cublas_threads:
@@ -252,5 +260,10 @@ class Tracker(TorchDispatchMode):
         return copy
 
 
-_DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 _READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten._to_copy, aten.copy_})

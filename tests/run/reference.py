@@ -1,7 +1,7 @@
-"""The step that calibration/h100_truth.jsonl was measured with (prototype/truth.py), on tensors without storage.
+"""The step that the rows of tests/calibration were measured with, on tensors without storage.
 
-Models are built from the same configs, and the step is `model(labels=...)`, backward, clip, optimizer, zero_grad, so that
-pretending, tracking and replaying can be judged apart from the product's own step.
+Models are built from the same configs, and the step is `model(labels=...)`, backward, clip, optimizer,
+zero_grad, so that pretending, tracking and replaying can be judged apart from the product's own step.
 """
 
 import contextlib
@@ -46,7 +46,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
     | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
     | {"tie_word_embeddings": True, "max_position_embeddings": 40960},
-    "gpt2": {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 8192},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 8192,
+    },
     "bert-base": {"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
     | {"intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 4096},
     "moe-1b": {"model_type": "qwen3_moe", "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 768}
@@ -61,6 +68,8 @@ Row = Mapping[str, Any]
 def build_model(row: Row) -> torch.nn.Module:
     """The model of a measured row on meta, frozen, adapted and checkpointed as it says."""
     architecture = dict(MODELS[row["model"]])
+    if "layers" in row:
+        architecture["num_hidden_layers"] = row["layers"]
     config = AutoConfig.for_model(architecture.pop("model_type"), **architecture)
     config.use_cache = False
     causal = row["task"] == "causal_lm"
@@ -69,9 +78,7 @@ def build_model(row: Row) -> torch.nn.Module:
     options = {"experts_implementation": row["experts"]} if "moe" in row["model"] else {}
     factory = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
     with torch.device("meta"):
-        model = factory.from_config(
-            config, dtype=_DTYPES[row["dtype"]], attn_implementation=row["attn"], **options
-        )
+        model = factory.from_config(config, dtype=_DTYPES[row["dtype"]], attn_implementation=row["attn"], **options)
     for name, parameter in model.named_parameters():
         layer = next((int(part) for part in name.split(".") if part.isdigit()), row["freeze"])
         if layer < row["freeze"] or (row["freeze"] and any(part in name for part in ("embed", ".wte", ".wpe"))):
@@ -79,7 +86,7 @@ def build_model(row: Row) -> torch.nn.Module:
     if row["lora"]:
         model = _adapt(model, row, causal)
     if row["gc"]:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         if row["lora"]:
             model.enable_input_require_grads()
     return model.train()
@@ -128,9 +135,7 @@ def _make_batch(row: Row, vocabulary: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-def train_step(
-    row: Row, model: Any, optimizer: torch.optim.Optimizer, observe: Callable[[str], None]
-) -> torch.Tensor:
+def train_step(row: Row, model: Any, optimizer: torch.optim.Optimizer, observe: Callable[[str], None]) -> None:
     """One optimizer step, telling `observe` each phase as it begins."""
     for _ in range(row["ga"]):
         batch = _make_batch(row, model.config.vocab_size)
@@ -144,7 +149,6 @@ def train_step(
         del out
         observe("backward")
         (loss / row["ga"]).backward()
-        last = loss.detach()
         del loss, batch
     observe("optimizer_step")
     if row["clip"]:
@@ -154,7 +158,6 @@ def train_step(
     observe("zero_grad")
     model.zero_grad()
     observe("end")
-    return last
 
 
 def rehearse_row(row: Row, steps: int = 2, card: GPUParams = H100) -> tuple[Trace, list[Peak]]:
@@ -178,10 +181,12 @@ def rehearse_row(row: Row, steps: int = 2, card: GPUParams = H100) -> tuple[Trac
         gc.disable()
         try:
             tracker.claim([*model.parameters(), *model.buffers()], Kind.WEIGHTS)
-            tracker.observe("end", empties_cache=True)
+            tracker.observe("load", empties_cache=True)
+            tracker.observe("end")
             with tracker:
                 for _ in range(steps):
                     train_step(row, model, optimizer, observe)
         finally:
             gc.enable()
-    return tracker.trace, replay(tracker.trace, CachingAllocator())
+        trace = tracker.finish()
+    return trace, replay(trace, CachingAllocator())
