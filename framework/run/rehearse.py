@@ -16,12 +16,11 @@ import torch
 
 from framework.build.assembly import Assembly, assemble
 from framework.build.loss import Batch, Observe
-from framework.build.model import read_architecture
+from framework.build.model import settle
 from framework.build.place import rehearsal_place
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import Rehearsal, make_plan
-from framework.memory.resolve import resolve
 from framework.memory.trace import Kind
 from framework.run.evaluate import evaluate
 from framework.run.footprint import held_tensors, read_footprint, state_tensors
@@ -36,12 +35,12 @@ REHEARSED_MICRO_BATCHES = 2
 
 def rehearse(config: TrainingConfig) -> Plan:
     """Plan a composed config, per device. Raises RequestError for what only the built model can tell."""
-    return make_plan(record(resolve(config)))
+    return make_plan(record(config))
 
 
 def record(config: TrainingConfig) -> Rehearsal:
-    """Build a resolved config without storage and record evaluation and two of its steps."""
-    architecture = read_architecture(config)
+    """Build a config without storage and record evaluation and two of its steps."""
+    config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     tracker = Tracker(config.gpu, vocabulary=architecture.get_text_config().vocab_size)
     with _no_garbage_collection(), pretend(config.gpu) as mode:
