@@ -1,14 +1,14 @@
 """Everything that can go wrong, as a tree. The exit code belongs to the branch.
 
-    TunesmithError          1  an internal fault
-    |- RequestError         2  the request is wrong: every problem, with key and place
-    |- DoesNotFit           3  the plan is over the card
-    |- TrainingStopped      4  training ended by itself
-    |  |- NonFinite            a loss or gradient that is not a number
-    |  |- VerificationFailed   an option asked for is not in effect
-    |  |- SaveFailed           a checkpoint or export could not be written
-    |  `- OutOfMemory          memory ran out and could not be repaired
-    `- Interrupted        130  stopped by the user, after saving
+TunesmithError          1  an internal fault
+|- RequestError         2  the request is wrong: every problem, with key and place
+|- DoesNotFit           3  the plan is over the card
+|- TrainingStopped      4  training ended by itself
+|  |- NonFinite            a loss or gradient that is not a number
+|  |- VerificationFailed   an option asked for is not in effect
+|  |- SaveFailed           a checkpoint or export could not be written
+|  `- OutOfMemory          memory ran out and could not be repaired
+`- Interrupted        130  stopped by the user, after saving
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from framework.schema.params import FrozenMapping, Integer, Number, Params
+from framework.schema.params import FrozenMapping, Number, Params
 from framework.schema.training import Count, Positive
 
 Rate = Annotated[Number, Field(gt=0)]

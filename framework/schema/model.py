@@ -30,8 +30,9 @@ class ModelParams(Params):
     torch_dtype_str: TorchDtype | None = None
     """dtype the weights are held in: 4 bytes a weight in float32, 2 in bfloat16. Unset: float32 when the weights are
     trained (small updates would round away in bfloat16), the checkpoint's when they are frozen."""
-    attn_implementation: Attention | Auto = Attention.SDPA
-    """Attention kernel. `eager` keeps sequence x sequence scores per head; the others do not."""
+    attn_implementation: Attention | Auto | None = None
+    """Attention kernel. `eager` keeps sequence x sequence scores per head; the others do not. Unset: `sdpa` where the
+    model supports it, else `eager`."""
     enable_liger_kernel: bool | Auto = False
     """Fused Triton kernels and a loss that never builds the logits. Needs the package liger-kernel and a GPU."""
     chunked_loss: bool | Auto | Positive = False

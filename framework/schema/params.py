@@ -49,7 +49,7 @@ class FrozenMapping(Mapping[str, Any]):
 
     __slots__ = ("_items",)
 
-    def __init__(self, items: Mapping[str, Any] = {}) -> None:  # noqa: B006 (never mutated)
+    def __init__(self, items: Mapping[str, Any] = {}) -> None:
         self._items = {key: _freeze(value) for key, value in items.items()}
 
     def __getitem__(self, key: str) -> Any:

@@ -109,4 +109,4 @@ class TrainingParams(Params):
     trackers: Annotated[tuple[Tracker, ...], BeforeValidator(parse_sequence)] = ()
     """Metric trackers besides `metrics.jsonl`; each needs its package."""
     on_oom: OnOutOfMemory = OnOutOfMemory.STOP
-    """`shrink` halves the micro batch and goes on with the same global batch; `stop` ends the run with the state saved."""
+    """`shrink` halves the micro batch and goes on with the same global batch; `stop` ends with the state saved."""

@@ -1,0 +1,40 @@
+# `make quickstart` and `make test` each do all their set-up in a fresh virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN = $(VENV)/bin
+
+.PHONY: install quickstart check test test-all gpu-test recipes wheels
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+quickstart: install
+	$(BIN)/tunesmith train quickstart
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+test-all: install
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu"
+
+# On the GPU machine itself; its packages are there, what it lacks was packed by `make wheels`.
+gpu-test:
+	$(PYTHON) -m pytest -m gpu
+
+recipes: install
+	for recipe in recipes/*.yaml; do $(BIN)/tunesmith check $$recipe --quick || exit; done
+
+wheels:
+	.ci/pack-wheels

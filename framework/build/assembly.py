@@ -1,0 +1,64 @@
+"""The composition root: where the nouns meet, the same lines for a real run and for a rehearsal."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from framework.build.activations import checkpoint_blocks
+from framework.build.adapter import attach_adapter
+from framework.build.freeze import Frozen, freeze
+from framework.build.loss import Loss, build_loss
+from framework.build.model import build_model
+from framework.build.optimizer import build_optimizer
+from framework.build.place import Place
+from framework.build.schedule import Schedule, build_schedule
+from framework.schema.choices import MixedPrecision
+from framework.schema.config import TrainingConfig
+
+AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything one optimizer step needs, built from a resolved config."""
+
+    config: TrainingConfig
+    place: Place
+    model: nn.Module
+    frozen: tuple[Frozen, ...]
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer changes."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The context that forward and loss run in."""
+        dtype = AUTOCAST_DTYPES.get(MixedPrecision(self.config.training.mixed_precision_dtype or "none"))
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.place.kind, dtype=dtype)
+
+
+def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Place, total_steps: int) -> Assembly:
+    """Build model, adapter, loss, optimizer and schedule of a resolved config on `place`.
+
+    `total_steps` is the number of optimizer steps of the whole run. Raises RequestError for what only the built
+    model can tell: names that match nothing, weights that do not load.
+    """
+    model: nn.Module = build_model(config, architecture, place)
+    frozen = freeze(model, config.model.freeze_layers)
+    checkpoint_blocks(config.training, model)
+    if config.training.use_peft:
+        model = attach_adapter(config.peft, model)
+    loss = build_loss(config.model, model)
+    optimizer = build_optimizer(config.training, model, place)
+    schedule = build_schedule(config.training, total_steps)
+    return Assembly(config, place, model, frozen, loss, optimizer, schedule)

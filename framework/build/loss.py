@@ -1,0 +1,119 @@
+"""The loss of a causal language model: the sum of cross entropies over the supervised tokens of one micro batch.
+
+It is a sum, not a mean: `train_step` divides by the supervised tokens of the whole global batch, so that how the batch
+is split into micro batches does not change what is learnt.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from framework.build.chunked_loss import chunked_cross_entropy
+from framework.errors import Problem, RequestError
+from framework.schema.model import ModelParams
+
+IGNORED = -100
+"""Label of a token that the loss passes over, as everywhere in PyTorch and Hugging Face."""
+
+DEFAULT_CHUNK = 1024
+"""Tokens a chunk for `chunked_loss: true`: as fast as larger ones on an H100 and 1 GiB smaller (SPEED.md section 4)."""
+
+Batch = Mapping[str, Tensor]
+Observe = Callable[[str], None]
+Loss = Callable[[nn.Module, Batch, Observe], Tensor]
+"""(model, batch, observe) -> scalar float32 sum of token losses; calls `observe("loss")` where the head begins."""
+
+
+def build_loss(params: ModelParams, model: nn.Module) -> Loss:
+    """The loss that was asked for: over all logits at once, or a chunk of tokens at a time.
+
+    Raises RequestError when the model's head is more than one linear layer, which chunks cannot repeat.
+    """
+    if params.chunked_loss is False:
+        return full_loss
+    head = causal_model(model).get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise RequestError(
+            [
+                Problem(
+                    "model.chunked_loss",
+                    f"needs a plain linear head; this model's is {type(head).__name__}",
+                    expected="false, or no adapter on the head",
+                )
+            ]
+        )
+    return _Chunked(DEFAULT_CHUNK if params.chunked_loss is True else int(params.chunked_loss))
+
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, without the adapter's wrapper."""
+    unwrapped: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return unwrapped
+
+
+def next_tokens(labels: Tensor) -> Tensor:
+    """Labels moved one to the left: what each position has to predict. `[rows, tokens] -> [rows, tokens]`."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def supervised_tokens(batch: Batch) -> Tensor:
+    """Tokens of the batch that the loss is taken over, as a scalar int64 on the batch's device."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """The batch without its labels: the loss is ours, so that the model never computes its own."""
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+
+def full_loss(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+    """Cross entropy over the logits of all tokens at once, in float32."""
+    logits = model(**model_inputs(batch), use_cache=False).logits
+    observe("loss")
+    targets = next_tokens(batch["labels"]).flatten()
+    return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+
+
+class _Chunked:
+    """Cross entropy that never holds the logits of more than `chunk` tokens."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+
+    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        causal = causal_model(model)
+        backbone = causal.base_model
+        hidden = backbone(**model_inputs(batch), use_cache=False).last_hidden_state
+        observe("loss")
+        head = causal.get_output_embeddings()
+        targets = next_tokens(batch["labels"]).flatten()
+        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, targets, self.chunk)
+
+
+def head_is_last(model: nn.Module, batch: Batch) -> bool:
+    """Whether the model's logits are its head's output as it stands, and the head reads the last hidden state.
+
+    False for models that cap or scale logits: there the chunked loss would train something else. The head's output is
+    replaced by large known values for one forward pass, so that even a cap that small logits never reach is seen.
+    """
+    causal = causal_model(model)
+    head, seen = causal.get_output_embeddings(), {}
+
+    def replace(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen["hidden"] = inputs[0]
+        seen["marker"] = torch.linspace(-64, 64, output.numel(), device=output.device).view_as(output).to(output.dtype)
+        return seen["marker"]
+
+    handle = head.register_forward_hook(replace)
+    try:
+        with torch.no_grad():
+            inputs = model_inputs(batch)
+            logits = causal(**inputs, use_cache=False).logits
+            hidden = causal.base_model(**inputs, use_cache=False).last_hidden_state
+    finally:
+        handle.remove()
+    return torch.equal(logits.float(), seen["marker"].float()) and torch.equal(hidden, seen["hidden"])

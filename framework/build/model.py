@@ -1,0 +1,157 @@
+"""Model parameters become a transformers model on its place, in the dtype that was asked for."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from framework.build.place import Place
+from framework.errors import Problem, RequestError
+from framework.schema.choices import TorchDtype
+from framework.schema.config import TrainingConfig
+
+TORCH_DTYPES = {
+    TorchDtype.FLOAT32: torch.float32,
+    TorchDtype.BFLOAT16: torch.bfloat16,
+    TorchDtype.FLOAT16: torch.float16,
+}
+
+
+def read_architecture(config: TrainingConfig) -> PretrainedConfig:
+    """The Hugging Face config: as written in `model.architecture`, else read from `model.model_name`.
+
+    Raises RequestError when neither gives one, or a written key is unknown to the config class.
+    """
+    model = config.model
+    if model.architecture is not None:
+        architecture = _written_architecture(model.architecture.thaw())
+    elif model.model_name is not None:
+        architecture = _named_architecture(config)
+    else:
+        raise RequestError([Problem("model.model_name", "no model is named", expected="model_name or architecture")])
+    if model.tokenizer is not None and model.load_pretrained_weights is False:
+        architecture.vocab_size = model.tokenizer.vocab_size
+    architecture.use_cache = False
+    return architecture
+
+
+def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
+    key = "model.architecture"
+    try:
+        known = AutoConfig.for_model(written["model_type"])
+    except KeyError:
+        raise RequestError([Problem(f"{key}.model_type", "is missing", expected="a transformers model type")]) from None
+    except ValueError:
+        unknown = Problem(f"{key}.model_type", f"transformers knows no {written['model_type']!r}")
+        raise RequestError([unknown]) from None
+    names = set(known.to_dict()) | set(known.attribute_map) | {"dtype", "architectures"}
+    unknown_keys = [
+        Problem(f"{key}.{name}", f"is not a key of {type(known).__name__}", nearest=_nearest(name, names))
+        for name in sorted(set(written) - names)
+    ]
+    if unknown_keys:
+        raise RequestError(unknown_keys)
+    try:
+        return AutoConfig.for_model(**written)
+    except (TypeError, ValueError) as error:
+        raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {error}")]) from None
+
+
+def _nearest(name: str, names: set[str]) -> str | None:
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name, sorted(names), 1)), None)
+
+
+def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
+    model = config.model
+    try:
+        read: PretrainedConfig = AutoConfig.from_pretrained(
+            model.model_name, revision=model.model_revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RequestError(
+            [Problem("model.model_name", f"no config could be read from {model.model_name!r}: {reason}")]
+        ) from None
+    return read
+
+
+def build_model(config: TrainingConfig, architecture: PretrainedConfig, place: Place) -> PreTrainedModel:
+    """A causal language model in train mode: pretrained weights streamed to the place, or random ones.
+
+    `model.torch_dtype_str` must be resolved; `auto` takes the checkpoint's dtype (float32 where it states none).
+    Raises RequestError when the weights cannot be loaded or do not match the architecture.
+    """
+    dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
+    attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
+    if config.model.load_pretrained_weights and not place.rehearsed:
+        model = _pretrained(config, architecture, dtype, attention, place)
+    else:
+        model = _random(architecture, dtype, attention, place)
+    model.train()
+    return model
+
+
+def _random(architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place) -> PreTrainedModel:
+    try:
+        with torch.device(place.device):
+            model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, attn_implementation=attention)
+    except (ImportError, ValueError, RuntimeError, TypeError) as error:
+        raise RequestError([_refused(architecture, attention, error)]) from None
+    built: PreTrainedModel = model
+    return built
+
+
+def _refused(architecture: PretrainedConfig, attention: str | None, error: Exception) -> Problem:
+    """Which of the two it was that transformers would not build: the attention kernel or the shape."""
+    reason = str(error).strip().splitlines()[0]
+    if attention is not None and "attention" in reason.lower():
+        missing = f"{attention} cannot be used with {architecture.model_type}: {reason}"
+        return Problem("model.attn_implementation", missing, nearest="eager, or leave it unset")
+    return Problem("model.architecture", f"transformers cannot build it: {reason}")
+
+
+def _pretrained(
+    config: TrainingConfig, architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
+) -> PreTrainedModel:
+    name = config.model.model_name
+    if name is None:
+        raise RequestError(
+            [
+                Problem(
+                    "model.load_pretrained_weights",
+                    "there are no weights to load without model.model_name",
+                    expected="model.model_name, or load_pretrained_weights: false for random weights",
+                )
+            ]
+        )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=architecture,
+            dtype=dtype,
+            attn_implementation=attention,
+            revision=config.model.model_revision or "main",
+            trust_remote_code=config.model.trust_remote_code,
+            device_map={"": place.device},
+            output_loading_info=True,
+            use_safetensors=True,
+        )
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if attention is not None and "attention" in reason.lower():
+            raise RequestError([_refused(architecture, attention, error)]) from None
+        raise RequestError([Problem("model.model_name", f"the weights of {name!r} do not load: {reason}")]) from None
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
+    if absent:
+        raise RequestError(
+            [
+                Problem(
+                    "model.model_name",
+                    f"{len(absent)} weights of the model are not in {name!r} and would stay random, first {absent[0]}",
+                )
+            ]
+        )
+    loaded: PreTrainedModel = model
+    return loaded

@@ -1,0 +1,192 @@
+"""Checkpoints that are complete or absent: written aside, read back, renamed, and only then are older ones retired.
+
+A checkpoint holds the trained state, not the export: weights in the dtype they are trained in, optimizer states, random
+states and the step. Tensors are safetensors, the rest is JSON; nothing is pickled.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from framework.build.assembly import Assembly
+from framework.errors import Problem, RequestError, SaveFailed
+
+FORMAT = 1
+"""Version of the files in a checkpoint."""
+
+_WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+_SEPARATOR = "::"
+
+
+@contextlib.contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `target` in one rename when the block ends well, and vanishes when it does not.
+
+    Raises SaveFailed for any error of the file system; `target` is then as it was.
+    """
+    aside = target.with_name(f".{target.name}.incomplete")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        for file in aside.rglob("*"):
+            _flush(file)
+        replaced = target.with_name(f".{target.name}.replaced")
+        if target.exists():
+            target.rename(replaced)
+        aside.rename(target)
+        _flush(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise SaveFailed(f"{target} could not be written: {error}. Earlier saves are untouched.") from error
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run folder, oldest first."""
+    return sorted((folder / "checkpoints").glob("step-????????"))
+
+
+def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int) -> Path:
+    """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
+
+    Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
+    """
+    target = folder / "checkpoints" / f"step-{step:08d}"
+    with written_aside(target) as aside:
+        weights = trained_state(assembly.model)
+        tensors, numbers = _optimizer_state(assembly)
+        random_tensors, random_numbers = _random_state()
+        for name, part in ((_WEIGHTS, weights), (_OPTIMIZER, tensors), (_RANDOM, random_tensors)):
+            save_file(part, aside / name)
+            verify_tensors(aside / name, part)
+        state = {"format": FORMAT, "step": step, "optimizer": numbers, "random": random_numbers}
+        state["config"] = assembly.config.model_dump(mode="json")
+        (aside / _STATE).write_text(json.dumps(state))
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors that training may have changed: all of a model, but only the trained ones beside an adapter."""
+    adapted = hasattr(model, "peft_config")
+    parameters = {
+        name: parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or not adapted
+    }
+    kept = set(model.state_dict())
+    buffers = {} if adapted else {name: tensor for name, tensor in model.named_buffers() if name in kept}
+    return {**parameters, **buffers}
+
+
+def verify_tensors(file: Path, expected: Mapping[str, Tensor]) -> None:
+    """Read the header of `file` back. Raises SaveFailed unless names, shapes and dtypes are those of `expected`."""
+    with safe_open(file, framework="pt") as stored:
+        names = set(stored.keys())
+        wrong = sorted(names ^ set(expected))
+        wrong += [name for name in names & set(expected) if tuple(expected[name].shape) != _shape(stored, name)]
+    if wrong:
+        raise SaveFailed(f"{file} does not read back as it was written: {len(wrong)} tensors differ, first {wrong[0]}")
+
+
+def _shape(stored: Any, name: str) -> tuple[int, ...]:
+    return tuple(stored.get_slice(name).get_shape())
+
+
+def _optimizer_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """States by parameter name: tensors for safetensors, plain numbers for JSON."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for name, parameter in assembly.model.named_parameters():
+        for key, value in assembly.optimizer.state.get(parameter, {}).items():
+            place = tensors if isinstance(value, Tensor) else numbers
+            place[f"{name}{_SEPARATOR}{key}"] = value.contiguous() if isinstance(value, Tensor) else value
+    return tensors, numbers
+
+
+def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    numpy_state = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+    return tensors, {"python": random.getstate(), "numpy": numpy_state}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint. Raises RequestError when it is of another format or damaged."""
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError([Problem("--resume", f"{checkpoint} is not a readable checkpoint: {error}")]) from None
+    if state.get("format") != FORMAT:
+        found = f"{checkpoint} has format {state.get('format')}, this version reads {FORMAT}"
+        raise RequestError([Problem("--resume", found)])
+    return state
+
+
+def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
+    """Put a checkpoint's tensors and random states back in place. Returns its step.
+
+    Raises RequestError when it holds other tensors than the model that was built.
+    """
+    state = read_state(checkpoint)
+    device = str(assembly.place.device)
+    expected, stored = trained_state(assembly.model), load_file(checkpoint / _WEIGHTS, device=device)
+    different = sorted(set(expected) ^ set(stored)) or [
+        name for name in expected if expected[name].shape != stored[name].shape
+    ]
+    if different:
+        message = f"{checkpoint} holds another model: {len(different)} tensors differ, first {different[0]}"
+        raise RequestError([Problem("--resume", message)])
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(stored.pop(name))
+    _restore_optimizer(assembly, load_file(checkpoint / _OPTIMIZER), state["optimizer"])
+    _restore_random(load_file(checkpoint / _RANDOM), state["random"])
+    return int(state["step"])
+
+
+def _restore_optimizer(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    parameters = dict(assembly.model.named_parameters())
+    for path in (*tensors, *numbers):
+        name, key = path.split(_SEPARATOR)
+        parameter, value = parameters[name], tensors.get(path, numbers.get(path))
+        # torch keeps the scalar `step` on the CPU unless the implementation is fused
+        if isinstance(value, Tensor) and (value.dim() or assembly.optimizer.defaults.get("fused")):
+            value = value.to(parameter.device)
+        assembly.optimizer.state[parameter][key] = value
+
+
+def _restore_random(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    version, internal, gauss = numbers["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = numbers["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

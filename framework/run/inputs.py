@@ -1,0 +1,37 @@
+"""What a run reads before any weight is loaded: architecture, tokenizer, rows."""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from framework.build.data import Data, prepare_data, training_texts
+from framework.build.model import read_architecture
+from framework.build.tokenizer import build_tokenizer
+from framework.errors import Problem, RequestError
+from framework.schema.config import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The model's config, its tokenizer, and the tokenised rows."""
+
+    architecture: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+
+
+def read_inputs(config: TrainingConfig) -> Inputs:
+    """Read everything a resolved config names, weights excepted.
+
+    Raises RequestError for what cannot be read, for rows with nothing to learn, and for a tokenizer with more tokens
+    than the model has embeddings.
+    """
+    if not config.data.train:
+        raise RequestError([Problem("data.train", "there is nothing to train on", expected="a list of sources")])
+    architecture = read_architecture(config)
+    tokenizer = build_tokenizer(config, training_texts(config))
+    vocabulary = architecture.get_text_config().vocab_size
+    if len(tokenizer) > vocabulary:
+        message = f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} embeddings"
+        raise RequestError([Problem("model.tokenizer_name", message, expected="the tokenizer of this model")])
+    return Inputs(architecture, tokenizer, prepare_data(config, tokenizer, vocabulary))

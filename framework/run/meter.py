@@ -1,0 +1,57 @@
+"""Measured memory, phase by phase: the allocator's counters on a GPU, resident memory on the CPU."""
+
+import resource
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from framework.build.place import Place
+
+
+@dataclass
+class Meter:
+    """Peaks of a run in bytes. Give `observe` to the step: it is told when each phase begins."""
+
+    place: Place
+    phases: dict[str, int] = field(default_factory=dict)
+    allocated: int = 0
+    reserved: int = 0
+    _phase: str = "load"
+
+    def observe(self, phase: str) -> None:
+        """Close the phase that was running, note its peak, and begin `phase`."""
+        self._close()
+        self._phase = phase
+
+    def _close(self) -> None:
+        if self.place.kind == "cuda":
+            allocated = torch.cuda.max_memory_allocated(self.place.device)
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.place.device))
+            torch.cuda.reset_peak_memory_stats(self.place.device)
+        else:
+            allocated = peak_resident_bytes()
+            self.reserved = max(self.reserved, allocated)
+        self.allocated = max(self.allocated, allocated)
+        if self._phase != "end":
+            self.phases[self._phase] = max(self.phases.get(self._phase, 0), allocated)
+
+    def document(self) -> dict[str, Any]:
+        """The `measured` part of memory.json."""
+        self._close()
+        counter = "torch.cuda allocator" if self.place.kind == "cuda" else "peak resident memory of the process"
+        document: dict[str, Any] = {"counter": counter, "allocated_bytes": self.allocated}
+        document["reserved_bytes"] = self.reserved
+        document["phases"] = [{"name": name, "allocated_bytes": peak} for name, peak in self.phases.items()]
+        if self.place.kind == "cuda":
+            free, total = torch.cuda.mem_get_info(self.place.device)
+            document["device_name"] = torch.cuda.get_device_name(self.place.device)
+            document["device_bytes"] = total - free
+        return document
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident size this process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

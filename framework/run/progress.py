@@ -1,0 +1,47 @@
+"""What a person sees while a run goes on: a bar on a terminal, one line every `logging_steps` elsewhere."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+MIB = 2**20
+
+
+class ProgressLine:
+    """Loss, rate, tokens per second and memory of the latest step, on stderr."""
+
+    def __init__(self, total: int, done: int, every: int, quiet: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=quiet)
+        self.total, self.every = total, every
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=self.console,
+            disable=not self.console.is_terminal or quiet,
+        )
+        self._task: TaskID = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, loss: float, rate: float, tokens_per_second: float, memory: int) -> None:
+        """Show one optimizer step."""
+        text = f"loss {loss:.4f}  lr {rate:.2e}  {tokens_per_second:,.0f} tok/s  {memory / MIB:,.0f} MiB"
+        self._bar.update(self._task, completed=step, description=text)
+        if not self.console.is_terminal and (step % self.every == 0 or step == self.total):
+            self.say(f"step {step}/{self.total}  {text}")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

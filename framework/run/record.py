@@ -1,0 +1,144 @@
+"""The run folder: where it is, what is already in it, and the files that say what happened."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.errors import Problem, RequestError
+from framework.schema.config import TrainingConfig
+
+OURS = (
+    "config.yaml",
+    "plan.json",
+    "environment.json",
+    "metrics.jsonl",
+    "memory.json",
+    "oom.txt",
+    "checkpoints",
+    "final",
+)
+"""Everything a run writes. `--overwrite` removes these and nothing else."""
+
+_PACKAGES = ("tunesmith", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run."""
+
+    path: Path
+
+    def write_json(self, name: str, document: Mapping[str, Any]) -> None:
+        """Write one document whole or not at all."""
+        _replace(self.path / name, json.dumps(document, indent=2) + "\n")
+
+    def write_config(self, config: TrainingConfig) -> None:
+        """The resolved config, which trains again as it is."""
+        _replace(self.path / "config.yaml", to_yaml(config))
+
+    def append_metrics(self, values: Mapping[str, Any]) -> None:
+        """One line of `metrics.jsonl`."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of steps that will be made again after resuming at `step`."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        _replace(file, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+
+
+def _replace(file: Path, text: str) -> None:
+    aside = file.with_name(f".{file.name}.incomplete")
+    aside.write_text(text)
+    os.replace(aside, file)
+
+
+def to_yaml(config: TrainingConfig) -> str:
+    """Every key of the config that has a value, as YAML; reading it gives an equal config."""
+    document = config.model_dump(mode="json", exclude_none=True)
+    text: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:
+    """The folder of this run: `training.output_dir`, else `runs/<name>`, numbered when taken. Makes nothing.
+
+    Raises RequestError when the folder is taken and neither `resume` nor `overwrite` says what to do with it, or
+    when there is nothing to resume.
+    """
+    written = config.training.output_dir
+    path = Path(written) if written else _default_path(name, resume, overwrite)
+    taken = [entry for entry in OURS if (path / entry).exists()]
+    if taken and not (resume or overwrite):
+        message = f"{path} already holds a run ({', '.join(taken)})"
+        raise RequestError(
+            [Problem("training.output_dir", message, expected="--resume, --overwrite or another folder")]
+        )
+    if resume and not any((path / "checkpoints").glob("step-????????")):
+        raise RequestError([Problem("--resume", f"there is no checkpoint in {path.absolute() / 'checkpoints'}")])
+    return RunFolder(path)
+
+
+def make(folder: RunFolder) -> None:
+    """Make the folder on disk. Raises RequestError when that is not allowed."""
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{folder.path.absolute()} cannot be made: {error}"
+        raise RequestError([Problem("training.output_dir", message)]) from None
+
+
+def _default_path(name: str, resume: bool, overwrite: bool) -> Path:
+    numbered = [Path("runs") / name, *(Path("runs") / f"{name}-{number}" for number in range(2, 10_000))]
+    free = next(index for index, path in enumerate(numbered) if not path.exists())
+    return numbered[max(free - 1, 0)] if resume or overwrite else numbered[free]
+
+
+def clear(folder: RunFolder) -> None:
+    """Remove what an earlier run wrote, and nothing that it did not write."""
+    for entry in OURS:
+        path = folder.path / entry
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and commit: what is needed to run the same thing again."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "git": _commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    try:
+        asked = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

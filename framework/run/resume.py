@@ -1,0 +1,68 @@
+"""What may differ between a checkpoint and the run that goes on from it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from framework.errors import Problem, RequestError
+from framework.schema.config import TrainingConfig
+
+HARMLESS = {
+    "schema_version",
+    "training.eval_steps",
+    "training.save_steps",
+    "training.save_total_limit",
+    "training.logging_steps",
+    "training.output_dir",
+    "training.run_name",
+    "training.trackers",
+    "training.per_device_eval_batch_size",
+    "training.on_oom",
+    "data.workers",
+}
+"""Keys that change neither the weights nor the order of the rows."""
+
+RISKY = {
+    "training.learning_rate",
+    "training.lr_scheduler_type",
+    "training.min_learning_rate",
+    "training.warmup_steps",
+    "training.warmup_ratio",
+    "training.weight_decay",
+    "training.max_grad_norm",
+    "training.max_steps",
+    "training.num_train_epochs",
+    "training.mixed_precision_dtype",
+    "training.enable_gradient_checkpointing",
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
+    "model.attn_implementation",
+    "model.chunked_loss",
+}
+"""Keys that change what is learnt from here on, but leave the checkpoint loadable. Everything else is refused."""
+
+
+def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> list[str]:
+    """One line for each harmless or allowed difference.
+
+    Raises RequestError listing every difference that needs `--allow KEY`, or that no checkpoint can survive.
+    """
+    lines, problems = [], []
+    for key, before, now in _differences(saved, config.model_dump(mode="json"), ""):
+        change = f"was {before}, is now {now}"
+        if key in HARMLESS or key.startswith("gpu.") or (key in allow and key in RISKY):
+            lines.append(f"{key} {change}")
+        elif key in RISKY:
+            problems.append(Problem(key, f"{change}: the run would learn something else", expected=f"--allow {key}"))
+        else:
+            problems.append(Problem(key, f"{change}: the checkpoint is of another run", expected=f"{before}"))
+    if problems:
+        raise RequestError(problems)
+    return lines
+
+
+def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in sorted({*before, *now}):
+            yield from _differences(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+    elif before != now:
+        yield key, before, now

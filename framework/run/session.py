@@ -1,0 +1,224 @@
+"""Everything one run holds while it trains, and what happens around each step."""
+
+import contextlib
+import importlib.util
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import set_seed
+
+from framework.build.assembly import Assembly, assemble
+from framework.build.batches import GlobalBatches, eval_batches
+from framework.build.loss import Batch
+from framework.build.place import real_place
+from framework.build.verify import Reading, missing_gradients, verify
+from framework.errors import Interrupted, Problem, RequestError, VerificationFailed
+from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from framework.run.evaluate import evaluate
+from framework.run.inputs import Inputs, read_inputs
+from framework.run.interrupt import Interrupt, watched_interrupt
+from framework.run.meter import Meter
+from framework.run.progress import ProgressLine
+from framework.run.record import RunFolder, clear, environment, make, open_folder
+from framework.run.resume import check_resume
+from framework.run.step import StepResult
+from framework.schema.config import TrainingConfig
+
+
+@dataclass
+class Session:
+    """One run between its first and its last step. `step` is the last optimizer step that was made."""
+
+    config: TrainingConfig
+    folder: RunFolder
+    inputs: Inputs
+    assembly: Assembly
+    readings: tuple[Reading, ...]
+    batches: GlobalBatches
+    accelerator: Accelerator
+    progress: ProgressLine
+    meter: Meter
+    step: int = 0
+    saved: int = -1
+    interrupt: Interrupt = field(default_factory=Interrupt)
+    evals: list[dict[str, float]] = field(default_factory=list)
+    _clock: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.assembly.schedule.total
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Trackers, progress bar and the watch for Ctrl-C, for as long as steps are made."""
+        training = self.config.training
+        if training.trackers:
+            project = training.run_name or self.folder.path.name
+            self.accelerator.init_trackers(project, config=_flat(self.config.model_dump(mode="json")))
+        with self.progress, watched_interrupt() as self.interrupt:
+            if self.step == 0:
+                self.evaluate()
+            self._clock = time.perf_counter()
+            yield
+        self.accelerator.end_training()
+
+    def steps(self) -> Iterator[tuple[int, list[Batch]]]:
+        """(number, micro batches on the device) of each optimizer step that is left."""
+        micro_batches = self.batches.start(self.step)
+        for step in range(self.step + 1, self.total + 1):
+            yield step, [self._moved(batch) for batch in next(micro_batches)]
+
+    def _moved(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.assembly.place.device) for name, tensor in batch.items()}
+
+    def observe(self, phase: str) -> None:
+        """Meter each phase; before the first update, every trained tensor must have a gradient."""
+        self.meter.observe(phase)
+        if phase == "optimizer_step" and self.saved == -1:
+            self.saved = 0
+            absent = missing_gradients(self.assembly)
+            if absent:
+                raise VerificationFailed(
+                    f"{len(absent)} trained tensors got no gradient from the first backward pass, first {absent[0]}"
+                )
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        """Log, evaluate, save; leave when the user has asked to. Raises Interrupted, after saving."""
+        self.step, training = step, self.config.training
+        self._log(result)
+        if training.eval_steps and step % training.eval_steps == 0 and step < self.total:
+            self.evaluate()
+        if training.save_steps and step % training.save_steps == 0:
+            self.save()
+        if self.interrupt.asked and step < self.total:
+            self.save()
+            raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
+
+    def _log(self, result: StepResult) -> None:
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        speed = result.tokens / seconds
+        values = {
+            "step": self.step,
+            "epoch": round(self.step / self.batches.steps_per_epoch, 4),
+            "loss": result.loss,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "tokens": result.tokens,
+            "supervised_tokens": result.supervised_tokens,
+            "tokens_per_second": speed,
+            "step_seconds": seconds,
+            "peak_allocated_bytes": self.meter.allocated,
+            "peak_reserved_bytes": self.meter.reserved,
+        }
+        self.folder.append_metrics(values)
+        self.accelerator.log(values, step=self.step)
+        self.progress.step(self.step, result.loss, result.learning_rate, speed, self.meter.allocated)
+
+    def evaluate(self) -> None:
+        """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line."""
+        if self.inputs.data.eval is None:
+            return
+        size = int(self.config.training.per_device_eval_batch_size)
+        pad = self.batches.pad_token_id
+        batches = (self._moved(batch) for batch in eval_batches(self.inputs.data.eval, size, pad))
+        values = evaluate(self.assembly, batches, self.meter.observe)
+        self.evals.append({"step": self.step, **values})
+        self.folder.append_metrics(self.evals[-1])
+        self.accelerator.log(values, step=self.step)
+        self.progress.say(f"step {self.step}/{self.total}  eval loss {values['eval_loss']:.4f}")
+        self._clock = time.perf_counter()
+
+    def save(self) -> None:
+        """A checkpoint of the step just made, unless it is there already."""
+        if self.saved != self.step:
+            save_checkpoint(self.folder.path, self.assembly, self.step, self.config.training.save_total_limit)
+            self.saved = self.step
+            self._clock = time.perf_counter()
+
+
+def open_session(
+    config: TrainingConfig, name: str, *, resume: bool, overwrite: bool, allow: Sequence[str], quiet: bool
+) -> Session:
+    """Read, assemble and verify what a resolved config asks for; nothing is written before all of it stands.
+
+    Raises RequestError for what cannot be done, VerificationFailed for an option that is not in effect.
+    """
+    _check_trackers(config)
+    inputs = read_inputs(config)
+    folder = open_folder(config, name, resume, overwrite)
+    newest = checkpoints(folder.path)[-1] if resume else None
+    changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
+    accelerator = Accelerator(
+        cpu=config.gpu.name == "cpu",
+        log_with=[str(tracker) for tracker in config.training.trackers] or None,
+        project_dir=str(folder.path),
+    )
+    place = real_place(accelerator.device)
+    meter = Meter(place)
+    set_seed(config.training.seed)
+    pad = inputs.tokenizer.pad_token_id
+    batches = GlobalBatches(
+        inputs.data.train,
+        config.batch,
+        seed=config.training.seed,
+        pad_token_id=pad if isinstance(pad, int) else 0,
+        workers=config.data.workers,
+    )
+    assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
+    readings = verify(assembly)
+    step = load_checkpoint(newest, assembly) if newest else 0
+    progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
+    for line in changes:
+        progress.say(f"resumed with {line}")
+    return Session(
+        config, folder, inputs, assembly, readings, batches, accelerator, progress, meter, step, step if newest else -1
+    )
+
+
+def begin(session: Session, overwrite: bool) -> None:
+    """Write the files that say what is about to run. The first thing that changes the run folder."""
+    make(session.folder)
+    if overwrite:
+        clear(session.folder)
+    if session.step:
+        session.folder.forget_metrics_after(session.step)
+    else:
+        session.folder.write_config(session.config)
+    device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
+    session.folder.write_json("environment.json", {**environment(), **device})
+
+
+def total_steps(config: TrainingConfig, per_epoch: int) -> int:
+    """Optimizer steps of the run: `max_steps`, else the epochs' worth, at least one."""
+    training = config.training
+    return training.max_steps or max(1, round(training.num_train_epochs * per_epoch))
+
+
+def _check_trackers(config: TrainingConfig) -> None:
+    problems = [
+        Problem(
+            f"training.trackers[{index}]", f"the package {tracker} is not installed", expected=f"pip install {tracker}"
+        )
+        for index, tracker in enumerate(config.training.trackers)
+        if importlib.util.find_spec(str(tracker)) is None
+    ]
+    if problems:
+        raise RequestError(problems)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and plain values, as every tracker takes them."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{path}.")
+        else:
+            flat[path] = value if isinstance(value, int | float | str | bool) else str(value)
+    return flat

@@ -1,0 +1,98 @@
+"""The one train step and the one eval step. The plan rehearses these very lines.
+
+`.backward(` and an optimizer's `.step(` stand here and nowhere else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from framework.build.assembly import Assembly
+from framework.build.loss import Batch, Observe, supervised_tokens
+from framework.errors import NonFinite
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports: mean loss over its supervised tokens, gradient norm before clipping, counts."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    supervised_tokens: int
+
+
+def ignore(phase: str) -> None:
+    """Observe nothing."""
+
+
+def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, observe: Observe = ignore) -> StepResult:
+    """One optimizer step over the micro batches of a global batch. `step` counts from 1.
+
+    The loss is the mean over the supervised tokens of the whole global batch, however it is split. `observe` is told
+    when each phase begins: forward, loss, backward, optimizer_step, end. Raises NonFinite, before the weights
+    change, when the loss or the gradient norm is not finite.
+    """
+    supervised = torch.stack([supervised_tokens(batch) for batch in micro_batches]).sum()
+    total = torch.zeros((), device=assembly.place.device)
+    for batch in micro_batches:
+        observe("forward")
+        with assembly.autocast:
+            loss = assembly.loss(assembly.model, batch, observe) / supervised
+        observe("backward")
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+        del loss
+    observe("optimizer_step")
+    norm = _clip(assembly.trained, assembly.config.training.max_grad_norm)
+    mean_loss, grad_norm, counted = torch.stack([total, norm.float(), supervised.float()]).tolist()
+    if not _finite(mean_loss) or not _finite(grad_norm):
+        raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
+    rate = assembly.schedule.rate(step)
+    for group in assembly.optimizer.param_groups:
+        group["lr"] = rate
+    assembly.optimizer.step()
+    assembly.optimizer.zero_grad(set_to_none=True)
+    observe("end")
+    tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
+    return StepResult(mean_loss, grad_norm, rate, tokens, int(counted))
+
+
+def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore) -> tuple[Tensor, Tensor]:
+    """(sum of token losses, supervised tokens) of one batch, as scalars on the device. Keeps no logits."""
+    observe("eval")
+    with torch.no_grad(), assembly.autocast:
+        return assembly.loss(assembly.model, batch, ignore), supervised_tokens(batch)
+
+
+def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+    """Global gradient norm before clipping; clips to `limit` unless it is 0."""
+    if limit:
+        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(grads)
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0
+
+
+def _non_finite_report(assembly: Assembly, loss: float, norm: float, step: int, supervised: float) -> str:
+    bad = next(
+        (
+            name
+            for name, parameter in assembly.model.named_parameters()
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        ),
+        None,
+    )
+    weights = assembly.config.model.torch_dtype_str
+    autocast = assembly.config.training.mixed_precision_dtype
+    first = f"; first gradient that is not finite: {bad}" if bad else ""
+    return (
+        f"step {step}: loss {loss}, gradient norm {norm} over {int(supervised)} supervised tokens "
+        f"(weights {weights}, autocast {autocast}){first}. The weights were not changed."
+    )

@@ -1,0 +1,102 @@
+"""The loop: one function between the command and the train step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from framework.build.loss import causal_model
+from framework.memory.resolve import resolve
+from framework.run.export import export
+from framework.run.session import Session, begin, open_session
+from framework.run.step import train_step
+from framework.schema.config import TrainingConfig
+
+SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 16, 48
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run is and what came of it. `sample` is (prompt, completion) from the trained model."""
+
+    folder: Path
+    steps: int
+    evals: tuple[dict[str, float], ...]
+    peak_bytes: int
+    sample: tuple[str, str] | None
+
+
+def train(
+    config: TrainingConfig,
+    name: str = "run",
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    allow: Sequence[str] = (),
+    quiet: bool = False,
+) -> RunResult:
+    """Train what `config` asks for and return where it is.
+
+    `name` gives the default folder `runs/<name>`; `allow` names changed keys that a resumed run may differ in. With
+    `dry_run` everything is read, built and verified, and nothing is written.
+    Raises RequestError, VerificationFailed, NonFinite, SaveFailed or Interrupted.
+    """
+    session = open_session(resolve(config), name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet)
+    _announce(session)
+    if dry_run:
+        return RunResult(session.folder.path, 0, (), session.meter.allocated, None)
+    begin(session, overwrite)
+    with session.running():
+        for step, micro_batches in session.steps():
+            session.after_step(step, train_step(session.assembly, micro_batches, step, session.observe))
+        session.save()
+        return _finish(session)
+
+
+def _announce(session: Session) -> None:
+    """What is about to happen, in the open: the batch equation, the schedule, the rows, and each option verified."""
+    say = session.progress.say
+    for line in session.inputs.data.report.lines():
+        say(line)
+    say(f"batch     {session.config.batch}")
+    say(f"schedule  {session.assembly.schedule}")
+    for item in session.assembly.frozen:
+        say(f"frozen    {item.pattern}: {item.parameters:,} parameters, {item.bytes / 2**20:,.1f} MiB")
+    for reading in session.readings:
+        say(f"in effect {reading.key} = {reading.found} ({reading.source})")
+
+
+def _finish(session: Session) -> RunResult:
+    """Evaluate and export. The export does not depend on the evaluation, nor the checkpoint on either."""
+    try:
+        session.evaluate()
+    finally:
+        sample = _sample(session)
+        export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
+        session.folder.write_json(
+            "memory.json", {"predicted": None, "measured": session.meter.document(), "error": None}
+        )
+    evals = tuple(session.evals)
+    return RunResult(session.folder.path, session.step, evals, session.meter.allocated, sample)
+
+
+def _sample(session: Session) -> tuple[str, str] | None:
+    """A completion of the beginning of a held-out row, or of a training row when none is held out."""
+    tokenizer, data = session.inputs.tokenizer, session.inputs.data
+    row = (data.eval or data.train)[0]
+    prompt = torch.tensor([row["input_ids"][:SAMPLE_PROMPT_TOKENS]], device=session.assembly.place.device)
+    model = causal_model(session.assembly.model)
+    model.eval()
+    with torch.no_grad(), session.assembly.autocast:
+        ids = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=SAMPLE_NEW_TOKENS,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=session.batches.pad_token_id,
+        )
+    model.train()
+    return tokenizer.decode(prompt[0]), tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)

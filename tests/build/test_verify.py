@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from framework.build.verify import missing_gradients, verify
+from framework.errors import RequestError, VerificationFailed
+from tests.tiny import GEMMA2, GPT2, LLAMA, tiny_assembly, tiny_config
+
+
+def found(config):
+    return {reading.key: reading.found for reading in verify(tiny_assembly(config))}
+
+
+def test_what_was_asked_for_is_read_back():
+    config = tiny_config(
+        {**LLAMA, "num_hidden_layers": 3},
+        training={"enable_gradient_checkpointing": True, "optimizer": "adamw_torch_fused"},
+        model={"attn_implementation": "eager", "torch_dtype_str": "bfloat16", "chunked_loss": 8},
+    )
+    readings = found(config)
+    assert readings["training.enable_gradient_checkpointing"] == "3/3"
+    assert readings["training.optimizer"] == "adamw_torch_fused"
+    assert readings["model.attn_implementation"] == "eager"
+    assert readings["model.torch_dtype_str"] == "bfloat16"
+    assert readings["model.chunked_loss"] == "8"
+
+
+def test_checkpointing_lost_after_building_stops_the_run():
+    """G09: the option was asked for, and something switched it off again."""
+    assembly = tiny_assembly(tiny_config(training={"enable_gradient_checkpointing": True}))
+    for module in assembly.model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+    with pytest.raises(VerificationFailed, match=r"enable_gradient_checkpointing: asked 2/2, in effect 0/2"):
+        verify(assembly)
+
+
+def test_checkpointing_in_eval_mode_does_not_count():
+    assembly = tiny_assembly(tiny_config(training={"enable_gradient_checkpointing": True}))
+    assembly.model.eval()
+    with pytest.raises(VerificationFailed, match="in effect 0/2"):
+        verify(assembly)
+
+
+def test_another_optimizer_than_the_one_asked_for_stops_the_run():
+    """F03: the optimizer was swapped behind our back."""
+    import dataclasses
+
+    assembly = tiny_assembly(tiny_config(training={"optimizer": "adamw_torch_fused"}))
+    plain = torch.optim.AdamW(assembly.trained)
+    with pytest.raises(VerificationFailed, match="asked adamw_torch_fused, in effect adamw_torch"):
+        verify(dataclasses.replace(assembly, optimizer=plain))
+    other = torch.optim.Adam(assembly.trained)
+    with pytest.raises(VerificationFailed, match="in effect Adam"):
+        verify(dataclasses.replace(assembly, optimizer=other))
+
+
+def test_chunked_loss_is_refused_where_the_model_changes_its_logits():
+    """Gemma 2 caps its logits after the head: chunks would train another loss."""
+    with pytest.raises(VerificationFailed, match=r"model\.chunked_loss.*changes its logits"):
+        verify(tiny_assembly(tiny_config(GEMMA2, model={"chunked_loss": True})))
+
+
+def test_lora_trains_the_adapter_alone():
+    assembly = tiny_assembly(
+        tiny_config(training={"use_peft": True}, peft={"lora_target_modules": ["q_proj", "v_proj"]})
+    )
+    readings = {reading.key: reading for reading in verify(assembly)}
+    assert readings["training.use_peft"].source == "4 adapted modules"
+    trained = {name for name, parameter in assembly.model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(("architecture", "suffix"), [(LLAMA, "q_proj (2)"), (GPT2, "c_attn (2)")])
+def test_adapter_targets_of_another_family_are_named(architecture, suffix):
+    """L01: every target that names nothing is reported, with the linear layers there are."""
+    config = tiny_config(architecture, training={"use_peft": True}, peft={"lora_target_modules": ["query", "valu"]})
+    with pytest.raises(RequestError) as caught:
+        tiny_assembly(config)
+    assert [problem.key for problem in caught.value.problems] == [
+        "peft.lora_target_modules[0]",
+        "peft.lora_target_modules[1]",
+    ]
+    assert suffix in (caught.value.problems[0].expected or "")
+
+
+def test_missing_gradients_are_found():
+    assembly = tiny_assembly(tiny_config())
+    assert "lm_head.weight" in missing_gradients(assembly)
+
+
+def test_an_attention_kernel_that_cannot_run_names_the_nearest_that_can():
+    config = tiny_config(model={"attn_implementation": "flash_attention_2"})
+    with pytest.raises(RequestError) as caught:
+        tiny_assembly(config)
+    (problem,) = caught.value.problems
+    assert problem.key == "model.attn_implementation"
+    assert "eager" in (problem.nearest or "")
