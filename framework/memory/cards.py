@@ -1,5 +1,168 @@
+"""Facts of cards: those that ship in `conf/gpu`, those of a plain size, and what follows from them. No torch.
+
+A card is here the mapping of a preset's `gpu` section (fields of `framework.schema.gpu.GPUParams`), so that it can be
+composed with the rest of a recipe; the functions that draw conclusions take the typed `GPUParams`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
 from framework.schema.choices import MixedPrecision
+from framework.schema.gpu import GPUParams
+from framework.shipped import shipped
+
+GIB = 2**30
+MIB = 2**20
+
+SIZE_USABLE_SHARE = 0.9
+"""Share of its nominal size that a card known by size alone is planned with. Every shipped card keeps more (the least
+is the T4 with 0.909, error correction included); a test holds them to it."""
+
+SIZE_CAPABILITY = "8.6"
+"""What a card known by size alone is taken for: the oldest consumer generation with bfloat16."""
+
+_LARGEST_OF_SIZE_CAPABILITY = "a6000_48gb"
+_SIZE = re.compile(r"\s*(\d{1,4})\s*(?:gb|gib|g)\s*", re.IGNORECASE)
+_BAD_IF_SMALL = (
+    "capacity_bytes",
+    "usable_bytes",
+    "bandwidth_bytes_per_second",
+    "fp32_flops",
+    "tf32_flops",
+    "bf16_flops",
+    "fp16_flops",
+    "fp8_flops",
+    "link_bytes_per_second",
+    "host_link_bytes_per_second",
+)
+_BAD_IF_LARGE = ("multiprocessors", "context_bytes", "cublas_workspace_bytes")
 
 
-def best_autocast(card):
-    return MixedPrecision.NONE
+def card_names() -> list[str]:
+    """The shipped cards, sorted by name."""
+    return sorted(path.stem for path in (shipped("conf") / "gpu").glob("*.yaml"))
+
+
+def read_card(name: str) -> dict[str, Any]:
+    """The facts of a shipped card. Raises KeyError for a name that is not in `card_names()`."""
+    if name not in card_names():
+        raise KeyError(name)
+    text = (shipped("conf") / "gpu" / f"{name}.yaml").read_text(encoding="utf-8")
+    facts: dict[str, Any] = yaml.safe_load(text)["gpu"]
+    return facts
+
+
+def card_of_size(text: str) -> dict[str, Any] | None:
+    """Conservative facts of a card known by its size alone (`24gb`, `80 GB`); None if `text` is no size from 1 to 1024.
+
+    Rates stay unknown, because a size says nothing about speed; the plan then gives no step time.
+    """
+    match = _SIZE.fullmatch(text)
+    size = int(match[1]) if match else 0
+    if not 1 <= size <= 1024:
+        return None
+    largest = read_card(_LARGEST_OF_SIZE_CAPABILITY)
+    copied = ("multiprocessors", "context_bytes", "cublas_workspace_bytes")
+    return {
+        "name": f"{size}gb",
+        "capacity_bytes": size * GIB,
+        "usable_bytes": int(size * GIB * SIZE_USABLE_SHARE),
+        "capability": SIZE_CAPABILITY,
+        **{fact: largest[fact] for fact in copied},
+        "sources": {
+            "name": f"known by size alone: planned as a card of capability {SIZE_CAPABILITY}",
+            "capacity_bytes": "the size as written",
+            "usable_bytes": f"assumed: {SIZE_USABLE_SHARE:.0%} of the size, less than every shipped card keeps",
+            "context_bytes": largest["sources"]["context_bytes"],
+            "others": f"assumed: as {largest['name']}, the largest shipped card of that capability",
+        },
+    }
+
+
+def smallest(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The card to plan a list of cards for: the one with the least memory, with `count` the length of the list.
+
+    Shards are equal, so the smallest card is the limit. Where the cards differ, every other fact is as bad as on the
+    worst of them: a step waits for the slowest card, and a kernel must exist on all. Raises ValueError for an empty
+    list, or one that holds a card without memory of its own (`cpu`).
+    """
+    if not cards or any(card.get("usable_bytes") is None for card in cards):
+        raise ValueError("a list of cards needs cards with memory of their own")
+    chosen = min(cards, key=lambda card: int(card["usable_bytes"]))
+    if all(card == chosen for card in cards):
+        return {**chosen, "count": len(cards)}
+    worst = {fact: min(values) for fact in _BAD_IF_SMALL if (values := _known_on_all(cards, fact))}
+    worst |= {fact: max(values) for fact in _BAD_IF_LARGE if (values := _known_on_all(cards, fact))}
+    if capabilities := _known_on_all(cards, "capability"):
+        worst["capability"] = min(capabilities, key=capability_of)
+    names = ", ".join(card["name"] for card in cards)
+    limit = f"mixed list {names}: equal shares, so {chosen['name']} is the limit, and other facts are the worst of all"
+    return {"name": chosen["name"], **worst, "count": len(cards), "sources": {**chosen["sources"], "count": limit}}
+
+
+def _known_on_all(cards: Sequence[dict[str, Any]], fact: str) -> list[Any]:
+    """The values of a fact, or nothing when one card lacks it: what one card cannot do, the list cannot do."""
+    values = [card.get(fact) for card in cards]
+    return [] if None in values else values
+
+
+def capability_of(text: str) -> tuple[int, int]:
+    """`"8.9"` as a pair that compares as numbers do."""
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
+
+
+def source_of(card: GPUParams, fact: str) -> str | None:
+    """Where a field's value comes from; the entry `others` speaks for all fields that have none of their own."""
+    source = card.sources.get(fact, card.sources.get("others"))
+    return None if source is None else str(source)
+
+
+def supports_bf16(card: GPUParams) -> bool:
+    """Whether the card computes in bfloat16 natively: capability 8.0 or newer, or a stated rate."""
+    return card.bf16_flops is not None or _is_at_least(card, (8, 0))
+
+
+def supports_fp8(card: GPUParams) -> bool:
+    """Whether the card multiplies in fp8 natively: capability 8.9 or newer, or a stated rate."""
+    return card.fp8_flops is not None or _is_at_least(card, (8, 9))
+
+
+def best_autocast(card: GPUParams) -> MixedPrecision:
+    """The dtype to compute in beside float32 weights: bf16, else fp16 (needs loss scaling), else none (`cpu`)."""
+    if supports_bf16(card):
+        return MixedPrecision.BF16
+    return MixedPrecision.FP16 if card.fp16_flops is not None or _is_at_least(card, (7, 0)) else MixedPrecision.NONE
+
+
+def _is_at_least(card: GPUParams, capability: tuple[int, int]) -> bool:
+    return card.capability is not None and capability_of(card.capability) >= capability
+
+
+_ASSUMED = {
+    "usable_bytes": "usable memory",
+    "context_bytes": "driver context",
+    "cublas_workspace_bytes": "cuBLAS workspace",
+}
+"""Facts that a plan of memory rests on, as a reader knows them."""
+
+
+def assumptions(card: GPUParams) -> list[str]:
+    """What a plan for this card takes for granted, in words for its reader."""
+    if card.usable_bytes is None:
+        return [f"{card.name}: no memory of its own is known, so nothing is compared with it"]
+    said = [f"{card.name}: {card.sources[fact]}" for fact in ("name", "count") if fact in card.sources]
+    for fact, words in _ASSUMED.items():
+        value, source = getattr(card, fact), source_of(card, fact)
+        if value is None:
+            said.append(f"{card.name}: {words} is unknown and counted as nothing")
+        elif source is None or re.search("assumed|not measured|no display", source):
+            said.append(f"{card.name}: {words} {value / MIB:,.0f} MiB, {source or 'without a source'}")
+    if card.capability is None:
+        said.append(f"{card.name}: no CUDA card; kernels are planned as on CUDA and were not measured on it")
+    if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
+        said.append(f"{card.name}: its speed is unknown, so no step time is given")
+    return said

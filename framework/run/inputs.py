@@ -29,9 +29,22 @@ def read_inputs(config: TrainingConfig) -> Inputs:
     if not config.data.train:
         raise RequestError([Problem("data.train", "there is nothing to train on", expected="a list of sources")])
     architecture = read_architecture(config)
+    tokenizer = read_tokenizer(config, architecture)
+    return Inputs(architecture, tokenizer, read_rows_for(config, architecture, tokenizer))
+
+
+def read_tokenizer(config: TrainingConfig, architecture: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer; RequestError when it cannot be had or has more tokens than the model has embeddings."""
     tokenizer = build_tokenizer(config, training_texts(config))
     vocabulary = architecture.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         message = f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} embeddings"
         raise RequestError([Problem("model.tokenizer_name", message, expected="the tokenizer of this model")])
-    return Inputs(architecture, tokenizer, prepare_data(config, tokenizer, vocabulary))
+    return tokenizer
+
+
+def read_rows_for(
+    config: TrainingConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> Data:
+    """The tokenised rows, their ids checked against the model's vocabulary."""
+    return prepare_data(config, tokenizer, architecture.get_text_config().vocab_size)

@@ -47,4 +47,5 @@ class GPUParams(Params):
     cublas_workspace_bytes: Count | None = None
     """Workspace that cuBLAS holds per handle and stream."""
     sources: FrozenMapping = FrozenMapping()
-    """Field -> where its value comes from (data sheet, or measurement with driver, torch version and date)."""
+    """Field -> where its value comes from (data sheet, or measurement with driver, torch version and date). The entry
+    `others` speaks for every field that has none of its own."""

@@ -1,0 +1,133 @@
+"""`plan --measure`: the real step on this machine, on synthetic tokens of the planned shape, in a fresh process.
+
+    python -m framework.run.measure < config.json
+
+Weights are random (their values do not change what a step costs), so nothing is downloaded.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from framework.build.assembly import Assembly, assemble
+from framework.build.loss import Batch
+from framework.build.model import read_architecture
+from framework.build.place import real_place
+from framework.errors import OutOfMemory, Problem, RequestError
+from framework.run.meter import Meter
+from framework.run.step import train_step
+from framework.schema.config import TrainingConfig
+
+STEPS = 5
+"""The first step creates optimizer states and picks kernels; the median of those after the second is reported."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one card really took, forward to optimizer step. Bytes and seconds."""
+
+    device_name: str
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    step_seconds: float
+    tokens_per_second: float
+    phases: dict[str, int]
+    loss: float
+    torch_version: str = torch.__version__
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
+    """Run `steps` real optimizer steps of a resolved config on the CUDA card of this machine.
+
+    Raises RequestError without a card, OutOfMemory when the step does not fit.
+    """
+    if not torch.cuda.is_available():
+        raise RequestError([Problem("--measure", "this machine has no CUDA card to measure on")])
+    place = real_place(torch.device("cuda", torch.cuda.current_device()))
+    random = config.model_copy(update={"model": config.model.model_copy(update={"load_pretrained_weights": False})})
+    torch.manual_seed(config.training.seed)
+    try:
+        assembly = assemble(random, read_architecture(random), place, total_steps=1000)
+        return _measure(assembly, synthetic_batches(assembly), steps)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(str(error).splitlines()[0]) from None
+
+
+def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    meter, seconds = Meter(assembly.place), []
+    for step in range(1, steps + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = train_step(assembly, batches, step, meter.observe)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    document = meter.document()
+    median = statistics.median(seconds[2:] or seconds)
+    return Measured(
+        device_name=document["device_name"],
+        allocated_bytes=meter.allocated,
+        reserved_bytes=meter.reserved,
+        device_bytes=document["device_bytes"],
+        step_seconds=median,
+        tokens_per_second=result.tokens / median,
+        phases={phase: peak for phase, peak in meter.phases.items() if phase != "load"},
+        loss=result.loss,
+    )
+
+
+def synthetic_batches(assembly: Assembly) -> list[Batch]:
+    """The micro batches of one worst step: every row `model_max_length` random tokens, all supervised.
+
+    On a place without storage the tokens have a shape and nothing else.
+    """
+    config, device = assembly.config, assembly.place.device
+    batch, length = config.batch, config.model.model_max_length
+    assert isinstance(length, int), "measure() takes a resolved config"
+    vocabulary = read_architecture(config).get_text_config().vocab_size
+    micro_batches: list[Batch] = []
+    for _ in range(batch.accumulation):
+        ids = torch.randint(0, vocabulary, (batch.per_device, length), device=device)
+        micro_batches.append({"input_ids": ids, "labels": ids.clone()})
+    return micro_batches
+
+
+def measure_in_subprocess(config: TrainingConfig) -> Measured:
+    """`measure` in a fresh interpreter, so that nothing of this process sits on the card. Raises as `measure` does."""
+    command = [sys.executable, "-m", "framework.run.measure"]
+    done = subprocess.run(command, input=config.model_dump_json(), capture_output=True, text=True, check=False)
+    try:
+        document = json.loads(done.stdout)
+    except ValueError:
+        raise RuntimeError(f"measuring failed: {done.stderr.strip()[-2000:]}") from None
+    if "errors" in document:
+        raise RequestError([Problem(**problem) for problem in document["errors"]])
+    if "out_of_memory" in document:
+        raise OutOfMemory(document["out_of_memory"])
+    return Measured(**document)
+
+
+def main() -> None:
+    """Read a resolved config as JSON on stdin, write what was measured as JSON on stdout."""
+    try:
+        document = measure(TrainingConfig.model_validate_json(sys.stdin.read())).to_json()
+    except RequestError as error:
+        document = {"errors": [problem.to_json() for problem in error.problems]}
+    except OutOfMemory as error:
+        document = {"out_of_memory": str(error)}
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
