@@ -1,10 +1,10 @@
 """Tier A: all that can be known from the text alone, every problem at once, each with its key and place."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from framework.compose import Composition, draft
+from framework.compose import Composition, Origin, draft
 from framework.compose.paths import exists, looks_local
 from framework.errors import Problem, RequestError
 from framework.schema.availability import unavailable
@@ -26,7 +26,7 @@ class Report:
 
 def check(config: TrainingConfig, needs: Needs = TRAIN) -> tuple[Problem, ...]:
     """The warnings about a config. Raises RequestError with all its problems at once."""
-    problems, warnings = _findings(config, needs, (), lambda key: None, {})
+    problems, warnings = _findings(config, needs, (), {}, {})
     if problems:
         raise RequestError(problems)
     return tuple(warnings)
@@ -44,11 +44,7 @@ def check_request(
     suspect = {*request.invalid, *(problem.key for problem in request.problems)}
     suspect |= {problem.nearest for problem in request.problems if problem.nearest}
 
-    def place(key: str) -> str | None:
-        inside = (name for name in origins if name == key or name.startswith((f"{key}.", f"{key}[")))
-        return next((origins[name].place for name in inside if origins[name].kind != "default"), None)
-
-    problems, warnings = _findings(request.config, needs, suspect, place, request.as_written)
+    problems, warnings = _findings(request.config, needs, suspect, origins, request.as_written)
     problems, warnings = [*request.problems, *problems], [*request.warnings, *warnings]
     if problems:
         return Report(tuple(problems), tuple(warnings))
@@ -56,11 +52,22 @@ def check_request(
     return Report((), tuple(warnings), composition)
 
 
+def located(problems: Iterable[Problem], origins: Mapping[str, Origin]) -> tuple[Problem, ...]:
+    """The problems, each with the place where its key was written."""
+    return tuple(replace(problem, where=problem.where or place(problem.key, origins)) for problem in problems)
+
+
+def place(key: str, origins: Mapping[str, Origin]) -> str | None:
+    """Where a key, or something inside it, was written; None when all of it is default."""
+    inside = (name for name in origins if name == key or name.startswith((f"{key}.", f"{key}[")))
+    return next((origins[name].place for name in inside if origins[name].kind != "default"), None)
+
+
 def _findings(
     config: TrainingConfig,
     needs: Needs,
     suspect: Iterable[str],
-    place: Callable[[str], str | None],
+    origins: Mapping[str, Origin],
     as_written: Mapping[str, str],
 ) -> tuple[list[Problem], list[Problem]]:
     """Problems and warnings. Rules that name a suspect key are left out: its value here is not what was meant."""
@@ -69,13 +76,14 @@ def _findings(
     for conflict in find_conflicts(config, needs):
         if any(_covers(bad, key) for bad in suspect for key in conflict.keys):
             continue
-        key = next((key for key in conflict.keys if place(key)), conflict.keys[0])
-        others = [f"{other} at {place(other)}" for other in conflict.keys if other != key and place(other)]
+        places = {key: where for key in conflict.keys if (where := place(key, origins))}
+        key = next(iter(places), conflict.keys[0])
+        others = [f"{other} at {where}" for other, where in places.items() if other != key]
         message = conflict.message + (f" ({', '.join(others)})" if others else "")
-        found = Problem(key, message, place(key), conflict.expected)
+        found = Problem(key, message, places.get(key), conflict.expected)
         (warnings if conflict.is_warning else problems).append(found)
-    problems += [Problem(key, message, place(key), works) for key, message, works in unavailable(config)]
-    problems += _missing_files(config, place, as_written) if needs.data else []
+    problems += [Problem(key, message, place(key, origins), works) for key, message, works in unavailable(config)]
+    problems += _missing_files(config, origins, as_written) if needs.data else []
     return problems, warnings
 
 
@@ -85,7 +93,7 @@ def _covers(bad: str, key: str) -> bool:
 
 
 def _missing_files(
-    config: TrainingConfig, place: Callable[[str], str | None], as_written: Mapping[str, str]
+    config: TrainingConfig, origins: Mapping[str, Origin], as_written: Mapping[str, str]
 ) -> list[Problem]:
     """Paths of the machine at hand that lead nowhere."""
     model = config.model
@@ -93,7 +101,11 @@ def _missing_files(
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
         paths |= {f"data.{name}[{index}].path": source.path for index, source in enumerate(sources)}
     return [
-        Problem(key, f"no such file or folder: {as_written.get(key, path)} ({Path(path).expanduser().absolute()})", place(key))
+        Problem(
+            key,
+            f"no such file or folder: {as_written.get(key, path)} ({Path(path).expanduser().absolute()})",
+            place(key, origins),
+        )
         for key, path in paths.items()
         if path and looks_local(path) and not exists(path)
     ]

@@ -14,7 +14,7 @@ __all__ = ["app", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code (CONTRACT: 0, 1, 2, 3, 4 or 130). Prints no traceback without --debug."""
+    """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130 (CONTRACT.md). No traceback without --debug."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)

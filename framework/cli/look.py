@@ -1,6 +1,7 @@
 """The verbs that look at requests, choices and the machine, and change nothing."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,22 +17,30 @@ KINDS = {"recipes": "", "models": "model", "datasets": "data", "optimizers": "op
 def check(
     recipe: Recipe,
     overrides: Overrides = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Only what needs no torch: types, keys, clashes, card.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only what needs no torch: types, keys, clashes, card.")
+    ] = False,
     as_json: Json = False,
     nproc: Processes = None,
 ) -> int:
     """Say everything that can be known before weights are loaded, all problems at once."""
-    from framework.checks import check_request
+    from framework.checks import check_request, located
 
     report = check_request(recipe, overrides or (), nproc)
+    problems = report.problems
+    if report.composition is not None and not quick:
+        from framework.run.inspect import inspect
+
+        problems = located(inspect(report.composition.config), report.composition.origins)
     if as_json:
-        document = {"errors": report.problems, "warnings": report.warnings}
+        document = {"errors": problems, "warnings": report.warnings}
         print_json({name: [problem.to_json() for problem in found] for name, found in document.items()})
-        return 2 if report.problems else 0
+        return 2 if problems else 0
     print_warnings(report.warnings)
-    if report.problems:
-        raise RequestError(report.problems)
-    print(f"{recipe}: no problems in keys, values and combinations" + ("" if quick else " (tier A)"))
+    if problems:
+        raise RequestError(problems)
+    looked_at = "keys, values and combinations" + ("" if quick else "; tokenizer, model and rows")
+    print(f"{recipe}: no problems ({looked_at})")
     return 0
 
 
@@ -45,19 +54,20 @@ def show(
     """Print the composed config as YAML."""
     from framework.compose import compose
     from framework.compose.writing import to_annotated_yaml, to_yaml
+    from framework.memory.resolve import with_length
 
     if resolve:
         raise RequestError([Problem("--resolve", "not yet available: the search that replaces `auto`")])
     composition = compose(recipe, overrides or ())
     print_warnings(composition.warnings)
+    config = with_length(composition.config)
     if as_json:
         origins = {key: asdict(value) for key, value in composition.origins.items()}
-        config = composition.config.model_dump(mode="json")
-        print_json({"recipe": composition.recipe, "config": config, "origins": origins})
+        print_json({"recipe": composition.recipe, "config": config.model_dump(mode="json"), "origins": origins})
     elif origin:
-        print(to_annotated_yaml(composition.config, composition.origins), end="")
+        print(to_annotated_yaml(config, composition.origins), end="")
     else:
-        print(to_yaml(composition.config), end="")
+        print(to_yaml(config), end="")
 
 
 def diff(recipe: Recipe, other: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
@@ -94,11 +104,21 @@ def list_choices(
         nearest = shipped.nearest(kind, kinds)
         raise RequestError([Problem("", f"there is nothing of kind {kind!r}", None, ", ".join(kinds), nearest)])
     files = shipped.presets(kinds[kind]) if kinds[kind] else shipped.recipes()
-    found = {name: shipped.purpose(path) for name, path in files.items()}
+    found = {name: shipped.purpose(path) or _fact(path) for name, path in files.items()}
     if as_json:
         print_json({"kind": kind, "choices": [{"name": name, "purpose": text} for name, text in found.items()]})
     else:
-        print_columns([(name, text) for name, text in found.items()])
+        print_columns(list(found.items()))
+
+
+def _fact(path: Path) -> str:
+    """What tells a preset of facts from its siblings."""
+    from framework.compose.reading import read
+
+    tree = read(path, path.name, "group", [])
+    name = tree.at(("model", "model_name")) if tree else None
+    usable = tree.at(("gpu", "usable_bytes")) if tree else None
+    return str(name.value) if name else f"{usable.value / 2**30:.1f} GiB usable" if usable else ""
 
 
 def schema() -> None:

@@ -6,9 +6,23 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 PACKAGES = (
-    "accelerate bitsandbytes datasets flash-attn hydra-core liger-kernel mlflow omegaconf peft pydantic safetensors "
-    "tensorboard torch torchao transformers wandb"
-).split()
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "flash-attn",
+    "hydra-core",
+    "liger-kernel",
+    "mlflow",
+    "omegaconf",
+    "peft",
+    "pydantic",
+    "safetensors",
+    "tensorboard",
+    "torch",
+    "torchao",
+    "transformers",
+    "wandb",
+)
 """Those that a recipe can need."""
 
 
@@ -16,7 +30,7 @@ def describe() -> dict[str, Any]:
     """Python, processors, torch, CUDA, cards and package versions (None: not installed). Loads torch."""
     import torch
 
-    from framework.memory.cards import detect
+    from framework.memory.installed import detect
 
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {

@@ -31,7 +31,11 @@ def differences(a: Composition, b: Composition) -> list[Difference]:
     keys = [*ours, *(key for key in theirs if key not in ours)]
     return [
         Difference(
-            key, ours.get(key, ABSENT), theirs.get(key, ABSENT), a.origins.get(key, DEFAULT), b.origins.get(key, DEFAULT)
+            key,
+            ours.get(key, ABSENT),
+            theirs.get(key, ABSENT),
+            a.origins.get(key, DEFAULT),
+            b.origins.get(key, DEFAULT),
         )
         for key in keys
         if ours.get(key, ABSENT) != theirs.get(key, ABSENT)

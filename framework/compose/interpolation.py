@@ -10,7 +10,8 @@ from typing import Any
 from antlr4 import ParserRuleContext
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
-from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
+from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
+from omegaconf.grammar_parser import parse
 
 MAX_TEXT = 4096
 """Characters of a text that refers to keys; OmegaConf's parser is in Python."""
@@ -33,10 +34,18 @@ def fault(value: object) -> str | None:
     return None
 
 
-def resolve(written: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
-    """`written` with each reference replaced by what it refers to, in `written` or else in the defaults."""
+def over(defaults: Mapping[str, Any], written: Mapping[str, Any], resolve: bool = False) -> Mapping[str, Any]:
+    """What is written over the defaults, so that references can see every key."""
     whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), OmegaConf.create(dict(written)))
-    return _like(OmegaConf.to_container(whole, resolve=True), written)
+    container = OmegaConf.to_container(whole, resolve=resolve)
+    assert isinstance(container, dict)
+    return {str(name): value for name, value in container.items()}
+
+
+def resolve(defaults: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """`written` with each reference replaced by what it refers to."""
+    resolved: dict[str, Any] = _like(over(defaults, written, resolve=True), written)
+    return resolved
 
 
 def growth(text: str, whole: Mapping[str, Any], trail: tuple[str, ...] = ()) -> int:
@@ -46,8 +55,8 @@ def growth(text: str, whole: Mapping[str, Any], trail: tuple[str, ...] = ()) -> 
         if reference in trail:
             raise ValueError(f"refers to itself: {' -> '.join((*trail, reference))}")
         value = _find(reference, whole)
-        nested = isinstance(value, str) and "${" in value
-        total += growth(value, whole, (*trail, reference)) if nested else len(str(value))
+        text = str(value)
+        total += growth(text, whole, (*trail, reference)) if "${" in text else len(text)
         if total > MAX_RESULT:
             raise ValueError(f"grows to more than {MAX_RESULT} characters")
     return total
@@ -58,7 +67,9 @@ def _references(text: str) -> list[str]:
     try:
         tree = parse(text)
     except (GrammarParseError, RecursionError):
-        raise ValueError("has a `${` that is no reference such as `${training.seed}`; write `\\${` for the text") from None
+        raise ValueError(
+            "has a `${` that is no reference such as `${training.seed}`; write `\\${` for the text"
+        ) from None
     found: list[str] = []
     _collect(tree, found)
     return found

@@ -5,13 +5,13 @@ command line. Each holds only keys the schema knows; what a higher layer makes m
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as File
-from typing import Any
 
 from framework.compose import shipped
 from framework.compose.origins import Kind, Node, Origin, node_of
 from framework.compose.overrides import Choice, Words
 from framework.compose.reading import MAX_PROBLEMS, read
 from framework.errors import Problem, RequestError
+from framework.memory.cards import card_of_size, smallest
 from framework.schema.keys import Key, Path, dotted, root, unknown
 
 ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
@@ -118,7 +118,7 @@ def _defaults(node: Node | None, problems: list[Problem]) -> dict[str, Choice | 
         names = [name.value for name in choice.items] if choice.items is not None else [choice.value]
         place = item.origin.place
         if group not in shipped.GROUPS or not all(isinstance(name, str | int | float) for name in names):
-            nearest = shipped.nearest(group, dict.fromkeys(shipped.GROUPS, File()))
+            nearest = shipped.nearest(group, shipped.GROUPS)
             problems.append(Problem(f"defaults[{index}]", "is not a preset of a group", place, expected, nearest))
         elif group in choices:
             problems.append(Problem(f"defaults[{index}]", f"`{group}` is chosen twice", place, "one choice of a group"))
@@ -137,10 +137,12 @@ def _preset(group: str, choice: Choice | None, problems: list[Problem]) -> Node 
     if group != "gpu":
         problems.append(Problem(group, "takes one preset, not a list", choice.origin.place))
         return None
-    from framework.memory.cards import smallest
-
-    facts = [tree.plain().get("gpu") or {} for tree in trees if tree is not None]
-    return node_of({"gpu": {**smallest(facts), "count": len(facts)}}, replace(choice.origin, kind="group"))
+    try:
+        facts = smallest([tree.plain().get("gpu") or {} for tree in trees if tree is not None])
+    except ValueError as error:
+        problems.append(Problem(group, str(error), choice.origin.place))
+        return None
+    return node_of({"gpu": facts}, replace(choice.origin, kind="group"))
 
 
 def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) -> Node | None:
@@ -153,7 +155,7 @@ def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) 
         if tree and "defaults" in (tree.mapping or {}):
             problems.append(Problem("defaults", "only a recipe has `defaults:`, a preset does not", f"{label}:1"))
         return tree.without(("defaults",)) if tree else None
-    facts = _by_size(name) if group == "gpu" and not is_path else None
+    facts = card_of_size(name) if group == "gpu" and not is_path else None
     if facts is not None:
         return node_of({"gpu": facts}, Origin("group", f"gpu={name}"))
     message = f"no such file: {name} ({path.absolute()})" if is_path else f"no preset is called {name!r}"
@@ -161,12 +163,6 @@ def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) 
     expected = f"one of: {', '.join(known) or 'none yet'}{sizes}, or the path of a YAML file"
     problems.append(Problem(group, message, origin.place, expected, shipped.nearest(name, known)))
     return None
-
-
-def _by_size(text: str) -> dict[str, Any] | None:
-    from framework.memory.cards import card_of_size
-
-    return card_of_size(text)
 
 
 def _detected(detect: Callable[[], str | None], problems: list[Problem]) -> Layer:
@@ -182,7 +178,10 @@ def _writes(words: Words, path: Path) -> bool:
 def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
     """The tree without what the schema has no place for; each such key is a problem where it stands."""
     if key.is_list and node.items is not None and key.children:
-        return Node([_known(item, replace(key, is_list=False), (*path, i), problems) for i, item in enumerate(node.items)], node.origin)
+        return Node(
+            [_known(item, replace(key, is_list=False), (*path, i), problems) for i, item in enumerate(node.items)],
+            node.origin,
+        )
     if key.is_list and node.mapping is not None and node.at(("append",)) is not None:
         appended = _known(node.mapping["append"], key, path, problems)
         return Node({**node.mapping, "append": appended}, node.origin)

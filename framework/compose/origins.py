@@ -54,10 +54,12 @@ class Node:
         """The node at `path` below this one, or None."""
         node = self
         for part in path:
-            inside = node.mapping if isinstance(part, str) else dict(enumerate(node.items or ()))
-            if not inside or part not in inside:
+            if isinstance(part, str) and node.mapping and part in node.mapping:
+                node = node.mapping[part]
+            elif isinstance(part, int) and node.items and part < len(node.items):
+                node = node.items[part]
+            else:
                 return None
-            node = inside[part]
         return node
 
     def without(self, path: Path) -> "Node":

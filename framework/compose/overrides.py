@@ -66,7 +66,9 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
             choices |= {str(path[0]): None} if path in {(group,) for group in GROUPS} else {}
             writes.append(Write(path, None))
         elif len(path) == 1 and path[0] in GROUPS:
-            choices[str(path[0])] = Choice(value if isinstance(value, tuple) else (str(value),), Origin("command line", word))
+            choices[str(path[0])] = Choice(
+                value if isinstance(value, tuple) else (str(value),), Origin("command line", word)
+            )
         else:
             node = node_of({"append": value} if appends else value, Origin("command line", word))
             writes.append(Write(path, node))
@@ -114,12 +116,15 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
     if names:
         return names, None
     if override.is_sweep_override():
-        return None, Problem(shown, "several values are a sweep, which needs -m", COMMAND_LINE, "one value, or a list `[a,b]`")
+        return None, Problem(
+            shown, "several values are a sweep, which needs -m", COMMAND_LINE, "one value, or a list `[a,b]`"
+        )
     if is_group and not isinstance(value, str | int | float):
         expected = f"`{path[0]}=preset`, or one key at a time: `{path[0]}.key=value`"
-        return None, Problem(shown, f"`{path[0]}=` chooses a preset; a section is not set as a whole", COMMAND_LINE, expected)
+        return None, Problem(
+            shown, f"`{path[0]}=` chooses a preset; a section is not set as a whole", COMMAND_LINE, expected
+        )
     return value, None
-
 
 
 def _shown(word: str) -> str:

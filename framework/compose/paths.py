@@ -31,8 +31,7 @@ def made_absolute(written: Mapping[str, Any]) -> dict[str, Any]:
     for section, keys in (("training", ("output_dir",)), ("model", ("model_name", "tokenizer_name", "chat_template"))):
         if isinstance(written.get(section), Mapping):
             changed[section] = {
-                key: _absolute(value, key) if key in keys else value
-                for key, value in written[section].items()
+                key: _absolute(value, key) if key in keys else value for key, value in written[section].items()
             }
     if isinstance(written.get("data"), Mapping):
         changed["data"] = {key: _sources(value) for key, value in written["data"].items()}

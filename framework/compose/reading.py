@@ -1,8 +1,8 @@
 """YAML read within bounds, with the line of every value.
 
 YAML 1.2 scalars: only true and false are booleans, `1e-5` is a number, `yes`, `on` and dates are text. Size, depth and
-the number of values (aliases counted in full) are limited before anything else sees the text, because an alias bomb of a
-few hundred bytes expands to gigabytes in any loader that builds it.
+the number of values (aliases counted in full) are limited before anything else sees the text, because an alias bomb of
+a few hundred bytes expands to gigabytes in any loader that builds it.
 """
 
 import re

@@ -20,10 +20,11 @@ from omegaconf import OmegaConf
 from framework.compose import interpolation
 from framework.compose.layers import Layer, find_recipe, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Node, Origin, leaves, node_of
-from framework.compose.overrides import parse
+from framework.compose.overrides import COMMAND_LINE, parse
 from framework.compose.paths import made_absolute
-from framework.compose.validation import validate, version_problem
+from framework.compose.validation import shown, validate, version_problem
 from framework.errors import Problem, RequestError
+from framework.memory.installed import detect
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import Path, dotted, values
 
@@ -80,7 +81,7 @@ def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None =
     """As `compose`, but problems are returned. Raises RequestError only when there is no such recipe."""
     problems: list[Problem] = []
     name, file, label = find_recipe(recipe)
-    layers = gather(file, label, parse(overrides, problems), _detect_card, problems)
+    layers = gather(file, label, parse(overrides, problems), detect, problems)
     layers = _with_world(layers, world, problems)
     layers = [replace(layer, tree=_allowed(layer.tree, problems)) for layer in layers]
     written = _resolved(_merged(layers), layers, problems)
@@ -91,13 +92,16 @@ def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None =
     config, invalid = validate(absolute, place, problems)
     problems += [problem] if problem else []
     origins = {dotted(path): _origin(layers, path) for path, _ in values(config)}
+    problems = [_with_current_value(problem, config) for problem in problems]
     return Draft(name, config, origins, tuple(problems), tuple(list_warnings(layers)), invalid, as_written)
 
 
-def _detect_card() -> str | None:
-    from framework.memory.cards import detect
-
-    return detect()
+def _with_current_value(problem: Problem, config: TrainingConfig) -> Problem:
+    """A misspelt override with what the key it was meant for holds without it."""
+    current = {dotted(path): value for path, value in values(config)} if problem.where == COMMAND_LINE else {}
+    if problem.nearest not in current:
+        return problem
+    return replace(problem, message=f"{problem.message}; {problem.nearest} is now {shown(current[problem.nearest])}")
 
 
 def _with_world(layers: list[Layer], world: int | None, problems: list[Problem]) -> list[Layer]:
@@ -145,15 +149,14 @@ def _resolved(merged: dict[str, Any], layers: Sequence[Layer], problems: list[Pr
     if not texts:
         return merged
     defaults = TrainingConfig().model_dump()
-    whole = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(defaults), OmegaConf.create(merged)), resolve=False)
+    whole = interpolation.over(defaults, merged)
     for path, text in texts:
         try:
-            interpolation.growth(text, whole if isinstance(whole, dict) else {})
+            interpolation.growth(text, whole)
         except ValueError as error:
             problems.append(Problem(dotted(path), str(error), _place(layers, path)))
             tree = tree.without(_writable(path))
-    resolved: dict[str, Any] = interpolation.resolve(tree.plain(), defaults)
-    return resolved
+    return interpolation.resolve(defaults, tree.plain())
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:

@@ -23,7 +23,9 @@ def validate(
     try:
         return TrainingConfig.model_validate(written), frozenset()
     except ValidationError as error:
-        complaints = {_path(dict(detail), written): dict(detail) for detail in reversed(error.errors(include_url=False))}
+        complaints = {
+            _path(dict(detail), written): dict(detail) for detail in reversed(error.errors(include_url=False))
+        }
     for path, detail in reversed(complaints.items()):
         problems.append(_problem(path, detail, place(path)))
     bad = {_key(path) for path in complaints}

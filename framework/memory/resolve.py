@@ -29,7 +29,7 @@ def resolve(config: TrainingConfig) -> TrainingConfig:
     training: dict[str, Any] = {"gradient_accumulation_steps": config.batch.accumulation, "global_batch_size": None}
     dtype, autocast = _precision(config)
     training["mixed_precision_dtype"] = autocast
-    model = {"torch_dtype_str": dtype, "model_max_length": _length(config)}
+    model = {"torch_dtype_str": dtype, "model_max_length": sequence_length(config)}
     return config.model_copy(
         update={
             "training": config.training.model_copy(update=training),
@@ -58,7 +58,17 @@ def _written_dtype(word: Any) -> TorchDtype:
     return TorchDtype(word) if isinstance(word, str) else TorchDtype.FLOAT32
 
 
-def _length(config: TrainingConfig) -> int:
+def with_length(config: TrainingConfig) -> TrainingConfig:
+    """The config with the length that an unset `model.model_max_length` stands for."""
+    if config.model.model_max_length is not None:
+        return config
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"model_max_length": sequence_length(config)})}
+    )
+
+
+def sequence_length(config: TrainingConfig) -> int:
+    """Longest row in tokens: as written, else the smaller of 2048 and the model's positions where they are known."""
     written = config.model.model_max_length
     if isinstance(written, int):
         return written

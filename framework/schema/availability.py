@@ -31,7 +31,7 @@ ROWS = (
     Row("training.empty_device_cache_steps", (None,), "emptying the device cache"),
     Row("training.on_oom", ("stop",), "repairing a run that is out of memory"),
     Row("model.torch_dtype_str", (None, "auto", "float32", "bfloat16"), "float16 weights"),
-    Row("model.attn_implementation", ("eager", "sdpa"), "this attention kernel"),
+    Row("model.attn_implementation", (None, "eager", "sdpa"), "this attention kernel"),
     Row("model.enable_liger_kernel", (False,), "Liger kernels"),
     Row("peft.peft_method", ("lora",), "this adapter"),
     Row("peft.adapter_dtype", (None,), "choosing the adapter's dtype"),
@@ -61,5 +61,7 @@ def unavailable(config: TrainingConfig) -> Iterator[tuple[str, str, str]]:
         if is_searched:
             yield key, "not yet available: `auto`, the search for a value that fits", "a value"
         elif row and value not in row.works:
-            words = [str(word).lower() if isinstance(word, bool) else str(word) for word in row.works if word is not None]
+            words = [
+                str(word).lower() if isinstance(word, bool) else str(word) for word in row.works if word is not None
+            ]
             yield key, f"not yet available: {row.later} ({value})", ", ".join(words) or "unset"

@@ -36,7 +36,11 @@ def _loosened(fragment: Any) -> Any:
     if not isinstance(fragment, dict):
         return fragment
     loose = {_BOUNDS.get(key, key): value if key == "enum" else _loosened(value) for key, value in fragment.items()}
-    notes = {key: loose.pop(key) for key in ("title", "description", "default") if isinstance(loose.get(key), str) or key == "default" and key in loose}
+    notes = {
+        key: loose.pop(key)
+        for key in ("title", "description", "default")
+        if key in loose and (key == "default" or isinstance(loose[key], str))
+    }
     kind = loose.get("type")
     if "enum" in loose:
         loose = {"anyOf": [loose, _spellings(loose["enum"]), _REFERENCE]}

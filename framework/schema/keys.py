@@ -91,7 +91,11 @@ def _most_alike(names: list[str]) -> str | None:
     by_name = {key.rpartition(".")[2]: key for key in reversed(deep)}
     siblings = {name: key for name, key in by_name.items() if key.rpartition(".")[0] == ".".join(names[:-1])}
     whole = {key: key for key in deep}
-    for candidates, word, cutoff in ((siblings, names[-1], 0.6), (whole, ".".join(names), 0.75), (by_name, names[-1], 0.7)):
+    for candidates, word, cutoff in (
+        (siblings, names[-1], 0.6),
+        (whole, ".".join(names), 0.75),
+        (by_name, names[-1], 0.7),
+    ):
         if close := get_close_matches(word, candidates, 1, cutoff):
             return candidates[close[0]]
     return None

@@ -4,12 +4,13 @@ Each rule is a pure function of the config. Tier A: no file is opened, nothing i
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from framework.schema.choices import Attention, MixedPrecision, Optimizer, Scheduler, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, values
+from framework.schema.params import FrozenMapping
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ def _precision(config: TrainingConfig) -> Iterator[Conflict]:
             f"model.torch_dtype_str {held} with training.mixed_precision_dtype {computed or 'unset'} "
             f"cannot train {'this adapter' if config.training.use_peft else 'these weights'}"
         )
-        keys = ("model.torch_dtype_str", "training.mixed_precision_dtype", "training.use_peft")
-        yield Conflict(keys, message, LEGAL_PRECISION)
+        both = ("model.torch_dtype_str", "training.mixed_precision_dtype", "training.use_peft")
+        yield Conflict(both, message, LEGAL_PRECISION)
 
 
 SMALL_RATE = 4e-5
@@ -110,9 +111,10 @@ def _batch(config: TrainingConfig) -> Iterator[Conflict]:
     try:
         _ = config.batch
     except ValueError as error:
-        keys = ["global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
-        micro = int(training.per_device_train_batch_size) * config.gpu.count
-        yield Conflict((*(f"training.{key}" for key in keys), "gpu.count"), str(error), f"a multiple of {micro}")
+        sizes = ["global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
+        keys = (*(f"training.{key}" for key in sizes), "gpu.count")
+        rows = int(training.per_device_train_batch_size) * config.gpu.count
+        yield Conflict(keys, str(error), f"a multiple of {rows}")
 
 
 def _steps(config: TrainingConfig) -> Iterator[Conflict]:
@@ -124,8 +126,8 @@ def _steps(config: TrainingConfig) -> Iterator[Conflict]:
         keys = ("training.min_learning_rate", "training.learning_rate")
         yield Conflict(keys, "is above the peak rate", f"at most {training.learning_rate:g}")
     if training.eval_steps is not None and not data.eval and not data.eval_fraction:
-        keys = ("training.eval_steps", "data.eval", "data.eval_fraction")
-        yield Conflict(keys, "evaluation is asked for, but there is no data for it", "data.eval or data.eval_fraction")
+        three = ("training.eval_steps", "data.eval", "data.eval_fraction")
+        yield Conflict(three, "evaluation is asked for, but there is no data for it", "data.eval or data.eval_fraction")
     if data.streaming and training.max_steps is None:
         message = "the length of streamed data is not known, so the number of steps must be"
         yield Conflict(("data.streaming", "training.max_steps"), message, "training.max_steps")
@@ -138,9 +140,10 @@ def _model(config: TrainingConfig) -> Iterator[Conflict]:
     if not model.load_pretrained_weights and architecture is None:
         message = "random weights need an architecture"
         yield Conflict(("model.load_pretrained_weights", "model.architecture"), message, "model.architecture or model=")
-    positions = next((architecture[key] for key in _POSITIONS if key in architecture), None) if architecture else None
+    written = architecture or FrozenMapping()
+    positions = next((written[key] for key in _POSITIONS if key in written), None)
     length = model.model_max_length
-    if isinstance(positions, int) and isinstance(length, int) and length > positions and not _is_scaled(config):
+    if isinstance(positions, int) and isinstance(length, int) and length > positions and not _is_scaled(written):
         message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
         yield Conflict(("model.model_max_length", "model.architecture"), message, f"at most {positions}")
 
@@ -155,7 +158,7 @@ def _tokenizer(config: TrainingConfig) -> Iterator[Conflict]:
     if model.load_pretrained_weights and model.model_name is not None:
         keys = ("model.tokenizer", "model.load_pretrained_weights")
         yield Conflict(keys, "pretrained weights do not know a new tokenizer's ids", "load_pretrained_weights: false")
-    rows = architecture.get("vocab_size") if architecture else None
+    rows = (architecture or FrozenMapping()).get("vocab_size")
     if isinstance(rows, int) and model.tokenizer.vocab_size > rows:
         message = f"{model.tokenizer.vocab_size} tokens do not fit in an embedding of {rows} rows"
         yield Conflict(("model.tokenizer.vocab_size", "model.architecture"), message, f"at most {rows}")
@@ -165,11 +168,12 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 """What configs of transformers call the number of positions."""
 
 
-def _is_scaled(config: TrainingConfig) -> bool:
-    architecture = config.model.architecture or {}
-    ropes = [architecture.get(key) for key in ("rope_scaling", "rope_parameters")]
-    kinds = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes if hasattr(rope, "get")]
-    return any(kind not in (None, "default") for kind in kinds)
+def _is_scaled(architecture: FrozenMapping) -> bool:
+    """Whether positions are stretched, in all layers or in one kind of them (then one level deeper)."""
+    ropes = [architecture[key] for key in ("rope_scaling", "rope_parameters") if key in architecture]
+    ropes = [rope for rope in ropes if isinstance(rope, Mapping)]
+    ropes += [kind for rope in ropes for kind in rope.values() if isinstance(kind, Mapping)]
+    return any(rope.get("rope_type", rope.get("type")) not in (None, "default") for rope in ropes)
 
 
 def _finite(config: TrainingConfig) -> Iterator[Conflict]:
