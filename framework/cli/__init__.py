@@ -4,13 +4,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from typer import Abort, TyperException
+from typer import TyperException
 
 from framework.cli.app import app
 from framework.cli.printing import complain, print_json, print_problems
 from framework.errors import Problem, RequestError, TunesmithError
 
 __all__ = ["app", "main"]
+
+INTERRUPTED = 130
+READER_LEFT = 141
+"""What a shell makes of SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
         sys.stdout.flush()
+        if code == INTERRUPTED:  # typer turns Ctrl-C outside of a run, which saves first, into this code
+            complain("interrupted", "--debug" in words)
         return code if isinstance(code, int) else 0
     except RequestError as error:
         problems, code = error.problems, error.exit_code
@@ -27,12 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TunesmithError as error:
         complain(str(error), "--debug" in words)
         return error.exit_code
-    except (KeyboardInterrupt, Abort):
-        complain("interrupted", "--debug" in words)
-        return 130
-    except BrokenPipeError:  # the reader of our output has left; say nothing to it, not even at exit
+    except (BrokenPipeError, SystemExit):  # our reader has left, which typer may turn into an exit; say no more to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return READER_LEFT
     except Exception as error:
         detail = f"{type(error).__name__}: {error}".partition("\n")[0]
         complain(f"internal fault: {detail} (--debug shows where; please report it)", "--debug" in words)

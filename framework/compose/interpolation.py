@@ -5,6 +5,7 @@ code, references to whole sections and long chains would let a small file grow w
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from antlr4 import ParserRuleContext
@@ -13,20 +14,20 @@ from omegaconf.errors import GrammarParseError
 from omegaconf.grammar.gen.OmegaConfGrammarParser import OmegaConfGrammarParser
 from omegaconf.grammar_parser import parse
 
-MAX_TEXT = 4096
-"""Characters of a text that refers to keys; OmegaConf's parser is in Python."""
+MAX_TEXT = 8192
+"""Characters that all texts that refer to keys may have together: OmegaConf's parser takes 0.1 ms for each."""
 MAX_RESULT = 65536
 """Characters such a text may grow to."""
 
 
-def fault(value: object) -> str | None:
-    """Why a written value cannot stand whatever else is written, or None."""
+def fault(value: object, room: int) -> str | None:
+    """Why a written value cannot stand whatever else is written, or None. `room` is what is left of MAX_TEXT."""
     if value == "???":
         return "`???` is left to be filled in: write a value"
     if not isinstance(value, str) or "${" not in value:
         return None
-    if len(value) > MAX_TEXT:
-        return f"a text that refers to keys with `${{..}}` is limited to {MAX_TEXT} characters"
+    if len(value) > room:
+        return f"texts that refer to keys with `${{..}}` are limited to {MAX_TEXT} characters in all"
     try:
         _references(value)
     except ValueError as error:
@@ -34,35 +35,37 @@ def fault(value: object) -> str | None:
     return None
 
 
-def over(defaults: Mapping[str, Any], written: Mapping[str, Any], resolve: bool = False) -> Mapping[str, Any]:
+def over(low: Any, high: Any) -> Any:
     """What is written over the defaults, so that references can see every key."""
-    whole = OmegaConf.merge(OmegaConf.create(dict(defaults)), OmegaConf.create(dict(written)))
-    container = OmegaConf.to_container(whole, resolve=resolve)
-    assert isinstance(container, dict)
-    return {str(name): value for name, value in container.items()}
+    if not (isinstance(low, Mapping) and isinstance(high, Mapping)):
+        return high
+    return {**low, **{name: over(low.get(name), value) for name, value in high.items()}}
 
 
-def resolve(defaults: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """`written` with each reference replaced by what it refers to."""
-    resolved: dict[str, Any] = _like(over(defaults, written, resolve=True), written)
+def resolve(whole: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """`written` with each reference replaced by what it refers to in `whole`."""
+    resolved: dict[str, Any] = _like(OmegaConf.to_container(OmegaConf.create(dict(whole)), resolve=True), written)
     return resolved
 
 
-def growth(text: str, whole: Mapping[str, Any], trail: tuple[str, ...] = ()) -> int:
-    """Characters the text has once resolved. Raises ValueError when a reference leads nowhere, round, or too far."""
+def growth(text: str, whole: Mapping[str, Any], known: dict[str, int], trail: tuple[str, ...] = ()) -> int:
+    """Characters the text has once resolved, at most MAX_RESULT + 1. `known` keeps what was found on the way.
+
+    Raises ValueError when a reference leads nowhere or round.
+    """
     total = len(text)
     for reference in _references(text):
         if reference in trail:
             raise ValueError(f"refers to itself: {' -> '.join((*trail, reference))}")
-        value = _find(reference, whole)
-        text = str(value)
-        total += growth(text, whole, (*trail, reference)) if "${" in text else len(text)
-        if total > MAX_RESULT:
-            raise ValueError(f"grows to more than {MAX_RESULT} characters")
+        if reference not in known:
+            inner = str(_find(reference, whole))
+            known[reference] = growth(inner, whole, known, (*trail, reference)) if "${" in inner else len(inner)
+        total = min(total + known[reference], MAX_RESULT + 1)
     return total
 
 
-def _references(text: str) -> list[str]:
+@lru_cache(maxsize=1024)
+def _references(text: str) -> tuple[str, ...]:
     """The dotted keys that a text refers to. Raises ValueError for any other kind of reference."""
     try:
         tree = parse(text)
@@ -72,7 +75,7 @@ def _references(text: str) -> list[str]:
         ) from None
     found: list[str] = []
     _collect(tree, found)
-    return found
+    return tuple(found)
 
 
 def _collect(tree: Any, found: list[str]) -> None:

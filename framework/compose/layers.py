@@ -52,8 +52,13 @@ def find_recipe(recipe: str | File) -> tuple[str, File, str]:
 def gather(
     recipe: File, label: str, words: Words, detect: Callable[[], str | None], problems: list[Problem]
 ) -> list[Layer]:
-    """All layers of a request. What cannot be read or is unknown becomes a problem and is left out."""
-    body = read(recipe, label, "recipe", problems) or node_of({}, Origin("recipe", label))
+    """All layers of a request. What is unknown becomes a problem and is left out.
+
+    Raises RequestError with the problems so far when the recipe itself cannot be read.
+    """
+    body = read(recipe, label, "recipe", problems)
+    if body is None:
+        raise RequestError(problems)
     choices = _defaults(body.at(("defaults",)), problems)
     body = body.without(("defaults",))
     above = {group: words.choices[group] for group in shipped.GROUPS if group in words.choices}
@@ -67,7 +72,7 @@ def gather(
         if tree is not None
     ]
     names_card = any(layer.tree.at(("gpu", "name")) for layer in layers)
-    if not names_card and "gpu" not in choices | above and not _writes(words, ("gpu", "name")):
+    if not names_card and (choices | above).get("gpu") is None and not _writes(words, ("gpu", "name")):
         layers.insert(0, _detected(detect, problems))
     return settle(layers, words, problems)
 
@@ -80,7 +85,9 @@ def settle(layers: list[Layer], words: Words, problems: list[Problem]) -> list[L
         settled = _replaced(settled)
     for write in words.writes:
         if write.node is None:
-            settled = [replace(layer, tree=layer.tree.without(write.path)) for layer in settled]
+            settled = [
+                replace(layer, tree=layer.tree.without(write.path)) if layer.rank else layer for layer in settled
+            ]
             continue
         tree = _placed(write.path, write.node, settled, problems)
         tree = _known(tree, root(), (), problems)
@@ -100,8 +107,9 @@ def list_warnings(layers: Sequence[Layer]) -> Iterator[Problem]:
     for index, layer in enumerate(layers):
         for path, node in _lists(layer.tree, root(), ()) if layer.kind == "group" else ():
             lower = highest(layers[:index], path)
-            if lower and lower[1].items and lower[1].plain() != (node.items or [])[: len(lower[1].items)]:
-                message = f"replaces the list {lower[1].plain()} written at {lower[1].origin.place}"
+            below = lower[1].plain() if lower and lower[1].items else []
+            if lower and below and node.plain()[: len(below)] != below:
+                message = f"replaces the list {below} written at {lower[1].origin.place}"
                 yield Problem(dotted(path), message, node.origin.place, "`{append: [..]}` to keep both")
 
 
@@ -222,18 +230,26 @@ def _appended(node: Node, key: Key, path: Path, lower: Sequence[Layer], problems
 
 def _replaced(layers: list[Layer]) -> list[Layer]:
     """The layers without what the last one makes meaningless below it."""
-    top = layers[-1]
-    gone = [other for key, other in ALTERNATIVES if (node := top.tree.at(key)) and node.value is not None]
-    if top.tree.at((*ARCHITECTURE, "model_type")):  # a whole architecture, not a change of one
-        gone.append(ARCHITECTURE)
-    for path in gone:
-        layers = [
-            replace(layer, tree=layer.tree.without(path))
-            if layer.rank < top.rank or (path == ARCHITECTURE and layer is not top)
-            else layer
-            for layer in layers
-        ]
-    return layers
+    *lower, top = layers
+    whole = [ARCHITECTURE] if top.tree.at((*ARCHITECTURE, "model_type")) else []  # not a change of one
+    twice = [other for key, other in ALTERNATIVES if (node := top.tree.at(key)) and node.value is not None]
+    changed = []
+    for layer in lower:
+        gone = whole + (twice if layer.rank < top.rank else []) + list(_unlike(layer.tree, top.tree, ()))
+        tree = layer.tree
+        for path in gone:
+            tree = tree.without(path)
+        changed.append(replace(layer, tree=tree))
+    return [*changed, top]
+
+
+def _unlike(low: Node, high: Node, path: Path) -> Iterator[Path]:
+    """Where one holds a mapping or list and the other does not: there is nothing to merge, the higher one stands."""
+    if low.mapping is not None and high.mapping is not None:
+        for name in low.mapping.keys() & high.mapping.keys():
+            yield from _unlike(low.mapping[name], high.mapping[name], (*path, name))
+    elif (low.mapping is None, low.items is None) != (high.mapping is None, high.items is None):
+        yield path
 
 
 def _placed(path: Path, node: Node, layers: Sequence[Layer], problems: list[Problem]) -> Node:

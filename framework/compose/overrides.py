@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from framework.compose.origins import Node, Origin, node_of
 from framework.compose.shipped import GROUPS
 from framework.errors import Problem
-from framework.schema.keys import Path, key_at, unknown
+from framework.schema.keys import Path, dotted, key_at, unknown
 
 COMMAND_LINE = "command line"
 MAX_WORD = 8192
@@ -95,8 +95,10 @@ def _fault(word: str, path: Path, has_value: bool, deletes: bool) -> Problem | N
         return Problem(shown.partition("=")[0], message, COMMAND_LINE, nearest=nearest)
     if not has_value and not deletes:
         return Problem(shown, "the `=` is missing", COMMAND_LINE, f"`{shown}=value`, without spaces around the `=`")
+    if deletes and isinstance(path[-1], int):
+        return Problem(shown, "`~` takes a whole key, not one item", COMMAND_LINE, f"`~{dotted(path[:-1])}`")
     if has_value and deletes:
-        return Problem(shown, "`~` returns a key to its default and takes no value", COMMAND_LINE, f"`~{name}...`")
+        return Problem(shown, "`~` returns a key to its default and takes no value", COMMAND_LINE, f"`~{dotted(path)}`")
     return None
 
 

@@ -78,12 +78,12 @@ def load(recipe: str | File, overrides: Sequence[str] = ()) -> TrainingConfig:
 
 
 def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None = None) -> Draft:
-    """As `compose`, but problems are returned. Raises RequestError only when there is no such recipe."""
+    """As `compose`, but problems are returned. Raises RequestError only when the recipe cannot be read."""
     problems: list[Problem] = []
     name, file, label = find_recipe(recipe)
     layers = gather(file, label, parse(overrides, problems), detect, problems)
     layers = _with_world(layers, world, problems)
-    layers = [replace(layer, tree=_allowed(layer.tree, problems)) for layer in layers]
+    layers = _allowed(layers, problems)
     written = _resolved(_merged(layers), layers, problems)
     absolute = made_absolute(written)
     as_written = _changes(written, absolute)
@@ -116,13 +116,20 @@ def _with_world(layers: list[Layer], world: int | None, problems: list[Problem])
     return [*layers, Layer("command line", len(layers), node_of({"gpu": {"count": world}}, origin))]
 
 
-def _allowed(tree: Node, problems: list[Problem]) -> Node:
-    """The tree without values that no recipe may hold: resolvers, and what was left to be filled in."""
-    for path, node in list(leaves(tree)):
-        if message := interpolation.fault(node.value):
-            problems.append(Problem(dotted(path), message, node.origin.place))
-            tree = tree.without(_writable(path))
-    return tree
+def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
+    """The layers without values that no recipe may hold: resolvers, and what was left to be filled in."""
+    room = interpolation.MAX_TEXT
+    allowed: list[Layer] = []
+    for layer in layers:
+        tree = layer.tree
+        for path, node in leaves(layer.tree):
+            if message := interpolation.fault(node.value, room):
+                problems.append(Problem(dotted(path), message, node.origin.place))
+                tree = tree.without(_writable(path))
+            if isinstance(node.value, str) and "${" in node.value:
+                room -= min(room, len(node.value))
+        allowed.append(replace(layer, tree=tree))
+    return allowed
 
 
 def _merged(layers: Sequence[Layer]) -> dict[str, Any]:
@@ -150,13 +157,15 @@ def _resolved(merged: dict[str, Any], layers: Sequence[Layer], problems: list[Pr
         return merged
     defaults = TrainingConfig().model_dump()
     whole = interpolation.over(defaults, merged)
+    known: dict[str, int] = {}
     for path, text in texts:
         try:
-            interpolation.growth(text, whole)
+            if interpolation.growth(text, whole, known) > interpolation.MAX_RESULT:
+                raise ValueError(f"grows to more than {interpolation.MAX_RESULT} characters")
         except ValueError as error:
             problems.append(Problem(dotted(path), str(error), _place(layers, path)))
             tree = tree.without(_writable(path))
-    return interpolation.resolve(defaults, tree.plain())
+    return interpolation.resolve(interpolation.over(defaults, tree.plain()), tree.plain())
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from framework.compose.reading import MAX_PROBLEMS
 from framework.errors import Problem
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.schema.keys import Path, dotted, key_at
@@ -26,7 +27,7 @@ def validate(
         complaints = {
             _path(dict(detail), written): dict(detail) for detail in reversed(error.errors(include_url=False))
         }
-    for path, detail in reversed(complaints.items()):
+    for path, detail in list(reversed(complaints.items()))[:MAX_PROBLEMS]:
         problems.append(_problem(path, detail, place(path)))
     bad = {_key(path) for path in complaints}
     rest: Mapping[str, Any] = written

@@ -72,7 +72,10 @@ def unknown(path: Path) -> tuple[str, str | None]:
     names = [str(part).replace("-", "_") for part in path if isinstance(part, str)]
     written, spelled = dotted(path), ".".join(names)
     if spelled in every_key():
-        return "keys are written with underscores, not hyphens", spelled
+        if "-" in written:
+            return "keys are written with underscores, not hyphens", spelled
+        is_dotted = any("." in str(part) for part in path)
+        return "in a file a section's keys stand below it, not behind a dot" if is_dotted else "is not a list", spelled
     old = OLD_NAMES.get(spelled) or OLD_NAMES.get(names[-1])
     if old and old.removed_in:
         return f"removed in schema version {old.removed_in}, use {old.use}", old.use
