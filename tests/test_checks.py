@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from framework.checks import CHECK, TRAIN, check, check_request, located
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig

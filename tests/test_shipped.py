@@ -1,6 +1,7 @@
 """What ships: each recipe and preset composes, is short, and says what it is for."""
 
 import pytest
+
 from framework.checks import TRAIN, check_request
 from framework.compose import compose
 from framework.compose.shipped import GROUPS, presets, purpose, recipes

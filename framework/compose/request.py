@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from framework.compose import interpolation
 from framework.compose.layers import Layer, find_recipe, gather, highest, list_warnings
-from framework.compose.origins import DEFAULT, Node, Origin, leaves, node_of
+from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
 from framework.compose.paths import made_absolute
 from framework.compose.validation import shown, validate, version_problem

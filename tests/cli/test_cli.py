@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from framework import errors
 from framework.cli import main
 from framework.compose import compose
@@ -69,7 +70,7 @@ def test_problems_go_to_stderr_all_of_them_with_exit_2(run, write):
 
 @pytest.mark.parametrize("verb", ["check", "show", "train"])
 def test_problems_as_json_are_one_document(run, write, verb):
-    code, out, err = run(verb, write("training: {sed: 1}\n"), "--json")
+    code, out, _ = run(verb, write("training: {sed: 1}\n"), "--json")
     document = json.loads(out)
     assert code == 2
     assert document["schema_version"] == 1

@@ -1,6 +1,7 @@
 """Keys that do not exist, in files (Y02) and on the command line (Y03), and recipes of another schema (Y07)."""
 
 import pytest
+
 from framework.compose import compose
 from framework.errors import RequestError
 from framework.schema import keys

@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 
 import pytest
+
 from framework.compose import compose, to_yaml
 from framework.compose.differences import differences
 from framework.compose.shipped import recipes

@@ -1,6 +1,7 @@
 """Low to high: schema defaults, the recipe's presets, its body, presets and then keys of the command line."""
 
 import pytest
+
 from framework.compose import compose, load
 from framework.errors import RequestError
 

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from framework.compose.origins import leaves
 from framework.compose.reading import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read, scalar
 from framework.errors import Problem

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from framework.compose import compose, load
 from framework.errors import RequestError
 
@@ -59,7 +60,8 @@ def test_a_wrong_value_is_told_with_key_line_and_what_was_expected(write, sectio
 
 def test_all_wrong_values_are_told_at_once_with_the_index_in_lists(write):
     recipe = write(
-        "training: {seed: x, max_steps: 0}\ndata:\n  train:\n    - path: a\n    - {path: 3, weight: no}\n    - name: b\n"
+        "training: {seed: x, max_steps: 0}\n"
+        "data:\n  train:\n    - path: a\n    - {path: 3, weight: no}\n    - name: b\n"
         "model:\n  freeze_layers:\n    - a\n    - 3\n"
     )
     found = {key: problem.where for key, problem in problems_of(recipe).items()}

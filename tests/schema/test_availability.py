@@ -1,6 +1,7 @@
 """What is declared and not built is refused; what is built is not."""
 
 import pytest
+
 from framework.schema.availability import ROWS, unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key

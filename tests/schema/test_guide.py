@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
-import framework
 import pytest
+
+import framework
 from framework.schema.config import TrainingConfig
 
 SEEDS = Path(__file__).parents[2].parent / "shared" / "seeds"

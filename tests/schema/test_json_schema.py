@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from framework.compose.shipped import GROUPS, presets, recipes
 from framework.schema.json_schema import recipe_schema
 from framework.shipped import shipped

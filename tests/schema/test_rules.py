@@ -1,6 +1,7 @@
 """Cross-section rules: what contradicts what, and that all of it is said at once."""
 
 import pytest
+
 from framework.schema.config import TrainingConfig
 from framework.schema.rules import Needs, find_conflicts
 
@@ -79,8 +80,12 @@ def test_liger_needs_a_gpu():
 
 @pytest.mark.parametrize(
     ("rate", "held", "peft", "warns"),
-    [(6e-6, "bfloat16", False, True), (1e-4, "bfloat16", False, False), (6e-6, "float32", False, False)]
-    + [(6e-6, "bfloat16", True, False)],
+    [
+        (6e-6, "bfloat16", False, True),
+        (1e-4, "bfloat16", False, False),
+        (6e-6, "float32", False, False),
+        (6e-6, "bfloat16", True, False),
+    ],
 )
 def test_pure_bfloat16_at_a_small_rate_is_warned_about(rate, held, peft, warns):
     found = conflicts(model={"torch_dtype_str": held}, training={"learning_rate": rate, "use_peft": peft})
