@@ -1,7 +1,6 @@
 """`peft` becomes an adapter on the frozen model."""
 
 from collections import Counter
-from difflib import get_close_matches
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
@@ -9,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.hub import nearest
 from framework.errors import Problem, RequestError
 from framework.schema.peft import PeftParams
 
@@ -53,7 +53,7 @@ def _targets(params: PeftParams, model: PreTrainedModel) -> str | list[str]:
             f"{key}[{index}]",
             f"{target!r} names no module of this model",
             expected=f"[{ALL_LINEAR}], or some of {listed}",
-            nearest=next(iter(get_close_matches(target, suffixes, 1)), None),
+            nearest=nearest(target, suffixes),
         )
         for index, target in enumerate(params.lora_target_modules)
         if not any(name == target or name.endswith(f".{target}") for name in names)

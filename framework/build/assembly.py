@@ -32,6 +32,8 @@ class Assembly:
     loss: Loss
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    export_dtype: torch.dtype
+    """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -53,7 +55,10 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     `total_steps` is the number of optimizer steps of the whole run. Raises RequestError for what only the built
     model can tell: names that match nothing, weights that do not load.
     """
-    model: nn.Module = build_model(config, architecture, place)
+    stated = architecture.dtype  # building writes the training dtype over it
+    built = build_model(config, architecture, place)
+    export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
+    model: nn.Module = built
     frozen = freeze(model, config.model.freeze_layers)
     checkpoint_blocks(config.training, model)
     if config.training.use_peft:
@@ -61,4 +66,4 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     loss = build_loss(config.model, model)
     optimizer = build_optimizer(config.training, model, place)
     schedule = build_schedule(config.training, total_steps)
-    return Assembly(config, place, model, frozen, loss, optimizer, schedule)
+    return Assembly(config, place, model, frozen, loss, optimizer, schedule, export_dtype)

@@ -66,8 +66,13 @@ def supervised_tokens(batch: Batch) -> Tensor:
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
-    """The batch without its labels: the loss is ours, so that the model never computes its own."""
-    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+    """What a causal model is given of a batch: the tokens alone.
+
+    No labels, because the loss is ours. No mask, because rows are padded on the right: no token of a row can see the
+    padding behind it, and the padding's own outputs are not supervised. A mask would change nothing that is learnt,
+    cost rows x tokens x tokens bytes, and keep the faster attention kernels from running.
+    """
+    return {name: tensor for name, tensor in batch.items() if name not in ("labels", "attention_mask")}
 
 
 def full_loss(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:

@@ -1,12 +1,18 @@
 """Model parameters become a transformers model on its place, in the dtype that was asked for."""
 
+import inspect
+import re
+import sys
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from framework.build.hub import hub_is_reachable, nearest, one_line
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
+from framework.memory.resolve import resolve
+from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import TorchDtype
 from framework.schema.config import TrainingConfig
 
@@ -15,6 +21,21 @@ TORCH_DTYPES = {
     TorchDtype.BFLOAT16: torch.bfloat16,
     TorchDtype.FLOAT16: torch.float16,
 }
+
+
+def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
+    """The config with everything derived written out, and the model's own config that it was derived from.
+
+    Raises RequestError as `read_architecture` does, and for rows longer than the model has positions.
+    """
+    architecture = read_architecture(config)
+    settings = architecture.get_text_config().to_dict()
+    resolved = resolve(config, settings)
+    length, positions = resolved.model.model_max_length, position_count(settings)
+    if isinstance(length, int) and positions is not None and length > positions and not scales_positions(settings):
+        message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
+        raise RequestError([Problem("model.model_max_length", message, expected=f"at most {positions}")])
+    return resolved, architecture
 
 
 def read_architecture(config: TrainingConfig) -> PretrainedConfig:
@@ -32,6 +53,7 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
     if model.tokenizer is not None and model.load_pretrained_weights is False:
         architecture.vocab_size = model.tokenizer.vocab_size
     architecture.use_cache = False
+    _refuse_encoder(architecture)
     return architecture
 
 
@@ -46,8 +68,9 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
         raise RequestError([unknown]) from None
     names = set(known.to_dict()) | set(known.attribute_map) | {"dtype", "architectures"}
     unknown_keys = [
-        Problem(f"{key}.{name}", f"is not a key of {type(known).__name__}", nearest=_nearest(name, names))
+        Problem(f"{key}.{name}", f"is not a key of {type(known).__name__}", nearest=nearest(name, names))
         for name in sorted(set(written) - names)
+        if not _read_by_model(known, name)
     ]
     if unknown_keys:
         raise RequestError(unknown_keys)
@@ -57,23 +80,37 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
         raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {error}")]) from None
 
 
-def _nearest(name: str, names: set[str]) -> str | None:
-    from difflib import get_close_matches
+def _read_by_model(architecture: PretrainedConfig, key: str) -> bool:
+    """Whether the model's code reads a key that its config class does not declare, as Qwen3-MoE does `head_dim`."""
+    try:
+        code = inspect.getsource(sys.modules[AutoModelForCausalLM._model_mapping[type(architecture)].__module__])
+    except (KeyError, OSError):
+        return False
+    return re.search(rf'config\.{re.escape(key)}\b|getattr\((?:self\.)?config, "{re.escape(key)}"', code) is not None
 
-    return next(iter(get_close_matches(name, sorted(names), 1)), None)
+
+def _refuse_encoder(architecture: PretrainedConfig) -> None:
+    """The tasks there are predict the next token, which a model that reads both ways would simply see."""
+    if not AutoModelForCausalLM._model_mapping.get(type(architecture), None):
+        message = f"{architecture.model_type} is not a causal language model"
+        raise RequestError([Problem("model.architecture.model_type", message, expected="a decoder, such as llama")])
+    if getattr(architecture, "is_decoder", None) is False and "is_decoder" in type(architecture)().to_dict():
+        message = f"{architecture.model_type} reads both ways here, so the next token would be visible to it"
+        raise RequestError([Problem("model.architecture.is_decoder", message, expected="true")])
 
 
 def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
     model = config.model
     try:
         read: PretrainedConfig = AutoConfig.from_pretrained(
-            model.model_name, revision=model.model_revision or "main", trust_remote_code=model.trust_remote_code
+            model.model_name,
+            revision=model.model_revision or "main",
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=not hub_is_reachable(),
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RequestError(
-            [Problem("model.model_name", f"no config could be read from {model.model_name!r}: {reason}")]
-        ) from None
+    except Exception as error:  # the hub client and its cache raise many kinds, of which none is a fault of ours
+        message = f"the config.json of {model.model_name!r} could not be read: {one_line(error)}"
+        raise RequestError([Problem("model.model_name", message)]) from None
     return read
 
 
@@ -105,7 +142,7 @@ def _random(architecture: PretrainedConfig, dtype: torch.dtype, attention: str |
 
 def _refused(architecture: PretrainedConfig, attention: str | None, error: Exception) -> Problem:
     """Which of the two it was that transformers would not build: the attention kernel or the shape."""
-    reason = str(error).strip().splitlines()[0]
+    reason = one_line(error)
     if attention is not None and "attention" in reason.lower():
         missing = f"{attention} cannot be used with {architecture.model_type}: {reason}"
         return Problem("model.attn_implementation", missing, nearest="eager, or leave it unset")
@@ -134,15 +171,16 @@ def _pretrained(
             attn_implementation=attention,
             revision=config.model.model_revision or "main",
             trust_remote_code=config.model.trust_remote_code,
+            local_files_only=not hub_is_reachable(),
             device_map={"": place.device},
             output_loading_info=True,
             use_safetensors=True,
         )
     except (ImportError, OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        if attention is not None and "attention" in reason.lower():
+        if attention is not None and "attention" in str(error).lower():
             raise RequestError([_refused(architecture, attention, error)]) from None
-        raise RequestError([Problem("model.model_name", f"the weights of {name!r} do not load: {reason}")]) from None
+        message = f"the weights of {name!r} do not load: {one_line(error)}"
+        raise RequestError([Problem("model.model_name", message)]) from None
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
     if absent:
         raise RequestError(

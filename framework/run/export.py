@@ -22,7 +22,7 @@ def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path)
     """
     model, causal = assembly.model, causal_model(assembly.model)
     adapted = hasattr(model, "peft_config")
-    dtype = next(iter(assembly.trained)).dtype if adapted else (causal.config.dtype or causal.dtype)
+    dtype = assembly.trained[0].dtype if adapted else assembly.export_dtype
     if not adapted:
         causal.to(dtype)
     with written_aside(target) as aside:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from framework.build.data import Data, prepare_data, training_texts
-from framework.build.model import read_architecture
+from framework.build.model import settle
 from framework.build.tokenizer import build_tokenizer
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
@@ -13,24 +13,25 @@ from framework.schema.config import TrainingConfig
 
 @dataclass(frozen=True)
 class Inputs:
-    """The model's config, its tokenizer, and the tokenised rows."""
+    """The config with everything derived written out, the model's own config, its tokenizer, and the tokenised rows."""
 
+    config: TrainingConfig
     architecture: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     data: Data
 
 
 def read_inputs(config: TrainingConfig) -> Inputs:
-    """Read everything a resolved config names, weights excepted.
+    """Read everything a config names, weights excepted.
 
     Raises RequestError for what cannot be read, for rows with nothing to learn, and for a tokenizer with more tokens
     than the model has embeddings.
     """
     if not config.data.train:
         raise RequestError([Problem("data.train", "there is nothing to train on", expected="a list of sources")])
-    architecture = read_architecture(config)
+    config, architecture = settle(config)
     tokenizer = read_tokenizer(config, architecture)
-    return Inputs(architecture, tokenizer, read_rows_for(config, architecture, tokenizer))
+    return Inputs(config, architecture, tokenizer, read_rows_for(config, architecture, tokenizer))
 
 
 def read_tokenizer(config: TrainingConfig, architecture: PretrainedConfig) -> PreTrainedTokenizerBase:
@@ -43,8 +44,6 @@ def read_tokenizer(config: TrainingConfig, architecture: PretrainedConfig) -> Pr
     return tokenizer
 
 
-def read_rows_for(
-    config: TrainingConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> Data:
+def read_rows_for(config: TrainingConfig, architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     """The tokenised rows, their ids checked against the model's vocabulary."""
     return prepare_data(config, tokenizer, architecture.get_text_config().vocab_size)

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from framework.build.assembly import assemble
-from framework.build.model import read_architecture
+from framework.build.model import settle
 from framework.build.place import rehearsal_place
 from framework.errors import Problem, RequestError
-from framework.memory.resolve import resolve
 from framework.run.inputs import read_rows_for, read_tokenizer
 from framework.schema.config import TrainingConfig
 
@@ -16,7 +15,7 @@ T = TypeVar("T")
 
 def inspect(config: TrainingConfig) -> tuple[Problem, ...]:
     """Every problem that building the model without storage, its tokenizer and its rows bring to light."""
-    config, problems = resolve(config), list[Problem]()
+    problems = list[Problem]()
 
     def attempt(action: Callable[[], T]) -> T | None:
         try:
@@ -25,8 +24,9 @@ def inspect(config: TrainingConfig) -> tuple[Problem, ...]:
             problems.extend(error.problems)
             return None
 
-    architecture = attempt(lambda: read_architecture(config))
-    if architecture is not None:
+    settled = attempt(lambda: settle(config))
+    if settled is not None:
+        config, architecture = settled
         place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
         attempt(lambda: assemble(config, architecture, place, total_steps=1))
         if config.data.train:

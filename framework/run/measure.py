@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from framework.build.assembly import Assembly, assemble
-from framework.build.loss import Batch
-from framework.build.model import read_architecture
+from framework.build.loss import Batch, causal_model
+from framework.build.model import settle
 from framework.build.place import real_place
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.run.meter import Meter
@@ -47,7 +47,7 @@ class Measured:
 
 
 def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
-    """Run `steps` real optimizer steps of a resolved config on the CUDA card of this machine.
+    """Run `steps` real optimizer steps of a config on the CUDA card of this machine.
 
     Raises RequestError without a card, OutOfMemory when the step does not fit.
     """
@@ -57,7 +57,8 @@ def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
     random = config.model_copy(update={"model": config.model.model_copy(update={"load_pretrained_weights": False})})
     torch.manual_seed(config.training.seed)
     try:
-        assembly = assemble(random, read_architecture(random), place, total_steps=1000)
+        random, architecture = settle(random)
+        assembly = assemble(random, architecture, place, total_steps=1000)
         return _measure(assembly, synthetic_batches(assembly), steps)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(str(error).splitlines()[0]) from None
@@ -88,14 +89,11 @@ def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
 
 
 def synthetic_batches(assembly: Assembly) -> list[Batch]:
-    """The micro batches of one worst step: every row `model_max_length` random tokens, all supervised.
-
-    On a place without storage the tokens have a shape and nothing else.
-    """
+    """The micro batches of one worst step: every row `model_max_length` random tokens, all supervised."""
     config, device = assembly.config, assembly.place.device
     batch, length = config.batch, config.model.model_max_length
     assert isinstance(length, int), "measure() takes a resolved config"
-    vocabulary = read_architecture(config).get_text_config().vocab_size
+    vocabulary = causal_model(assembly.model).config.get_text_config().vocab_size
     micro_batches: list[Batch] = []
     for _ in range(batch.accumulation):
         ids = torch.randint(0, vocabulary, (batch.per_device, length), device=device)

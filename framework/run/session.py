@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from transformers import set_seed
 
@@ -15,8 +16,9 @@ from framework.build.assembly import Assembly, assemble
 from framework.build.batches import GlobalBatches, eval_batches
 from framework.build.loss import Batch
 from framework.build.place import real_place
+from framework.build.tokenizer import padding_id
 from framework.build.verify import Reading, missing_gradients, verify
-from framework.errors import Interrupted, Problem, RequestError, VerificationFailed
+from framework.errors import Interrupted, NonFinite, Problem, RequestError, VerificationFailed
 from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.inputs import Inputs, read_inputs
@@ -64,7 +66,10 @@ class Session:
             if self.step == 0:
                 self.evaluate()
             self._clock = time.perf_counter()
-            yield
+            try:
+                yield
+            except NonFinite as error:
+                raise NonFinite(f"{error} Training rows of this step: {self.batches.rows_of(self.step)}.") from None
         self.accelerator.end_training()
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
@@ -145,12 +150,14 @@ class Session:
 def open_session(
     config: TrainingConfig, name: str, *, resume: bool, overwrite: bool, allow: Sequence[str], quiet: bool
 ) -> Session:
-    """Read, assemble and verify what a resolved config asks for; nothing is written before all of it stands.
+    """Read, assemble and verify what a config asks for; nothing is written before all of it stands.
 
     Raises RequestError for what cannot be done, VerificationFailed for an option that is not in effect.
     """
     _check_trackers(config)
+    transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     inputs = read_inputs(config)
+    config = inputs.config
     folder = open_folder(config, name, resume, overwrite)
     newest = checkpoints(folder.path)[-1] if resume else None
     changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
@@ -162,12 +169,11 @@ def open_session(
     place = real_place(accelerator.device)
     meter = Meter(place)
     set_seed(config.training.seed)
-    pad = inputs.tokenizer.pad_token_id
     batches = GlobalBatches(
         inputs.data.train,
         config.batch,
         seed=config.training.seed,
-        pad_token_id=pad if isinstance(pad, int) else 0,
+        pad_token_id=padding_id(inputs.tokenizer),
         workers=config.data.workers,
     )
     assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from framework.build.loss import causal_model
-from framework.memory.resolve import resolve
 from framework.run.export import export
 from framework.run.session import Session, begin, open_session
 from framework.run.step import train_step
@@ -43,7 +42,7 @@ def train(
     `dry_run` everything is read, built and verified, and nothing is written.
     Raises RequestError, VerificationFailed, NonFinite, SaveFailed or Interrupted.
     """
-    session = open_session(resolve(config), name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet)
+    session = open_session(config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet)
     _announce(session)
     if dry_run:
         return RunResult(session.folder.path, 0, (), session.meter.allocated, None)
@@ -58,8 +57,7 @@ def train(
 def _announce(session: Session) -> None:
     """What is about to happen, in the open: the batch equation, the schedule, the rows, and each option verified."""
     say = session.progress.say
-    for line in session.inputs.data.report.lines():
-        say(line)
+    say(str(session.inputs.data.report))
     say(f"batch     {session.config.batch}")
     say(f"schedule  {session.assembly.schedule}")
     for item in session.assembly.frozen:

@@ -4,13 +4,13 @@ Each rule is a pure function of the config. Tier A: no file is opened, nothing i
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import Attention, MixedPrecision, Optimizer, Scheduler, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, values
-from framework.schema.params import FrozenMapping
 
 
 @dataclass(frozen=True)
@@ -140,16 +140,15 @@ def _model(config: TrainingConfig) -> Iterator[Conflict]:
     if not model.load_pretrained_weights and architecture is None:
         message = "random weights need an architecture"
         yield Conflict(("model.load_pretrained_weights", "model.architecture"), message, "model.architecture or model=")
-    written = architecture or FrozenMapping()
-    positions = next((written[key] for key in _POSITIONS if key in written), None)
-    length = model.model_max_length
-    if isinstance(positions, int) and isinstance(length, int) and length > positions and not _is_scaled(written):
+    written = architecture or {}
+    positions, length = position_count(written), model.model_max_length
+    if positions and isinstance(length, int) and length > positions and not scales_positions(written):
         message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
         yield Conflict(("model.model_max_length", "model.architecture"), message, f"at most {positions}")
 
 
 def _tokenizer(config: TrainingConfig) -> Iterator[Conflict]:
-    model, architecture = config.model, config.model.architecture
+    model = config.model
     if model.tokenizer is None:
         return
     if model.tokenizer_name is not None:
@@ -158,22 +157,6 @@ def _tokenizer(config: TrainingConfig) -> Iterator[Conflict]:
     if model.load_pretrained_weights and model.model_name is not None:
         keys = ("model.tokenizer", "model.load_pretrained_weights")
         yield Conflict(keys, "pretrained weights do not know a new tokenizer's ids", "load_pretrained_weights: false")
-    rows = (architecture or FrozenMapping()).get("vocab_size")
-    if isinstance(rows, int) and model.tokenizer.vocab_size > rows:
-        message = f"{model.tokenizer.vocab_size} tokens do not fit in an embedding of {rows} rows"
-        yield Conflict(("model.tokenizer.vocab_size", "model.architecture"), message, f"at most {rows}")
-
-
-_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
-"""What configs of transformers call the number of positions."""
-
-
-def _is_scaled(architecture: FrozenMapping) -> bool:
-    """Whether positions are stretched, in all layers or in one kind of them (then one level deeper)."""
-    ropes = [architecture[key] for key in ("rope_scaling", "rope_parameters") if key in architecture]
-    ropes = [rope for rope in ropes if isinstance(rope, Mapping)]
-    ropes += [kind for rope in ropes for kind in rope.values() if isinstance(kind, Mapping)]
-    return any(rope.get("rope_type", rope.get("type")) not in (None, "default") for rope in ropes)
 
 
 def _finite(config: TrainingConfig) -> Iterator[Conflict]:

@@ -98,9 +98,13 @@ def test_a_file_that_does_not_read_back_is_not_kept(tmp_path, monkeypatch):
 
 
 def test_being_killed_while_writing_leaves_no_half_folder(tmp_path):
-    with pytest.raises(KeyboardInterrupt), written_aside(tmp_path / "final") as aside:
-        (aside / "half").write_text("half")
-        raise KeyboardInterrupt
+    def killed():
+        with written_aside(tmp_path / "final") as aside:
+            (aside / "half").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        killed()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from framework.build.batches import collate
 from framework.errors import NonFinite
 from framework.run.step import train_step
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
@@ -108,3 +109,36 @@ def test_every_precision_and_optimizer_learns(precision, optimizer):
     losses = [train_step(assembly, [unequal_rows()], step).loss for step in range(1, 21)]
     assert losses[-1] < losses[0] - 0.3
     assert {p.dtype for p in assembly.trained} == {getattr(torch, dtype)}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_padding_changes_nothing(architecture, dtype, attention):
+    """P07: rows of 3 and 12 tokens in one padded batch, against each row alone; everything finite."""
+    config = tiny_config(
+        architecture,
+        model={"torch_dtype_str": dtype, "attn_implementation": attention},
+        training={"mixed_precision_dtype": "none"},
+    )
+    tokens = unequal_rows(2, 12)["input_ids"]
+    short, long = [{"input_ids": row, "labels": row.clone()} for row in (tokens[:1, :3], tokens[1:])]
+    padded = collate([{name: t[0].tolist() for name, t in row.items()} for row in (short, long)], pad_token_id=0)
+    assert padded["attention_mask"].sum() == 15
+
+    def run(batches):
+        assembly, seen = tiny_assembly(config), {}
+
+        def observe(phase):
+            if phase == "optimizer_step":
+                seen.update({name: p.grad.float().clone() for name, p in assembly.model.named_parameters()})
+
+        return train_step(assembly, batches, 1, observe).loss, seen
+
+    loss, gradients = run([padded])
+    expected, reference = run([short, long])
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    assert loss == pytest.approx(expected, rel=tolerance)
+    for name, gradient in reference.items():
+        assert torch.isfinite(gradients[name]).all()
+        torch.testing.assert_close(gradients[name], gradient, rtol=tolerance, atol=tolerance * 0.1)

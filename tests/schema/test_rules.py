@@ -132,7 +132,6 @@ def test_an_impossible_division_shows_the_equation(training, count, message):
         ),
         ({"model": {"tokenizer": {}, "tokenizer_name": "a"}}, "model.tokenizer"),
         ({"model": {"tokenizer": {}, "model_name": "a"}}, "model.tokenizer"),
-        ({"model": {"tokenizer": {}, "architecture": LLAMA}}, "model.tokenizer.vocab_size"),
         ({"training": {"learning_rate": "1e999"}}, "training.learning_rate"),
         ({"training": {"seed": "9" * 20}}, "training.seed"),
         ({"model": {"architecture": {**LLAMA, "n": 2**63}}}, "model.architecture.n"),

@@ -1,0 +1,207 @@
+"""The grid that the planner is judged on: predicted here, measured on a card, compared.
+
+python benchmarks/plan_grid.py predict predicted.jsonl [NAME ...]      any machine
+python benchmarks/plan_grid.py measure predicted.jsonl measured.jsonl  a machine with the card
+python benchmarks/plan_grid.py compare predicted.jsonl measured.jsonl
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.memory.cards import read_card
+from framework.schema.config import TrainingConfig
+from framework.shipped import shipped
+
+CARD = "h100_80gb"
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 151936,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+LORA = {"use_peft": True}
+ALL = {"lora_target_modules": ["all-linear"], "lora_r": 16, "lora_alpha": 32}
+
+# name: (model, rows, tokens, words). Words: gc checkpointing, chunk, fused/foreach/sgd/ada, amp/fp32/bf16, lora, drop,
+# qv (default targets), ga N, fz N (first N layers and embeddings frozen), eager
+GRID = """
+gpt2_small 8 1024 foreach amp | gpt2_small 16 512 fused amp | gpt2_small 4 1024 sgd fp32 | gpt2_small 8 1024 fused bf16 gc
+gpt2_small 8 1024 ada amp | gpt2_small 2 1024 foreach fp32 eager | gpt2_medium 8 1024 fused amp | gpt2_medium 4 1024 foreach amp gc
+smollm2_135m 16 1024 fused amp | smollm2_135m 4 2048 foreach fp32 | smollm2_135m 8 2048 ada bf16 | smollm2_135m 8 2048 fused amp chunk
+smollm2_135m 2 8192 fused amp gc | smollm2_360m 8 2048 fused amp | smollm2_360m 4 2048 sgd bf16 chunk | smollm2_360m 2 4096 foreach amp gc chunk
+smollm2_1.7b 2 2048 fused amp gc | smollm2_1.7b 4 2048 fused bf16 chunk | qwen2.5_0.5b 4 1024 fused amp | qwen2.5_0.5b 4 1024 foreach amp
+qwen2.5_0.5b 8 1024 fused bf16 chunk | qwen2.5_0.5b 2 4096 fused amp gc | qwen2.5_0.5b 1 8192 ada bf16 | qwen2.5_0.5b 4 1024 sgd fp32
+qwen2.5_0.5b 4 512 fused amp ga4 | qwen2.5_0.5b 2 2048 fused amp fz12 | qwen2.5_1.5b 2 2048 fused amp gc | qwen2.5_1.5b 2 1024 foreach bf16
+qwen2.5_1.5b 1 4096 fused bf16 chunk gc | qwen2.5_1.5b 4 1024 lora bf16 gc | qwen3_0.6b 1 8192 fused bf16 | qwen3_0.6b 4 1024 fused amp
+qwen3_0.6b 2 2048 fused amp chunk gc | qwen3_0.6b 1 16384 fused bf16 chunk gc | qwen3_0.6b 4 1024 foreach fp32 | qwen3_0.6b 2 2048 ada amp
+qwen3_0.6b 4 512 sgd amp ga3 | qwen3_0.6b 8 512 lora amp | qwen3_1.7b 1 2048 fused amp gc | qwen3_1.7b 2 2048 fused bf16 chunk
+llama3.2_1b 4 1024 fused amp | llama3.2_1b 4 1024 foreach amp | llama3.2_1b 4 2048 fused bf16 | llama3.2_1b 4 2048 fused bf16 gc
+llama3.2_1b 4 2048 fused bf16 chunk | llama3.2_1b 4 2048 fused amp chunk gc | llama3.2_1b 1 512 fused bf16 | llama3.2_1b 2 4096 fused bf16 gc chunk
+llama3.2_1b 1 16384 fused bf16 gc chunk | llama3.2_1b 4 1024 sgd bf16 | llama3.2_1b 4 1024 ada bf16 | llama3.2_1b 2 1024 foreach fp32
+llama3.2_1b 2 1024 fused bf16 ga4 | llama3.2_1b 4 1024 fused bf16 fz8 | llama3.2_1b 4 2048 lora bf16 | llama3.2_1b 4 2048 lora bf16 drop
+llama3.2_1b 2 8192 lora bf16 | llama3.2_1b 4 2048 lora amp gc | llama3.2_1b 4 2048 lora bf16 qv | llama3.2_1b 1 1024 lora bf16 gc chunk
+llama3.2_3b 1 1024 fused amp gc | llama3.2_3b 2 2048 fused bf16 gc | llama3.2_3b 2 1024 fused bf16 chunk | llama3.2_3b 1 2048 lora bf16 drop
+llama3.2_3b 4 1024 lora bf16 gc | olmo2_1b 4 1024 fused amp | olmo2_1b 2 2048 fused bf16 gc chunk | gemma3_1b 2 1024 fused amp
+gemma3_1b 1 2048 fused bf16 gc | gemma2_2b 1 1024 fused bf16 gc | gemma2_2b 1 1024 lora bf16 | mistral_7b 1 1024 lora bf16 gc
+mistral_7b 1 512 lora bf16 | llama3.1_8b 1 512 lora bf16 gc | llama3.1_8b 1 2048 lora bf16 gc | llama3.1_8b 4 512 lora bf16
+llama3.1_8b 4 2048 lora bf16 gc | llama3.1_8b 1 2048 lora bf16 chunk | llama3.1_8b 1 2048 lora bf16 drop gc chunk | qwen3_8b 1 1024 lora bf16 gc
+llama3.1_8b 1 512 sgd bf16 gc chunk | moe 2 1024 fused bf16 | moe 2 1024 fused amp | moe 2 1024 fused bf16 gc | moe 1 2048 ada bf16
+moe 4 1024 fused bf16 chunk gc | bert_base 16 512 fused amp | bert_base 16 512 fused bf16 fz6 | bert_base 8 512 foreach fp32 | bert_base 16 512 fused amp gc
+phi4_mini_4b 1 1024 lora bf16 gc | smollm3_3b 1 1024 fused bf16 gc chunk
+"""
+
+
+def configs() -> dict[str, TrainingConfig]:
+    """Every config of the grid by its name."""
+    found = {}
+    for words in (cell.split() for line in GRID.strip().splitlines() for cell in line.split("|")):
+        found["-".join(words)] = _config(words)
+    return found
+
+
+def _config(words: list[str]) -> TrainingConfig:
+    name, rows, tokens, *levers = words
+    model: dict[str, Any] = {"architecture": MOE} if name == "moe" else _model(name)
+    model |= {"load_pretrained_weights": False, "model_max_length": int(tokens)}
+    training: dict[str, Any] = {"per_device_train_batch_size": int(rows), "max_steps": 1000}
+    peft: dict[str, Any] = {}
+    for word in levers:
+        _apply(word, model, training, peft)
+    return TrainingConfig(training=training, model=model, peft=peft, gpu=read_card(CARD))
+
+
+def _model(name: str) -> dict[str, Any]:
+    model: dict[str, Any] = yaml.safe_load((shipped("conf") / "model" / f"{name}.yaml").read_text())["model"]
+    if name == "bert_base":
+        model["architecture"]["is_decoder"] = True
+    return model
+
+
+def _apply(word: str, model: dict[str, Any], training: dict[str, Any], peft: dict[str, Any]) -> None:
+    optimizers = {"fused": "adamw_torch_fused", "foreach": "adamw_torch", "sgd": "sgd", "ada": "adafactor"}
+    precision = {"amp": ("float32", "bf16"), "fp32": ("float32", "none"), "bf16": ("bfloat16", "none")}
+    if word in optimizers:
+        training["optimizer"] = optimizers[word]
+    elif word in precision:
+        model["torch_dtype_str"], training["mixed_precision_dtype"] = precision[word]
+    elif word == "gc":
+        training["enable_gradient_checkpointing"] = True
+    elif word == "chunk":
+        model["chunked_loss"] = True
+    elif word == "eager":
+        model["attn_implementation"] = "eager"
+    elif word == "lora":
+        training |= {**LORA, "optimizer": "adamw_torch_fused"}
+        peft |= ALL
+    elif word == "drop":
+        peft["lora_dropout"] = 0.05
+    elif word == "qv":
+        peft.pop("lora_target_modules")
+    elif word.startswith("ga"):
+        training["gradient_accumulation_steps"] = int(word[2:])
+    else:
+        block = {"bert": "layer", "gpt2": "h"}.get(model["architecture"]["model_type"], "layers")
+        embedding = {"bert": "embeddings", "gpt2": "wte"}.get(model["architecture"]["model_type"], "embed_tokens")
+        model["freeze_layers"] = [embedding, *(f"{block}.{index}" for index in range(int(word[2:])))]
+
+
+def predict(out: Path, only: list[str]) -> None:
+    chosen = {name: config for name, config in configs().items() if not only or name in only}
+    with ProcessPoolExecutor(2) as pool, out.open("w") as file:
+        for (name, config), plan in zip(chosen.items(), pool.map(_plan, chosen.values()), strict=True):
+            row = {"name": name, "config": config.model_dump(mode="json"), "plan": plan}
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            peak = plan.get("step_peak") or plan
+            print(name, json.dumps(peak)[:160], flush=True)
+
+
+def _plan(config: TrainingConfig) -> dict[str, Any]:
+    from framework.run.child import plan_in_subprocess
+
+    try:
+        start = time.perf_counter()
+        document = plan_in_subprocess(config).to_json()
+        return {**document, "planning_seconds": time.perf_counter() - start}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def measure(predicted: Path, out: Path) -> None:
+    """Each config in a process forked before CUDA starts, so that imports are paid once."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA in the parent
+    import framework.run.measure  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    for line in predicted.read_text().splitlines():
+        row = json.loads(line)
+        start = time.perf_counter()
+        receive, send = context.Pipe(duplex=False)
+        child = context.Process(target=_measured, args=(row["config"], send))
+        child.start()
+        document = receive.recv() if receive.poll(90) else {"error": "timed out"}
+        child.join(5)
+        child.kill()
+        seconds = round(time.perf_counter() - start, 1)
+        with out.open("a") as file:
+            file.write(json.dumps({"name": row["name"], "measured": document, "seconds": seconds}) + "\n")
+        print(row["name"], seconds, json.dumps(document)[:150], flush=True)
+
+
+def _measured(config: dict[str, Any], send: Any) -> None:
+    from framework.run.measure import measure as measure_step
+
+    try:
+        send.send(measure_step(TrainingConfig.model_validate_json(json.dumps(config))).to_json())
+    except BaseException as error:
+        send.send({"error": f"{type(error).__name__}: {str(error)[:300]}"})
+
+
+def compare(predicted: Path, measured: Path) -> None:
+    """Relative error of each figure, worst last, and the shares that the goals name."""
+    truth = {row["name"]: row["measured"] for row in map(json.loads, measured.read_text().splitlines())}
+    table = []
+    for row in map(json.loads, predicted.read_text().splitlines()):
+        found, plan = truth.get(row["name"], {}), row["plan"]
+        if "error" in found or "error" in plan or not found:
+            print("no pair:", row["name"], found.get("error", ""), plan.get("error", "")[:300])
+            continue
+        peak, step = plan["step_peak"], plan["step"] or {}
+        pairs = [(peak[key], found[key]) for key in ("allocated_bytes", "reserved_bytes", "device_bytes")]
+        pairs.append((step.get("seconds", 0), found["step_seconds"]))
+        table.append((row["name"], [100 * (guess / real - 1) for guess, real in pairs], found["step_seconds"]))
+    for name, errors, seconds in sorted(table, key=lambda item: abs(item[1][0])):
+        print(f"{name:44s}" + "".join(f"{error:+9.2f}" for error in errors) + f"   {1e3 * seconds:8.1f} ms")
+    for index, (what, limits) in enumerate(
+        [("allocated", (0.2, 2)), ("reserved", (3,)), ("device", (2, 4)), ("seconds", (10, 30))]
+    ):
+        errors = sorted(abs(item[1][index]) for item in table)
+        shares = ", ".join(f"{sum(e <= limit for e in errors) / len(errors):.0%} within {limit} %" for limit in limits)
+        print(f"{what}: median {errors[len(errors) // 2]:.2f} %, max {errors[-1]:.2f} %, {shares}")
+
+
+if __name__ == "__main__":
+    verb, *arguments = sys.argv[1:]
+    if verb == "predict":
+        predict(Path(arguments[0]), arguments[1:])
+    elif verb == "measure":
+        measure(Path(arguments[0]), Path(arguments[1]))
+    else:
+        compare(Path(arguments[0]), Path(arguments[1]))

@@ -1,0 +1,159 @@
+"""Batches: which rows an optimizer step sees, in which order, as tensors.
+
+The order is a function of (seed, epoch) alone. The rows of a step are cut into micro batches, so that
+8 rows x 1, 4 x 2, 2 x 4 and 1 x 8 see the same rows in the same order.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from framework.build.labels import IGNORED
+from framework.build.rows import Row
+from framework.schema.config import Batch
+
+MicroBatch: TypeAlias = dict[str, torch.Tensor]
+"""`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike where a row is padded."""
+
+Share: TypeAlias = tuple[tuple[int, ...], bool]
+"""Rows of one micro batch on one rank, and whether their labels count. They do not in a stand-in (see `shares`)."""
+
+
+def collate(rows: Sequence[Row], pad_token_id: int) -> MicroBatch:
+    """Rows as one rectangle, padded on the right with labels of -100, whatever side the tokenizer pads on (P07).
+
+    Without padding there is no `attention_mask`: a mask of ones says nothing and costs the faster attention kernels.
+    """
+    lengths = [len(row["input_ids"]) for row in rows]
+    shape = (len(rows), max(lengths))
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        input_ids[index, :length] = row["input_ids"]
+        labels[index, :length] = row["labels"]
+    batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+    if min(lengths) < shape[1]:
+        batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).to(torch.int64)
+    return batch
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of the rows in one epoch: a permutation of range(rows)."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(rows)
+
+
+def shares(rows: Sequence[int], per_device: int, world: int, rank: int) -> list[Share]:
+    """The micro batches that one rank makes of the rows of a step.
+
+    Every rank gets the same number of them, since sharded ranks must meet in each. Where rows run out (the last step
+    of an epoch), a rank without any gets one row that the step has anyway, with labels that do not count.
+    """
+    across = per_device * world
+    found: list[Share] = []
+    for start in range(0, len(rows), across):
+        mine = tuple(rows[start + rank * per_device : min(start + (rank + 1) * per_device, len(rows))])
+        found.append((mine, True) if mine else ((rows[start],), False))
+    return found
+
+
+@dataclass(frozen=True)
+class MicroBatches(Dataset[MicroBatch]):
+    """The rows as tensors, by share; what a worker process holds."""
+
+    rows: Sequence[Row]
+    pad_token_id: int
+
+    def __getitem__(self, share: Share) -> MicroBatch:
+        indices, counts = share
+        batch = collate([self.rows[index] for index in indices], self.pad_token_id)
+        return batch if counts else {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """The training rows in steps, for one rank. The last step of an epoch has the rows that are left.
+
+    A smaller last step needs no correction: the loss is a mean over the tokens of its step.
+    """
+
+    rows: Sequence[Row]
+    batch: Batch
+    seed: int
+    pad_token_id: int
+    rank: int = 0
+    workers: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.rows) // self.batch.global_size)
+
+    def start(self, step: int) -> Iterator[list[MicroBatch]]:
+        """From optimizer step `step` (0 is the first) on without end, the micro batches of each step.
+
+        A list has `batch.accumulation` of them, or fewer in the last step of an epoch. Raises ValueError without rows.
+        """
+        if not self.rows:
+            raise ValueError("there are no rows to make batches of")
+        batches = load(MicroBatches(self.rows, self.pad_token_id), self._shares(step), self.workers)
+        for step_shares in self._steps(step):
+            yield [next(batches) for _ in step_shares]
+
+    def rows_of(self, step: int) -> list[int]:
+        """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first)."""
+        return [index for share, _ in next(self._steps(step)) for index in share]
+
+    def _shares(self, step: int) -> Iterator[Share]:
+        for step_shares in self._steps(step):
+            yield from step_shares
+
+    def _steps(self, step: int) -> Iterator[list[Share]]:
+        first_epoch, skipped = divmod(step, self.steps_per_epoch)
+        size = self.batch.global_size
+        for epoch in count(first_epoch):
+            order = epoch_order(len(self.rows), self.seed, epoch)
+            for start in range(skipped * size, len(order), size):
+                indices = order[start : start + size].tolist()
+                yield shares(indices, self.batch.per_device, self.batch.world, self.rank)
+            skipped = 0
+
+
+def eval_batches(
+    rows: Sequence[Row], per_device: int, pad_token_id: int, rank: int = 0, world: int = 1
+) -> Iterator[MicroBatch]:
+    """Every row once, in order; each rank gets the same number of batches."""
+    batches = MicroBatches(rows, pad_token_id)
+    return (batches[share] for share in shares(range(len(rows)), per_device, world, rank))
+
+
+@dataclass(frozen=True)
+class _Endless:
+    """A sampler for the DataLoader, which asks for an iterable rather than an iterator."""
+
+    shares: Iterator[Share]
+
+    def __iter__(self) -> Iterator[Share]:
+        return self.shares
+
+
+def load(batches: MicroBatches, wanted: Iterator[Share], workers: int) -> Iterator[MicroBatch]:
+    """`wanted` as tensors, in order; made by `workers` processes, or here when that is 0."""
+    if not workers:
+        return (batches[share] for share in wanted)
+    # Workers do not tokenise. Saying so keeps the tokenizers library from warning, in each, that it was forked.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    loader = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=_Endless(wanted),
+        num_workers=workers,
+        # Its own generator, because the loader draws a seed for its workers and must not move the run's random state.
+        generator=torch.Generator(),
+    )
+    return iter(loader)

@@ -1,0 +1,151 @@
+"""Chat templates: where they come from, how a conversation is rendered, and whether a tokenizer can do it."""
+
+import re
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from framework.build.hub import nearest, one_line
+from framework.errors import Problem, RequestError
+
+Message: TypeAlias = dict[str, str]
+"""`role` and `content`."""
+
+Chat: TypeAlias = Sequence[Message]
+
+Span: TypeAlias = tuple[int, int]
+"""First character and the one after the last."""
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError)
+"""What rendering raises: Jinja's own, and what a template's arithmetic on a message may cause."""
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+ASSISTANT = "assistant"
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+ROWS_CHECKED = 3
+"""Rows that `check_chat` renders (case D07)."""
+
+
+def template_names() -> list[str]:
+    """Names that `model.chat_template` may have instead of a text or a file."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+
+
+def read_template(written: str) -> str:
+    """The Jinja text meant by `model.chat_template`: a name of ours, the text itself, or the path of a file.
+
+    Raises RequestError when it is none of them.
+    """
+    if written in template_names():
+        return (TEMPLATES / f"{written}.jinja").read_text(encoding="utf-8")
+    if "{{" in written or "{%" in written:
+        return written
+    path = Path(written).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        problem = Problem(
+            "model.chat_template",
+            f"{written!r} is no template of ours, has no Jinja in it, and the file {path.absolute()} {reason}",
+            expected=f"a file, a Jinja text, or one of: {', '.join(template_names())}",
+            nearest=nearest(written, template_names()),
+        )
+        raise RequestError([problem]) from error
+
+
+def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str:
+    """The conversation as text; with `generation_prompt`, up to where the model would begin to write.
+
+    Raises one of TEMPLATE_ERRORS when the template refuses it.
+    """
+    text = tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=generation_prompt)
+    return cast(str, text)
+
+
+def render_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, list[Span]]:
+    """The conversation as text, and the spans that the template's `{% generation %}` blocks wrote.
+
+    Raises one of TEMPLATE_ERRORS when the template refuses it.
+    """
+    special: dict[str, Any] = tokenizer.special_tokens_map
+    template = tokenizer.get_chat_template()
+    rendered = render_jinja_template([list(chat)], chat_template=template, return_assistant_tokens_mask=True, **special)
+    texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)
+    return texts[0], spans[0]
+
+
+def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
+    return bool(_GENERATION_BLOCK.search(tokenizer.get_chat_template()))
+
+
+def check_chat(tokenizer: PreTrainedTokenizerBase, messages_rows: Sequence[Chat]) -> tuple[str, ...]:
+    """Whether this tokenizer can render these conversations; looks at the first three. Returns warnings.
+
+    Raises RequestError when there is no template, or when the template does not compile or refuses a row.
+    """
+    try:
+        tokenizer.get_chat_template()
+    except ValueError as error:
+        problem = Problem(
+            "model.chat_template",
+            "the rows are chats and the tokenizer has no chat template",
+            expected=f"a template in model.chat_template: a Jinja file, or one of {', '.join(template_names())}",
+        )
+        raise RequestError([problem]) from error
+    warnings: dict[str, None] = {}
+    for number, chat in enumerate(islice(messages_rows, ROWS_CHECKED), 1):
+        try:
+            warnings.update(dict.fromkeys(_doubts(tokenizer, chat)))
+        except TEMPLATE_ERRORS as error:
+            message = f"the chat template does not render chat {number}: {one_line(error)}"
+            raise RequestError([Problem("model.chat_template", message)]) from error
+    return tuple(warnings)
+
+
+def _doubts(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[str]:
+    """What would make the trained model behave unlike the rows it was trained on, judged by the last answer."""
+    whole = render(tokenizer, chat)
+    last = max((index for index, message in enumerate(chat) if message["role"] == ASSISTANT), default=0)
+    if not last:
+        return []
+    found = []
+    prompt = render(tokenizer, chat[:last], generation_prompt=True)
+    if not whole.startswith(prompt):
+        found.append(
+            f"the prompt that generation starts from ends in {prompt[-40:]!r}, which the training rows do not have; "
+            "the model is trained on other text than it will see"
+        )
+    ending = whole.rstrip()
+    if last == len(chat) - 1 and not ending.endswith(special_tokens(tokenizer)):
+        found.append(
+            f"an assistant turn ends in {ending[-20:]!r}, which is no special token of this tokenizer, "
+            "so nothing tells generation to stop"
+        )
+    elif marks_generation(tokenizer) and (token := _unmarked_end(tokenizer, chat)):
+        found.append(
+            f"the generation block of the template leaves out {token!r}, the end of the turn, "
+            "so the model does not learn to stop"
+        )
+    return [f"model.chat_template: {doubt}" for doubt in found]
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Every token that is never made of pieces of text, as it is written."""
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip())
+
+
+def _unmarked_end(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | None:
+    """The special token that follows the last generation block, if there is one."""
+    whole, spans = render_marked(tokenizer, chat)
+    rest = whole[spans[-1][1] :] if spans else ""
+    return next((token for token in special_tokens(tokenizer) if rest.startswith(token)), None)

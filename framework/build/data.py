@@ -1,0 +1,248 @@
+"""The rows of a run: read, rendered, tokenised, fitted to the length limit, checked and counted."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, cast
+
+import datasets
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.chat import Chat, check_chat
+from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, SplitReport
+from framework.build.labels import Encoded, UnsuitedChat, encode_chats, encode_texts
+from framework.build.rows import Rows
+from framework.build.sources import Place, Source, join_sources, read_sources
+from framework.build.tally import RowPolicy, Tally
+from framework.errors import Problem, RequestError
+from framework.schema.choices import RowFormat, Supervise, Task
+from framework.schema.config import TrainingConfig
+from framework.schema.data import DataParams, Datasets
+
+ENCODE_BATCH = 256
+"""Rows tokenised in one call: enough to keep every core of a big host busy, little memory beside the rows."""
+
+HELD_OUT, TOKENIZER_TEXTS = 1, 2
+"""Streams of random numbers drawn from the run's seed, beside the epochs' (see `epoch_order`)."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The rows that a run trains and evaluates on, and the account of how they came to be."""
+
+    train: Rows
+    eval: Rows | None
+    report: DataReport
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Rows as read. The sources stay apart for the report."""
+
+    train: datasets.Dataset
+    eval: datasets.Dataset | None
+    sources: tuple[Source, ...]
+
+
+def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> Data:
+    """Every row of the run, ready for batches. The same config gives the same rows on every rank.
+
+    The config is a resolved one: its `model.model_max_length` is a number. `vocab_size` is the number of rows of the
+    model's embedding, where it is known. Raises RequestError, before any
+    weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
+    """
+    _refuse_unavailable(config.data)
+    splits = read_splits(config)
+    _require_turns(config.data.supervise, splits.sources)
+    warnings = list(_check_chats(splits, tokenizer))
+    policy = RowPolicy(
+        limit=_row_limit(config.model.model_max_length),
+        truncation=config.data.truncation,
+        splits_documents=config.training.task is Task.PRETRAIN,
+        vocab_size=vocab_size,
+    )
+    everything = _learns_everything(config)
+    train, train_report = _prepare_split(splits.train, "train", tokenizer, everything, policy, config)
+    held_out, eval_report = None, None
+    if splits.eval is not None:
+        held_out, eval_report = _prepare_split(splits.eval, "eval", tokenizer, everything, policy, config)
+    for split in (train_report, eval_report):
+        if split is not None and split.supervised_lost_share > WARNING_SHARE:
+            warnings.append(_loss_message(split))
+    if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
+        warnings.append("the tokenizer has no end token, so the model does not learn where a text ends")
+    notes: tuple[str, ...] = ()
+    if tokenizer.padding_side == "left":
+        notes = ("the tokenizer pads on the left; training pads on the right whatever it says",)
+    descriptions = tuple(source.description for source in splits.sources)
+    return Data(train, held_out, DataReport(descriptions, train_report, eval_report, notes, tuple(warnings)))
+
+
+def read_splits(config: TrainingConfig) -> Splits:
+    """The training and evaluation rows as read. Raises RequestError with the problems of both."""
+    data = config.data
+    if not data.train:
+        raise RequestError([Problem("data.train", "there is no data to train on", expected="a list of {path: ..}")])
+    if config.training.eval_steps is not None and not data.eval and not data.eval_fraction:
+        message = "evaluation is asked for and there is nothing to evaluate on"
+        raise RequestError([Problem("training.eval_steps", message, expected="data.eval or data.eval_fraction")])
+    train, train_problems = _try_read(data.train, "data.train")
+    held_out, eval_problems = _try_read(data.eval, "data.eval")
+    if train_problems or eval_problems:
+        raise RequestError([*train_problems, *eval_problems])
+    rows = join_sources(train)
+    if held_out:
+        return Splits(rows, join_sources(held_out), (*train, *held_out))
+    if data.eval_fraction:
+        return Splits(*hold_out(rows, data.eval_fraction, config.training.seed), tuple(train))
+    return Splits(rows, None, tuple(train))
+
+
+def hold_out(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """(rest, held out): a random `fraction` of the rows, at least one, both in their old order. The seed decides.
+
+    Raises RequestError when nothing would be left to train on.
+    """
+    size = max(1, round(fraction * len(rows)))
+    if size >= len(rows):
+        message = f"{fraction} of {len(rows)} rows leaves no row to train on"
+        raise RequestError([Problem("data.eval_fraction", message)])
+    order = _generator(seed, HELD_OUT).permutation(len(rows))
+    rest, chosen = np.sort(order[size:]), np.sort(order[:size])
+    return rows.select(rest, keep_in_memory=True), rows.select(chosen, keep_in_memory=True)
+
+
+def training_texts(config: TrainingConfig) -> Iterator[str]:
+    """The text of the training rows, held-out rows excluded, in a random order that the seed decides.
+
+    For building a tokenizer, which reads only the first part of it. Raises RequestError as `read_splits` does.
+    """
+    rows = read_splits(config).train
+    shuffled = rows.select(
+        _generator(config.training.seed, TOKENIZER_TEXTS).permutation(len(rows)), keep_in_memory=True
+    )
+    for batch in shuffled.iter(batch_size=ENCODE_BATCH):
+        yield from (text for text in batch.get("text", ()) if text)
+        yield from (message["content"] for chat in batch.get("messages", ()) for message in chat or ())
+
+
+def _prepare_split(
+    rows: datasets.Dataset,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    everything: bool,
+    policy: RowPolicy,
+    config: TrainingConfig,
+) -> tuple[Rows, SplitReport]:
+    tally = Tally(policy, f"data.{name}")
+    for batch in rows.iter(batch_size=ENCODE_BATCH):
+        for place, row in _encode(batch, tokenizer, everything):
+            tally.take(place, row)
+        if tally.is_full_of_problems:
+            break
+    if tally.problems:
+        raise RequestError(tally.problems)
+    prepared, report = tally.finish(name)
+    if not prepared:
+        raise RequestError([_nothing_left(tally, name, config)])
+    if report.supervised_lost_share > ERROR_SHARE:
+        expected = f"at least {report.lengths['0.95']}, which keeps 95 % of the rows whole"
+        if any(column == "text" for column in rows.column_names):
+            expected += "; or training.task=pretrain, which splits long texts instead"
+        raise RequestError([Problem("model.model_max_length", _loss_message(report), expected=expected)])
+    return prepared, report
+
+
+def _encode(
+    batch: Mapping[str, list[Any]], tokenizer: PreTrainedTokenizerBase, everything: bool
+) -> Iterator[tuple[Place, Encoded | UnsuitedChat | None]]:
+    """The rows of a batch in order, as tokens; None where a row has neither text nor messages."""
+    rows: list[Encoded | UnsuitedChat | None] = [None] * len(batch["row"])
+    texts = {index: text for index, text in enumerate(batch.get("text", ())) if text}
+    chats = {index: chat for index, chat in enumerate(batch.get("messages", ())) if chat}
+    if texts:
+        for index, text_row in zip(texts, encode_texts(tokenizer, list(texts.values())), strict=True):
+            rows[index] = text_row
+    if chats:
+        for index, chat_row in zip(chats, encode_chats(tokenizer, list(chats.values()), everything), strict=True):
+            rows[index] = chat_row
+    places = (Place(path, row) for path, row in zip(batch["path"], batch["row"], strict=True))
+    return zip(places, rows, strict=True)
+
+
+def _refuse_unavailable(data: DataParams) -> None:
+    problems = []
+    if data.supervise in (Supervise.LAST, Supervise.COMPLETION):
+        problems.append(Problem("data.supervise", f"`{data.supervise}` is not yet available"))
+    if data.packing:
+        problems.append(Problem("data.packing", "is not yet available"))
+    if data.streaming:
+        problems.append(Problem("data.streaming", "is not yet available"))
+    if problems:
+        raise RequestError(problems)
+
+
+def _require_turns(supervise: Supervise | None, sources: tuple[Source, ...]) -> None:
+    texts = [source.description for source in sources if source.form is RowFormat.TEXT]
+    if supervise is Supervise.ASSISTANT and texts:
+        message = f"`assistant` needs conversations, and there are texts: {'; '.join(texts)}"
+        raise RequestError([Problem("data.supervise", message, expected="all, or nothing")])
+
+
+def _learns_everything(config: TrainingConfig) -> bool:
+    """Whether every token of a chat is learnt. Of a text every token always is."""
+    if config.data.supervise is None:
+        return config.training.task is Task.PRETRAIN
+    return config.data.supervise is Supervise.ALL
+
+
+def _row_limit(limit: int | str | None) -> int:
+    if not isinstance(limit, int):
+        raise TypeError("rows are made for a resolved config, whose length is known")
+    if limit < 2:
+        message = "a row of one token has nothing to predict"
+        raise RequestError([Problem("model.model_max_length", message, expected="at least 2")])
+    return limit
+
+
+def _check_chats(splits: Splits, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    for source in splits.sources:
+        if source.form is RowFormat.MESSAGES:
+            chats = (row["messages"] for row in source.dataset if row["messages"])
+            return check_chat(tokenizer, cast(list[Chat], list(islice(chats, 3))))
+    return ()
+
+
+def _try_read(sources: Datasets, key: str) -> tuple[list[Source], list[Problem]]:
+    try:
+        return read_sources(sources, key), []
+    except RequestError as error:
+        return [], list(error.problems)
+
+
+def _nothing_left(tally: Tally, name: str, config: TrainingConfig) -> Problem:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in tally.dropped.items())
+    try:
+        per_step = f"; a step takes {config.batch.global_size}"
+    except ValueError:
+        per_step = ""
+    steps = "planned optimizer steps: 0; " if name == "train" else "nothing is left to evaluate on; "
+    message = f"{steps}{tally.read} rows read, {tally.read - len(tally.kept)} dropped ({reasons}), 0 kept{per_step}"
+    return Problem(
+        f"data.{name}",
+        f"{message}. The first: {tally.first_dropped}",
+        expected="rows whose supervised tokens begin within model.model_max_length",
+    )
+
+
+def _loss_message(split: SplitReport) -> str:
+    return (
+        f"{split.supervised_lost_share:.1%} of the supervised tokens of {split.name} are lost to the limit of "
+        f"{split.limit} tokens ({split.cut} of {split.read} rows are cut, {sum(split.dropped.values())} dropped)"
+    )
+
+
+def _generator(seed: int, stream: int) -> np.random.Generator:
+    # The spawn key keeps these streams apart from the epochs', which are seeded without one.
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(stream,))))

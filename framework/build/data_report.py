@@ -1,0 +1,104 @@
+"""What became of the rows: read, dropped, cut, kept. Always printed, so that no limit works unseen."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
+"""Shares of the rows whose length is reported."""
+
+WARNING_SHARE = 0.05
+"""Supervised tokens lost above which a warning is given (case D03)."""
+
+ERROR_SHARE = 0.5
+"""Supervised tokens lost above which the run is refused (case D03)."""
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """Counts of one split. Tokens and lengths are before anything is cut; a text read whole is one row."""
+
+    name: str
+    """`train` or `eval`."""
+    limit: int
+    """Longest row in tokens that is kept whole."""
+    read: int
+    """Rows read."""
+    dropped: dict[str, int]
+    """Reason -> rows."""
+    cut: int
+    """Rows of which only a part was kept."""
+    split: int
+    """Long documents that became several rows."""
+    kept: int
+    """Rows to train on."""
+    lengths: dict[str, int]
+    """Share of the rows (`0.5` is the median) -> tokens that they have at most."""
+    tokens: int
+    """Tokens of all rows read."""
+    tokens_lost: int
+    """Tokens of rows that were cut or dropped that are not trained on."""
+    supervised: int
+    """Tokens that would be learnt if nothing were lost."""
+    supervised_lost: int
+    """Of these, tokens that were cut or dropped."""
+
+    @property
+    def supervised_lost_share(self) -> float:
+        return self.supervised_lost / max(self.supervised, 1)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.read} rows read, {self.kept} rows of at most {self.limit} tokens kept"]
+        if self.lengths:
+            lines.append("  tokens per row: " + ", ".join(_quantile(share, at) for share, at in self.lengths.items()))
+        if self.split:
+            lines.append(
+                f"  {self.split} long documents were split into consecutive rows; nothing is lost (no packing)"
+            )
+        lines.extend(f"  dropped {count} rows: {reason}" for reason, count in self.dropped.items())
+        lines.append(
+            f"  cut {self.cut} rows ({_percent(self.cut, self.read)}); "
+            f"lost {_percent(self.tokens_lost, self.tokens)} of the tokens, "
+            f"{_percent(self.supervised_lost, self.supervised)} of the supervised tokens"
+        )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Everything to be said about the rows of a run."""
+
+    sources: tuple[str, ...]
+    """Each source, its rows, its form and how that was found."""
+    train: SplitReport
+    eval: SplitReport | None
+    notes: tuple[str, ...]
+    """What was decided on the user's behalf."""
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        splits = [str(split) for split in (self.train, self.eval) if split is not None]
+        return "\n".join([*self.sources, *splits, *self.notes, *(f"warning: {text}" for text in self.warnings)])
+
+
+def length_quantiles(lengths: Sequence[int]) -> dict[str, int]:
+    """Lengths that really occur, at each of QUANTILES; empty without rows."""
+    if not lengths:
+        return {}
+    found = np.quantile(np.asarray(lengths), QUANTILES, method="higher")
+    return {str(share): int(length) for share, length in zip(QUANTILES, found, strict=True)}
+
+
+def _quantile(share: str, length: int) -> str:
+    names = {"0.0": "shortest", "0.5": "median", "1.0": "longest"}
+    return f"{names.get(share) or f'{float(share):.0%} have at most'} {length}"
+
+
+def _percent(part: int, whole: int) -> str:
+    share = 100 * part / max(whole, 1)
+    return f"{share:.1f} %" if not part or share >= 0.1 else f"{share:.2g} %"

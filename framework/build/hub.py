@@ -1,0 +1,48 @@
+"""What can be known about the Hugging Face hub without asking it for a file."""
+
+import difflib
+import socket
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants
+
+
+def hub_is_reachable() -> bool:
+    """Whether the hub's name resolves from here.
+
+    Asked first, because the hub client answers a missing network with a minute of retries and one log line for each.
+    Behind a proxy names need not resolve, so there the answer is yes.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies():
+        return True
+    try:
+        return bool(socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None))
+    except OSError:
+        return False
+
+
+def hub_host() -> str:
+    """The host to name in a message."""
+    return urlsplit(constants.ENDPOINT).hostname or constants.ENDPOINT
+
+
+def cached_models() -> list[str]:
+    """Ids of the models of which this machine has at least one file."""
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*")
+    return sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in folders)
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` most likely meant, or None when nothing is near."""
+    return next(iter(difflib.get_close_matches(word, list(choices), n=1)), None)
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """The beginning of a library's message on one line, for use inside a message of ours."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,179 @@
+"""Which tokens of a row are learnt. Everything is decided by position; no token id ever decides it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.chat import (
+    ASSISTANT,
+    TEMPLATE_ERRORS,
+    Chat,
+    Span,
+    marks_generation,
+    render,
+    render_marked,
+    special_tokens,
+)
+from framework.build.hub import one_line
+
+IGNORED = -100
+"""Label of a token that is not learnt: `ignore_index` of torch's cross entropy."""
+
+STAND_IN = "\ue000answer\ue000"
+"""Takes an answer's place to find where the template puts it. Private-use characters do not occur in real text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """One row as tokens. `labels[i]` is `input_ids[i]` where it is learnt, else `IGNORED`; both int32, same length.
+
+    The first label is always `IGNORED`: nothing stands before that token to predict it from. So the number of labels
+    that are not `IGNORED` is exactly the number of terms of the loss.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A rendered conversation and the parts of it that are learnt."""
+
+    text: str
+    spans: Sequence[Span]
+
+
+class UnsuitedChat(ValueError):
+    """A conversation that the template cannot render, or whose answers cannot be found in what it renders."""
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
+    """Whole texts, every token learnt, with the tokenizer's own start token if it adds one and its end token."""
+    batch = tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    end = tokenizer.eos_token_id
+    rows = []
+    for ids in cast(list[list[int]], batch["input_ids"]):
+        if isinstance(end, int) and ids[-1:] != [end]:
+            ids.append(end)
+        rows.append(_encoded(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)))
+    return rows
+
+
+def encode_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], everything: bool = False
+) -> list[Encoded | UnsuitedChat]:
+    """Conversations. Learnt: what the assistant writes, through the token that ends its turn; or `everything`.
+
+    Where the template has `{% generation %}` blocks they decide. Else the answers are found by rendering (see
+    `answer_spans`). A token is learnt when it shares a character with an answer. A conversation that cannot be encoded
+    has the reason in its place.
+    """
+    marked = [_mark(tokenizer, chat, everything) for chat in chats]
+    texts = [mark.text for mark in marked if isinstance(mark, Marked)]
+    if not texts:
+        return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
+    # The template writes start and end tokens itself, so the tokenizer must not add them again.
+    batch = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    tokens = iter(zip(batch["input_ids"], batch["offset_mapping"], strict=True))
+    return [_learn_spans(*next(tokens), mark.spans) if isinstance(mark, Marked) else mark for mark in marked]
+
+
+def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) -> list[Span]:
+    """Where in `whole`, the rendered chat, the model's part of each assistant turn stands.
+
+    A turn is the difference between the chat rendered up to its prompt and the chat rendered up to its end, when each
+    of them is the beginning of the next. Templates that render a turn differently when it is not the last (they drop
+    its reasoning, or move the system message) fail that test; there the turn is found by putting a stand-in in its
+    place. Raises UnsuitedChat when that fails too.
+    """
+    spans = []
+    for index, message in enumerate(chat):
+        if message["role"] != ASSISTANT:
+            continue
+        span = _difference_span(tokenizer, chat, index, whole) or _stand_in_span(tokenizer, chat, index, whole)
+        spans.append(_without_space_after_end(span, whole, special_tokens(tokenizer)))
+    return spans
+
+
+def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, everything: bool) -> Marked | UnsuitedChat:
+    try:
+        if marks_generation(tokenizer) and not everything:
+            return Marked(*render_marked(tokenizer, chat))
+        whole = render(tokenizer, chat)
+        return Marked(whole, [(0, len(whole))] if everything else answer_spans(tokenizer, chat, whole))
+    except UnsuitedChat as unsuited:
+        return unsuited
+    except TEMPLATE_ERRORS as error:
+        return UnsuitedChat(f"the chat template does not render it: {one_line(error)}")
+
+
+def _learn_spans(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> Encoded:
+    characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    learnt = np.zeros(len(ids), dtype=np.bool_)
+    for start, end in spans:
+        learnt |= (characters[:, 1] > start) & (characters[:, 0] < end)
+    return _encoded(np.array(ids, dtype=np.int32), learnt)
+
+
+def _encoded(input_ids: npt.NDArray[np.int32], learnt: npt.NDArray[np.bool_]) -> Encoded:
+    labels = np.where(learnt, input_ids, np.int32(IGNORED))
+    labels[:1] = IGNORED
+    return Encoded(input_ids, labels)
+
+
+def _render_or_none(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str | None:
+    """Templates may refuse a part of a conversation that they render as a whole."""
+    try:
+        return render(tokenizer, chat, generation_prompt) if chat else None
+    except TEMPLATE_ERRORS:
+        return None
+
+
+def _difference_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str) -> Span | None:
+    prompt = _render_or_none(tokenizer, chat[:index], generation_prompt=True)
+    through = whole if index == len(chat) - 1 else _render_or_none(tokenizer, chat[: index + 1])
+    if prompt is None or through is None or not through.startswith(prompt) or not whole.startswith(through):
+        return None
+    return (len(prompt), len(through))
+
+
+def _stand_in_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str) -> Span:
+    head, tail = chat[:index], chat[index + 1 :]
+    stand_in = {**chat[index], "content": STAND_IN}
+    before, found, after = render(tokenizer, [*head, stand_in, *tail]).rpartition(STAND_IN)
+    start = _shared_length(before, whole)
+    end = len(whole) - _shared_length(after[::-1], whole[::-1])
+    if not found or end < start or whole[start:end].strip() not in chat[index]["content"]:
+        raise UnsuitedChat(f"the answer in message {index + 1} cannot be found in what the chat template renders")
+    # The model also writes what the template puts between the prompt and the answer, such as an empty thought.
+    prompt = _render_or_none(tokenizer, head, generation_prompt=True)
+    if prompt is not None and len(prompt) < start and whole.startswith(prompt):
+        start = len(prompt)
+    return (start, _end_of_turn(tokenizer, [*head, stand_in], whole, end))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, through: Chat, whole: str, end: int) -> int:
+    """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
+
+    Where the last turn of a chat ends in another token (`<|return|>`) than the turns before it (`<|end|>`), the two
+    share their first characters; that is enough, since a token is learnt whole when one character of it is.
+    """
+    closing = (_render_or_none(tokenizer, through) or "").rpartition(STAND_IN)[2]
+    return end + _shared_length(closing, whole[end:])
+
+
+def _without_space_after_end(span: Span, whole: str, specials: tuple[str, ...]) -> Span:
+    """A line break after the token that ends the turn is the template's; generation has stopped before it."""
+    start, end = span
+    text = whole[start:end].rstrip()
+    return (start, start + len(text)) if specials and text.endswith(specials) else span
+
+
+def _shared_length(first: str, second: str) -> int:
+    """Characters at the beginning that both have."""
+    pairs = zip(first, second, strict=False)
+    return next((length for length, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

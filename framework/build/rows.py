@@ -1,0 +1,96 @@
+"""Tokenised rows: how they are kept, and what happens to one that is too long."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from framework.build.labels import IGNORED, Encoded
+from framework.schema.choices import Truncation
+
+
+class Row(TypedDict):
+    """What a model is given of one row. Labels are `IGNORED` (-100) where nothing is learnt."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Sequence[Row]):
+    """Rows end to end in two arrays: 8 bytes a token, and cheap to hand to worker processes.
+
+    Row i is `tokens[offsets[i]:offsets[i + 1]]`, labels alike. `tokens` and `labels` are int32 of shape (all tokens,),
+    `offsets` is int64 of shape (rows + 1,).
+    """
+
+    tokens: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        start, end = self.offsets[index], self.offsets[index + 1]
+        return {"input_ids": self.tokens[start:end].tolist(), "labels": self.labels[start:end].tolist()}
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row, shape (rows,)."""
+        return np.diff(self.offsets)
+
+
+def join_rows(encoded: Sequence[Encoded]) -> Rows:
+    """Rows in the order given."""
+    if not encoded:
+        return Rows(np.empty(0, np.int32), np.empty(0, np.int32), np.zeros(1, np.int64))
+    offsets = np.zeros(len(encoded) + 1, np.int64)
+    np.cumsum([len(row.input_ids) for row in encoded], out=offsets[1:])
+    tokens = np.concatenate([row.input_ids for row in encoded])
+    return Rows(tokens, np.concatenate([row.labels for row in encoded]), offsets)
+
+
+def supervised_count(row: Encoded) -> int:
+    """Tokens of the row that are learnt: the terms it adds to the loss."""
+    return int(np.count_nonzero(row.labels != IGNORED))
+
+
+def truncate(row: Encoded, limit: int, policy: Truncation) -> Encoded | None:
+    """The row with at most `limit` tokens, or None where the policy is to drop it.
+
+    `right` cuts the end off, `left` the beginning. Only for policies that keep or drop: `error` is the caller's.
+    """
+    if len(row.input_ids) <= limit:
+        return row
+    if policy is Truncation.RIGHT:
+        return Encoded(row.input_ids[:limit], row.labels[:limit])
+    if policy is Truncation.LEFT:
+        return _starting_row(row, len(row.input_ids) - limit, len(row.input_ids))
+    return None
+
+
+def split_document(row: Encoded, limit: int) -> Iterator[Encoded]:
+    """A document as consecutive rows of at most `limit` (at least 2) tokens.
+
+    Each row begins with the last token of the row before it, whose label is not repeated; so every token of the
+    document is predicted exactly once.
+    """
+    yield Encoded(row.input_ids[:limit], row.labels[:limit])
+    for start in range(limit - 1, len(row.input_ids) - 1, limit - 1):
+        yield _starting_row(row, start, start + limit)
+
+
+def _starting_row(row: Encoded, start: int, end: int) -> Encoded:
+    labels = row.labels[start:end].copy()
+    labels[:1] = IGNORED
+    return Encoded(row.input_ids[start:end], labels)

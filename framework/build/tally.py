@@ -1,0 +1,118 @@
+"""Fitting rows to the limit one by one, with an account of everything that is lost on the way."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from framework.build.data_report import SplitReport, length_quantiles
+from framework.build.labels import Encoded, UnsuitedChat
+from framework.build.rows import Rows, join_rows, split_document, supervised_count, truncate
+from framework.build.sources import PROBLEM_LIMIT, Place
+from framework.errors import Problem
+from framework.schema.choices import Truncation
+
+
+@dataclass(frozen=True)
+class RowPolicy:
+    """What every row is held to."""
+
+    limit: int
+    """Tokens that a row may have, at least 2."""
+    truncation: Truncation
+    """What happens to a longer row."""
+    splits_documents: bool
+    """Longer rows become several instead."""
+    vocab_size: int | None
+    """Token ids have to be below it; None where the model is not known yet."""
+
+
+@dataclass
+class Tally:
+    """Rows taken so far, under one policy."""
+
+    policy: RowPolicy
+    key: str
+    """Where the rows were asked for, such as `data.train`; for problems."""
+    kept: list[Encoded] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)
+    cut: int = 0
+    split: int = 0
+    read: int = 0
+    supervised: int = 0
+    tokens_lost: int = 0
+    supervised_lost: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    first_dropped: str | None = None
+
+    @property
+    def is_full_of_problems(self) -> bool:
+        return len(self.problems) >= PROBLEM_LIMIT
+
+    def take(self, place: Place, row: Encoded | UnsuitedChat | None) -> None:
+        """Count the row and keep of it what the policy allows. None is a row with nothing in it."""
+        self.read += 1
+        if isinstance(row, UnsuitedChat):
+            self.problems.append(Problem(self.key, str(row), where=str(place)))
+        elif row is None or not len(row.input_ids):
+            self._drop(place, 0, "empty")
+        elif not self._refuse(place, row):
+            self.lengths.append(len(row.input_ids))
+            self.supervised += supervised_count(row)
+            self._fit(place, row)
+
+    def finish(self, name: str) -> tuple[Rows, SplitReport]:
+        """The rows kept, and the account of them."""
+        report = SplitReport(
+            name=name,
+            limit=self.policy.limit,
+            read=self.read,
+            dropped=dict(self.dropped),
+            cut=self.cut,
+            split=self.split,
+            kept=len(self.kept),
+            lengths=length_quantiles(self.lengths),
+            tokens=sum(self.lengths),
+            tokens_lost=self.tokens_lost,
+            supervised=self.supervised,
+            supervised_lost=self.supervised_lost,
+        )
+        return join_rows(self.kept), report
+
+    def _refuse(self, place: Place, row: Encoded) -> bool:
+        """Record a problem when the row may not be trained on under any circumstances."""
+        length, highest = len(row.input_ids), int(row.input_ids.max())
+        if self.policy.vocab_size is not None and highest >= self.policy.vocab_size:
+            message = f"token id {highest} is outside the model's vocabulary of {self.policy.vocab_size}"
+        elif self.policy.truncation is Truncation.ERROR and length > self.policy.limit and not self._splits(row):
+            message = f"the row has {length} tokens and the limit is {self.policy.limit} (data.truncation: error)"
+        else:
+            return False
+        self.problems.append(Problem(self.key, message, where=str(place)))
+        return True
+
+    def _splits(self, row: Encoded) -> bool:
+        return self.policy.splits_documents and len(row.input_ids) > self.policy.limit
+
+    def _fit(self, place: Place, row: Encoded) -> None:
+        length, before = len(row.input_ids), supervised_count(row)
+        if self._splits(row):
+            self.kept.extend(part for part in split_document(row, self.policy.limit) if supervised_count(part))
+            self.split += 1
+            return
+        fitted = truncate(row, self.policy.limit, self.policy.truncation)
+        after = supervised_count(fitted) if fitted is not None else 0
+        if fitted is None:
+            self._drop(place, length, f"longer than {self.policy.limit} tokens")
+        elif not after:
+            within = f" within {self.policy.limit} tokens" if before else ""
+            self._drop(place, length, f"no supervised token{within}")
+        else:
+            self.kept.append(fitted)
+            self.cut += fitted is not row
+        self.tokens_lost += length - (len(fitted.input_ids) if fitted is not None and after else 0)
+        self.supervised_lost += before - after
+
+    def _drop(self, place: Place, length: int, reason: str) -> None:
+        self.dropped[reason] += 1
+        if self.first_dropped is None:
+            self.first_dropped = f"{place} has {length} tokens: {reason}"

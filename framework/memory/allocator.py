@@ -1,0 +1,334 @@
+"""A replay of torch's CUDA caching allocator, so that reserved memory is predicted by its own rules.
+
+Source of the rules: c10/cuda/CUDACachingAllocator.cpp (torch 2.11 and 2.13), native backend, default settings. What is
+counted is what torch counts: `allocated` is the size of the blocks in use, the part of a block that was not worth
+splitting off included; `reserved` is the size of the segments asked from the driver; `requested` is what the
+caller wanted.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from framework.memory.trace import Kind, Mark, Space, Trace
+
+MIB = 1 << 20
+# The constants of CUDACachingAllocator.cpp under their names there.
+MIN_BLOCK_SIZE = 512
+SMALL_SIZE = 1 * MIB
+SMALL_BUFFER = 2 * MIB
+LARGE_BUFFER = 20 * MIB
+MIN_LARGE_ALLOC = 10 * MIB
+ROUND_LARGE = 2 * MIB
+
+
+class OutOfDeviceMemory(Exception):
+    """The replayed allocator could not serve a request within its capacity, cached blocks released."""
+
+
+def round_block(size: int) -> int:
+    """Bytes of the block that serves a request of `size` bytes (`round_size`)."""
+    return max(MIN_BLOCK_SIZE, -(-size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE)
+
+
+def segment_size(block: int) -> int:
+    """Bytes asked from the driver when no cached block serves `block` bytes (`get_allocation_size`)."""
+    if block <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if block < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return -(-block // ROUND_LARGE) * ROUND_LARGE
+
+
+class Block:
+    """A piece of a segment; `previous` and `next` are its neighbours in the segment."""
+
+    __slots__ = ("address", "free", "next", "previous", "requested", "size")
+
+    def __init__(self, size: int, address: int) -> None:
+        self.size = size
+        self.address = address
+        self.requested = 0
+        self.free = False
+        self.previous: Block | None = None
+        self.next: Block | None = None
+
+
+class _Pool:
+    """The free blocks of one stream and one size class, ordered by size and then by address, as torch orders them."""
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.tail: Block | None = None  # last block of the one expandable segment
+        self._keys: list[tuple[int, int]] = []
+        self._blocks: dict[int, Block] = {}
+
+    def put(self, block: Block) -> None:
+        block.free = True
+        self._blocks[block.address] = block
+        insort(self._keys, (block.size, block.address))
+
+    def take(self, block: Block) -> None:
+        block.free = False
+        del self._keys[bisect_left(self._keys, (block.size, block.address))]
+        del self._blocks[block.address]
+
+    def best_fit(self, size: int) -> Block | None:
+        """The smallest free block of at least `size` bytes; of equals the one at the lowest address."""
+        index = bisect_left(self._keys, (size, -1))
+        return self._blocks[self._keys[index][1]] if index < len(self._keys) else None
+
+    def whole_segments(self) -> list[Block]:
+        return [block for block in self._blocks.values() if block.previous is None and block.next is None]
+
+
+class CachingAllocator:
+    """One device's allocator. `capacity` (bytes that segments may take in all) is unlimited when None."""
+
+    def __init__(self, capacity: int | None = None, expandable_segments: bool = False) -> None:
+        self.capacity = capacity
+        self.expandable_segments = expandable_segments
+        self.allocated = self.reserved = self.requested = 0
+        self.retries = 0
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._owner: dict[int, _Pool] = {}
+        self._next_address = 0
+
+    def allocate(self, size: int, stream: int = 0) -> Block:
+        """Serve a request of `size` bytes. Raises OutOfDeviceMemory when the capacity does not allow it."""
+        wanted = round_block(size)
+        small = wanted <= SMALL_SIZE
+        pool = self._pools.setdefault((stream, small), _Pool(small))
+        block = pool.best_fit(wanted)
+        if block is not None:
+            pool.take(block)
+        elif self.expandable_segments:
+            block = self._grow(pool, wanted)
+        else:
+            block = self._new_segment(segment_size(wanted))
+        self._split(pool, block, wanted)
+        block.requested = size
+        self._owner[block.address] = pool
+        self.allocated += block.size
+        self.requested += size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back to its pool and merge it with free neighbours."""
+        pool = self._owner.pop(block.address)
+        self.allocated -= block.size
+        self.requested -= block.requested
+        if (previous := block.previous) is not None and previous.free:
+            pool.take(previous)
+            block = self._merge(pool, previous, block)
+        if (following := block.next) is not None and following.free:
+            pool.take(following)
+            block = self._merge(pool, block, following)
+        pool.put(block)
+
+    def empty_cache(self) -> None:
+        """Return every segment that is wholly free to the driver."""
+        for pool in self._pools.values():
+            if self.expandable_segments:
+                self._unmap_tail(pool)
+                continue
+            for block in pool.whole_segments():
+                pool.take(block)
+                self.reserved -= block.size
+
+    def _split(self, pool: _Pool, block: Block, wanted: int) -> None:
+        """Cut what is not wanted off `block`, where torch finds it worth it (`should_split`)."""
+        rest = block.size - wanted
+        least = MIN_BLOCK_SIZE if self.expandable_segments or pool.small else SMALL_SIZE + 1
+        if rest < least:
+            return
+        remainder = Block(rest, block.address + wanted)
+        remainder.previous, remainder.next = block, block.next
+        if block.next is not None:
+            block.next.previous = remainder
+        block.next = remainder
+        block.size = wanted
+        if pool.tail is block:
+            pool.tail = remainder
+        pool.put(remainder)
+
+    @staticmethod
+    def _merge(pool: _Pool, first: Block, second: Block) -> Block:
+        first.size += second.size
+        first.next = second.next
+        if second.next is not None:
+            second.next.previous = first
+        if pool.tail is second:
+            pool.tail = first
+        return first
+
+    def _new_segment(self, size: int) -> Block:
+        self._reserve(size)
+        block = Block(size, self._next_address)
+        self._next_address += size
+        return block
+
+    def _grow(self, pool: _Pool, wanted: int) -> Block:
+        """Map more pages at the end of the pool's one expandable segment, its free tail included."""
+        page = SMALL_BUFFER if pool.small else LARGE_BUFFER
+        tail = pool.tail
+        missing = wanted - (tail.size if tail is not None and tail.free else 0)
+        added = -(-missing // page) * page
+        self._reserve(added)
+        if tail is not None and tail.free:
+            pool.take(tail)
+            tail.size += added
+            return tail
+        if tail is None:
+            self._next_address += 1 << 50  # an address range of its own, so that the segment can grow
+            block = Block(added, self._next_address)
+        else:
+            block = Block(added, tail.address + tail.size)
+            block.previous, tail.next = tail, block
+        pool.tail = block
+        return block
+
+    def _unmap_tail(self, pool: _Pool) -> None:
+        """Unmap the whole pages of the free tail of an expandable segment."""
+        tail = pool.tail
+        if tail is None or not tail.free:
+            return
+        page = SMALL_BUFFER if pool.small else LARGE_BUFFER
+        pages = tail.size // page * page
+        pool.take(tail)
+        self.reserved -= pages
+        tail.size -= pages
+        if tail.size:
+            pool.put(tail)
+            return
+        pool.tail = tail.previous
+        if tail.previous is not None:
+            tail.previous.next = None
+
+    def _reserve(self, size: int) -> None:
+        if self.capacity is not None and self.reserved + size > self.capacity:
+            self.retries += 1
+            self.empty_cache()
+            if self.reserved + size > self.capacity:
+                raise OutOfDeviceMemory(
+                    f"{size} more bytes do not fit: {self.reserved} of {self.capacity} are reserved, "
+                    f"{self.allocated} of these in use"
+                )
+        self.reserved += size
+
+
+class SystemAllocator(CachingAllocator):
+    """The C heap of a run on the CPU: what is freed is given back, so nothing is held beyond what is in use."""
+
+    def allocate(self, size: int, stream: int = 0) -> Block:
+        """Serve a request of `size` bytes, rounded to the 64 bytes that torch aligns CPU tensors to."""
+        block = Block(-(-size // 64) * 64, 0)
+        block.requested = size
+        self.allocated += block.size
+        self.reserved = self.allocated
+        self.requested += size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block back to the system."""
+        self.allocated -= block.size
+        self.reserved = self.allocated
+        self.requested -= block.requested
+
+    def empty_cache(self) -> None:
+        """There is no cache."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a phase at which most was allocated. `kinds`: allocated bytes by purpose at that moment."""
+
+    phase: str
+    allocated: int
+    reserved: int
+    requested: int
+    managed: int
+    host: int
+    kinds: Mapping[Kind, int]
+
+
+@dataclass
+class _Phase:
+    """Running peaks of one phase while the replay is in it."""
+
+    name: str
+    allocated: int = -1
+    reserved: int = 0
+    requested: int = 0
+    managed: int = 0
+    host: int = 0
+    kinds: Counter[Kind] = field(default_factory=Counter)
+
+    def finish(self) -> Peak:
+        return Peak(self.name, self.allocated, self.reserved, self.requested, self.managed, self.host, dict(self.kinds))
+
+
+class _Replay:
+    """The state of a replay between two events."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.blocks: dict[int, Block] = {}
+        self.kinds: Counter[Kind] = Counter()
+        self.elsewhere: Counter[Space] = Counter()
+
+    def bear(self, trace: Trace, number: int) -> None:
+        size, space = trace.sizes[number], trace.spaces[number]
+        if space is not Space.DEVICE:
+            self.elsewhere[space] += size
+        elif size:
+            block = self.allocator.allocate(size, trace.streams[number])
+            self.blocks[number] = block
+            self.kinds[trace.kinds[number]] += block.size
+
+    def bury(self, trace: Trace, number: int) -> None:
+        size, space = trace.sizes[number], trace.spaces[number]
+        if space is not Space.DEVICE:
+            self.elsewhere[space] -= size
+        elif (block := self.blocks.pop(number, None)) is not None:
+            self.kinds[trace.kinds[number]] -= block.size
+            self.allocator.free(block)
+
+    def observe(self, phase: _Phase) -> None:
+        allocator = self.allocator
+        phase.reserved = max(phase.reserved, allocator.reserved)
+        phase.requested = max(phase.requested, allocator.requested)
+        phase.managed = max(phase.managed, self.elsewhere[Space.MANAGED])
+        phase.host = max(phase.host, self.elsewhere[Space.PINNED] + self.elsewhere[Space.HOST])
+        if allocator.allocated > phase.allocated:
+            phase.allocated = allocator.allocated
+            phase.kinds = self.kinds.copy()
+
+
+def replay(trace: Trace, allocator: CachingAllocator) -> list[Peak]:
+    """Feed `trace` to `allocator`; the peak of every stretch of a phase, in order.
+
+    A phase that runs twice (two steps, several micro batches) appears twice. Raises OutOfDeviceMemory when the
+    allocator has a capacity and it does not suffice.
+    """
+    state = _Replay(allocator)
+    peaks: list[Peak] = []
+    marks = [*trace.marks, Mark(len(trace.events), "")]
+    current = _Phase("")
+    start = 0
+    for mark in marks:
+        for event in trace.events[start : mark.event]:
+            if event >= 0:
+                state.bear(trace, event)
+                state.observe(current)
+            else:
+                state.bury(trace, ~event)
+        if start or mark.event or current.name:
+            peaks.append(current.finish())
+        if mark.empties_cache:
+            allocator.empty_cache()
+        start = mark.event
+        current = _Phase(mark.phase)
+        state.observe(current)
+    return peaks

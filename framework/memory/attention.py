@@ -1,0 +1,146 @@
+"""Which kernel serves torch's scaled_dot_product_attention on a card, and what that kernel takes for itself.
+
+The choice is a data-driven copy of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.11 to 2.13): on a
+machine without the card torch would always take the mathematical path, whose memory is another.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from framework.schema.gpu import GPUParams
+
+
+class Backend(StrEnum):
+    """The kernels behind scaled_dot_product_attention."""
+
+    CUDNN = "cudnn"
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    CPU_FLASH = "cpu_flash"
+    MATH = "math"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call. `keys` and `queries` are sequence lengths, `element_bytes` the width of one number."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    half_precision: bool
+    bfloat16: bool
+    masked: bool
+    causal: bool
+    dropout: float
+    requires_grad: bool
+
+    @property
+    def same_head_dim(self) -> bool:
+        return self.head_dim == self.value_dim
+
+
+# cuDNN attention leads the order on capability 9.0, 10.0 and 10.3 when cuDNN is newer than 9.15 (torch's CUDA 13
+# wheels ship 9.19); measured as the choice on an H100 with torch 2.11+cu130 (calibration/h100_truth.jsonl).
+_CUDNN_PREFERRED = ((9, 0), (10, 0), (10, 3))
+
+
+def parse_capability(card: GPUParams) -> tuple[int, int] | None:
+    """(major, minor) of a CUDA card, None of any other device."""
+    if card.capability is None:
+        return None
+    major, _, minor = card.capability.partition(".")
+    return int(major), int(minor)
+
+
+def choose_backend(card: GPUParams, call: Attention) -> Backend:
+    """The kernel that torch picks for `call` on `card` with default settings."""
+    capability = parse_capability(card)
+    if capability is None:
+        return _choose_without_cuda(card, call)
+    if capability in _CUDNN_PREFERRED and _cudnn_can(capability, call):
+        return Backend.CUDNN
+    if _flash_can(capability, call):
+        return Backend.FLASH
+    if _efficient_can(capability, call):
+        return Backend.EFFICIENT
+    return Backend.MATH
+
+
+def _choose_without_cuda(card: GPUParams, call: Attention) -> Backend:
+    """The CPU's flash kernel takes masks but no dropout (sdp_utils_cpp.cpp); ROCm's is AOTriton's, as CUDA's here."""
+    if card.name == "cpu":
+        suits = call.same_head_dim and not call.dropout and call.kv_heads == call.heads
+        return Backend.CPU_FLASH if suits else Backend.MATH
+    suits = call.same_head_dim and call.half_precision and not call.masked and call.head_dim <= 256
+    return Backend.FLASH if suits else Backend.EFFICIENT
+
+
+def _half_allowed(capability: tuple[int, int], call: Attention) -> bool:
+    return call.half_precision and (capability >= (8, 0) or not call.bfloat16)
+
+
+def _cudnn_can(capability: tuple[int, int], call: Attention) -> bool:
+    limit = 256 if capability == (9, 0) else 128
+    if capability[0] == 10 and (call.head_dim, call.value_dim) == (192, 128):
+        limit = 192
+    return (
+        _half_allowed(capability, call)
+        and max(call.head_dim, call.value_dim) <= limit
+        and call.head_dim % 8 == 0
+        and call.value_dim % 8 == 0
+        and call.keys > 1
+        and (call.queries > 1 or not call.dropout)
+    )
+
+
+def _flash_can(capability: tuple[int, int], call: Attention) -> bool:
+    if not ((8, 0) <= capability <= (12, 1)) or not call.half_precision or not call.same_head_dim:
+        return False
+    if call.masked or call.head_dim > 256 or (call.causal and call.queries != call.keys):
+        return False
+    narrow = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    refused = 192 < call.head_dim <= 224 or (call.head_dim > 224 and call.dropout > 0)
+    return not (narrow and call.requires_grad and refused)
+
+
+def _efficient_can(capability: tuple[int, int], call: Attention) -> bool:
+    if call.bfloat16 and capability < (8, 0):
+        return False
+    alignment = 8 if call.half_precision else (4 if capability >= (8, 0) else 1)
+    return call.head_dim % alignment == 0 and call.value_dim % alignment == 0
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def backward_workspace(backend: Backend, call: Attention) -> list[int]:
+    """Bytes that the backward kernel allocates beside its results, one entry per buffer.
+
+    flash: mha_bwd in flash_api.cpp (softmax_d and dq_accum in fp32; keys and values expanded for grouped queries).
+    efficient: mem_eff_attention backward (`delta` in fp32 and the fp32 accumulators of half precision).
+    cudnn: the graph's own workspace, from the measured rows: an fp32 dQ accumulator, two fp32 vectors per row, and
+    per-head dK and dV for grouped queries.
+    """
+    rows = call.batch * call.heads * call.queries
+    expanded = 2 * call.batch * call.heads * call.keys * call.head_dim
+    grouped = call.kv_heads != call.heads
+    if backend is Backend.FLASH:
+        lines = call.batch * call.heads * _round_up(call.queries, 128)
+        width = _round_up(call.head_dim, 32 if call.head_dim <= 128 else 64)
+        return [4 * lines, 4 * lines * width] + ([expanded, expanded] if grouped else [])
+    if backend is Backend.CUDNN:
+        scores = 4 * rows * call.keys if call.dropout else 0
+        return [4 * rows * call.head_dim + 8 * rows + (2 * expanded if grouped else 0) + scores]
+    if backend is Backend.EFFICIENT:
+        heads = call.batch * call.heads
+        delta = [4 * heads * _round_up(call.queries, 32)]
+        if not call.half_precision:
+            return delta
+        width = _round_up(call.head_dim, 32)
+        return [*delta, 4 * heads * width * (_round_up(call.queries, 64) + 2 * _round_up(call.keys, 64))]
+    return []

@@ -1,0 +1,264 @@
+"""`Plan`: what a run will cost, term by term and phase by phase. Plain numbers; no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from framework.memory.allocator import Peak
+from framework.memory.trace import Kind
+
+PLAN_VERSION = 1
+"""`schema_version` of `plan --json`."""
+
+STEP_PHASES = ("forward", "loss", "backward", "optimizer_step")
+PHASES = ("load", *STEP_PHASES, "eval", "save", "resume")
+"""The phases of a run, in the order that a plan lists them."""
+
+
+class Band(StrEnum):
+    """How far a prediction can be trusted, by what is planned."""
+
+    PLAIN = "plain"
+    LOW_BIT_OPTIMIZER = "low_bit_optimizer"
+    COMPILED = "compiled"
+    UNMEASURED = "unmeasured"
+
+
+@dataclass(frozen=True)
+class Uncertainty:
+    """Under-prediction to allow for: shares of the allocated and of the cached bytes, and bytes on top."""
+
+    allocated: float
+    reserved: float
+    constant: int
+    source: str
+
+    def upper(self, allocated: int, reserved: int, others: int) -> int:
+        """Upper end of device bytes. `others` are context and managed memory."""
+        cached = max(allocated * (1 + self.allocated), reserved * (1 + self.reserved))
+        return int(cached) + others + self.constant
+
+
+_MIB = 1 << 20
+UNCERTAINTY: Mapping[Band, Uncertainty] = {
+    Band.PLAIN: Uncertainty(
+        0.01, 0.02, 16 * _MIB, "30 rows on an H100, torch 2.11: allocated -0.0 %, reserved -1.4 % at worst; 2026-11"
+    ),
+    Band.LOW_BIT_OPTIMIZER: Uncertainty(
+        0.01, 0.15, 106 * _MIB, "5 rows on an H100: reserved -13.9 % at worst, managed -90 MiB at worst; 2026-11"
+    ),
+    Band.COMPILED: Uncertainty(0.02, 0.07, 16 * _MIB, "4 rows on an H100: allocated -1.5 %, reserved -6.5 %; 2026-11"),
+    Band.UNMEASURED: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of such a card yet: twice the band of the H100"),
+}
+"""The band by class. Its source says which measurements it covers; a card other than the measured one gets more."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The card a plan is for. `usable_bytes` is None where nothing is known to compare with."""
+
+    name: str
+    count: int
+    capacity_bytes: int | None
+    usable_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Bytes on the device at one moment, by what they are for. They add up to that moment's `device_bytes`.
+
+    `fragmentation` is what the allocator holds beyond what is in use, `overhead` the driver's context, `optimizer`
+    includes paged states that sit in managed memory.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits_and_loss: int = 0
+    autocast_copies: int = 0
+    temporaries: int = 0
+    communication: int = 0
+    fragmentation: int = 0
+    overhead: int = 0
+    unattributed: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.to_json().values())
+
+    def to_json(self) -> dict[str, int]:
+        return {term.name: getattr(self, term.name) for term in fields(self)}
+
+
+@dataclass(frozen=True)
+class PeakUse:
+    """The moment of most use. `allocated` and `reserved` are torch's counters, `device_bytes` the driver's."""
+
+    phase: str
+    allocated_bytes: int
+    reserved_bytes: int
+    managed_bytes: int
+    device_bytes: int
+    device_bytes_upper: int
+    terms: Terms
+
+    def to_json(self) -> dict[str, Any]:
+        names = [item.name for item in fields(self) if item.name != "terms"]
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class PhaseUse:
+    """Most use within one phase of the run."""
+
+    name: str
+    allocated_bytes: int
+    device_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "allocated_bytes": self.allocated_bytes, "device_bytes": self.device_bytes}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Time of one optimizer step on one device; tokens are positions processed, padding included.
+
+    `model_flops` are 6 per token and trained weight, 4 per frozen one, and attention's; recomputation is not in them.
+    """
+
+    seconds: float
+    tokens_per_second: float
+    model_flops: int
+    bound_by: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "model_flops": self.model_flops,
+            "bound_by": self.bound_by,
+        }
+
+
+@dataclass(frozen=True)
+class BatchUse:
+    """The batch equation and the length that was planned."""
+
+    per_device: int
+    accumulation: int
+    world: int
+    sequence_length: int
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "per_device": self.per_device,
+            "accumulation": self.accumulation,
+            "world": self.world,
+            "global": self.per_device * self.accumulation * self.world,
+            "sequence_length": self.sequence_length,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run costs per device. Bytes, seconds and words; `to_json` is the document of `plan --json`."""
+
+    device: Device
+    peak: PeakUse
+    step_peak: PeakUse
+    phases: tuple[PhaseUse, ...]
+    host_bytes: int
+    disk_bytes: int
+    step: StepCost | None
+    run_hours: float | None
+    batch: BatchUse
+    total_parameters: int
+    trainable_parameters: int
+    assumptions: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the upper end of the band is within the card; true where nothing is known to compare with."""
+        usable = self.device.usable_bytes
+        return usable is None or self.peak.device_bytes_upper <= usable
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": PLAN_VERSION,
+            "device": {item.name: getattr(self.device, item.name) for item in fields(self.device)},
+            "fits": self.fits,
+            "peak": self.peak.to_json(),
+            "terms": self.peak.terms.to_json(),
+            "step_peak": {**self.step_peak.to_json(), "terms": self.step_peak.terms.to_json()},
+            "phases": [phase.to_json() for phase in self.phases],
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "step": self.step.to_json() if self.step is not None else None,
+            "run_hours": self.run_hours,
+            "batch": self.batch.to_json(),
+            "parameters": {"total": self.total_parameters, "trainable": self.trainable_parameters},
+            "assumptions": list(self.assumptions),
+            "warnings": list(self.warnings),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Plan":
+        """The plan that `to_json` wrote. Raises KeyError or TypeError for any other document."""
+        step = document["step"]
+        batch = {name: value for name, value in document["batch"].items() if name != "global"}
+        return cls(
+            device=Device(**document["device"]),
+            peak=PeakUse(**document["peak"], terms=Terms(**document["terms"])),
+            step_peak=PeakUse(**{**document["step_peak"], "terms": Terms(**document["step_peak"]["terms"])}),
+            phases=tuple(PhaseUse(**phase) for phase in document["phases"]),
+            host_bytes=document["host_bytes"],
+            disk_bytes=document["disk_bytes"],
+            step=StepCost(**step) if step is not None else None,
+            run_hours=document["run_hours"],
+            batch=BatchUse(**batch),
+            total_parameters=document["parameters"]["total"],
+            trainable_parameters=document["parameters"]["trainable"],
+            assumptions=tuple(document["assumptions"]),
+            warnings=tuple(document["warnings"]),
+        )
+
+
+def peak_use(peaks: Sequence[Peak], context: int, uncertainty: Uncertainty) -> PeakUse:
+    """The largest of `peaks` with its terms. `context` is the driver's share.
+
+    The phase and the terms are those of the moment with most allocated; `reserved` never falls by itself, so its
+    largest value over the peaks is what the device holds.
+    """
+    top = max(peaks, key=lambda peak: peak.allocated)
+    reserved = max(peak.reserved for peak in peaks)
+    managed = max(peak.managed for peak in peaks)
+    kinds = dict(top.kinds)
+    kinds[Kind.OPTIMIZER] = kinds.get(Kind.OPTIMIZER, 0) + managed
+    terms = Terms(
+        **{str(kind): count for kind, count in kinds.items()},
+        fragmentation=reserved - top.allocated,
+        overhead=context,
+    )
+    return PeakUse(
+        phase=top.phase,
+        allocated_bytes=top.allocated,
+        reserved_bytes=reserved,
+        managed_bytes=managed,
+        device_bytes=reserved + managed + context,
+        device_bytes_upper=uncertainty.upper(top.allocated, reserved, managed + context),
+        terms=terms,
+    )
+
+
+def phase_uses(peaks: Sequence[Peak], context: int) -> tuple[PhaseUse, ...]:
+    """One entry for each phase that occurs, in the order of PHASES."""
+    found = []
+    for name in PHASES:
+        own = [peak for peak in peaks if peak.phase == name]
+        if own:
+            device = max(peak.reserved + peak.managed for peak in own) + context
+            found.append(PhaseUse(name, max(peak.allocated for peak in own), device))
+    return tuple(found)

@@ -1,0 +1,247 @@
+"""From the record of a rehearsal to its `Plan`: replay, terms, time, host and disk. Arithmetic only; no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from framework.memory.allocator import CachingAllocator, Peak, SystemAllocator, replay
+from framework.memory.ledger import (
+    PHASES,
+    STEP_PHASES,
+    UNCERTAINTY,
+    Band,
+    BatchUse,
+    Device,
+    Plan,
+    StepCost,
+    peak_use,
+    phase_uses,
+)
+from framework.memory.roofline import StepTime, estimate_step, repeat_micro_batches
+from framework.memory.trace import Kind, Operation, Trace
+from framework.schema.choices import Optimizer
+from framework.schema.config import TrainingConfig
+from framework.schema.gpu import GPUParams
+
+MIB = 1 << 20
+HOST_BASE_BYTES = 2500 * MIB
+"""Resident memory of a process with torch, transformers and a CUDA context, before any model. An upper estimate; not
+measured on a GPU machine yet."""
+UNATTRIBUTED_LIMIT = 0.01
+"""Share of the peak that may be of unknown purpose before the plan warns."""
+
+_LOW_BIT = (
+    Optimizer.ADAMW_8BIT,
+    Optimizer.PAGED_ADAMW_8BIT,
+    Optimizer.PAGED_ADAMW_32BIT,
+    Optimizer.LION_8BIT,
+    Optimizer.PAGED_LION_8BIT,
+)
+_MEASURED_CAPABILITY = "9.0"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Sizes of a built and once stepped assembly, in bytes and counts.
+
+    `trained_products` and `frozen_products` are the weights that each token is multiplied with.
+    """
+
+    total_parameters: int
+    trainable_parameters: int
+    weight_sizes: tuple[int, ...]
+    trained_sizes: tuple[int, ...]
+    state_sizes: tuple[int, ...]
+    export_bytes: int
+    trained_products: int
+    frozen_products: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """One checkpoint: the trained weights as they are trained, and the optimizer's states."""
+        return sum(self.trained_sizes) + sum(self.state_sizes)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal of load, evaluation, two steps and save recorded.
+
+    `micro_batches` of each step were rehearsed; `read_values` names the operators that wanted values nobody has.
+    """
+
+    config: TrainingConfig
+    trace: Trace
+    footprint: Footprint
+    micro_batches: int
+    read_values: tuple[str, ...]
+
+
+def make_plan(rehearsal: Rehearsal) -> Plan:
+    """What the rehearsed run costs on its card, per device."""
+    config, footprint = rehearsal.config, rehearsal.footprint
+    card = config.gpu
+    context = card.context_bytes or 0
+    peaks = [peak for peak in replay(rehearsal.trace, new_allocator(card)) if peak.phase in PHASES]
+    peaks += [peak for peak in replay(resume_trace(footprint), new_allocator(card)) if peak.phase in PHASES]
+    band = choose_band(config)
+    uncertainty = UNCERTAINTY[band]
+    step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]
+    peak = peak_use(peaks, context, uncertainty)
+    step = _step_cost(rehearsal)
+    steps = config.training.max_steps
+    return Plan(
+        device=Device(card.name, card.count, card.capacity_bytes, card.usable_bytes),
+        peak=peak,
+        step_peak=peak_use(step_peaks, context, uncertainty),
+        phases=phase_uses(peaks, context),
+        host_bytes=_host_bytes(card, footprint, peaks),
+        disk_bytes=_disk_bytes(config, footprint),
+        step=step,
+        run_hours=step.seconds * steps / 3600 if step is not None and steps else None,
+        batch=_batch_use(config),
+        total_parameters=footprint.total_parameters,
+        trainable_parameters=footprint.trainable_parameters,
+        assumptions=_assumptions(rehearsal, band),
+        warnings=_warnings(peak.terms.unattributed, peak.device_bytes),
+    )
+
+
+def new_allocator(card: GPUParams) -> CachingAllocator:
+    """The allocator that serves a run on `card`, empty."""
+    return SystemAllocator() if card.name == "cpu" else CachingAllocator()
+
+
+def resume_trace(footprint: Footprint) -> Trace:
+    """The load of a checkpoint: its weights arrive whole beside the model's, are copied, and then the states arrive.
+
+    Follows `load_checkpoint` in framework/run/checkpoint.py.
+    """
+    trace = Trace()
+    trace.enter("resume")
+    for size in footprint.weight_sizes:
+        trace.bear(size, Kind.WEIGHTS)
+    stored = [trace.bear(size, Kind.TEMPORARIES) for size in footprint.trained_sizes]
+    for block in stored:
+        trace.bury(block)
+    for size in footprint.state_sizes:
+        trace.bear(size, Kind.OPTIMIZER)
+    return trace
+
+
+def choose_band(config: TrainingConfig) -> Band:
+    """The class of uncertainty that the run falls in."""
+    if config.training.compile:
+        return Band.COMPILED
+    if config.training.optimizer in _LOW_BIT:
+        return Band.LOW_BIT_OPTIMIZER
+    return Band.PLAIN if config.gpu.capability == _MEASURED_CAPABILITY else Band.UNMEASURED
+
+
+def steady_step(trace: Trace) -> list[Operation]:
+    """The operator calls of the last rehearsed step, from its first forward to its end."""
+    last = max(index for index, mark in enumerate(trace.marks) if mark.phase == "optimizer_step")
+    earlier = [index for index, mark in enumerate(trace.marks[:last]) if mark.phase == "end"]
+    start = trace.marks[earlier[-1]].operation
+    return trace.operations[start : trace.marks[last + 1].operation]
+
+
+def _micro_batches(operations: Sequence[Operation]) -> tuple[int, int]:
+    """Where the last micro batch of a step begins and ends, as positions in its operations."""
+    end = next(index for index, operation in enumerate(operations) if operation.phase == "optimizer_step")
+    start = max(
+        index
+        for index, operation in enumerate(operations[:end])
+        if operation.phase == "forward" and (not index or operations[index - 1].phase != "forward")
+    )
+    return start, end
+
+
+def step_time(rehearsal: Rehearsal) -> StepTime | None:
+    """Time of one optimizer step with all its micro batches; None where the card's rates are not known."""
+    card = rehearsal.config.gpu
+    if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
+        return None
+    operations = steady_step(rehearsal.trace)
+    rehearsed = estimate_step(operations, card)
+    accumulation = rehearsal.config.batch.accumulation
+    if accumulation <= rehearsal.micro_batches:
+        return rehearsed
+    start, end = _micro_batches(operations)
+    one_more = estimate_step([*operations[:end], *operations[start:end], *operations[end:]], card)
+    return repeat_micro_batches(rehearsed, one_more, accumulation - rehearsal.micro_batches)
+
+
+def _step_cost(rehearsal: Rehearsal) -> StepCost | None:
+    time = step_time(rehearsal)
+    if time is None:
+        return None
+    batch = _batch_use(rehearsal.config)
+    tokens = batch.per_device * batch.accumulation * batch.sequence_length
+    return StepCost(time.seconds, tokens / time.seconds, model_flops(rehearsal), time.bound_by)
+
+
+def model_flops(rehearsal: Rehearsal) -> int:
+    """FLOPs that the model needs for one step on one device: 6 a token and trained weight, 4 a frozen one, attention.
+
+    Attention is counted from the rehearsed forward pass, three times (backward computes twice as much).
+    """
+    batch, footprint = _batch_use(rehearsal.config), rehearsal.footprint
+    operations = steady_step(rehearsal.trace)
+    start, end = _micro_batches(operations)
+    attention = sum(
+        operation.flops
+        for operation in operations[start:end]
+        if operation.phase == "forward" and ("attention" in operation.name or operation.name == "bmm")
+    )
+    tokens = batch.per_device * batch.sequence_length
+    products = tokens * (6 * footprint.trained_products + 4 * footprint.frozen_products)
+    return batch.accumulation * (products + 3 * attention)
+
+
+def _batch_use(config: TrainingConfig) -> BatchUse:
+    length = config.model.model_max_length
+    assert isinstance(length, int), "make_plan() takes a resolved config"
+    return BatchUse(config.batch.per_device, config.batch.accumulation, config.batch.world, length)
+
+
+def _host_bytes(card: GPUParams, footprint: Footprint, peaks: Sequence[Peak]) -> int:
+    """Host memory of one rank. A load streams one tensor at a time; a save holds a whole file's tensors."""
+    offloaded = max(peak.host for peak in peaks)
+    saved = max(sum(footprint.trained_sizes), sum(footprint.state_sizes), footprint.export_bytes)
+    if card.name == "cpu":
+        return HOST_BASE_BYTES + max(peak.reserved for peak in peaks)
+    return HOST_BASE_BYTES + max(offloaded, saved, max(footprint.weight_sizes, default=0))
+
+
+def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
+    """Checkpoints at their most numerous (one more than are kept, while the newest is written) and the export."""
+    training = config.training
+    saves = 1
+    if training.save_steps:
+        saves = training.save_total_limit + 1
+        if training.max_steps:
+            saves = min(saves, -(-training.max_steps // training.save_steps))
+    return saves * footprint.checkpoint_bytes + footprint.export_bytes
+
+
+def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
+    config, batch = rehearsal.config, _batch_use(rehearsal.config)
+    said = [
+        f"every row is {batch.sequence_length} tokens long, {batch.per_device} rows a forward pass: nothing is padded",
+        f"band ({band}): {UNCERTAINTY[band].source}",
+    ]
+    kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
+    forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
+    said += [f"attention runs as {name}" for name in forward]
+    if config.gpu.capability not in (None, _MEASURED_CAPABILITY):
+        said.append("step time: shares of the data sheet's rates as measured on an H100")
+    if config.training.compile:
+        said.append("compiled code keeps less than the plain code that was planned: an upper end")
+    if rehearsal.read_values:
+        said.append(f"values read on the host are taken to be as without padding: {', '.join(rehearsal.read_values)}")
+    return tuple(said)
+
+
+def _warnings(unattributed: int, device_bytes: int) -> tuple[str, ...]:
+    if unattributed > UNATTRIBUTED_LIMIT * device_bytes:
+        return (f"the purpose of {unattributed / MIB:,.0f} MiB at the peak is not known",)
+    return ()

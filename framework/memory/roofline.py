@@ -1,0 +1,152 @@
+"""Seconds of a step from the list of its operator calls: a roofline for each kernel, and the host that launches them.
+
+A kernel takes as long as the slowest of its arithmetic, its traffic and its launch. The host needs time for every call,
+views included; a kernel starts when it has been launched and the one before it is done.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from framework.memory.trace import Operation
+from framework.schema.gpu import GPUParams
+
+_TILE = (128, 256)
+_SMALL_TILE, _SMALL_TILE_SHARE = (128, 128), 0.9
+"""Tiles of the output that one multiprocessor computes at a time, as cuBLAS chooses them on Hopper and Ampere."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the data sheet's rates that kernels reach, and times that no rate explains."""
+
+    product: float
+    """Share of the matrix rate when every multiprocessor is busy."""
+    attention_forward: float
+    attention_backward: float
+    bandwidth: float
+    product_seconds: float
+    """Start and end of one matrix product or attention call."""
+    launch_seconds: float
+    """Shortest kernel."""
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    """Host time of one kernel call, by phase."""
+    view_seconds: float
+    """Host time of a call that launches nothing, in Python; autograd's own take half."""
+    step_seconds: float
+    """Host time between two steps: batch, schedule, the wait for the loss."""
+
+
+CALIBRATED = Efficiency(
+    product=0.82,
+    attention_forward=0.27,
+    attention_backward=0.67,
+    bandwidth=0.69,
+    product_seconds=6.5e-6,
+    launch_seconds=2.2e-6,
+    forward_seconds=9.1e-6,
+    backward_seconds=19.6e-6,
+    optimizer_seconds=17.9e-6,
+    view_seconds=16.2e-6,
+    step_seconds=7.6e-3,
+)
+"""Fitted to the step times of every second row of tests/calibration/h100_plain_step.json (H100 80GB HBM3, torch
+2.11+cu130, driver 580, 2026-11); on the other rows the mean error is 7 %, the largest 16 % (test_measured.py)."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step. `compute` and `memory` are the device's time in kernels bound by either; they add up."""
+
+    seconds: float
+    compute: float
+    memory: float
+    host: float
+    communication: float = 0.0
+
+    @property
+    def bound_by(self) -> str:
+        """compute, memory, communication or host: whichever the step waits for most."""
+        device = {"compute": self.compute, "memory": self.memory, "communication": self.communication}
+        if self.host > sum(device.values()):
+            return "host"
+        return max(device, key=lambda name: device[name])
+
+
+def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: Efficiency = CALIBRATED) -> StepTime:
+    """Time of `operations` launched one after the other on `card`. Raises ValueError where its rates are not known."""
+    if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
+        raise ValueError(f"the rates of {card.name} are not known")
+    host = efficiency.step_seconds
+    compute = memory = done = 0.0
+    for operation in operations:
+        host += _host_seconds(operation, efficiency)
+        if not operation.bytes:
+            continue
+        arithmetic = _arithmetic_seconds(operation, card, efficiency)
+        traffic = operation.bytes / (card.bandwidth_bytes_per_second * efficiency.bandwidth)
+        if _is_attention(operation):
+            traffic = 0.0  # scores stay on the chip; its operands are small beside its arithmetic
+        kernel = max(arithmetic, traffic, efficiency.launch_seconds)
+        if arithmetic >= traffic:
+            compute += kernel
+        else:
+            memory += kernel
+        done = max(done, host) + kernel
+    return StepTime(max(done, host), compute, memory, host)
+
+
+def repeat_micro_batches(step: StepTime, one_more: StepTime, times: int) -> StepTime:
+    """`step` with `times` more micro batches, when `one_more` is the same step with one more."""
+    return StepTime(
+        **{
+            item.name: getattr(step, item.name) + times * (getattr(one_more, item.name) - getattr(step, item.name))
+            for item in fields(StepTime)
+        }
+    )
+
+
+def _is_attention(operation: Operation) -> bool:
+    return "attention" in operation.name
+
+
+def _host_seconds(operation: Operation, efficiency: Efficiency) -> float:
+    backward = operation.phase == "backward"
+    if not operation.bytes:
+        return efficiency.view_seconds / 2 if backward else efficiency.view_seconds
+    if backward:
+        return efficiency.backward_seconds
+    return efficiency.optimizer_seconds if operation.phase == "optimizer_step" else efficiency.forward_seconds
+
+
+def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency) -> float:
+    if not operation.flops:
+        return 0.0
+    if _is_attention(operation):
+        backward = operation.name.endswith("backward")
+        share = efficiency.attention_backward if backward else efficiency.attention_forward
+    else:
+        share = efficiency.product * _occupancy(operation.shape, card.multiprocessors or 1)
+    return operation.flops / (_rate(operation.dtype, card) * share) + efficiency.product_seconds
+
+
+def _rate(dtype: str, card: GPUParams) -> float:
+    rates = {"bfloat16": card.bf16_flops, "float16": card.fp16_flops}
+    rate = rates.get(dtype) or card.fp32_flops  # torch computes float32 products without tf32 unless told otherwise
+    assert rate is not None
+    return rate
+
+
+def _occupancy(shape: Sequence[int], multiprocessors: int) -> float:
+    """Share of the multiprocessors that work on average: the last wave of tiles seldom fills them all."""
+    if not shape:
+        return 1.0
+    return max(_waves(shape, _TILE, multiprocessors), _SMALL_TILE_SHARE * _waves(shape, _SMALL_TILE, multiprocessors))
+
+
+def _waves(shape: Sequence[int], tile: tuple[int, int], multiprocessors: int) -> float:
+    batch, rows, columns, _ = shape
+    tiles = max(1, batch * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1]))
+    return tiles / (math.ceil(tiles / multiprocessors) * multiprocessors)

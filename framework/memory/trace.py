@@ -1,0 +1,114 @@
+"""The record of a rehearsal: which blocks of memory were born and died, in which order, and which operations ran."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What a block of memory is for. The values are keys of `terms` in `plan --json`."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    LOGITS_AND_LOSS = "logits_and_loss"
+    AUTOCAST_COPIES = "autocast_copies"
+    TEMPORARIES = "temporaries"
+    COMMUNICATION = "communication"
+    UNATTRIBUTED = "unattributed"
+
+
+class Space(StrEnum):
+    """Where a block sits. `managed` memory is on the card while it fits; `pinned` and `host` are host memory."""
+
+    DEVICE = "device"
+    MANAGED = "managed"
+    PINNED = "pinned"
+    HOST = "host"
+
+
+class Operation(NamedTuple):
+    """One operator call, for the roofline. `shape` is (batch, m, n, k) of a matrix product and empty otherwise.
+
+    A call that launches nothing (a view) has no bytes; it costs the host only.
+    """
+
+    name: str
+    phase: str
+    flops: int
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+
+class Mark(NamedTuple):
+    """From event `event` and operation `operation` on, `phase` is running.
+
+    `empties_cache`: torch.cuda.empty_cache() is called there.
+    """
+
+    event: int
+    phase: str
+    operation: int = 0
+    empties_cache: bool = False
+
+
+@dataclass
+class Trace:
+    """Memory events in order. Event `i >= 0` is the birth of block `i`, event `~i` its death.
+
+    `sizes` holds the bytes asked for, which the allocator rounds. Blocks of other spaces than the device are listed
+    too, so that one trace tells the peak of each space.
+    """
+
+    events: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    spaces: list[Space] = field(default_factory=list)
+    streams: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    makers: dict[int, int] = field(default_factory=dict)
+    """Block -> the operation that made it, where that is known."""
+
+    def bear(self, size: int, kind: Kind, space: Space = Space.DEVICE, stream: int = 0) -> int:
+        """Record the birth of a block of `size` bytes and return its number."""
+        block = len(self.sizes)
+        self.sizes.append(size)
+        self.kinds.append(kind)
+        self.spaces.append(space)
+        self.streams.append(stream)
+        self.events.append(block)
+        return block
+
+    def bury(self, block: int) -> None:
+        """Record the death of a block."""
+        self.events.append(~block)
+
+    def enter(self, phase: str, empties_cache: bool = False) -> None:
+        """Record that `phase` begins."""
+        self.marks.append(Mark(len(self.events), phase, len(self.operations), empties_cache))
+
+    def repeat(self, first: int, last: int) -> None:
+        """Append what happened from mark `first` to mark `last` once more, as it goes when it is done again.
+
+        What was born there and outlived it (optimizer states, workspaces) is there already the second time: neither it
+        nor the operation that made it comes again.
+        """
+        events = self.events[self.marks[first].event : self.marks[last].event]
+        ended = {~event for event in events if event < 0}
+        survivors = {event for event in events if event >= 0} - ended
+        makers = {self.makers[block] for block in survivors if block in self.makers}
+        again: dict[int, int] = {}
+        for mark, following in zip(self.marks[first:last], self.marks[first + 1 : last + 1], strict=True):
+            self.enter(mark.phase, mark.empties_cache)
+            for event in self.events[mark.event : following.event]:
+                if event >= 0 and event not in survivors:
+                    again[event] = self.bear(
+                        self.sizes[event], self.kinds[event], self.spaces[event], self.streams[event]
+                    )
+                elif event < 0 and ~event in again:
+                    self.bury(again[~event])
+            numbers = range(mark.operation, following.operation)
+            self.operations += [self.operations[number] for number in numbers if number not in makers]

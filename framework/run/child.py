@@ -1,0 +1,35 @@
+"""Rehearse in a process of its own, because a rehearsal patches torch. This module itself loads no torch."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from framework.errors import Problem, RequestError, TunesmithError
+from framework.memory.ledger import Plan
+from framework.schema.config import TrainingConfig
+
+_COMMAND = (sys.executable, "-W", "ignore", "-m", "framework.run.rehearse")
+_TAIL = 2000
+
+
+def plan_in_subprocess(config: TrainingConfig) -> Plan:
+    """The plan of a composed config.
+
+    Raises RequestError with the problems that the rehearsal found, TunesmithError when the child itself failed.
+    """
+    finished = subprocess.run(_COMMAND, input=config.model_dump_json(), capture_output=True, text=True, check=False)
+    document = _read(finished)
+    if "errors" in document:
+        raise RequestError([Problem(**problem) for problem in document["errors"]])
+    return Plan.from_json(document["plan"])
+
+
+def _read(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    try:
+        if finished.returncode not in (0, 2):
+            raise ValueError(f"exit {finished.returncode}")
+        document: dict[str, Any] = json.loads(finished.stdout)
+        return document
+    except ValueError as error:
+        raise TunesmithError(f"the rehearsal failed ({error}):\n{finished.stderr[-_TAIL:]}") from None

@@ -1,0 +1,77 @@
+"""Sizes read from the built objects: what a checkpoint, an export and a load take, and the arithmetic of the model."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from framework.build.assembly import Assembly
+from framework.build.loss import causal_model
+from framework.memory.planning import Footprint
+from framework.run.checkpoint import trained_state
+
+
+def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
+    """Parameters and buffers of the model, each once."""
+    return [*assembly.model.parameters(), *assembly.model.buffers()]
+
+
+def state_tensors(assembly: Assembly) -> list[torch.Tensor]:
+    """The optimizer's state tensors, which exist after its first step."""
+    states = assembly.optimizer.state.values()
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def read_footprint(assembly: Assembly) -> Footprint:
+    """Read the sizes. Call it after the optimizer has made its states."""
+    parameters = list(assembly.model.parameters())
+    trained_products, frozen_products = count_product_weights(assembly.model)
+    return Footprint(
+        total_parameters=sum(parameter.numel() for parameter in parameters),
+        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        weight_sizes=_sizes(held_tensors(assembly)),
+        trained_sizes=_sizes(trained_state(assembly.model).values()),
+        state_sizes=_sizes(state_tensors(assembly)),
+        export_bytes=_export_bytes(assembly),
+        trained_products=trained_products,
+        frozen_products=frozen_products,
+    )
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _export_bytes(assembly: Assembly) -> int:
+    """The final folder: an adapter as it is, a model in its checkpoint's dtype."""
+    if hasattr(assembly.model, "peft_config"):
+        return sum(_sizes(trained_state(assembly.model).values()))
+    model = causal_model(assembly.model)
+    dtype: torch.dtype = model.config.dtype or model.dtype
+    return sum(parameter.numel() for parameter in assembly.model.parameters()) * dtype.itemsize
+
+
+def count_product_weights(model: nn.Module) -> tuple[int, int]:
+    """(trained, frozen) weights that each token is multiplied with: the N of 6N and 4N FLOPs a token.
+
+    An embedding is looked up, not multiplied, unless it is also the head. Of a mixture's experts a token meets some.
+    """
+    share = _expert_share(causal_model(model).config.get_text_config())
+    multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
+    counts = {True: 0, False: 0}
+    for parameter in model.parameters():
+        if id(parameter) in multiplied:
+            counts[parameter.requires_grad] += parameter.numel()
+        elif parameter.dim() == 3:  # the experts of one layer, stacked
+            counts[parameter.requires_grad] += int(parameter.numel() * share)
+    return counts[True], counts[False]
+
+
+def _expert_share(config: PretrainedConfig) -> float:
+    """Share of the experts that one token meets."""
+    chosen: int | None = getattr(config, "num_experts_per_tok", None)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    available = next((count for name in names if (count := getattr(config, name, None))), None)
+    return float(chosen / available) if chosen and available else 1.0

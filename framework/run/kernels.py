@@ -1,0 +1,129 @@
+"""What the tracker must know of single operators: products, FLOPs, bytes, and kernels with hidden buffers."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from framework.memory import workspace as rules
+from framework.memory.attention import Attention, Backend, backward_workspace
+from framework.run.autocast import HALF_DTYPES
+
+aten = torch.ops.aten
+MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addmv, aten.mv, aten.dot})
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument or result, one list deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif isinstance(item, list | tuple):
+                yield from (inner for inner in item if isinstance(inner, torch.Tensor))
+
+
+def count_bytes(tensor: torch.Tensor) -> int:
+    """Bytes a kernel moves for `tensor`: its elements, and an expanded tensor's storage only once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def count_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor]) -> int:
+    """Floating-point operations by torch's own formulas (torch.utils.flop_counter); 0 where there is none.
+
+    Causal attention over one sequence computes half of its scores.
+    """
+    if packet is aten._grouped_mm:
+        return _grouped_flops(args[0], args[1])
+    formula = flop_registry.get(packet)
+    if formula is None or not results:
+        return 0
+    out = results[0] if len(results) == 1 else tuple(results)
+    flops = int(formula(*args, **kwargs, out_val=out))
+    causal_at = _CAUSAL_ARGUMENT.get(packet)
+    if causal_at is not None and len(args) > causal_at and args[causal_at] is True:
+        return flops // 2
+    return flops
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Tokens sorted by expert: each row meets one expert's matrix; a weight gradient sums over all rows once."""
+    rows, inner = left.shape[-2:]
+    return 2 * rows * inner * right.shape[-1]
+
+
+def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """(batch, m, n, k) of a matrix product, else ()."""
+    if packet is aten.mm or packet is aten.bmm:
+        left, right = args[0], args[1]
+    elif packet is aten.addmm or packet is aten.baddbmm:
+        left, right = args[1], args[2]
+    else:
+        return ()
+    batch = left.shape[0] if left.dim() == 3 else 1
+    return (batch, left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+    """Bytes of the buffers that this operator's CUDA kernel allocates and frees inside one call."""
+    rule = _WORKSPACES.get(packet)
+    return [size for size in rule(args) if size > 0] if rule is not None else []
+
+
+_CAUSAL_ARGUMENT: Mapping[Any, int] = {
+    aten._scaled_dot_product_flash_attention: 4,
+    aten._scaled_dot_product_cudnn_attention: 6,
+    aten._scaled_dot_product_efficient_attention: 6,
+    aten._scaled_dot_product_flash_attention_backward: 11,
+    aten._scaled_dot_product_cudnn_attention_backward: 14,
+    aten._scaled_dot_product_efficient_attention_backward: 11,
+}
+"""Position of `is_causal` in each attention operator's schema."""
+
+
+def _attention_rule(backend: Backend) -> Callable[[Sequence[Any]], list[int]]:
+    dropout_at = {Backend.FLASH: 10, Backend.CUDNN: 13, Backend.EFFICIENT: 9}[backend]
+
+    def rule(args: Sequence[Any]) -> list[int]:
+        query, key, value = args[1], args[2], args[3]
+        batch, heads, queries, head_dim = query.shape
+        call = Attention(
+            batch=batch,
+            heads=heads,
+            kv_heads=key.shape[1],
+            queries=queries,
+            keys=key.shape[2],
+            head_dim=head_dim,
+            value_dim=value.shape[-1],
+            half_precision=query.dtype in HALF_DTYPES,
+            bfloat16=query.dtype == torch.bfloat16,
+            masked=False,
+            causal=bool(args[dropout_at + (2 if backend is Backend.EFFICIENT else 1)])
+            if len(args) > dropout_at + 2
+            else False,
+            dropout=float(args[dropout_at]),
+            requires_grad=True,
+        )
+        return backward_workspace(backend, call)
+
+    return rule
+
+
+def _embedding_rule(args: Sequence[Any]) -> list[int]:
+    gradient, indices, rows = args[0], args[1], args[2]
+    return rules.embedding_backward(indices.numel(), rows, gradient.shape[-1])
+
+
+_WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
+    aten._scaled_dot_product_flash_attention_backward: _attention_rule(Backend.FLASH),
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_rule(Backend.CUDNN),
+    aten._scaled_dot_product_efficient_attention_backward: _attention_rule(Backend.EFFICIENT),
+    aten.embedding_dense_backward: _embedding_rule,
+    aten._foreach_norm: lambda args: rules.foreach_norm([tensor.numel() for tensor in args[0]]),
+    aten.logsumexp: lambda args: rules.logsumexp(args[0].numel(), args[0].element_size()),
+    aten.sort: lambda args: rules.sort(args[0].numel()),
+    aten.topk: lambda args: rules.sort(args[0].numel()),
+}

@@ -1,0 +1,320 @@
+"""Pretend that tensors without storage live on a given card, so that the real step can be rehearsed anywhere.
+
+Meta tensors claim to be on `cuda:0`, CUDA's autocast is emulated, attention and dropout take the kernels that the card
+would take, and the few places of torch that ask for a real GPU are patched. Everything is restored on exit; the
+product enters it only in a process of its own (`framework.run.child`).
+
+Private names of torch used here (checked by tests/run/test_pretend.py): `torch.autograd._engine_run_backward`,
+`torch.utils._foreach_utils`, `torch.cuda.amp.common.amp_definitely_not_available`,
+`torch.utils.checkpoint._allowed_determinism_checks_to_fns`, the `aten._scaled_dot_product_*` operators.
+"""
+
+import contextlib
+import importlib
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.cuda.amp.common
+import torch.nn.functional as functional
+import torch.utils._foreach_utils
+import torch.utils.checkpoint
+from torch.overrides import TorchFunctionMode
+
+from framework.memory.attention import Attention, Backend, choose_backend, parse_capability
+from framework.run.autocast import HALF_DTYPES, Autocast
+from framework.schema.gpu import GPUParams
+
+META = torch.device("meta")
+CPU = "cpu"
+"""Name of the card that stands for training without one."""
+_DEVICE = torch.Tensor.device
+_IS_CUDA = torch.Tensor.is_cuda
+_IS_META = torch.Tensor.is_meta
+_ATTENTION = functional.scaled_dot_product_attention
+_DROPOUTS = frozenset({functional.dropout, torch.dropout})
+_DETERMINISM = "_allowed_determinism_checks_to_fns"
+
+
+def is_on_card(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is one of those that pretend: its true device is meta."""
+    return bool(_DEVICE.__get__(tensor).type == "meta")
+
+
+def pretended_device(card: GPUParams) -> torch.device:
+    """The device that meta tensors claim to be on."""
+    return torch.device("cpu") if card.name == CPU else torch.device("cuda", 0)
+
+
+class PretendedCard(TorchFunctionMode):
+    """The function mode. `read_values` lists the operations that wanted a tensor's values on the host."""
+
+    def __init__(self, card: GPUParams) -> None:
+        super().__init__()
+        self.card = card
+        self.device = pretended_device(card)
+        self.autocast = Autocast(self.device.type, is_on_card)
+        self.read_values: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._get_property(func, args, kwargs)
+        if args and isinstance(args[0], torch.Tensor) and (handler := _TENSOR_METHODS.get(name)) is not None:
+            return handler(self, func, args, kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = self._true_device(kwargs["device"])
+        if func in _DROPOUTS and self.device.type == "cuda":
+            return self._dropout(func, args, kwargs)
+        run = partial(attend, self.card) if func is _ATTENTION and is_on_card(args[0]) else func
+        if (
+            torch.is_autocast_enabled(self.device.type) and kwargs.get("out") is None
+        ):  # `out=` overloads are not autocast
+            return self.autocast.call(func, run, args, kwargs)
+        return run(*args, **kwargs)
+
+    def _true_device(self, value: Any) -> Any:
+        """The pretended device in any spelling becomes meta; anything else stays."""
+        if isinstance(value, str | torch.device) and torch.device(value).type == self.device.type:
+            return META
+        return value
+
+    def _get_property(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        descriptor = getattr(func, "__self__", None)  # method wrappers are made anew: compare their descriptor
+        if descriptor is _IS_META:
+            return False
+        value = func(*args, **kwargs)
+        if descriptor is _DEVICE:
+            return self.device if value.type == "meta" else value
+        if descriptor is _IS_CUDA:
+            return value or (self.device.type == "cuda" and is_on_card(args[0]))
+        return value
+
+    def _get_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return 0 if is_on_card(args[0]) else func(*args, **kwargs)
+
+    def _move_to_card(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0].to(META)
+
+    def _move(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = self._true_device(kwargs["device"])
+        return func(args[0], *(self._true_device(value) for value in args[1:]), **kwargs)
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Values of a tensor that has none: zeros in one shared element, so that they take no host memory."""
+        if not is_on_card(args[0]) or (func.__name__ == "cpu" and self.device.type == "cpu"):
+            return func(*args, **kwargs)
+        self.read_values.append(func.__name__)
+        zeros = torch.zeros((), dtype=args[0].dtype, device="cpu").expand(args[0].shape)
+        return zeros if func.__name__ == "cpu" else getattr(zeros, func.__name__)()
+
+    @staticmethod
+    def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """On CUDA the fused kernel keeps a mask of one byte an element; the composite on meta a full one."""
+        tensor, *rest = args
+        probability = kwargs.get("p", rest[0] if rest else 0.5)
+        training = kwargs.get("training", kwargs.get("train", rest[1] if len(rest) > 1 else True))
+        if training and 0 < probability < 1 and is_on_card(tensor):
+            return torch.native_dropout(tensor, probability, True)[0]
+        return func(*args, **kwargs)
+
+
+_TENSOR_METHODS: Mapping[str, Callable[..., Any]] = {
+    "get_device": PretendedCard._get_device,
+    "cuda": PretendedCard._move_to_card,
+    "to": PretendedCard._move,
+    "cpu": PretendedCard._read,
+    "numpy": PretendedCard._read,
+    "tolist": PretendedCard._read,
+}
+
+
+def attend(
+    card: GPUParams,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """scaled_dot_product_attention as it runs on `card`. Queries (batch, heads, rows, width), result alike.
+
+    On meta the C++ function always takes the mathematical path, so the card's kernel is called by its own name, with
+    the preparation of inputs that aten/src/ATen/native/transformers/attention.cpp makes for it.
+    """
+    call = describe_attention(query, key, value, attn_mask, dropout_p, is_causal)
+    backend = choose_backend(card, call)
+    if backend is Backend.MATH:
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    aten: Any = torch.ops.aten
+    output: torch.Tensor
+    scale = 1 / math.sqrt(call.head_dim) if scale is None else scale
+    if backend is Backend.CPU_FLASH:
+        output, *_ = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )
+        return output
+    if backend is Backend.FLASH:
+        if padding := -call.head_dim % 8:
+            query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
+        output, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return output[..., : call.head_dim] if padding else output
+    bias = _bias(attn_mask, query, key)
+    if backend is Backend.CUDNN:
+        output, *_ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, call.requires_grad, dropout_p, is_causal, False, scale=scale
+        )
+        return output
+    if enable_gqa and call.kv_heads != call.heads:
+        key, value = (tensor.repeat_interleave(call.heads // call.kv_heads, 1) for tensor in (key, value))
+    output, *_ = aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, call.requires_grad, dropout_p, is_causal, scale=scale
+    )
+    return output
+
+
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """A boolean mask as an additive one of the queries' dtype, expanded to (batch, heads, queries, keys)."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def describe_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+) -> Attention:
+    """The facts of one attention call that decide kernel and workspace."""
+    batch, heads, queries, head_dim = query.shape
+    return Attention(
+        batch=batch,
+        heads=heads,
+        kv_heads=key.shape[1],
+        queries=queries,
+        keys=key.shape[2],
+        head_dim=head_dim,
+        value_dim=value.shape[-1],
+        half_precision=query.dtype in HALF_DTYPES,
+        bfloat16=query.dtype == torch.bfloat16,
+        masked=mask is not None,
+        causal=causal,
+        dropout=dropout,
+        requires_grad=any(tensor.requires_grad for tensor in (query, key, value)),
+    )
+
+
+class _Patches:
+    """Attributes replaced, and put back in reverse order."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        for owner, name, value in reversed(self._originals):
+            setattr(owner, name, value)
+
+
+class _NoDeviceGuard(contextlib.nullcontext[None]):
+    """Stands for `torch.cuda.device(index)`."""
+
+    def __init__(self, device: object = None) -> None:
+        super().__init__()
+
+
+def _patch_cuda(patches: _Patches, card: GPUParams) -> None:
+    """Answer what libraries ask of torch.cuda with the facts of `card`."""
+    major, minor = parse_capability(card) or (0, 0)
+    properties = types.SimpleNamespace(
+        name=card.name,
+        major=major,
+        minor=minor,
+        total_memory=card.capacity_bytes or 0,
+        multi_processor_count=card.multiprocessors or 1,
+        warp_size=32,
+    )
+    answers: Mapping[str, Any] = {
+        "is_bf16_supported": lambda *args, **kwargs: card.bf16_flops is not None,
+        "get_device_capability": lambda *args, **kwargs: (major, minor),
+        "get_device_properties": lambda *args, **kwargs: properties,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "device": _NoDeviceGuard,
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda *args, **kwargs: None,
+    }
+    for name, answer in answers.items():
+        patches.set(torch.cuda, name, answer)
+    patches.set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+
+
+def _patch_kernels(patches: _Patches) -> None:
+    """Let optimizers and clipping take their foreach and fused paths for tensors whose type says meta."""
+    foreach = torch.utils._foreach_utils
+    readers = [importlib.import_module(name) for name in ("torch.optim.optimizer", "torch.nn.utils.clip_grad")]
+    for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
+        devices = [*getattr(foreach, name)(), "meta"]
+        for owner in (foreach, *readers):
+            if hasattr(owner, name):
+                patches.set(owner, name, lambda devices=devices: devices)
+
+
+def _patch_autograd(patches: _Patches, mode: PretendedCard) -> None:
+    """Stay in the mode during backward, where checkpoints recompute and hooks run but torch has popped it."""
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        active = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if any(entered is mode for entered in active):
+            return run_backward(*args, **kwargs)
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    clear_cache = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear_cache()
+        mode.autocast.clear()
+
+    patches.set(torch.autograd, "_engine_run_backward", run_in_mode)
+    patches.set(torch, "clear_autocast_cache", clear_both)
+    # Checkpointing compares the devices of recomputed tensors with the first ones: the true with the pretended.
+    checks = {**getattr(torch.utils.checkpoint, _DETERMINISM), "default": lambda tensor: (tensor.shape, tensor.dtype)}
+    patches.set(torch.utils.checkpoint, _DETERMINISM, checks)
+
+
+@contextlib.contextmanager
+def pretend(card: GPUParams) -> Iterator[PretendedCard]:
+    """Within the block, meta tensors are on `card`. All patches are undone at its end."""
+    mode = PretendedCard(card)
+    patches = _Patches()
+    try:
+        if mode.device.type == "cuda":
+            _patch_cuda(patches, card)
+        _patch_kernels(patches)
+        _patch_autograd(patches, mode)
+        with mode:
+            yield mode
+    finally:
+        patches.restore()

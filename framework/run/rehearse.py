@@ -1,0 +1,144 @@
+"""The very assembly and step of training, carried out on tensors without storage and recorded.
+
+`rehearse` patches torch while it runs, so the product calls it in a process of its own: `framework.run.child` starts
+this file with a config as JSON on stdin and reads the plan, or the problems, as JSON from stdout.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from framework.build.assembly import Assembly, assemble
+from framework.build.loss import Batch, Observe
+from framework.build.model import settle
+from framework.build.place import rehearsal_place
+from framework.errors import RequestError
+from framework.memory.ledger import Plan
+from framework.memory.planning import Rehearsal, make_plan
+from framework.memory.trace import Kind
+from framework.run.evaluate import evaluate
+from framework.run.footprint import held_tensors, read_footprint, state_tensors
+from framework.run.pretend import pretend
+from framework.run.step import train_step
+from framework.run.tracker import Tracker
+from framework.schema.config import TrainingConfig
+
+REHEARSED_MICRO_BATCHES = 2
+"""The first makes the gradients, the second adds to them; all others are like the second."""
+
+
+def rehearse(config: TrainingConfig) -> Plan:
+    """Plan a composed config, per device. Raises RequestError for what only the built model can tell."""
+    return make_plan(record(config))
+
+
+def record(config: TrainingConfig) -> Rehearsal:
+    """Build a config without storage and record evaluation and two of its steps."""
+    config, architecture = settle(config)
+    place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
+    tracker = Tracker(config.gpu, vocabulary=architecture.get_text_config().vocab_size)
+    with _no_garbage_collection(), pretend(config.gpu) as mode:
+        with torch.device(place.device):  # adapters too are made without storage
+            assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
+        mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
+        _load(tracker, assembly)
+        with tracker:
+            _run(tracker, assembly)
+        tracker.observe("save")
+        footprint = read_footprint(assembly)
+        trace = tracker.finish()
+    micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
+    read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
+    return Rehearsal(config, trace, footprint, micro_batches, read_values)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tensors die when their last reference does, as on the card; a collection at a random moment would move deaths."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _load(tracker: Tracker, assembly: Assembly) -> None:
+    """The weights arrive.
+
+    For pretrained ones transformers first asks for one block of their total size and gives it back, so that the
+    weights share its segment (caching_allocator_warmup in transformers/modeling_utils.py, 5.24).
+    """
+    tracker.observe("load")
+    weights = held_tensors(assembly)
+    if assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
+        total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+        tracker.trace.bury(tracker.trace.bear(total, Kind.TEMPORARIES))
+    tracker.claim(weights, Kind.WEIGHTS)
+    tracker.observe("end")
+
+
+def _run(tracker: Tracker, assembly: Assembly) -> None:
+    """Evaluation, two steps, evaluation. The first step makes the optimizer's states, the second is like all others.
+
+    The second of each is not carried out again: it does what the first did, but for what the first has left behind
+    (tests/run/test_rehearse.py holds a repeated step to a second one).
+    """
+
+    def observe(phase: str) -> None:
+        if phase == "optimizer_step":
+            gradients = [parameter.grad for parameter in assembly.trained if parameter.grad is not None]
+            tracker.claim(gradients, Kind.GRADIENTS)
+        if phase == "end":
+            tracker.claim(state_tensors(assembly), Kind.OPTIMIZER)
+        tracker.observe(phase)
+
+    marks, config = tracker.trace.marks, assembly.config
+    before = len(marks) - 1
+    if config.data.eval or config.data.eval_fraction:
+        evaluate(assembly, [make_batch(assembly, int(config.training.per_device_eval_batch_size))], observe)
+        observe("end")
+    evaluated = len(marks) - 1
+    _step(assembly, observe)
+    observe("end")
+    stepped = len(marks) - 1
+    tracker.trace.repeat(evaluated, stepped)
+    tracker.trace.repeat(before, evaluated)
+
+
+def _step(assembly: Assembly, observe: Observe) -> None:
+    config = assembly.config
+    micro_batches = [make_batch(assembly, config.batch.per_device) for _ in range(config.batch.accumulation)]
+    train_step(assembly, micro_batches[:REHEARSED_MICRO_BATCHES], 1, observe)
+
+
+def make_batch(assembly: Assembly, rows: int) -> Batch:
+    """The largest micro batch: every row as long as the longest, so that nothing is padded."""
+    length = assembly.config.model.model_max_length
+    assert isinstance(length, int), "a resolved config has a length"
+    tokens = torch.zeros((rows, length), dtype=torch.int64, device=assembly.place.device)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def main() -> int:
+    """Plan the config on stdin; 0 with the plan on stdout, or 2 with what is wrong with the request."""
+    stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the document
+    config = TrainingConfig.model_validate(json.load(sys.stdin))
+    document: dict[str, Any]
+    try:
+        document = {"plan": rehearse(config).to_json()}
+    except RequestError as error:
+        document = {"errors": [problem.to_json() for problem in error.problems]}
+    with stdout:
+        json.dump(document, stdout)
+    return 2 if "errors" in document else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Record every birth and death of device memory while a step runs on tensors without storage.
+
+A dispatch mode sees each operator after autograd; the storages it returns are the blocks of memory the card would
+hold. Kinds are decided at birth by phase and shape and corrected when more is known: a tensor that does not outlive
+forward was a temporary, and `claim` names weights, gradients and optimizer states from the real objects.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.memory.trace import Kind, Operation, Space, Trace
+from framework.run import kernels
+from framework.run.pointwise import pointwise_result
+from framework.schema.gpu import GPUParams
+
+aten = torch.ops.aten
+_BETWEEN, _FORWARD, _LOSS, _BACKWARD, _OPTIMIZER = "end", "forward", "loss", "backward", "optimizer_step"
+_KEEPS_RESULTS = (_FORWARD, "eval")
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The dispatch mode. `trace` is what it recorded.
+
+    `vocabulary`: a tensor of this last dimension is a logit. `padded`: whether the batch's attention mask has zeros,
+    which answers the models that ask `mask.all()`.
+    """
+
+    def __init__(self, card: GPUParams, vocabulary: int = 0, padded: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self.phase = "load"
+        self.read_values: list[str] = []
+        self._card = card
+        self._vocabulary = vocabulary
+        self._padded = padded
+        self._blocks: dict[int, int] = {}  # storage address -> block
+        self._finalizers: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._births: dict[int, int] = {}  # block -> stretch of its birth, for blocks that may turn out temporary
+        self._stretch = 0
+        self._sums: dict[int, tuple[int, int]] = {}  # older gradient's block -> (sum's block, index of its birth)
+        self._cublas_threads: set[bool] = set()
+        self._resize = torch.UntypedStorage.resize_
+
+    # -- what the step tells
+    def observe(self, phase: str, empties_cache: bool = False) -> None:
+        """A phase of the step begins."""
+        self.phase = phase
+        self._stretch += 1
+        self.trace.enter(phase, empties_cache)
+
+    def claim(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+        """Say what `tensors` are for; those not yet known are born now."""
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                block = self._track(tensor)
+                if block is not None:
+                    self.trace.kinds[block] = kind
+                    self._births.pop(block, None)
+
+    def finish(self) -> Trace:
+        """Stop watching, so that what dies from now on is no longer recorded."""
+        self._finalizers.clear()
+        return self.trace
+
+    # -- storages
+    def _track(self, tensor: torch.Tensor) -> int | None:
+        storage = tensor.untyped_storage()
+        if storage.device.type != "meta":
+            return None
+        address = storage._cdata
+        block = self._blocks.get(address)
+        if block is None:
+            block = self._bear(storage.nbytes(), self._guess_kind(tensor))
+            self._bind(storage, block)
+            if self.phase == _OPTIMIZER:
+                self.trace.makers[block] = len(self.trace.operations)
+        return block
+
+    def _bear(self, size: int, kind: Kind, space: Space = Space.DEVICE) -> int:
+        block = self.trace.bear(size, kind, space)
+        if kind is Kind.ACTIVATIONS and self.phase in _KEEPS_RESULTS:
+            self._births[block] = self._stretch
+        return block
+
+    def _bind(self, storage: torch.UntypedStorage, block: int) -> None:
+        address = storage._cdata
+        self._blocks[address] = block
+        self._finalizers[block] = weakref.ref(storage, lambda _: self._release(address, block))
+
+    def _release(self, address: int, block: int) -> None:
+        self._finalizers.pop(block, None)
+        if self._blocks.get(address) == block:
+            del self._blocks[address]
+        if self._births.pop(block, None) == self._stretch:
+            self.trace.kinds[block] = Kind.TEMPORARIES
+        if not self._reuse_for_sum(block):
+            self.trace.bury(block)
+
+    def _guess_kind(self, tensor: torch.Tensor) -> Kind:
+        phase = self.phase
+        if phase == _LOSS or (tensor.dim() and tensor.shape[-1] == self._vocabulary and phase in (_FORWARD, _BACKWARD)):
+            return Kind.LOGITS_AND_LOSS
+        if phase in _KEEPS_RESULTS or phase == _BETWEEN:
+            return Kind.ACTIVATIONS
+        if phase == _BACKWARD:  # autograd runs without grad mode, recomputation of a checkpoint with it
+            return Kind.ACTIVATIONS if torch.is_grad_enabled() else Kind.TEMPORARIES
+        return Kind.TEMPORARIES if phase == _OPTIMIZER else Kind.UNATTRIBUTED
+
+    # -- autograd's sums
+    def _is_backward_sum(self, args: tuple[Any, ...]) -> bool:
+        return self.phase == _BACKWARD and not torch.is_grad_enabled() and isinstance(args[1], torch.Tensor)
+
+    def _note_sum(self, old: torch.Tensor, new: torch.Tensor, total: torch.Tensor) -> None:
+        """Remember `old + new` in backward, which autograd does in place on a card.
+
+        InputBuffer::accumulate (torch/csrc/autograd/input_buffer.cpp) adds into the older gradient if it holds the last
+        reference to it and to its storage; a view shares its storage with its base, so it never does that for one. Any
+        active dispatch mode makes it add out of place instead, which is undone here when `old` dies at once.
+        """
+        if old._is_view() or old.shape != new.shape or not old.dtype == new.dtype == total.dtype:
+            return
+        older = self._blocks.get(old.untyped_storage()._cdata)
+        sum_block = self._blocks.get(total.untyped_storage()._cdata)
+        if older is not None and sum_block is not None and self.trace.events[-1] == sum_block:
+            self._sums = {older: (sum_block, len(self.trace.events) - 1)}
+
+    def _reuse_for_sum(self, older: int) -> bool:
+        """When `older` dies right after it was added to, let the sum live in its block instead."""
+        sum_block, index = self._sums.pop(older, (-1, -1))
+        if sum_block < 0 or self.trace.sizes[sum_block] != self.trace.sizes[older]:
+            return False
+        reference = self._finalizers.get(sum_block)
+        storage = reference() if reference is not None else None
+        if storage is None or any(event >= 0 for event in self.trace.events[index + 1 :]):
+            return False
+        del self.trace.events[index]
+        del self._finalizers[sum_block]
+        self._bind(storage, older)
+        return True
+
+    # -- torch calls
+    def __enter__(self) -> "Tracker":
+        resize, tracker = self._resize, self
+
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tracker._note_resize(storage, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_record  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """`storage.resize_` is no operator; sharding frees and refills its gathered weights with it."""
+        block = self._blocks.get(storage._cdata)
+        if block is not None and self.trace.sizes[block] != size:
+            self._finalizers.pop(block)
+            self.trace.bury(block)
+            self._bind(storage, self.trace.bear(size, self.trace.kinds[block], self.trace.spaces[block]))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            packet = func._overloadpacket
+            if packet in _READS:
+                answer = self._answer(packet, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
+            result = None if kwargs else pointwise_result(func, args)
+            if result is None:
+                result = func(*args, **kwargs)
+            self._record(func, packet, args, kwargs, result)
+            return result
+
+    def _record(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        events = len(self.trace.events)
+        results = [result] if isinstance(result, torch.Tensor) else list(kernels.tensors_in(result))
+        touched = results or list(kernels.tensors_in(args))
+        if not touched or touched[0].device.type != "meta":
+            return  # bookkeeping on the host, such as the step count of an optimizer
+        for tensor in results:
+            self._track(tensor)
+        made_memory = len(self.trace.events) > events
+        if packet is aten.add and made_memory and self._is_backward_sum(args):
+            self._note_sum(args[0], args[1], result)
+        if not (made_memory or func._schema.is_mutable or packet in kernels.MATRIX_PRODUCTS):
+            self.trace.operations.append(Operation(packet.__name__, self.phase, 0, 0, ""))
+            return
+        if packet in kernels.MATRIX_PRODUCTS:
+            self._take_cublas_workspace()
+        buffers = kernels.workspace(packet, args, kwargs)
+        blocks = [self._bear(size, Kind.TEMPORARIES) for size in buffers]
+        for block in reversed(blocks):
+            self.trace.bury(block)
+        self._measure(func, packet, args, kwargs, results)
+
+    def _take_cublas_workspace(self) -> None:
+        """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        size = self._card.cublas_workspace_bytes
+        if size and in_backward not in self._cublas_threads:
+            self._cublas_threads.add(in_backward)
+            self.trace.bear(size, Kind.TEMPORARIES)
+
+    def _measure(
+        self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: list[torch.Tensor]
+    ) -> None:
+        operands = [*kernels.tensors_in(args), *(kernels.tensors_in(tuple(kwargs.values())) if kwargs else ())]
+        floating = next((tensor.dtype for tensor in operands if tensor.dtype.is_floating_point), None)
+        self.trace.operations.append(
+            Operation(
+                name=packet.__name__,
+                phase=self.phase,
+                flops=kernels.count_flops(packet, args, kwargs, results),
+                bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
+                dtype=_DTYPE_NAMES.get(floating, ""),
+                shape=kernels.product_shape(packet, args),
+            )
+        )
+
+    # -- values nobody has
+    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Where device values would reach the host: an answer by policy, or NotImplemented to run the operator."""
+        tensor = args[0]
+        if packet is aten.equal:
+            return True if tensor.device.type == "meta" else NotImplemented
+        if packet is aten._to_copy:
+            device = kwargs.get("device")
+            if device is None or device.type != "cpu" or tensor.device.type != "meta":
+                return NotImplemented
+            return self._copy_to_host(tensor, kwargs.get("dtype") or tensor.dtype)
+        if packet is aten.copy_:
+            source = args[1]
+            if tensor.device.type == "cpu" and source.device.type == "meta":
+                return tensor
+            return NotImplemented
+        if tensor.device.type != "meta":
+            return NotImplemented
+        self.read_values.append(str(packet))
+        if tensor.dtype == torch.bool or packet is aten.is_nonzero:
+            return not self._padded
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _copy_to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """One shared zero of the right shape: it takes no memory here, and its full size in the trace's host space."""
+        copy = torch.zeros((), dtype=dtype).expand(tensor.shape)
+        block = self.trace.bear(tensor.numel() * dtype.itemsize, Kind.ACTIVATIONS, Space.HOST)
+        self._bind(copy.untyped_storage(), block)
+        return copy
+
+
+_DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+_READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten._to_copy, aten.copy_})

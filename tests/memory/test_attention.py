@@ -1,0 +1,70 @@
+"""Which attention kernel a card takes, by the constraints of sdp_utils.cpp."""
+
+from dataclasses import replace
+
+import pytest
+
+from framework.memory.attention import Attention, Backend, backward_workspace, choose_backend
+from framework.schema.gpu import GPUParams
+
+CALL = Attention(
+    batch=2,
+    heads=8,
+    kv_heads=8,
+    queries=128,
+    keys=128,
+    head_dim=64,
+    value_dim=64,
+    half_precision=True,
+    bfloat16=True,
+    masked=False,
+    causal=True,
+    dropout=0.0,
+    requires_grad=True,
+)
+
+
+def card(capability: str | None, name: str = "card") -> GPUParams:
+    return GPUParams(name=name, capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "change", "backend"),
+    [
+        ("9.0", {}, Backend.CUDNN),
+        ("9.0", {"masked": True}, Backend.CUDNN),
+        ("9.0", {"head_dim": 256, "value_dim": 256}, Backend.CUDNN),
+        ("10.0", {"head_dim": 256, "value_dim": 256}, Backend.FLASH),
+        ("9.0", {"half_precision": False, "bfloat16": False}, Backend.EFFICIENT),
+        ("8.0", {}, Backend.FLASH),
+        ("8.0", {"masked": True}, Backend.EFFICIENT),
+        ("8.0", {"masked": True, "head_dim": 60, "value_dim": 60}, Backend.MATH),
+        ("8.9", {"head_dim": 256, "value_dim": 256}, Backend.FLASH),
+        ("8.9", {"head_dim": 208, "value_dim": 208}, Backend.EFFICIENT),
+        ("8.9", {"head_dim": 256, "value_dim": 256, "dropout": 0.1}, Backend.EFFICIENT),
+        ("12.0", {}, Backend.FLASH),
+        ("7.5", {}, Backend.MATH),
+        ("7.5", {"bfloat16": False}, Backend.EFFICIENT),
+    ],
+)
+def test_choice(capability: str, change: dict[str, object], backend: Backend) -> None:
+    assert choose_backend(card(capability), replace(CALL, **change)) is backend
+
+
+def test_without_cuda() -> None:
+    assert choose_backend(card(None, "cpu"), CALL) is Backend.CPU_FLASH
+    assert choose_backend(card(None, "cpu"), replace(CALL, dropout=0.1)) is Backend.MATH
+    assert choose_backend(card(None, "mi300x_192gb"), CALL) is Backend.FLASH
+
+
+def test_grouped_queries_need_expanded_gradients() -> None:
+    grouped = replace(CALL, kv_heads=2)
+    expanded = 2 * 2 * 8 * 128 * 64
+    assert backward_workspace(Backend.FLASH, grouped) == [*backward_workspace(Backend.FLASH, CALL), expanded, expanded]
+    (plain,), (more,) = (backward_workspace(Backend.CUDNN, call) for call in (CALL, grouped))
+    assert more - plain == 2 * expanded
+
+
+def test_dropout_keeps_the_scores_in_cudnn_backward() -> None:
+    (plain,), (dropped,) = (backward_workspace(Backend.CUDNN, replace(CALL, dropout=p)) for p in (0.0, 0.1))
+    assert dropped - plain == 4 * 2 * 8 * 128 * 128

@@ -1,0 +1,293 @@
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from framework.errors import Interrupted, NonFinite, RequestError
+from framework.run import session as session_module
+from framework.run.checkpoint import checkpoints
+from framework.run.trainer import train
+from framework.schema.config import TrainingConfig
+from tests.tiny import GPT2, LLAMA
+
+ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Real text that every machine has: docstring-sized pieces of a standard library module, as JSONL."""
+    text = Path(json.__file__).with_name("decoder.py").read_text().split("\n\n")
+    file = tmp_path_factory.mktemp("corpus") / "rows.jsonl"
+    pieces = [piece for piece in text if len(piece) > 40]
+    file.write_text("".join(json.dumps({"text": pieces[i % len(pieces)] + f" # {i}"}) + "\n" for i in range(ROWS)))
+    return file
+
+
+def config(corpus, folder, *, training=None, model=None, data=None, architecture=GPT2, peft=None):
+    architecture = {**architecture, "resid_pdrop": 0.1} if architecture is GPT2 else dict(architecture)
+    architecture.pop("vocab_size")
+    return TrainingConfig(
+        training={
+            "task": "pretrain",
+            "max_steps": 12,
+            "per_device_train_batch_size": 2,
+            "global_batch_size": 4,
+            "learning_rate": 1e-2,
+            "output_dir": str(folder),
+            **(training or {}),
+        },
+        model={
+            "architecture": architecture,
+            "load_pretrained_weights": False,
+            "tokenizer": {"train": "bpe", "vocab_size": 300},
+            "model_max_length": 32,
+            **(model or {}),
+        },
+        data={"train": [{"path": str(corpus)}], "eval_fraction": 0.1, **(data or {})},
+        peft=peft or {},
+    )
+
+
+def metrics(folder, key="loss"):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def final_weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def interrupt_after(step, monkeypatch):
+    """Press Ctrl-C while step `step` is being made."""
+    original = session_module.Session._log
+
+    def log(self, result):
+        original(self, result)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(session_module.Session, "_log", log)
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory):
+    """Twelve steps in one go: more than one epoch, dropout on, shuffled."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    train(config(corpus, folder), quiet=True)
+    return metrics(folder), final_weights(folder), folder
+
+
+@pytest.mark.parametrize("step", range(1, 12))
+def test_resuming_at_any_step_is_exact(corpus, straight, tmp_path, monkeypatch, step):
+    """C01: stopped after each step of 12, mid-epoch and at its edge; the same losses, the same weights bit for bit."""
+    losses, weights, _ = straight
+    with monkeypatch.context() as patched:
+        interrupt_after(step, patched)
+        with pytest.raises(Interrupted, match=f"after step {step}"):
+            train(config(corpus, tmp_path / "run"), quiet=True)
+    torch.manual_seed(999)  # whatever the process drew meanwhile
+    workers = 2 if step in (3, 9) else 0
+    train(config(corpus, tmp_path / "run", data={"workers": workers}), resume=True, quiet=True)
+    assert metrics(tmp_path / "run") == losses
+    assert same(final_weights(tmp_path / "run"), weights)
+
+
+def test_workers_do_not_change_what_is_learnt(corpus, straight, tmp_path):
+    train(config(corpus, tmp_path / "run", data={"workers": 2}), quiet=True)
+    assert metrics(tmp_path / "run") == straight[0]
+    assert same(final_weights(tmp_path / "run"), straight[1])
+
+
+@pytest.mark.parametrize(("micro", "total"), [(4, 4), (1, 4)])
+def test_the_split_into_micro_batches_does_not_change_what_is_learnt(corpus, tmp_path, micro, total):
+    plain = {**GPT2, "resid_pdrop": 0.0}
+    sizes = {"per_device_train_batch_size": micro, "global_batch_size": total}
+    reference = config(corpus, tmp_path / "a", architecture=plain)
+    train(reference, quiet=True)
+    train(config(corpus, tmp_path / "b", architecture=plain, training=sizes), quiet=True)
+    expected = metrics(tmp_path / "a")
+    assert metrics(tmp_path / "b") == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_run_folder_is_complete(straight):
+    _, _, folder = straight
+    assert {path.name for path in folder.iterdir()} == {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "memory.json",
+        "checkpoints",
+        "final",
+    }
+    assert [path.name for path in checkpoints(folder)] == ["step-00000012"]
+    line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[1])
+    assert set(line) >= {
+        "step",
+        "epoch",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens",
+        "supervised_tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+    }
+    memory = json.loads((folder / "memory.json").read_text())
+    assert memory["predicted"] is None
+    assert memory["measured"]["allocated_bytes"] > 50 * 2**20
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+
+
+def test_the_written_config_trains_again_unchanged(straight, tmp_path):
+    losses, weights, folder = straight
+    document = yaml.safe_load((folder / "config.yaml").read_text())
+    document["training"]["output_dir"] = str(tmp_path / "again")
+    train(TrainingConfig.model_validate(document), quiet=True)
+    assert metrics(tmp_path / "again") == losses
+    assert same(final_weights(tmp_path / "again"), weights)
+
+
+def test_the_export_loads_with_plain_transformers(straight):
+    """C04, P09: model, tokenizer and dtype, without a word of ours."""
+    _, weights, folder = straight
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
+    stated = json.loads((folder / "final" / "config.json").read_text())["dtype"]
+    assert {str(tensor.dtype) for tensor in weights.values() if tensor.is_floating_point()} == {f"torch.{stated}"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_export_is_in_the_checkpoints_dtype_and_keeps_the_tie(corpus, tmp_path, tied):
+    """P09, C04: trained in float32, written in the bfloat16 that the architecture states."""
+    architecture = {**LLAMA, "dtype": "bfloat16", "tie_word_embeddings": tied}
+    train(config(corpus, tmp_path / "run", architecture=architecture, training={"max_steps": 1}), quiet=True)
+    document = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert document["dtype"] == "bfloat16"
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.dtype == torch.bfloat16
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (embedding.data_ptr() == head.data_ptr()) is tied
+
+
+def test_an_adapter_is_exported_as_an_adapter(corpus, tmp_path):
+    peft = {"lora_target_modules": ["all-linear"]}
+    run = config(corpus, tmp_path / "run", architecture=LLAMA, training={"use_peft": True, "max_steps": 2}, peft=peft)
+    train(run, quiet=True)
+    files = {path.name for path in (tmp_path / "run" / "final").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files
+    assert "model.safetensors" not in files
+
+
+def test_a_dry_run_writes_nothing(corpus, tmp_path):
+    train(config(corpus, tmp_path / "run"), dry_run=True, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_taken_folder_is_not_touched_without_being_told(corpus, straight, tmp_path):
+    _, _, folder = straight
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(RequestError, match="already holds a run"):
+        train(config(corpus, folder), quiet=True)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_overwriting_removes_only_what_a_run_writes(corpus, tmp_path):
+    folder = tmp_path / "run"
+    train(config(corpus, folder, training={"max_steps": 1}), quiet=True)
+    (folder / "notes.txt").write_text("mine")
+    train(config(corpus, folder, training={"max_steps": 2}), overwrite=True, quiet=True)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert [path.name for path in checkpoints(folder)] == ["step-00000002"]
+
+
+def test_resuming_with_other_settings_is_classed(corpus, straight):
+    """C03: harmless goes on, risky needs --allow, fatal is refused; all in one report."""
+    _, _, folder = straight
+    changed = config(
+        corpus,
+        folder,
+        training={"logging_steps": 5, "learning_rate": 5e-3, "max_steps": 12},
+        architecture={**GPT2, "n_layer": 3},
+    )
+    with pytest.raises(RequestError) as caught:
+        train(changed, resume=True, quiet=True)
+    problems = {problem.key: problem for problem in caught.value.problems}
+    assert problems["training.learning_rate"].expected == "--allow training.learning_rate"
+    assert "another run" in problems["model.architecture.n_layer"].message
+    assert "training.logging_steps" not in problems
+
+
+def test_nothing_to_resume_is_said(corpus, tmp_path):
+    with pytest.raises(RequestError, match="there is no checkpoint"):
+        train(config(corpus, tmp_path / "run"), resume=True, quiet=True)
+
+
+def test_a_non_finite_loss_writes_no_checkpoint_over_a_good_one(corpus, tmp_path, monkeypatch):
+    """P05: the last good checkpoint stays the last."""
+    original = session_module.Session._log
+
+    def poison(self, result):
+        original(self, result)
+        if self.step == 3:
+            self.assembly.trained[0].data.fill_(float("nan"))
+
+    monkeypatch.setattr(session_module.Session, "_log", poison)
+    run = config(corpus, tmp_path / "run", training={"save_steps": 2})
+    with pytest.raises(NonFinite, match=r"step 4.*Training rows of this step: \[\d+, "):
+        train(run, quiet=True)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize(("save", "evaluate", "keep"), [(5, 4, 2), (3, 5, 1), (1, 7, 3)])
+def test_retention_holds_with_any_pair_of_intervals(corpus, tmp_path, save, evaluate, keep):
+    """C07: save and evaluation intervals that are not multiples of one another."""
+    intervals = {"save_steps": save, "eval_steps": evaluate, "save_total_limit": keep}
+    train(config(corpus, tmp_path / "run", training=intervals), quiet=True)
+    saved = [int(path.name[-8:]) for path in checkpoints(tmp_path / "run")]
+    due = sorted({*range(save, 13, save), 12})
+    assert saved == due[-keep:]
+    assert set(metrics(tmp_path / "run", "eval_loss")) == {0, *range(evaluate, 12, evaluate), 12}
+
+
+def test_few_frames_stand_between_the_trainer_and_the_optimizer(corpus, tmp_path, monkeypatch):
+    """From `train` to Optimizer.step: the loop and the step, nothing else of ours."""
+    seen = []
+    original = torch.optim.AdamW.step
+
+    def step(self, closure=None):
+        seen.append([frame.name for frame in traceback.extract_stack() if "/framework/" in frame.filename])
+        return original(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train(config(corpus, tmp_path / "run", training={"max_steps": 1}), quiet=True)
+    assert seen == [["train", "train_step"]]
+
+
+def test_tensorboard_gets_the_metrics(corpus, tmp_path):
+    pytest.importorskip("tensorboard")
+    train(config(corpus, tmp_path / "run", training={"trackers": ["tensorboard"], "max_steps": 1}), quiet=True)
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+
+def test_a_tracker_that_is_not_installed_is_an_error(corpus, tmp_path):
+    if "wandb" in sys.modules:
+        pytest.skip("wandb is installed")
+    with pytest.raises(RequestError, match="the package wandb is not installed"):
+        train(config(corpus, tmp_path / "run", training={"trackers": ["wandb"]}), quiet=True)
