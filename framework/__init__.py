@@ -1,5 +1,59 @@
 """tunesmith: fine-tuning of language models from YAML, whose heart is GPU memory.
 
 Import ladder (a room may import those to its right): cli > report, convert > run > build > memory > schema.
-`compose` and `check` stand beside `cli`; `errors` imports nothing. No front room loads torch.
+`compose` and `checks` stand beside `cli`; `errors` imports nothing. No front room loads torch.
+
+Public names load on first use, so that `import framework` costs nothing.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from framework.checks import check as check
+    from framework.compose import load as load
+    from framework.compose import to_yaml as to_yaml
+    from framework.errors import *  # noqa: F403
+    from framework.schema.choices import *  # noqa: F403
+    from framework.schema.config import *  # noqa: F403
+    from framework.schema.data import *  # noqa: F403
+    from framework.schema.fsdp import *  # noqa: F403
+    from framework.schema.gpu import *  # noqa: F403
+    from framework.schema.model import *  # noqa: F403
+    from framework.schema.peft import *  # noqa: F403
+    from framework.schema.training import *  # noqa: F403
+
+_ROOMS = {
+    "framework.schema.config": "Batch TrainingConfig",
+    "framework.schema.training": "GradientCheckpointingKwargs TrainingParams",
+    "framework.schema.model": "ModelParams TokenizerTraining",
+    "framework.schema.peft": "PeftParams",
+    "framework.schema.fsdp": "FSDPParams",
+    "framework.schema.data": "DataParams DatasetParams",
+    "framework.schema.gpu": "GPUParams",
+    "framework.schema.choices": (
+        "Attention BackwardPrefetch CompileScope MixedPrecision OnOutOfMemory Optimizer PeftMethod PeftSaveMode "
+        "Quantization Rounding RowFormat Scheduler ShardingStrategy StateDictType Supervise Task TorchDtype Tracker "
+        "Truncation"
+    ),
+    "framework.errors": (
+        "DoesNotFit Interrupted NonFinite OutOfMemory Problem RequestError SaveFailed TrainingStopped TunesmithError "
+        "VerificationFailed"
+    ),
+    "framework.compose": "load to_yaml",
+    "framework.checks": "check",
+}
+"""Module -> the public names it provides."""
+_HOMES = {name: module for module, names in _ROOMS.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'framework' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]

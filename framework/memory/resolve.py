@@ -54,3 +54,11 @@ def _length(config: TrainingConfig, settings: Mapping[str, Any] | None) -> int |
     if isinstance(written, int) or settings is None:
         return written if isinstance(written, int) else None
     return min(DEFAULT_LENGTH, position_count(settings) or DEFAULT_LENGTH)
+
+
+def with_length(config: TrainingConfig) -> TrainingConfig:
+    """The config with the length that an unset `model.model_max_length` stands for, where the recipe tells it."""
+    if config.model.model_max_length is not None:
+        return config
+    length = _length(config, config.model.architecture)
+    return config.model_copy(update={"model": config.model.model_copy(update={"model_max_length": length})})

@@ -1,0 +1,111 @@
+"""Tier A: all that can be known from the text alone, every problem at once, each with its key and place."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from framework.compose import Composition, Origin, draft
+from framework.compose.paths import exists, looks_local
+from framework.errors import Problem, RequestError
+from framework.schema.availability import unavailable
+from framework.schema.config import TrainingConfig
+from framework.schema.rules import Needs, find_conflicts
+
+TRAIN = Needs(model=True, data=True)
+CHECK = Needs(model=True)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What tier A found. `composition` is None when there are problems."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    composition: Composition | None = None
+
+
+def check(config: TrainingConfig, needs: Needs = TRAIN) -> tuple[Problem, ...]:
+    """The warnings about a config. Raises RequestError with all its problems at once."""
+    problems, warnings = _findings(config, needs, (), {}, {})
+    if problems:
+        raise RequestError(problems)
+    return tuple(warnings)
+
+
+def check_request(
+    recipe: str | Path, overrides: Sequence[str] = (), world: int | None = None, needs: Needs = CHECK
+) -> Report:
+    """Composes a request and checks it; what is wrong with its text and with its meaning in one report."""
+    try:
+        request = draft(recipe, overrides, world)
+    except RequestError as error:
+        return Report(error.problems, ())
+    origins = request.origins
+    suspect = {*request.invalid, *(problem.key for problem in request.problems)}
+    suspect |= {problem.nearest for problem in request.problems if problem.nearest}
+
+    problems, warnings = _findings(request.config, needs, suspect, origins, request.as_written)
+    problems, warnings = [*request.problems, *problems], [*request.warnings, *warnings]
+    if problems:
+        return Report(tuple(problems), tuple(warnings))
+    composition = Composition(request.recipe, request.config, origins, tuple(map(str, warnings)))
+    return Report((), tuple(warnings), composition)
+
+
+def located(problems: Iterable[Problem], origins: Mapping[str, Origin]) -> tuple[Problem, ...]:
+    """The problems, each with the place where its key was written."""
+    return tuple(replace(problem, where=problem.where or place(problem.key, origins)) for problem in problems)
+
+
+def place(key: str, origins: Mapping[str, Origin]) -> str | None:
+    """Where a key, or something inside it, was written; None when all of it is default."""
+    inside = (name for name in origins if name == key or name.startswith((f"{key}.", f"{key}[")))
+    return next((origins[name].place for name in inside if origins[name].kind != "default"), None)
+
+
+def _findings(
+    config: TrainingConfig,
+    needs: Needs,
+    suspect: Iterable[str],
+    origins: Mapping[str, Origin],
+    as_written: Mapping[str, str],
+) -> tuple[list[Problem], list[Problem]]:
+    """Problems and warnings. Rules that name a suspect key are left out: its value here is not what was meant."""
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
+    for conflict in find_conflicts(config, needs):
+        if any(_covers(bad, key) for bad in suspect for key in conflict.keys):
+            continue
+        places = {key: where for key in conflict.keys if (where := place(key, origins))}
+        key = next(iter(places), conflict.keys[0])
+        others = [f"{other} at {where}" for other, where in places.items() if other != key]
+        message = conflict.message + (f" ({', '.join(others)})" if others else "")
+        found = Problem(key, message, places.get(key), conflict.expected)
+        (warnings if conflict.is_warning else problems).append(found)
+    problems += [Problem(key, message, place(key, origins), works) for key, message, works in unavailable(config)]
+    problems += _missing_files(config, origins, as_written) if needs.data else []
+    return problems, warnings
+
+
+def _covers(bad: str, key: str) -> bool:
+    """Whether a problem with `bad` makes `key` doubtful: the key itself, or a section or item around it."""
+    return not bad or key == bad or key.startswith((f"{bad}.", f"{bad}["))
+
+
+def _missing_files(
+    config: TrainingConfig, origins: Mapping[str, Origin], as_written: Mapping[str, str]
+) -> list[Problem]:
+    """Paths of the machine at hand that lead nowhere."""
+    model = config.model
+    paths = {"model.model_name": model.model_name, "model.tokenizer_name": model.tokenizer_name}
+    for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        paths |= {f"data.{name}[{index}].path": source.path for index, source in enumerate(sources)}
+    return [
+        Problem(
+            key,
+            f"no such file or folder: {as_written.get(key, path)} ({Path(path).expanduser().absolute()})",
+            place(key, origins),
+        )
+        for key, path in paths.items()
+        if path and looks_local(path) and not exists(path)
+    ]

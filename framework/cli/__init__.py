@@ -1,0 +1,47 @@
+"""The command line: parses, prints, exits, and nothing else. Each verb imports what it needs when it runs."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from typer import TyperException
+
+from framework.cli.app import app
+from framework.cli.printing import complain, print_json, print_problems
+from framework.errors import Problem, RequestError, TunesmithError
+
+__all__ = ["app", "main"]
+
+INTERRUPTED = 130
+READER_LEFT = 141
+"""What a shell makes of SIGPIPE."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130 (CONTRACT.md). No traceback without --debug."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
+        sys.stdout.flush()
+        if code == INTERRUPTED:  # typer turns Ctrl-C outside of a run, which saves first, into this code
+            complain("interrupted", "--debug" in words)
+        return code if isinstance(code, int) else 0
+    except RequestError as error:
+        problems, code = error.problems, error.exit_code
+    except TyperException as error:
+        problems, code = (Problem("", error.format_message()),), 2
+    except TunesmithError as error:
+        complain(str(error), "--debug" in words)
+        return error.exit_code
+    except (BrokenPipeError, SystemExit):  # our reader has left, which typer may turn into an exit; say no more to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_LEFT
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}".partition("\n")[0]
+        complain(f"internal fault: {detail} (--debug shows where; please report it)", "--debug" in words)
+        return 1
+    if "--json" in words:
+        print_json({"errors": [problem.to_json() for problem in problems]})
+    else:
+        print_problems(problems)
+    return code

@@ -1,0 +1,30 @@
+"""All verbs, put together."""
+
+from typing import Annotated
+
+import typer
+
+from framework.cli import look, work
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Fine-tune language models from YAML, within the memory of your GPU.",
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options of every verb. `main` reads them; here they are for the help text."""
+
+
+app.command()(work.train)
+app.command()(look.check)
+app.command()(look.show)
+app.command()(look.diff)
+app.command("list")(look.list_choices)
+app.command()(look.schema)
+app.command()(look.doctor)

@@ -1,0 +1,13 @@
+"""Arguments and options that several verbs share."""
+
+from typing import Annotated
+
+import typer
+
+Recipe = Annotated[str, typer.Argument(help="A path to a YAML file, or the name of a shipped recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="group=preset, section.key=value, section.list+=[item], ~section.key", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Processes = Annotated[int | None, typer.Option("--nproc", min=1, help="Number of processes; sets gpu.count.")]

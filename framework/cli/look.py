@@ -1,0 +1,143 @@
+"""The verbs that look at requests, choices and the machine, and change nothing."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from framework.cli.arguments import Json, Overrides, Processes, Recipe
+from framework.cli.printing import print_columns, print_json, print_warnings
+from framework.errors import Problem, RequestError
+
+KINDS = {"recipes": "", "models": "model", "datasets": "data", "optimizers": "optimizer", "gpus": "gpu"}
+"""What `list` calls a group by another name than its own; the recipes are no group."""
+
+
+def check(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only what needs no torch: types, keys, clashes, card.")
+    ] = False,
+    as_json: Json = False,
+    nproc: Processes = None,
+) -> int:
+    """Say everything that can be known before weights are loaded, all problems at once."""
+    from framework.checks import check_request, located
+
+    report = check_request(recipe, overrides or (), nproc)
+    problems = report.problems
+    if report.composition is not None and not quick:
+        from framework.run.inspect import inspect
+
+        problems = located(inspect(report.composition.config), report.composition.origins)
+    if as_json:
+        document = {"errors": problems, "warnings": report.warnings}
+        print_json({name: [problem.to_json() for problem in found] for name, found in document.items()})
+        return 2 if problems else 0
+    print_warnings(report.warnings)
+    if problems:
+        raise RequestError(problems)
+    looked_at = "keys, values and combinations" + ("" if quick else "; tokenizer, model and rows")
+    print(f"{recipe}: no problems ({looked_at})")
+    return 0
+
+
+def show(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
+    resolve: Annotated[bool, typer.Option("--resolve", help="Replace `auto` by what the search finds.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the composed config as YAML."""
+    from framework.compose import compose
+    from framework.compose.writing import to_annotated_yaml, to_yaml
+    from framework.memory.resolve import with_length
+
+    if resolve:
+        raise RequestError([Problem("--resolve", "not yet available: the search that replaces `auto`")])
+    composition = compose(recipe, overrides or ())
+    print_warnings(composition.warnings)
+    config = with_length(composition.config)
+    if as_json:
+        origins = {key: asdict(value) for key, value in composition.origins.items()}
+        print_json({"recipe": composition.recipe, "config": config.model_dump(mode="json"), "origins": origins})
+    elif origin:
+        print(to_annotated_yaml(config, composition.origins), end="")
+    else:
+        print(to_yaml(config), end="")
+
+
+def diff(recipe: Recipe, other: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Print the keys in which two recipes differ, with both values and where each came from. Overrides go to both."""
+    from framework.compose import compose
+    from framework.compose.differences import differences
+
+    found = differences(compose(recipe, overrides or ()), compose(other, overrides or ()))
+    if as_json:
+        print_json({"differences": [difference.to_json() for difference in found]})
+        return
+    rows = [
+        row
+        for difference in found
+        for row in (
+            (difference.key, "a", str(difference.a), str(difference.origin_a)),
+            ("", "b", str(difference.b), str(difference.origin_b)),
+        )
+    ]
+    print_columns(rows)
+    if not rows:
+        print("no key differs")
+
+
+def list_choices(
+    kind: Annotated[str, typer.Argument(help="recipes, gpus, models, optimizers, datasets, peft, fsdp or training.")],
+    as_json: Json = False,
+) -> None:
+    """List shipped recipes, or the presets of a group, with what each is for."""
+    from framework.compose import shipped
+
+    kinds = KINDS | {group: group for group in shipped.GROUPS}
+    if kind not in kinds:
+        nearest = shipped.nearest(kind, kinds)
+        raise RequestError([Problem("", f"there is nothing of kind {kind!r}", None, ", ".join(kinds), nearest)])
+    files = shipped.presets(kinds[kind]) if kinds[kind] else shipped.recipes()
+    found = {name: shipped.purpose(path) or _fact(path) for name, path in files.items()}
+    if as_json:
+        print_json({"kind": kind, "choices": [{"name": name, "purpose": text} for name, text in found.items()]})
+    else:
+        print_columns(list(found.items()))
+
+
+def _fact(path: Path) -> str:
+    """What tells a preset of facts from its siblings."""
+    from framework.compose.reading import read
+
+    tree = read(path, path.name, "group", [])
+    name = tree.at(("model", "model_name")) if tree else None
+    usable = tree.at(("gpu", "usable_bytes")) if tree else None
+    return str(name.value) if name else f"{usable.value / 2**30:.1f} GiB usable" if usable else ""
+
+
+def schema() -> None:
+    """Print the JSON Schema of a recipe, for editors."""
+    import json
+
+    from framework.compose import shipped
+    from framework.schema.json_schema import recipe_schema
+
+    print(json.dumps(recipe_schema({group: list(shipped.presets(group)) for group in shipped.GROUPS})))
+
+
+def doctor(as_json: Json = False) -> None:
+    """Describe this machine: Python, torch, CUDA, cards and packages."""
+    from framework.cli.machine import describe
+
+    facts = describe()
+    if as_json:
+        print_json(facts)
+    else:
+        print_columns([(key, str(value)) for key, value in facts.items() if not isinstance(value, dict)])
+        print_columns([(f"  {name}", str(version or "not installed")) for name, version in facts["packages"].items()])

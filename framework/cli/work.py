@@ -1,0 +1,56 @@
+"""The verbs that make something happen."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from framework.cli.arguments import Json, Overrides, Processes, Recipe
+from framework.cli.printing import print_json, print_warnings
+from framework.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from framework.run.trainer import RunResult
+
+
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the run folder.")] = False,
+    allow: Annotated[
+        list[str] | None, typer.Option("--allow", help="A key that may differ from the run being resumed.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before the first step; write nothing.")] = False,
+    multirun: Annotated[bool, typer.Option("-m", "--multirun", help="Sweep over lists of values.")] = False,
+    as_json: Json = False,
+    nproc: Processes = None,
+) -> None:
+    """Compose, check and train; everything is in the run folder afterwards."""
+    from framework.checks import TRAIN, check_request
+
+    if multirun:
+        raise RequestError([Problem("-m", "not yet available: sweeps")])
+    report = check_request(recipe, overrides or (), nproc, TRAIN)
+    print_warnings(report.warnings)
+    if report.composition is None:
+        raise RequestError(report.problems)
+    from framework.run.trainer import train as run
+
+    config, name = report.composition.config, report.composition.recipe
+    result = run(config, name, resume=resume, overwrite=overwrite, dry_run=dry_run, allow=allow or (), quiet=as_json)
+    if as_json:
+        print_json(
+            {"folder": str(result.folder), "steps": result.steps, "evals": result.evals, "sample": result.sample}
+        )
+    elif not dry_run:
+        _report(result)
+
+
+def _report(result: "RunResult") -> None:
+    """Where the run is, what the model says, and what to try next."""
+    print(f"run folder  {result.folder}")
+    if result.sample:
+        prompt, completion = result.sample
+        print(f"prompt      {prompt!r}\ncompletion  {completion!r}")
+    print(f"model       {result.folder / 'final'} (AutoModelForCausalLM.from_pretrained loads it)")
+    print(f"again       tunesmith train {result.folder / 'config.yaml'} training.learning_rate=1e-4")

@@ -1,0 +1,275 @@
+"""The layers of a request, low to high: the detected card, the recipe's presets, its body, presets and keys of the
+command line. Each holds only keys the schema knows; what a higher layer makes meaningless is gone from the lower ones.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as File
+
+from framework.compose import shipped
+from framework.compose.origins import Kind, Node, Origin, node_of
+from framework.compose.overrides import Choice, Words
+from framework.compose.reading import MAX_PROBLEMS, read
+from framework.errors import Problem, RequestError
+from framework.memory.cards import card_of_size, smallest
+from framework.schema.keys import Key, Path, dotted, root, unknown
+
+ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
+    (("training", "gradient_accumulation_steps"), ("training", "global_batch_size")),
+    (("training", "global_batch_size"), ("training", "gradient_accumulation_steps")),
+)
+"""Writing the first in a higher layer drops the second from the lower ones: they say the same thing twice."""
+ARCHITECTURE: Path = ("model", "architecture")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of written values. Layers of equal rank count as one where a higher drops from a lower."""
+
+    kind: Kind
+    rank: int
+    tree: Node
+
+
+def find_recipe(recipe: str | File) -> tuple[str, File, str]:
+    """Name, file and label of a recipe given by path or shipped name. Raises RequestError when there is none."""
+    word = str(recipe)
+    path = File(word).expanduser()
+    try:
+        is_path = isinstance(recipe, File) or path.suffix in (".yaml", ".yml") or ("/" in word and path.exists())
+        if is_path and path.exists():
+            return path.stem, path, word
+    except (OSError, ValueError) as error:
+        raise RequestError([Problem("", f"no such recipe: {error}")]) from None
+    known = shipped.recipes()
+    if not is_path and word in known:
+        return word, known[word], f"recipes/{word}.yaml"
+    nearest = shipped.nearest(path.stem if is_path else word, known)
+    message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
+    raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
+
+
+def gather(
+    recipe: File, label: str, words: Words, detect: Callable[[], str | None], problems: list[Problem]
+) -> list[Layer]:
+    """All layers of a request. What is unknown becomes a problem and is left out.
+
+    Raises RequestError with the problems so far when the recipe itself cannot be read.
+    """
+    body = read(recipe, label, "recipe", problems)
+    if body is None:
+        raise RequestError(problems)
+    choices = _defaults(body.at(("defaults",)), problems)
+    body = body.without(("defaults",))
+    above = {group: words.choices[group] for group in shipped.GROUPS if group in words.choices}
+    below = {group: choice for group, choice in choices.items() if group not in above}
+    trees: list[tuple[Kind, Node | None]] = [("group", _preset(*item, problems)) for item in below.items()]
+    trees.append(("recipe", body))
+    trees += [("group", _preset(*item, problems)) for item in above.items()]
+    layers = [
+        Layer(kind, rank, _known(tree, root(), (), problems))
+        for rank, (kind, tree) in enumerate(trees, 1)
+        if tree is not None
+    ]
+    names_card = any(layer.tree.at(("gpu", "name")) for layer in layers)
+    if not names_card and (choices | above).get("gpu") is None and not _writes(words, ("gpu", "name")):
+        layers.insert(0, _detected(detect, problems))
+    return settle(layers, words, problems)
+
+
+def settle(layers: list[Layer], words: Words, problems: list[Problem]) -> list[Layer]:
+    """Folds appended lists, applies the words of the command line, and drops what a higher layer replaces."""
+    settled: list[Layer] = []
+    for layer in layers:
+        settled.append(replace(layer, tree=_appended(layer.tree, root(), (), settled, problems)))
+        settled = _replaced(settled)
+    for write in words.writes:
+        if write.node is None:
+            settled = [
+                replace(layer, tree=layer.tree.without(write.path)) if layer.rank else layer for layer in settled
+            ]
+            continue
+        tree = _placed(write.path, write.node, settled, problems)
+        tree = _known(tree, root(), (), problems)
+        settled.append(Layer("command line", len(layers) + 1, _appended(tree, root(), (), settled, problems)))
+        settled = _replaced(settled)
+    return settled
+
+
+def highest(layers: Sequence[Layer], path: Path) -> tuple[Layer, Node] | None:
+    """The topmost layer that writes `path`, and what it writes."""
+    found = ((layer, node) for layer in reversed(layers) if (node := layer.tree.at(path)) is not None)
+    return next(found, None)
+
+
+def list_warnings(layers: Sequence[Layer]) -> Iterator[Problem]:
+    """One for each list of a preset that takes the place of a list that is not empty."""
+    for index, layer in enumerate(layers):
+        for path, node in _lists(layer.tree, root(), ()) if layer.kind == "group" else ():
+            lower = highest(layers[:index], path)
+            below = lower[1].plain() if lower and lower[1].items else []
+            if lower and below and node.plain()[: len(below)] != below:
+                message = f"replaces the list {below} written at {lower[1].origin.place}"
+                yield Problem(dotted(path), message, node.origin.place, "`{append: [..]}` to keep both")
+
+
+def _defaults(node: Node | None, problems: list[Problem]) -> dict[str, Choice | None]:
+    """The recipe's `defaults:`, a list of `group: choice`."""
+    choices: dict[str, Choice | None] = {}
+    if node is None or node.value is None:
+        return choices
+    expected = f"a list of `- group: preset`; groups are {', '.join(shipped.GROUPS)}"
+    if node.items is None:
+        problems.append(Problem("defaults", "is not a list", node.origin.place, expected))
+    for index, item in enumerate(node.items or ()):
+        [(group, choice)] = item.mapping.items() if item.mapping and len(item.mapping) == 1 else [("", item)]
+        names = [name.value for name in choice.items] if choice.items is not None else [choice.value]
+        place = item.origin.place
+        if group not in shipped.GROUPS or not all(isinstance(name, str | int | float) for name in names):
+            nearest = shipped.nearest(group, shipped.GROUPS)
+            problems.append(Problem(f"defaults[{index}]", "is not a preset of a group", place, expected, nearest))
+        elif group in choices:
+            problems.append(Problem(f"defaults[{index}]", f"`{group}` is chosen twice", place, "one choice of a group"))
+        else:
+            choices[group] = Choice(tuple(str(name) for name in names), choice.origin)
+    return choices
+
+
+def _preset(group: str, choice: Choice | None, problems: list[Problem]) -> Node | None:
+    """The tree that a choice stands for. Several names are unlike cards: the smallest one's facts and their number."""
+    if choice is None:
+        return None
+    trees = [_one_preset(group, name, choice.origin, problems) for name in choice.names]
+    if len(trees) == 1 or None in trees:
+        return trees[0]
+    if group != "gpu":
+        problems.append(Problem(group, "takes one preset, not a list", choice.origin.place))
+        return None
+    try:
+        facts = smallest([tree.plain().get("gpu") or {} for tree in trees if tree is not None])
+    except ValueError as error:
+        problems.append(Problem(group, str(error), choice.origin.place))
+        return None
+    return node_of({"gpu": facts}, replace(choice.origin, kind="group"))
+
+
+def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) -> Node | None:
+    known = shipped.presets(group)
+    path = File(name).expanduser()
+    is_path = path.suffix in (".yaml", ".yml")
+    if name in known or (is_path and path.exists()):
+        file, label = (known[name], f"{group}/{name}.yaml") if name in known else (path, name)
+        tree = read(file, label, "group", problems)
+        if tree and "defaults" in (tree.mapping or {}):
+            problems.append(Problem("defaults", "only a recipe has `defaults:`, a preset does not", f"{label}:1"))
+        return tree.without(("defaults",)) if tree else None
+    facts = card_of_size(name) if group == "gpu" and not is_path else None
+    if facts is not None:
+        return node_of({"gpu": facts}, Origin("group", f"gpu={name}"))
+    message = f"no such file: {name} ({path.absolute()})" if is_path else f"no preset is called {name!r}"
+    sizes = ", a size such as 24gb" if group == "gpu" else ""
+    expected = f"one of: {', '.join(known) or 'none yet'}{sizes}, or the path of a YAML file"
+    problems.append(Problem(group, message, origin.place, expected, shipped.nearest(name, known)))
+    return None
+
+
+def _detected(detect: Callable[[], str | None], problems: list[Problem]) -> Layer:
+    name = detect() or "cpu"
+    tree = _one_preset("gpu", name, Origin("default"), problems) or node_of({}, Origin("default"))
+    return Layer("group", 0, tree)
+
+
+def _writes(words: Words, path: Path) -> bool:
+    return any(write.path == path and write.node is not None for write in words.writes)
+
+
+def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
+    """The tree without what the schema has no place for; each such key is a problem where it stands."""
+    if key.is_list and node.items is not None and key.children:
+        return Node(
+            [_known(item, replace(key, is_list=False), (*path, i), problems) for i, item in enumerate(node.items)],
+            node.origin,
+        )
+    if key.is_list and node.mapping is not None and node.at(("append",)) is not None:
+        appended = _known(node.mapping["append"], key, path, problems)
+        return Node({**node.mapping, "append": appended}, node.origin)
+    if not key.children or key.is_list or node.mapping is None:
+        return node
+    inside: dict[str, Node] = {}
+    for name, child in node.mapping.items():
+        here = (*path, name)
+        if name in key.children:
+            if path or child.value is not None:  # a section with nothing under it writes nothing
+                inside[name] = _known(child, key.children[name], here, problems)
+        elif len(problems) <= MAX_PROBLEMS:
+            message, nearest = unknown(here)
+            if here == ("hydra",):
+                message = "Hydra's own settings cannot be set"
+            problems.append(Problem(dotted(here), message, child.origin.place, nearest=nearest))
+    return Node(inside, node.origin)
+
+
+def _appended(node: Node, key: Key, path: Path, lower: Sequence[Layer], problems: list[Problem]) -> Node:
+    """The tree with `{append: [..]}` turned into the whole list: what lower layers hold, then these items."""
+    if key.is_list and node.mapping is not None:
+        extra = node.mapping.get("append")
+        if extra is None or extra.items is None or len(node.mapping) > 1:
+            expected = "a list, or `{append: [..]}` alone"
+            problems.append(Problem(dotted(path), "is a mapping", node.origin.place, expected))
+            return Node([], node.origin)
+        base = highest(lower, path)
+        return Node([*(base[1].items or () if base else ()), *extra.items], node.origin)
+    if not key.children or node.mapping is None:
+        return node
+    inside = {
+        name: _appended(child, key.children[name], (*path, name), lower, problems)
+        for name, child in node.mapping.items()
+    }
+    return Node(inside, node.origin)
+
+
+def _replaced(layers: list[Layer]) -> list[Layer]:
+    """The layers without what the last one makes meaningless below it."""
+    *lower, top = layers
+    whole = [ARCHITECTURE] if top.tree.at((*ARCHITECTURE, "model_type")) else []  # not a change of one
+    twice = [other for key, other in ALTERNATIVES if (node := top.tree.at(key)) and node.value is not None]
+    changed = []
+    for layer in lower:
+        gone = whole + (twice if layer.rank < top.rank else []) + list(_unlike(layer.tree, top.tree, ()))
+        tree = layer.tree
+        for path in gone:
+            tree = tree.without(path)
+        changed.append(replace(layer, tree=tree))
+    return [*changed, top]
+
+
+def _unlike(low: Node, high: Node, path: Path) -> Iterator[Path]:
+    """Where one holds a mapping or list and the other does not: there is nothing to merge, the higher one stands."""
+    if low.mapping is not None and high.mapping is not None:
+        for name in low.mapping.keys() & high.mapping.keys():
+            yield from _unlike(low.mapping[name], high.mapping[name], (*path, name))
+    elif (low.mapping is None, low.items is None) != (high.mapping is None, high.items is None):
+        yield path
+
+
+def _placed(path: Path, node: Node, layers: Sequence[Layer], problems: list[Problem]) -> Node:
+    """A tree that holds `node` at `path`. An index changes one item of the list that lower layers hold."""
+    index = next((position for position, part in enumerate(path) if isinstance(part, int)), None)
+    empty = Node({}, node.origin)
+    if index is None:
+        return empty.replaced(path, node)
+    found = highest(layers, path[:index])
+    items = found[1].items if found else None
+    if not items or int(path[index]) >= len(items):
+        message = f"the list has {len(items or ())} items, so none with index {path[index]}"
+        problems.append(Problem(dotted(path), message, node.origin.place, f"`{dotted(path[:index])}+=[..]` to append"))
+        return empty
+    return empty.replaced(path[:index], found[1].replaced(path[index:], node)) if found else empty
+
+
+def _lists(node: Node, key: Key, path: Path) -> Iterator[tuple[Path, Node]]:
+    if key.is_list and node.items is not None:
+        yield path, node
+    elif key.children:
+        for name, child in (node.mapping or {}).items():
+            yield from _lists(child, key.children[name], (*path, name))

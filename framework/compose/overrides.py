@@ -1,0 +1,133 @@
+"""The words after the recipe on the command line, parsed by Hydra's override grammar."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
+from hydra.errors import HydraException
+
+from framework.compose.origins import Node, Origin, node_of
+from framework.compose.shipped import GROUPS
+from framework.errors import Problem
+from framework.schema.keys import Path, dotted, key_at, unknown
+
+COMMAND_LINE = "command line"
+MAX_WORD = 8192
+"""Characters; Hydra's parser is in Python and takes about 10 microseconds for each."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`group=choice`. A list is a machine with cards of several kinds."""
+
+    names: tuple[str, ...]
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Write:
+    """`key=value`, `key+=[value]` (the node is then `{append: [value]}`), or `~key` (no node)."""
+
+    path: Path
+    node: Node | None
+
+
+@dataclass(frozen=True)
+class Words:
+    """What the command line asks for."""
+
+    choices: dict[str, Choice | None]
+    """None: the recipe's choice of that group is dropped."""
+    writes: list[Write]
+
+
+def parse(words: Sequence[str], problems: list[Problem]) -> Words:
+    """Group choices and writes, in the order typed; a problem for each word that is neither.
+
+    `+key=` and `++key=` mean `key=`. Nothing may reach Hydra's own namespace, and a list of values is a sweep, which
+    is refused, except that `gpu=a,b` names unlike cards of one machine.
+    """
+    choices: dict[str, Choice | None] = {}
+    writes: list[Write] = []
+    for word in words:
+        key, equals, raw = word.strip().partition("=")
+        key, appends = (key[:-1], True) if key.endswith("+") else (key, False)
+        deletes = key.startswith("~")
+        path = _path(key.lstrip("+~"))
+        problem = _fault(word, path, bool(equals), deletes)
+        value: object = None
+        if not problem and not deletes:
+            value, problem = _value(path, raw, word)
+        if problem:
+            problems.append(problem)
+        elif deletes:
+            choices |= {str(path[0]): None} if path in {(group,) for group in GROUPS} else {}
+            writes.append(Write(path, None))
+        elif len(path) == 1 and path[0] in GROUPS:
+            choices[str(path[0])] = Choice(
+                value if isinstance(value, tuple) else (str(value),), Origin("command line", word)
+            )
+        else:
+            node = node_of({"append": value} if appends else value, Origin("command line", word))
+            writes.append(Write(path, node))
+    return Words(choices, writes)
+
+
+def _path(key: str) -> Path:
+    """`data.train[0].path` and `data.train.0.path` are the same place."""
+    parts = re.sub(r"\[(\d{1,4})\]", r".\1", key).split(".")
+    return tuple(int(part) if re.fullmatch(r"\d{1,4}", part) else part for part in parts)
+
+
+def _fault(word: str, path: Path, has_value: bool, deletes: bool) -> Problem | None:
+    """What is wrong with the word before its value is looked at."""
+    shown = _shown(word)
+    name = str(path[0])
+    if name == "hydra" or name.startswith(("hydra/", "hydra:", "hydra@")):
+        return Problem(shown, "Hydra's own settings cannot be set", COMMAND_LINE)
+    if len(word) > MAX_WORD:
+        return Problem(shown, f"is longer than {MAX_WORD} characters: write it in a file", COMMAND_LINE)
+    is_group = len(path) == 1 and name in GROUPS
+    if not is_group and key_at(path) is None:
+        message, nearest = unknown(path)
+        return Problem(shown.partition("=")[0], message, COMMAND_LINE, nearest=nearest)
+    if not has_value and not deletes:
+        return Problem(shown, "the `=` is missing", COMMAND_LINE, f"`{shown}=value`, without spaces around the `=`")
+    if deletes and isinstance(path[-1], int):
+        return Problem(shown, "`~` takes a whole key, not one item", COMMAND_LINE, f"`~{dotted(path[:-1])}`")
+    if has_value and deletes:
+        return Problem(shown, "`~` returns a key to its default and takes no value", COMMAND_LINE, f"`~{dotted(path)}`")
+    return None
+
+
+def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
+    """The value after `=`; for `gpu=a,b` a tuple of names."""
+    shown = _shown(word)
+    try:
+        override = OverridesParser.create().parse_override(f"key={raw}")
+        value = override.value()
+        is_list_of_cards = path == ("gpu",) and override.value_type == ValueType.SIMPLE_CHOICE_SWEEP
+        names = tuple(override.sweep_string_iterator()) if is_list_of_cards else ()
+    except (HydraException, ValueError, RecursionError) as error:
+        detail = str(error).partition("\n")[0][:80]
+        expected = "special characters in quotes, and those kept from the shell: key='\"a=b\"'"
+        return None, Problem(shown, f"the value cannot be read: {detail}", COMMAND_LINE, expected)
+    is_group = len(path) == 1 and path[0] in GROUPS
+    if names:
+        return names, None
+    if override.is_sweep_override():
+        return None, Problem(
+            shown, "several values are a sweep, which needs -m", COMMAND_LINE, "one value, or a list `[a,b]`"
+        )
+    if is_group and not isinstance(value, str | int | float):
+        expected = f"`{path[0]}=preset`, or one key at a time: `{path[0]}.key=value`"
+        return None, Problem(
+            shown, f"`{path[0]}=` chooses a preset; a section is not set as a whole", COMMAND_LINE, expected
+        )
+    return value, None
+
+
+def _shown(word: str) -> str:
+    return word if len(word) < 80 else word[:77] + "..."

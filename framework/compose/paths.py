@@ -1,0 +1,56 @@
+"""Relative paths in values, resolved against the directory where the command was typed."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md")
+"""What a data path ends in when it must be a file, not a hub id."""
+
+EMBEDDED = "python_stdlib"
+"""The one data path that is a name: the sources of the running Python."""
+
+
+def looks_local(text: str) -> bool:
+    """Whether a text can only be a path: no hub id starts with a dot, a tilde or a slash."""
+    return text.startswith((".", "~", "/")) or text.endswith(DATA_SUFFIXES)
+
+
+def exists(text: str) -> bool:
+    """Whether there is a file or folder of that name; False for what cannot be a name."""
+    try:
+        return Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def made_absolute(written: Mapping[str, Any]) -> dict[str, Any]:
+    """The written values with paths made absolute: what exists here, and what can only be a path."""
+    changed = dict(written)
+    for section, keys in (("training", ("output_dir",)), ("model", ("model_name", "tokenizer_name", "chat_template"))):
+        if isinstance(written.get(section), Mapping):
+            changed[section] = {
+                key: _absolute(value, key) if key in keys else value for key, value in written[section].items()
+            }
+    if isinstance(written.get("data"), Mapping):
+        changed["data"] = {key: _sources(value) for key, value in written["data"].items()}
+    return changed
+
+
+def _sources(value: Any) -> Any:
+    sources = value if isinstance(value, list) else ()
+    absolute = [{**item, "path": _absolute(item["path"], "path")} if _has_path(item) else item for item in sources]
+    return absolute if isinstance(value, list) else value
+
+
+def _has_path(item: Any) -> bool:
+    return isinstance(item, Mapping) and item.get("path", EMBEDDED) != EMBEDDED
+
+
+def _absolute(value: Any, key: str) -> Any:
+    if not isinstance(value, str) or not value or "\n" in value or "\0" in value:
+        return value
+    if key == "output_dir" or exists(value) or (key != "chat_template" and looks_local(value)):
+        return os.path.abspath(os.path.expanduser(value))
+    return value

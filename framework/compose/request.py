@@ -1,0 +1,192 @@
+"""A recipe, presets and overrides become one typed config, with the origin of every value.
+
+Hydra composes the layers and parses the command line, OmegaConf resolves references between keys, pydantic types the
+result. What is ours: where each value came from, what may be written, and all problems at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path as File
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.version import VersionBase
+from omegaconf import OmegaConf
+
+from framework.compose import interpolation
+from framework.compose.layers import Layer, find_recipe, gather, highest, list_warnings
+from framework.compose.origins import DEFAULT, Origin, leaves, node_of
+from framework.compose.overrides import COMMAND_LINE, parse
+from framework.compose.paths import made_absolute
+from framework.compose.validation import shown, validate, version_problem
+from framework.errors import Problem, RequestError
+from framework.memory.installed import detect
+from framework.schema.config import TrainingConfig
+from framework.schema.keys import Path, dotted, values
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A composed request, problems included. `config` holds what is valid, `invalid` the keys left out of it."""
+
+    recipe: str
+    config: TrainingConfig
+    origins: Mapping[str, Origin]
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    invalid: frozenset[str]
+    as_written: Mapping[str, str]
+    """Dotted key -> the relative path that was written, where `config` has an absolute one."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A request whose every key and value is valid by itself."""
+
+    recipe: str
+    """Name of the recipe: a shipped one's, or the file's without its ending."""
+    config: TrainingConfig
+    origins: Mapping[str, Origin]
+    """Dotted key (`data.train[0].path`) -> who wrote its value. Lists are there whole and item by item."""
+    warnings: tuple[str, ...] = ()
+
+
+def compose(recipe: str | File, overrides: Sequence[str] = (), world: int | None = None) -> Composition:
+    """The typed config of a recipe under overrides.
+
+    Args:
+        recipe: a path, or the name of a shipped recipe.
+        overrides: words as on the command line: `group=preset`, `a.b=c`, `a.b+=[c]`, `~a.b`.
+        world: number of processes, when it was given; must agree with a written `gpu.count`.
+
+    Raises:
+        RequestError: with every unknown key, bad value and unreadable file at once.
+    """
+    request = draft(recipe, overrides, world)
+    if request.problems:
+        raise RequestError(request.problems)
+    return Composition(request.recipe, request.config, request.origins, tuple(map(str, request.warnings)))
+
+
+def load(recipe: str | File, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """The config alone. Raises RequestError as `compose` does."""
+    return compose(recipe, overrides).config
+
+
+def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None = None) -> Draft:
+    """As `compose`, but problems are returned. Raises RequestError only when the recipe cannot be read."""
+    problems: list[Problem] = []
+    name, file, label = find_recipe(recipe)
+    layers = gather(file, label, parse(overrides, problems), detect, problems)
+    layers = _with_world(layers, world, problems)
+    layers = _allowed(layers, problems)
+    written = _resolved(_merged(layers), layers, problems)
+    absolute = made_absolute(written)
+    as_written = _changes(written, absolute)
+    place = partial(_place, layers)
+    problem = version_problem(absolute, place)
+    config, invalid = validate(absolute, place, problems)
+    problems += [problem] if problem else []
+    origins = {dotted(path): _origin(layers, path) for path, _ in values(config)}
+    problems = [_with_current_value(problem, config) for problem in problems]
+    return Draft(name, config, origins, tuple(problems), tuple(list_warnings(layers)), invalid, as_written)
+
+
+def _with_current_value(problem: Problem, config: TrainingConfig) -> Problem:
+    """A misspelt override with what the key it was meant for holds without it."""
+    current = {dotted(path): value for path, value in values(config)} if problem.where == COMMAND_LINE else {}
+    if problem.nearest not in current:
+        return problem
+    return replace(problem, message=f"{problem.message}; {problem.nearest} is now {shown(current[problem.nearest])}")
+
+
+def _with_world(layers: list[Layer], world: int | None, problems: list[Problem]) -> list[Layer]:
+    """A given number of processes is the number of cards; a written one that differs is a problem."""
+    if world is None:
+        return layers
+    origin = Origin("command line", f"--nproc {world}")
+    found = highest(layers, ("gpu", "count"))
+    if found and found[1].value != world:
+        message = f"{found[1].plain()} cards are written, but --nproc starts {world} processes"
+        problems.append(Problem("gpu.count", message, found[1].origin.place, str(world)))
+    return [*layers, Layer("command line", len(layers), node_of({"gpu": {"count": world}}, origin))]
+
+
+def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
+    """The layers without values that no recipe may hold: resolvers, and what was left to be filled in."""
+    room = interpolation.MAX_TEXT
+    allowed: list[Layer] = []
+    for layer in layers:
+        tree = layer.tree
+        for path, node in leaves(layer.tree):
+            if message := interpolation.fault(node.value, room):
+                problems.append(Problem(dotted(path), message, node.origin.place))
+                tree = tree.without(_writable(path))
+            if isinstance(node.value, str) and "${" in node.value:
+                room -= min(room, len(node.value))
+        allowed.append(replace(layer, tree=tree))
+    return allowed
+
+
+def _merged(layers: Sequence[Layer]) -> dict[str, Any]:
+    """The layers merged by Hydra, references unresolved. Works inside another Hydra application and leaves no trace."""
+    store, app, version = ConfigStore.instance(), GlobalHydra.instance(), VersionBase.instance()
+    before = store.repo, app.hydra, version.version_base
+    store.repo, app.hydra = dict(store.repo), None
+    try:
+        for index, layer in enumerate(layers):
+            store.store(f"tunesmith_layer_{index}", layer.tree.plain())
+        store.store("tunesmith", {"defaults": [f"tunesmith_layer_{index}" for index in range(len(layers))]})
+        with initialize(config_path=None, version_base="1.3"):
+            merged = OmegaConf.to_container(hydra_compose("tunesmith"), resolve=False)
+    finally:
+        app = GlobalHydra.instance()
+        store.repo, app.hydra, version.version_base = before
+    return {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
+
+
+def _resolved(merged: dict[str, Any], layers: Sequence[Layer], problems: list[Problem]) -> dict[str, Any]:
+    """The merged values with references resolved; a bad reference is a problem and its key is left out."""
+    tree = node_of(merged, DEFAULT)
+    texts = [(path, node.value) for path, node in leaves(tree) if isinstance(node.value, str) and "${" in node.value]
+    if not texts:
+        return merged
+    defaults = TrainingConfig().model_dump()
+    whole = interpolation.over(defaults, merged)
+    known: dict[str, int] = {}
+    for path, text in texts:
+        try:
+            if interpolation.growth(text, whole, known) > interpolation.MAX_RESULT:
+                raise ValueError(f"grows to more than {interpolation.MAX_RESULT} characters")
+        except ValueError as error:
+            problems.append(Problem(dotted(path), str(error), _place(layers, path)))
+            tree = tree.without(_writable(path))
+    return interpolation.resolve(interpolation.over(defaults, tree.plain()), tree.plain())
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> value before, for each that differs."""
+    new = dict(leaves(node_of(after, DEFAULT)))
+    pairs = ((path, node.value) for path, node in leaves(node_of(before, DEFAULT)))
+    return {dotted(path): value for path, value in pairs if isinstance(value, str) and new[path].value != value}
+
+
+def _origin(layers: Sequence[Layer], path: Path) -> Origin:
+    """Who wrote the value at `path`: the topmost layer that has it."""
+    found = highest(layers, path)
+    return found[1].origin if found else DEFAULT
+
+
+def _place(layers: Sequence[Layer], path: Path) -> str | None:
+    """Where to look for the value at `path`, or for the nearest thing around it that was written."""
+    found = next((found for end in range(len(path), 0, -1) if (found := highest(layers, path[:end]))), None)
+    return found[1].origin.place if found else None
+
+
+def _writable(path: Path) -> Path:
+    """The path up to its first list index."""
+    return next((path[:index] for index, part in enumerate(path) if isinstance(part, int)), path)

@@ -1,0 +1,99 @@
+"""Plain values -> `TrainingConfig`, and pydantic's complaints in words a person can act on."""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from framework.compose.reading import MAX_PROBLEMS
+from framework.errors import Problem
+from framework.schema.config import SCHEMA_VERSION, TrainingConfig
+from framework.schema.keys import Path, dotted, key_at
+
+_YAML_1_1 = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+def validate(
+    written: Mapping[str, Any], place: Callable[[Path], str | None], problems: list[Problem]
+) -> tuple[TrainingConfig, frozenset[str]]:
+    """The config of all valid keys, and the dotted keys that were left out because they are not valid.
+
+    One problem for each bad value. A bad value inside a list or mapping takes the whole key with it.
+    """
+    try:
+        return TrainingConfig.model_validate(written), frozenset()
+    except ValidationError as error:
+        complaints = {
+            _path(dict(detail), written): dict(detail) for detail in reversed(error.errors(include_url=False))
+        }
+    for path, detail in list(reversed(complaints.items()))[:MAX_PROBLEMS]:
+        problems.append(_problem(path, detail, place(path)))
+    bad = {_key(path) for path in complaints}
+    rest: Mapping[str, Any] = written
+    for path in bad:
+        rest = _without(rest, path)
+    config, more = validate(rest, place, problems)
+    return config, more | {dotted(path) for path in bad}
+
+
+def version_problem(written: Mapping[str, Any], place: Callable[[Path], str | None]) -> Problem | None:
+    """A recipe written for a schema that this version does not have."""
+    version = written.get("schema_version", SCHEMA_VERSION)
+    if not isinstance(version, int) or isinstance(version, bool) or 1 <= version <= SCHEMA_VERSION:
+        return None
+    message = f"this recipe needs schema version {version}, you have {SCHEMA_VERSION}: upgrade tunesmith"
+    if version < 1:
+        message = f"there is no schema version {version}; the newest is {SCHEMA_VERSION}"
+    return Problem("schema_version", message, place(("schema_version",)), f"1 to {SCHEMA_VERSION}")
+
+
+def shown(value: object) -> str:
+    """A value as it is quoted in a message, cut when long."""
+    words = {id(True): "true", id(False): "false", id(None): "null"}
+    text = words.get(id(value)) or repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _path(detail: dict[str, Any], written: Any) -> Path:
+    """The written place a complaint is about; pydantic's own markers for branches of a union are left out."""
+    path: list[str | int] = []
+    value = written
+    for part in detail["loc"]:
+        inside = dict(enumerate(value)) if isinstance(value, list) else value
+        if not isinstance(inside, dict) or part not in inside:
+            break
+        path.append(part)
+        value = inside[part]
+    return (*path, detail["loc"][-1]) if detail["type"] == "missing" else tuple(path)
+
+
+def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
+    key = key_at(path)
+    expected = key.expected if key else None
+    if expected and isinstance(path[-1], int):
+        expected = expected.removeprefix("a list, each item ")
+    if detail["type"] == "missing":
+        return Problem(dotted(path), "is missing", where, expected)
+    value = detail["input"]
+    nearest = None
+    if isinstance(value, str) and key:
+        close = get_close_matches(value.lower(), key.choices, 1, 0.5)
+        nearest = close[0] if close else None
+        if expected and "true or false" in expected:
+            nearest = _YAML_1_1.get(value.lower(), nearest)
+    if expected == "text" and isinstance(value, int | float):
+        expected = "text, in quotes"
+    return Problem(dotted(path), f"cannot be {shown(value)}", where, expected, nearest)
+
+
+def _key(path: Path) -> Path:
+    """The path up to its first list index, the smallest thing that can be left out."""
+    return next((path[:index] for index, part in enumerate(path) if isinstance(part, int)), path)
+
+
+def _without(written: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    rest = {name: value for name, value in written.items() if name != path[0] or len(path) > 1}
+    if len(path) > 1 and isinstance(rest.get(str(path[0])), Mapping):
+        rest[str(path[0])] = _without(rest[str(path[0])], path[1:])
+    return rest

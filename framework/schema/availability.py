@@ -1,0 +1,67 @@
+"""What the schema declares and this version does not do yet. Asking for it is refused: an option that is accepted and
+does nothing is the fault this tool exists to end. Whoever builds one deletes its row.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from framework.schema.config import TrainingConfig
+from framework.schema.keys import dotted, key_at, values
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key, the values that work now, and what the others would be."""
+
+    key: str
+    works: tuple[Any, ...]
+    later: str
+
+
+ROWS = (
+    Row("training.task", ("sft", "pretrain"), "this task"),
+    Row("training.optimizer", ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"), "this optimizer"),
+    Row("training.rounding", (None,), "bf16 weights with compensated rounding"),
+    Row("training.mixed_precision_dtype", (None, "none", "bf16"), "fp16 autocast with a loss scaler"),
+    Row("training.gradient_checkpointing_kwargs.use_reentrant", (False,), "the re-entrant checkpoint"),
+    Row("training.activation_memory_budget", (None,), "a memory budget for activations"),
+    Row("training.activation_offload", (False,), "offloading activations to the host"),
+    Row("training.compile", (False,), "torch.compile"),
+    Row("training.empty_device_cache_steps", (None,), "emptying the device cache"),
+    Row("training.on_oom", ("stop",), "repairing a run that is out of memory"),
+    Row("model.torch_dtype_str", (None, "auto", "float32", "bfloat16"), "float16 weights"),
+    Row("model.attn_implementation", (None, "eager", "sdpa"), "this attention kernel"),
+    Row("model.enable_liger_kernel", (False,), "Liger kernels"),
+    Row("peft.peft_method", ("lora",), "this adapter"),
+    Row("peft.adapter_dtype", (None,), "choosing the adapter's dtype"),
+    Row("peft.q_lora", (False,), "a quantized base"),
+    Row("peft.peft_save_mode", ("adapter_only",), "this way of saving an adapter"),
+    Row("fsdp.enable_fsdp", (False,), "sharding"),
+    Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
+    Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),
+    Row("gpu.count", (1,), "more than one device"),
+    Row("data.packing", (False,), "packing"),
+    Row("data.streaming", (False,), "streaming"),
+    Row("data.supervise", (None, "assistant", "all"), "this choice of supervised tokens"),
+    Row("data.train.weight", (None,), "weighting sources in a mixture"),
+    Row("data.eval.weight", (None,), "weighting sources in a mixture"),
+)
+DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
+"""Keys whose `auto` means the checkpoint's dtype, not a search."""
+
+
+def unavailable(config: TrainingConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, sentence and what works now, for each value that is declared but not built."""
+    rows = {row.key: row for row in ROWS}
+    for path, value in values(config):
+        key, name = dotted(path), ".".join(part for part in path if isinstance(part, str))
+        row = rows.get(name)
+        is_searched = value == "auto" and name not in DTYPES and "auto" in getattr(key_at(path), "choices", ())
+        if is_searched:
+            yield key, "not yet available: `auto`, the search for a value that fits", "a value"
+        elif row and value not in row.works:
+            words = [
+                str(word).lower() if isinstance(word, bool) else str(word) for word in row.works if word is not None
+            ]
+            yield key, f"not yet available: {row.later} ({value})", ", ".join(words) or "unset"

@@ -1,0 +1,164 @@
+"""The keys a recipe may write, what each takes, and the nearest right one for a key that does not exist.
+
+Derived from the JSON Schema that pydantic makes of `TrainingConfig`, so a new field needs nothing here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher, get_close_matches
+from functools import cache
+from typing import Any
+
+from framework.schema.config import SCHEMA_VERSION, TrainingConfig
+from framework.schema.renamed import OLD_NAMES
+
+Path = tuple[str | int, ...]
+"""Where a value sits: names of mappings and indices of lists, from the root."""
+
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+"""pydantic's name of a bound -> how a person says it."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What may stand at one place. A list of sections has the children of one item."""
+
+    children: Mapping[str, "Key"] = field(default_factory=dict)
+    is_list: bool = False
+    is_free: bool = False
+    """A mapping whose keys are the user's own."""
+    choices: tuple[str, ...] = ()
+    expected: str = ""
+
+
+def dotted(path: Path) -> str:
+    """`("data", "train", 0, "path")` -> `data.train[0].path`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+@cache
+def root() -> Key:
+    """The whole tree of keys."""
+    schema = TrainingConfig.model_json_schema()
+    return _key(schema, schema["$defs"])
+
+
+def key_at(path: Path) -> Key | None:
+    """The key at `path`, or None where the schema has nothing. Anything may stand below a free mapping."""
+    key = root()
+    for part in path:
+        if key.is_free or (key.is_list and isinstance(part, int)):
+            continue
+        if not isinstance(part, str) or part not in key.children:
+            return None
+        key = key.children[part]
+    return key
+
+
+@cache
+def every_key() -> tuple[str, ...]:
+    """All keys, dotted and without list indices, in the order of the schema."""
+    return tuple(_walk(root(), ""))
+
+
+def values(config: TrainingConfig) -> Iterator[tuple[Path, Any]]:
+    """Every value of a config that is not a mapping, lists both whole and item by item."""
+    yield from _values(config.model_dump(), ())
+
+
+def unknown(path: Path) -> tuple[str, str | None]:
+    """Why there is no such key, and the key that was probably meant."""
+    names = [str(part).replace("-", "_") for part in path if isinstance(part, str)]
+    written, spelled = dotted(path), ".".join(names)
+    if spelled in every_key():
+        if "-" in written:
+            return "keys are written with underscores, not hyphens", spelled
+        is_dotted = any("." in str(part) for part in path)
+        return "in a file a section's keys stand below it, not behind a dot" if is_dotted else "is not a list", spelled
+    old = OLD_NAMES.get(spelled) or OLD_NAMES.get(names[-1])
+    if old and old.removed_in:
+        return f"removed in schema version {old.removed_in}, use {old.use}", old.use
+    if old:
+        return f"is not a key of schema version {SCHEMA_VERSION}, use {old.use}", old.use
+    elsewhere = [key for key in every_key() if key.rpartition(".")[2] == names[-1]]
+    nearest = max(elsewhere, key=lambda key: SequenceMatcher(None, key, spelled).ratio(), default=None)
+    if nearest and (len(names) == 1 or names[0] in root().children):
+        return f"there is no key `{written}`; it belongs to section `{nearest.rpartition('.')[0]}`", nearest
+    return f"there is no key `{written}`", nearest or _most_alike(names)
+
+
+def _most_alike(names: list[str]) -> str | None:
+    """A sibling with a similar name, else any key that looks similar as a whole, else one with a similar last part."""
+    deep = [key for key in every_key() if "." in key or len(names) == 1]
+    by_name = {key.rpartition(".")[2]: key for key in reversed(deep)}
+    siblings = {name: key for name, key in by_name.items() if key.rpartition(".")[0] == ".".join(names[:-1])}
+    whole = {key: key for key in deep}
+    for candidates, word, cutoff in (
+        (siblings, names[-1], 0.6),
+        (whole, ".".join(names), 0.75),
+        (by_name, names[-1], 0.7),
+    ):
+        if close := get_close_matches(word, candidates, 1, cutoff):
+            return candidates[close[0]]
+    return None
+
+
+def _walk(key: Key, prefix: str) -> Iterator[str]:
+    for name, child in key.children.items():
+        yield prefix + name
+        yield from _walk(child, f"{prefix}{name}.")
+
+
+def _values(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            yield from _values(child, (*path, name))
+        return
+    yield path, value
+    for index, item in enumerate(value) if isinstance(value, list | tuple) else ():
+        yield from _values(item, (*path, index))
+
+
+def _key(fragment: Mapping[str, Any], definitions: Mapping[str, Any]) -> Key:
+    branches = list(_branches(fragment, definitions))
+    children: dict[str, Key] = {}
+    for branch in branches:
+        is_list = branch.get("type") == "array"
+        for mapping in _branches(branch["items"], definitions) if is_list else [branch]:
+            properties = mapping.get("properties", {})
+            children |= {name: _key(child, definitions) for name, child in properties.items()}
+    return Key(
+        children=children,
+        is_list=any(branch.get("type") == "array" for branch in branches),
+        is_free=any(branch.get("additionalProperties") is True for branch in branches),
+        choices=tuple(word for branch in branches for word in branch.get("enum", [branch.get("const")]) if word),
+        expected=", or ".join(text for branch in branches if (text := _describe(branch, definitions))),
+    )
+
+
+def _branches(fragment: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The alternatives of a fragment, with references followed."""
+    if "$ref" in fragment:
+        fragment = definitions[fragment["$ref"].rpartition("/")[2]]
+    if "anyOf" not in fragment:
+        yield fragment
+    for branch in fragment.get("anyOf", ()):
+        yield from _branches(branch, definitions)
+
+
+def _describe(branch: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    if "enum" in branch:
+        return f"one of: {', '.join(branch['enum'])}"
+    if "const" in branch:
+        return f"`{branch['const']}`"
+    kind = branch.get("type")
+    if kind == "array":
+        items = " or ".join(_describe(item, definitions) for item in _branches(branch["items"], definitions))
+        return f"a list, each item {items}"
+    if kind == "string" and "pattern" in branch:
+        return f"text (quoted) that matches {branch['pattern']}"
+    names = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+    names |= {"object": "a mapping"}
+    bounds = "".join(f", {word} {branch[bound]:g}" for bound, word in BOUNDS.items() if bound in branch)
+    return names.get(str(kind), "") + bounds

@@ -1,0 +1,247 @@
+"""What single values cannot say: keys that contradict each other, the card, or what a verb needs.
+
+Each rule is a pure function of the config. Tier A: no file is opened, nothing is built.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from framework.schema.architecture import position_count, scales_positions
+from framework.schema.choices import Attention, MixedPrecision, Optimizer, Scheduler, TorchDtype
+from framework.schema.config import TrainingConfig
+from framework.schema.keys import dotted, values
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a verb cannot do without."""
+
+    model: bool = False
+    data: bool = False
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Keys that do not go together, the one to change first, and why."""
+
+    keys: tuple[str, ...]
+    message: str
+    expected: str | None = None
+    is_warning: bool = False
+
+
+def find_conflicts(config: TrainingConfig, needs: Needs) -> list[Conflict]:
+    """Every conflict of every rule, warnings among them."""
+    return [conflict for rule in RULES for conflict in rule(config)] + list(_unmet_needs(config, needs))
+
+
+LEGAL_PRECISION = "float32 with none, float32 with bf16 or fp16 (float32 masters), or bfloat16 with none"
+_TRAINED = {("float32", "none"), ("float32", "bf16"), ("float32", "fp16"), ("bfloat16", "none")}
+_FROZEN = {*_TRAINED, ("bfloat16", "bf16"), ("float16", "fp16")}
+"""A frozen base may stay in the dtype of its autocast: the adapter, not the base, holds the float32 masters."""
+
+
+def _precision(config: TrainingConfig) -> Iterator[Conflict]:
+    held, computed = config.model.torch_dtype_str, config.training.mixed_precision_dtype
+    if held in (None, TorchDtype.AUTO) or computed == "auto":
+        return
+    legal = _FROZEN if config.training.use_peft else _TRAINED
+    pairs = [(str(held), str(word)) for word in ([computed] if computed else MixedPrecision)]
+    if not legal.intersection(pairs):
+        message = (
+            f"model.torch_dtype_str {held} with training.mixed_precision_dtype {computed or 'unset'} "
+            f"cannot train {'this adapter' if config.training.use_peft else 'these weights'}"
+        )
+        both = ("model.torch_dtype_str", "training.mixed_precision_dtype", "training.use_peft")
+        yield Conflict(both, message, LEGAL_PRECISION)
+
+
+SMALL_RATE = 4e-5
+"""0.02 x 2^-9: half the last bit of a bfloat16 weight of 0.02, the usual spread at initialization. Adam moves a
+weight by about the learning rate, so a smaller one is rounded away."""
+
+
+def _rounding_away(config: TrainingConfig) -> Iterator[Conflict]:
+    training = config.training
+    is_pure = config.model.torch_dtype_str == TorchDtype.BFLOAT16 and not training.use_peft
+    if is_pure and training.learning_rate < SMALL_RATE and training.optimizer != Optimizer.ANYPRECISION_ADAMW:
+        message = (
+            f"a learning rate of {training.learning_rate:g} is below {SMALL_RATE:g}: most updates of bfloat16 "
+            "weights round away, and norm weights of 1.0 never move"
+        )
+        expected = "model.torch_dtype_str=float32 (masters: 8 bytes a parameter more with AdamW)"
+        yield Conflict(("model.torch_dtype_str", "training.learning_rate"), message, expected, is_warning=True)
+
+
+_FLASH = {
+    Attention.FLASH_ATTENTION_2: (8, 0),
+    Attention.FLASH_ATTENTION_3: (9, 0),
+    Attention.FLASH_ATTENTION_4: (9, 0),
+}
+"""Lowest capability of each kernel, from the README of the flash-attention repository."""
+
+
+def _card(config: TrainingConfig) -> Iterator[Conflict]:
+    card, attention = config.gpu, config.model.attn_implementation
+    if card.capability is None:
+        if card.name == "cpu" and attention in _FLASH:
+            yield Conflict(("model.attn_implementation", "gpu.name"), f"{attention} needs a GPU", "sdpa or eager")
+        if card.name == "cpu" and config.model.enable_liger_kernel is True:
+            yield Conflict(("model.enable_liger_kernel", "gpu.name"), "Liger kernels need a GPU", "false")
+        return
+    has = tuple(int(part) for part in card.capability.split("."))
+    named = f"{card.name} has capability {card.capability}"
+    if has < (8, 0):
+        if config.training.mixed_precision_dtype == MixedPrecision.BF16:
+            keys = ("training.mixed_precision_dtype", "gpu.name")
+            yield Conflict(keys, f"bf16 needs capability 8.0, and {named}", "fp16 (with float32 weights), or none")
+        if config.model.torch_dtype_str == TorchDtype.BFLOAT16:
+            keys = ("model.torch_dtype_str", "gpu.name")
+            yield Conflict(keys, f"bfloat16 needs capability 8.0, and {named}", "float32")
+    if isinstance(attention, Attention) and has < (lowest := _FLASH.get(attention, (0, 0))):
+        message = f"{attention} needs capability {lowest[0]}.{lowest[1]}, and {named}"
+        yield Conflict(("model.attn_implementation", "gpu.name"), message, "sdpa")
+
+
+def _batch(config: TrainingConfig) -> Iterator[Conflict]:
+    training = config.training
+    if "auto" in (training.per_device_train_batch_size, training.gradient_accumulation_steps):
+        return
+    try:
+        _ = config.batch
+    except ValueError as error:
+        sizes = ["global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
+        keys = (*(f"training.{key}" for key in sizes), "gpu.count")
+        rows = int(training.per_device_train_batch_size) * config.gpu.count
+        yield Conflict(keys, str(error), f"a multiple of {rows}")
+
+
+def _steps(config: TrainingConfig) -> Iterator[Conflict]:
+    training, data = config.training, config.data
+    if training.max_steps is not None and (training.warmup_steps or 0) > training.max_steps:
+        message = f"{training.warmup_steps} warm-up steps do not fit in {training.max_steps} steps"
+        yield Conflict(("training.warmup_steps", "training.max_steps"), message, f"at most {training.max_steps}")
+    if training.min_learning_rate > training.learning_rate:
+        keys = ("training.min_learning_rate", "training.learning_rate")
+        yield Conflict(keys, "is above the peak rate", f"at most {training.learning_rate:g}")
+    if training.eval_steps is not None and not data.eval and not data.eval_fraction:
+        three = ("training.eval_steps", "data.eval", "data.eval_fraction")
+        yield Conflict(three, "evaluation is asked for, but there is no data for it", "data.eval or data.eval_fraction")
+    if data.streaming and training.max_steps is None:
+        message = "the length of streamed data is not known, so the number of steps must be"
+        yield Conflict(("data.streaming", "training.max_steps"), message, "training.max_steps")
+
+
+def _model(config: TrainingConfig) -> Iterator[Conflict]:
+    model, architecture = config.model, config.model.architecture
+    if architecture is not None and not isinstance(architecture.get("model_type"), str):
+        yield Conflict(("model.architecture",), "has no model_type", "`model_type: llama` or another of transformers")
+    if not model.load_pretrained_weights and architecture is None:
+        message = "random weights need an architecture"
+        yield Conflict(("model.load_pretrained_weights", "model.architecture"), message, "model.architecture or model=")
+    written = architecture or {}
+    positions, length = position_count(written), model.model_max_length
+    if positions and isinstance(length, int) and length > positions and not scales_positions(written):
+        message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
+        yield Conflict(("model.model_max_length", "model.architecture"), message, f"at most {positions}")
+
+
+def _tokenizer(config: TrainingConfig) -> Iterator[Conflict]:
+    model = config.model
+    if model.tokenizer is None:
+        return
+    if model.tokenizer_name is not None:
+        keys = ("model.tokenizer", "model.tokenizer_name")
+        yield Conflict(keys, "a tokenizer is both built and named", "one of the two")
+    if model.load_pretrained_weights and model.model_name is not None:
+        keys = ("model.tokenizer", "model.load_pretrained_weights")
+        yield Conflict(keys, "pretrained weights do not know a new tokenizer's ids", "load_pretrained_weights: false")
+
+
+def _finite(config: TrainingConfig) -> Iterator[Conflict]:
+    for path, value in values(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Conflict((dotted(path),), f"cannot be {value}", "a finite number")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            yield Conflict((dotted(path),), "is too large for a 64-bit integer", "a smaller number")
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Keys that do nothing under a condition on another key."""
+
+    keys: tuple[str, ...]
+    """Dotted keys; one that ends in a dot stands for its whole section."""
+    cause: str
+    is_idle: Callable[[TrainingConfig], bool]
+    reason: str
+
+
+IDLE = (
+    Idle(("peft.",), "training.use_peft", lambda c: not c.training.use_peft, "training.use_peft is false"),
+    Idle(("fsdp.",), "fsdp.enable_fsdp", lambda c: c.fsdp.enable_fsdp is False, "fsdp.enable_fsdp is false"),
+    Idle(
+        ("training.compile_scope", "training.activation_memory_budget"),
+        "training.compile",
+        lambda c: c.training.compile is False,
+        "training.compile is false",
+    ),
+    Idle(
+        ("training.min_learning_rate",),
+        "training.lr_scheduler_type",
+        lambda c: c.training.lr_scheduler_type != Scheduler.COSINE_WITH_MIN_LR,
+        "training.lr_scheduler_type is not cosine_with_min_lr",
+    ),
+    Idle(
+        ("training.adam_beta1", "training.adam_beta2", "training.adam_epsilon"),
+        "training.optimizer",
+        lambda c: c.training.optimizer in (Optimizer.SGD, Optimizer.ADAFACTOR),
+        "training.optimizer is not of the Adam family",
+    ),
+    Idle(
+        ("training.warmup_ratio",),
+        "training.warmup_steps",
+        lambda c: c.training.warmup_steps is not None,
+        "training.warmup_steps wins",
+    ),
+    Idle(
+        ("training.num_train_epochs",),
+        "training.max_steps",
+        lambda c: c.training.max_steps is not None,
+        "training.max_steps wins",
+    ),
+    Idle(("data.eval_fraction",), "data.eval", lambda c: bool(c.data.eval), "data.eval is given"),
+    Idle(
+        ("model.model_revision",),
+        "model.model_name",
+        lambda c: c.model.model_name is None,
+        "there is no model.model_name",
+    ),
+)
+
+
+def _idle(config: TrainingConfig) -> Iterator[Conflict]:
+    defaults = dict(values(TrainingConfig()))
+    changed = [dotted(path) for path, value in values(config) if path not in defaults or value != defaults[path]]
+    for idle in IDLE:
+        for key in changed if idle.is_idle(config) else ():
+            in_section = any(section.endswith(".") and key.startswith(section) for section in idle.keys)
+            if key in idle.keys or (in_section and key != idle.cause):
+                yield Conflict((key, idle.cause), f"has no effect: {idle.reason}", is_warning=True)
+
+
+def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
+    model = config.model
+    if needs.model and model.model_name is None and model.architecture is None:
+        keys = ("model.model_name", "model.architecture")
+        yield Conflict(keys, "there is no model", "model.model_name, model.architecture, or a preset `model=`")
+    if needs.data and model.load_pretrained_weights and model.model_name is None and model.architecture is not None:
+        keys = ("model.load_pretrained_weights", "model.model_name")
+        message = "there are no pretrained weights to load: an architecture is given, but no model.model_name"
+        yield Conflict(keys, message, "model.load_pretrained_weights: false, or model.model_name")
+    if not config.data.train:
+        yield Conflict(("data.train",), "there is no training data", "data.train", is_warning=not needs.data)
+
+
+RULES = (_precision, _rounding_away, _card, _batch, _steps, _model, _tokenizer, _finite, _idle)

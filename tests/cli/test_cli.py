@@ -1,0 +1,185 @@
+"""The command line: exit codes, one JSON document, errors on stderr, no traceback."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from framework import errors
+from framework.cli import main
+from framework.compose import compose
+
+GOOD = "model: {model_name: a}\ndata: {train: [{path: user/set}]}\n"
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs one command; gives exit code, stdout and stderr."""
+
+    def run_command(*words):
+        code = main(list(map(str, words)))
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return code, captured.out, captured.err
+
+    return run_command
+
+
+def test_show_prints_yaml_that_composes_again(run, write):
+    code, out, err = run("show", write(GOOD), "training.seed=3", "gpu=24gb")
+    assert (code, err) == (0, "")
+    assert compose(write(out, "again.yaml")).config.training.seed == 3
+    assert "model_max_length: 2048\n" in out
+
+
+def test_show_origin_says_who_wrote_each_value(run, write):
+    _, out, _ = run("show", write(GOOD), "training.seed=3", "--origin")
+    lines = [line.strip() for line in out.splitlines()]
+    assert "seed: 3  # command line: training.seed=3" in lines
+    assert "model_name: a  # r.yaml:1" in lines
+    assert "model_max_length: 2048  # default" in lines
+
+
+def test_show_json(run, write):
+    code, out, _ = run("show", write(GOOD), "--json")
+    document = json.loads(out)
+    assert (code, document["schema_version"], document["recipe"]) == (0, 1, "r")
+    assert document["config"]["model"]["model_name"] == "a"
+    assert document["origins"]["model.model_name"] == {"kind": "recipe", "where": "r.yaml:1"}
+
+
+def test_show_keeps_auto_and_what_is_not_available(run, write):
+    code, out, _ = run("show", write("training: {compile: auto}\ndata: {packing: true}\n"))
+    assert code == 0
+    assert "compile: auto" in out
+    code, _, err = run("show", write(GOOD), "--resolve")
+    assert code == 2
+    assert "not yet available" in err
+
+
+def test_problems_go_to_stderr_all_of_them_with_exit_2(run, write):
+    code, out, err = run("check", write("training: {sed: 1}\n" + GOOD + "x: 1\n"), "--quick", "trainng.seed=1")
+    assert (code, out) == (2, "")
+    assert "training.sed" in err
+    assert "r.yaml:4" in err
+    assert "did you mean training.seed" in err
+    assert "3 problems" in err
+
+
+@pytest.mark.parametrize("verb", ["check", "show", "train"])
+def test_problems_as_json_are_one_document(run, write, verb):
+    code, out, _ = run(verb, write("training: {sed: 1}\n"), "--json")
+    document = json.loads(out)
+    assert code == 2
+    assert document["schema_version"] == 1
+    found = {error["key"]: error for error in document["errors"]}
+    assert found["training.sed"] == {
+        "key": "training.sed",
+        "where": "r.yaml:1",
+        "message": "there is no key `training.sed`",
+        "expected": None,
+        "nearest": "training.seed",
+    }
+    assert ("warnings" in document) == (verb == "check")
+
+
+def test_check_quick_of_a_good_recipe(run, write):
+    code, out, err = run("check", write(GOOD + "peft: {lora_r: 3}\n"), "--quick")
+    assert code == 0
+    assert "no problems" in out
+    assert "warning peft.lora_r: has no effect: training.use_peft is false" in err
+    code, out, _ = run("check", "r.yaml", "--quick", "--json")
+    assert [warning["key"] for warning in json.loads(out)["warnings"]] == ["peft.lora_r"]
+
+
+def test_diff(run, write):
+    write("training: {seed: 1}\n", "b.yaml")
+    code, out, _ = run("diff", write("training: {seed: 2}\n"), "b.yaml", "training.max_steps=4")
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["training.seed", "a", "2", "r.yaml:1"],
+        ["b", "1", "b.yaml:1"],
+    ]
+    document = json.loads(run("diff", "r.yaml", "b.yaml", "--json")[1])
+    assert document["differences"][0]["origin_a"] == {"kind": "recipe", "where": "r.yaml:1"}
+    assert run("diff", "r.yaml", "r.yaml")[1] == "no key differs\n"
+
+
+def test_list(run):
+    for kind in ("recipes", "gpus", "models", "optimizers", "datasets", "peft", "training"):
+        code, out, _ = run("list", kind)
+        assert code == 0
+        assert all(len(line.split()) > 1 for line in out.splitlines())
+    assert "h100_80gb" in run("list", "gpus")[1]
+    code, _, err = run("list", "gpuz")
+    assert code == 2
+    assert "did you mean" in err
+
+
+def test_schema_is_one_document(run):
+    assert json.loads(run("schema")[1])["title"] == "tunesmith recipe"
+
+
+def test_sweeps_are_refused(run, write):
+    assert run("train", write(GOOD), "-m", "training.seed=1,2")[0] == 2
+    assert "-m" in run("train", write(GOOD), "training.seed=1,2")[2]
+
+
+@pytest.mark.parametrize(
+    "words", [["nonsense"], ["show"], ["show", "a", "--nope"], ["check", "a", "--nproc", "0"], ["list"]]
+)
+def test_wrong_usage_exits_2_in_one_line(run, words):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert json.loads(run(*words, "--json")[1])["errors"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.DoesNotFit("over"), 3),
+        (errors.NonFinite("nan"), 4),
+        (errors.Interrupted("saved"), 130),
+        (KeyboardInterrupt(), 130),
+        (errors.TunesmithError("fault"), 1),
+        (ZeroDivisionError("oops"), 1),
+    ],
+)
+def test_each_failure_has_its_exit_code(run, write, monkeypatch, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("framework.checks.check_request", fail)
+    found, out, err = run("check", write(GOOD), "--quick")
+    assert (found, out) == (code, "")
+    assert len(err.splitlines()) == 1
+    assert code != 1 or not isinstance(error, ZeroDivisionError) or "--debug" in err
+
+
+def test_debug_adds_the_traceback(capsys, write, monkeypatch):
+    monkeypatch.setattr("framework.checks.check_request", lambda *_, **__: 1 / 0)
+    assert main(["check", str(write(GOOD)), "--quick", "--debug"]) == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err.splitlines()[-2]
+
+
+def test_the_module_is_the_command_and_no_color_is_honoured(write):
+    write("training: {sed: 1}\n")
+    command = [sys.executable, "-m", "framework", "check", "r.yaml", "--quick"]
+    root = Path(__file__).parents[2]
+    env = {"PYTHONPATH": str(root), "NO_COLOR": "1", "FORCE_COLOR": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 2
+    assert "\x1b[3" not in done.stderr
+    assert "training.seed" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_fault():
+    root = Path(__file__).parents[2]
+    pipeline = f"{sys.executable} -m framework show quickstart | true; exit ${{PIPESTATUS[0]}}"
+    for _ in range(2):
+        done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, cwd=root, check=False)
+        assert done.returncode in (0, 141)
+        assert done.stderr == ""

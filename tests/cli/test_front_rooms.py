@@ -1,0 +1,60 @@
+"""The front rooms are quick and load neither torch nor, where nothing is composed, Hydra."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft")
+COMPOSE = ("hydra", "omegaconf")
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin"},
+        check=True,
+    )
+    return done.stdout
+
+
+def loaded(code: str) -> set[str]:
+    text = run(f"{code}\nimport sys; print('\\n' + ' '.join(sys.modules))")
+    return {name.partition(".")[0] for name in text.splitlines()[-1].split()}
+
+
+def command(*words: str) -> str:
+    return f"from framework.cli import main; main({list(words)!r})"
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import framework", (*HEAVY, *COMPOSE, "pydantic", "typer", "yaml")),
+        (command("--help"), (*HEAVY, *COMPOSE)),
+        (command("train", "--help"), (*HEAVY, *COMPOSE)),
+        (command("list", "gpus"), HEAVY),
+        (command("schema"), HEAVY),
+        (command("show", "quickstart"), HEAVY),
+        (command("diff", "quickstart", "quickstart", "gpu=24gb"), HEAVY),
+        (command("check", "quickstart", "--quick"), HEAVY),
+        (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),
+        ("from framework import *", HEAVY),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_loaded(code, absent):
+    modules = loaded(code)
+    assert "framework" in modules
+    assert not modules & set(absent)
+
+
+@pytest.mark.parametrize(("code", "seconds"), [("import framework", 0.3), (command("--help"), 0.5)])
+def test_how_long_it_takes(code, seconds):
+    timed = f"import time; start = time.perf_counter()\n{code}\nprint('\\n%s' % (time.perf_counter() - start))"
+    assert min(float(run(timed).splitlines()[-1]) for _ in range(3)) < seconds

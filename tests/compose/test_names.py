@@ -1,0 +1,132 @@
+"""Keys that do not exist, in files (Y02) and on the command line (Y03), and recipes of another schema (Y07)."""
+
+import pytest
+
+from framework.compose import compose
+from framework.errors import RequestError
+from framework.schema import keys
+from framework.schema.renamed import OldName
+
+
+def problems_of(recipe, *words):
+    with pytest.raises(RequestError) as caught:
+        compose(recipe, words)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def test_every_kind_of_wrong_key_is_told_at_once_with_line_and_nearest(write):
+    recipe = write(
+        "learning_rate: 1e-5\n"
+        "training:\n  num-train-epochs: 3\n  lora_r: 8\n  num_epochs: 2\n  lerning_rate: 1\n  _target_: os.system\n"
+        "fsdp:\n  enable_fsdp: false\n  shardng_strategy: FULL_SHARD\n"
+        "traning:\n  seed: 1\n"
+        "data:\n  train:\n    - path: a\n      colums: {}\n"
+        "model:\n  tokenizer: {vocabsize: 3}\n"
+        "hydra: {run: {dir: x}}\noptimizer: sgd\ntraining.seed: 3\n"
+    )
+    found = {key: (problem.where, problem.nearest) for key, problem in problems_of(recipe).items()}
+    assert found == {
+        "learning_rate": ("r.yaml:1", "training.learning_rate"),
+        "training.num-train-epochs": ("r.yaml:3", "training.num_train_epochs"),
+        "training.lora_r": ("r.yaml:4", "peft.lora_r"),
+        "training.num_epochs": ("r.yaml:5", "training.num_train_epochs"),
+        "training.lerning_rate": ("r.yaml:6", "training.learning_rate"),
+        "training._target_": ("r.yaml:7", None),
+        "fsdp.shardng_strategy": ("r.yaml:10", "fsdp.sharding_strategy"),
+        "traning": ("r.yaml:11", "training"),
+        "data.train[0].colums": ("r.yaml:16", "data.train.columns"),
+        "model.tokenizer.vocabsize": ("r.yaml:18", "model.tokenizer.vocab_size"),
+        "hydra": ("r.yaml:19", None),
+        "optimizer": ("r.yaml:20", "training.optimizer"),
+        "training.seed": ("r.yaml:21", "training.seed"),
+    }
+    assert "section `peft`" in problems_of(recipe)["training.lora_r"].message
+    assert "Hydra" in problems_of(recipe)["hydra"].message
+
+
+def test_a_misspelt_override_names_the_nearest_key_and_its_value_and_never_suggests_to_add(write):
+    recipe = write("training: {learning_rate: 3e-4}\n")
+    problem = problems_of(recipe, "trainng.learning_rate=1e-5")["trainng.learning_rate"]
+    assert problem.nearest == "training.learning_rate"
+    assert "training.learning_rate is now 0.0003" in problem.message
+    assert problem.where == "command line"
+    assert "+" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model={model_name: a}", "chooses a preset"),
+        ("training={seed: 1}", "chooses a preset"),
+        ("training.seed", "`=` is missing"),
+        ("seed", "section `training`"),
+        ("training.seed=", "cannot be ''"),
+        ("training.seed=1,2", "sweep"),
+        ("training.seed=range(1,3)", "sweep"),
+        ("training.run_name='a", "cannot be read"),
+        ("training.run_name=[a", "cannot be read"),
+        ("training.run_name=a=b", "cannot be read"),
+        ("hydra.run.dir=x", "Hydra's own"),
+        ("hydra/launcher=x", "Hydra's own"),
+        ("+hydra.verbose=true", "Hydra's own"),
+        ("~hydra.run", "Hydra's own"),
+        ("~training.seed=3", "takes no value"),
+        ("training._target_=os.system", "no key"),
+        ("gpu@model=h100_80gb", "no key"),
+        ("=3", "no key"),
+        ("training.seed.0=3", "is not a list"),
+        ("~data.train.0", "whole key"),
+        ("training.seed=" + "1" * 10_000, "longer than"),
+        ("training.run_name=" + "[" * 5_000, "cannot be read"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_wrong_words(write, word, message):
+    [problem] = problems_of(write("model: {model_name: a}\n"), word).values()
+    assert message in problem.message
+    assert problem.where == "command line"
+
+
+def test_words_and_file_are_told_together(write):
+    assert len(problems_of(write("training: {sed: 1}\n"), "training.max_step=1", "gpu=x", "training.seed=a")) == 4
+
+
+def test_a_newer_schema_says_what_is_needed(write):
+    problem = problems_of(write("schema_version: 9\n"))["schema_version"]
+    assert problem.message == "this recipe needs schema version 9, you have 1: upgrade tunesmith"
+    assert problem.where == "r.yaml:1"
+    assert "no schema version 0" in problems_of(write("schema_version: 0\n"))["schema_version"].message
+
+
+def test_a_removed_key_says_when_and_what_to_use(write, monkeypatch):
+    monkeypatch.setitem(keys.OLD_NAMES, "training.old", OldName("training.seed", removed_in=1))
+    problem = problems_of(write("training: {old: 1}\n"))["training.old"]
+    assert problem.message == "removed in schema version 1, use training.seed"
+    assert problem.nearest == "training.seed"
+
+
+def test_every_old_name_leads_to_a_key():
+    assert {old.use for old in keys.OLD_NAMES.values()} <= set(keys.every_key())
+    assert not {name for name in keys.OLD_NAMES if name in keys.every_key()}
+
+
+@pytest.mark.parametrize("name", ["gone.yaml", "nowhere/gone.yml", "quickstrat", "folder"])
+def test_a_missing_recipe_names_the_nearest(write, tmp_path, name):
+    (tmp_path / "folder").mkdir(exist_ok=True)
+    write("", "x.yaml")
+    with pytest.raises(RequestError) as caught:
+        compose(name)
+    [problem] = caught.value.problems
+    assert name in problem.message
+    if name.endswith(("yaml", "yml")):
+        assert str(tmp_path / name) in problem.message
+    if name == "quickstrat":
+        assert problem.nearest == "quickstart"
+
+
+def test_a_path_needs_an_ending_or_a_slash(write, tmp_path):
+    write("training: {seed: 5}\n", "plain")
+    assert compose("./plain").config.training.seed == 5
+    with pytest.raises(RequestError):
+        compose("plain")
+    assert compose(tmp_path / "plain").recipe == "plain"

@@ -1,0 +1,149 @@
+"""Values as written: numbers in every spelling (Y01), strict types, references between keys, paths."""
+
+from pathlib import Path
+
+import pytest
+
+from framework.compose import compose, load
+from framework.errors import RequestError
+
+
+def problems_of(recipe, *words):
+    with pytest.raises(RequestError) as caught:
+        compose(recipe, words)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    "spelling", ["1e-5", "1E-5", "1.0e-5", "'1e-5'", '"1e-5"', "0.00001", "1_0e-6", "+1e-5", ".1e-4"]
+)
+def test_every_spelling_of_a_number_is_that_number(write, spelling):
+    assert load(write(f"training: {{learning_rate: {spelling}}}\n")).training.learning_rate == 1e-5
+    if not spelling.startswith(("'", '"', "+")):
+        assert (
+            load(write("training: {seed: 1}\n"), [f"training.learning_rate={spelling}"]).training.learning_rate == 1e-5
+        )
+
+
+@pytest.mark.parametrize("spelling", ["1e3", "1000", "1_000", "'1000'", "1000.0"])
+def test_a_whole_number_in_any_spelling_is_an_integer(write, spelling):
+    assert load(write(f"training: {{max_steps: {spelling}}}\n")).training.max_steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "text", "expected", "nearest"),
+    [
+        ("training", "learning_rate", "1e5x", "a number, at least 0", None),
+        ("training", "learning_rate", "true", "a number, at least 0", None),
+        ("training", "learning_rate", "-1", "a number, at least 0", None),
+        ("training", "max_steps", "1.5", "a whole number, at least 1", None),
+        ("training", "max_steps", "true", "a whole number, at least 1", None),
+        ("training", "use_peft", "yes", "true or false", "true"),
+        ("training", "use_peft", "off", "true or false", "false"),
+        ("training", "use_peft", "1", "true or false", None),
+        ("training", "optimizer", "adamw_torch_fuse", "one of", "adamw_torch_fused"),
+        ("training", "optimizer", "3", "one of", None),
+        ("training", "run_name", "2024", "text, in quotes", None),
+        ("training", "trackers", "wandb", "a list", None),
+        ("model", "freeze_layers", "{a: b}", "a list", None),
+        ("model", "freeze_layers", "{append: a}", "a list", None),
+        ("model", "architecture", "llama", "a mapping", None),
+    ],
+)
+def test_a_wrong_value_is_told_with_key_line_and_what_was_expected(write, section, key, text, expected, nearest):
+    recipe = write(f"{section}:\n  {key}: {text}\n")
+    problem = problems_of(recipe)[f"{section}.{key}"]
+    assert problem.where == "r.yaml:2"
+    assert problem.nearest == nearest
+    assert expected in problem.expected
+
+
+def test_all_wrong_values_are_told_at_once_with_the_index_in_lists(write):
+    recipe = write(
+        "training: {seed: x, max_steps: 0}\n"
+        "data:\n  train:\n    - path: a\n    - {path: 3, weight: no}\n    - name: b\n"
+        "model:\n  freeze_layers:\n    - a\n    - 3\n"
+    )
+    found = {key: problem.where for key, problem in problems_of(recipe).items()}
+    assert found == {
+        "training.seed": "r.yaml:1",
+        "training.max_steps": "r.yaml:1",
+        "data.train[1].path": "r.yaml:5",
+        "data.train[1].weight": "r.yaml:5",
+        "data.train[2].path": "r.yaml:6",
+        "model.freeze_layers[1]": "r.yaml:10",
+    }
+
+
+def test_an_empty_section_writes_nothing(write):
+    assert load(write("training:\nmodel: {model_name: a}\n")).training.model_fields_set == set()
+
+
+def test_references_see_written_and_default_keys(write):
+    recipe = write(
+        "training: {run_name: '${model.model_name}-${training.seed}', save_steps: '${training.eval_steps}'}\n"
+        "model: {model_name: org/m, chat_template: '\\${x}'}\n"
+    )
+    config = load(recipe, ["training.eval_steps=7"])
+    assert config.training.run_name == "org/m-42"
+    assert config.training.save_steps == 7
+    assert config.model.chat_template == "${x}"
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("${oc.env:HOME}", "never call a resolver"),
+        ("x${oc.env:HOME,${training.seed}}", "never call a resolver"),
+        ("${oc.decode:1}", "never call a resolver"),
+        ("${hydra:runtime.cwd}", "never call a resolver"),
+        ("${model.${training.task}}", "full key"),
+        ("${.seed}", "full key"),
+        ("${training.nope}", "does not exist"),
+        ("${hydra.run.dir}", "does not exist"),
+        ("${training}", "whole section"),
+        ("${training.run_name}", "refers to itself"),
+        ("${training", "no reference"),
+        ("???", "filled in"),
+    ],
+)
+def test_references_to_anything_but_a_key_are_refused(write, text, word):
+    recipe = write(f"model: {{model_name: a}}\ntraining:\n  run_name: '{text}'\n")
+    problem = problems_of(recipe)["training.run_name"]
+    assert word in problem.message
+    assert problem.where == "r.yaml:3"
+
+
+def test_resolvers_are_refused_on_the_command_line_and_where_a_higher_layer_hides_them(write):
+    recipe = write("training: {run_name: '${oc.env:HOME}'}\n")
+    assert "resolver" in problems_of(recipe, "training.run_name=x")["training.run_name"].message
+    recipe = write("training: {seed: 1}\n")
+    assert problems_of(recipe, "training.run_name=${oc.env:HOME}")["training.run_name"].where == "command line"
+
+
+def test_references_cannot_grow_without_bound(write):
+    chain = ", ".join(f"a{i}: '${{model.architecture.a{i + 1}}}${{model.architecture.a{i + 1}}}'" for i in range(60))
+    found = problems_of(write(f"model: {{architecture: {{{chain}, a60: yy}}}}\n"))
+    assert "grows to more than" in found["model.architecture.a0"].message
+    assert "model.architecture.a59" not in found
+
+
+def test_paths_are_made_absolute_where_the_command_was_typed(write):
+    write("{}", "rows.jsonl")
+    write("{{ messages }}", "chat.jinja")
+    Path("weights").mkdir()
+    recipe = write(
+        "training: {output_dir: out}\nmodel: {model_name: weights, tokenizer_name: gpt2, chat_template: chat.jinja}\n"
+        "data: {train: [{path: rows.jsonl}, {path: ./gone}, {path: user/set}, {path: python_stdlib}], eval: []}\n"
+    )
+    config, here = load(recipe), str(Path.cwd())
+    assert config.training.output_dir == f"{here}/out"
+    assert (config.model.model_name, config.model.tokenizer_name) == (f"{here}/weights", "gpt2")
+    assert config.model.chat_template == f"{here}/chat.jinja"
+    assert [source.path for source in config.data.train] == [
+        f"{here}/rows.jsonl",
+        f"{here}/gone",
+        "user/set",
+        "python_stdlib",
+    ]
+    assert str(Path.cwd()) == here

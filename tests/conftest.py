@@ -1,0 +1,21 @@
+"""A writer of recipes in a folder of their own, where the command is then "typed"."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch) -> Write:
+    """Writes `text` to `name` in a fresh working directory and returns the relative path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("framework.compose.request.detect", lambda: None)
+
+    def write_file(text: str, name: str = "r.yaml") -> Path:
+        Path(name).write_text(text)
+        return Path(name)
+
+    return write_file

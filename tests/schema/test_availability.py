@@ -1,0 +1,71 @@
+"""What is declared and not built is refused; what is built is not."""
+
+import pytest
+
+from framework.schema.availability import ROWS, unavailable
+from framework.schema.config import TrainingConfig
+from framework.schema.keys import every_key
+
+
+def found(**sections):
+    return {key: sentence for key, sentence, _ in unavailable(TrainingConfig.model_validate(sections))}
+
+
+def test_the_defaults_are_available():
+    assert not found()
+
+
+def test_every_row_is_about_a_key_and_no_key_has_two():
+    keys = [row.key for row in ROWS]
+    assert set(keys) <= set(every_key())
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "task", "reward"),
+        ("training", "optimizer", "paged_adamw"),
+        ("training", "mixed_precision_dtype", "half"),
+        ("training", "gradient_checkpointing_kwargs", {"use_reentrant": True}),
+        ("training", "compile", True),
+        ("training", "compile", "auto"),
+        ("training", "per_device_train_batch_size", "auto"),
+        ("training", "empty_device_cache_steps", 50),
+        ("model", "attn_implementation", "ring_attention"),
+        ("model", "chunked_loss", "auto"),
+        ("peft", "q_lora", True),
+        ("fsdp", "enable_fsdp", True),
+        ("gpu", "count", 2),
+        ("data", "packing", True),
+        ("data", "train", [{"path": "a", "weight": 2}]),
+        ("data", "supervise", "last"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(section, key, value):
+    [(name, sentence)] = found(**{section: {key: value}}).items()
+    assert name.startswith(f"{section}.{key}")
+    assert sentence.startswith("not yet available: ")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "task", "pretrain"),
+        ("training", "optimizer", "adamw_torch_fused"),
+        ("training", "optimizer", "adafactor"),
+        ("training", "mixed_precision_dtype", "bf16"),
+        ("training", "enable_gradient_checkpointing", True),
+        ("training", "run_name", "auto"),
+        ("training", "lr_scheduler_type", "cosine_with_min_lr"),
+        ("training", "trackers", ["wandb"]),
+        ("model", "torch_dtype_str", "auto"),
+        ("model", "attn_implementation", "eager"),
+        ("model", "chunked_loss", 512),
+        ("model", "freeze_layers", ["auto"]),
+        ("data", "supervise", "assistant"),
+        ("data", "truncation", "drop"),
+    ],
+)
+def test_what_is_built_is_not_refused(section, key, value):
+    assert not found(**{section: {key: value}})

@@ -1,0 +1,197 @@
+"""Cross-section rules: what contradicts what, and that all of it is said at once."""
+
+import pytest
+
+from framework.schema.config import TrainingConfig
+from framework.schema.rules import Needs, find_conflicts
+
+T4 = {"name": "t4", "capability": "7.5"}
+LLAMA = {"model_type": "llama", "max_position_embeddings": 1024, "vocab_size": 1000}
+
+
+def conflicts(needs=None, **sections):
+    found = find_conflicts(TrainingConfig.model_validate(sections), needs or Needs())
+    return {conflict.keys[0]: conflict for conflict in found if conflict.message != "there is no training data"}
+
+
+LEGAL = [("float32", "none"), ("float32", "bf16"), ("float32", "fp16"), ("bfloat16", "none")]
+ALL = [(held, computed) for held in ("float32", "bfloat16", "float16") for computed in ("none", "bf16", "fp16")]
+
+
+@pytest.mark.parametrize("pair", ALL)
+def test_trained_weights_have_the_legal_precisions_of_the_contract(pair):
+    held, computed = pair
+    found = conflicts(model={"torch_dtype_str": held}, training={"mixed_precision_dtype": computed, "learning_rate": 1})
+    assert (pair in LEGAL) == (not found)
+    if found:
+        message = found["model.torch_dtype_str"].message
+        assert f"model.torch_dtype_str {held}" in message
+        assert f"training.mixed_precision_dtype {computed}" in message
+        for words in ("float32 with none", "float32 with bf16 or fp16", "bfloat16 with none"):
+            assert words in found["model.torch_dtype_str"].expected
+
+
+@pytest.mark.parametrize(("held", "computed"), [("float16", "fp16"), ("bfloat16", "bf16")])
+def test_a_frozen_base_may_stay_in_the_dtype_of_autocast(held, computed):
+    training = {"mixed_precision_dtype": computed, "use_peft": True}
+    assert not conflicts(model={"torch_dtype_str": held}, training=training)
+    assert conflicts(model={"torch_dtype_str": "float16"}, training={**training, "mixed_precision_dtype": "bf16"})
+
+
+def test_unset_and_checkpoint_dtypes_are_left_to_what_derives_them():
+    assert not conflicts(model={"torch_dtype_str": "auto"}, training={"mixed_precision_dtype": "bf16"})
+    assert not conflicts(training={"mixed_precision_dtype": "bf16"})
+    assert "model.torch_dtype_str" in conflicts(model={"torch_dtype_str": "float16"})
+
+
+def test_all_conflicts_with_the_card_are_told_at_once():
+    found = conflicts(
+        gpu=T4,
+        training={"mixed_precision_dtype": "bf16"},
+        model={"torch_dtype_str": "float32", "attn_implementation": "flash_attention_2"},
+    )
+    assert set(found) == {"training.mixed_precision_dtype", "model.attn_implementation"}
+    assert all("7.5" in conflict.message and "t4" in conflict.message for conflict in found.values())
+    assert found["model.attn_implementation"].expected == "sdpa"
+    assert "model.torch_dtype_str" in conflicts(
+        gpu=T4, model={"torch_dtype_str": "bfloat16"}, training={"learning_rate": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("card", "attention", "fits"),
+    [
+        ("8.0", "flash_attention_2", True),
+        ("8.9", "flash_attention_3", False),
+        ("9.0", "flash_attention_3", True),
+        ("10.0", "flash_attention_2", True),
+        (None, "flash_attention_2", False),
+        (None, "sdpa", True),
+    ],
+)
+def test_attention_kernels_need_their_cards(card, attention, fits):
+    gpu = {"name": "card", "capability": card} if card else {"name": "cpu"}
+    assert fits == (not conflicts(gpu=gpu, model={"attn_implementation": attention}))
+
+
+def test_liger_needs_a_gpu():
+    assert "model.enable_liger_kernel" in conflicts(gpu={"name": "cpu"}, model={"enable_liger_kernel": True})
+
+
+@pytest.mark.parametrize(
+    ("rate", "held", "peft", "warns"),
+    [
+        (6e-6, "bfloat16", False, True),
+        (1e-4, "bfloat16", False, False),
+        (6e-6, "float32", False, False),
+        (6e-6, "bfloat16", True, False),
+    ],
+)
+def test_pure_bfloat16_at_a_small_rate_is_warned_about(rate, held, peft, warns):
+    found = conflicts(model={"torch_dtype_str": held}, training={"learning_rate": rate, "use_peft": peft})
+    assert warns == ("model.torch_dtype_str" in found)
+    assert not warns or (
+        found["model.torch_dtype_str"].is_warning and "8 bytes" in found["model.torch_dtype_str"].expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("training", "count", "message"),
+    [
+        ({"global_batch_size": 10, "per_device_train_batch_size": 4}, 1, "10 global is not a whole number"),
+        ({"global_batch_size": 4}, 1, "4 global"),
+        ({"global_batch_size": 64, "gradient_accumulation_steps": 4}, 1, "64 global is not 4 x (8 per device"),
+        ({"global_batch_size": 24, "per_device_train_batch_size": 4}, 4, "4 devices"),
+        ({"global_batch_size": 64, "gradient_accumulation_steps": 8}, 1, None),
+        ({"global_batch_size": 10, "per_device_train_batch_size": "auto"}, 1, None),
+    ],
+)
+def test_an_impossible_division_shows_the_equation(training, count, message):
+    found = conflicts(training=training, gpu={"count": count})
+    assert (message is None) == (not found)
+    if message:
+        assert message in found["training.global_batch_size"].message
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"training": {"warmup_steps": 5, "max_steps": 4}}, "training.warmup_steps"),
+        (
+            {"training": {"min_learning_rate": 1, "lr_scheduler_type": "cosine_with_min_lr"}},
+            "training.min_learning_rate",
+        ),
+        ({"training": {"eval_steps": 5}}, "training.eval_steps"),
+        ({"data": {"streaming": True}}, "data.streaming"),
+        ({"model": {"architecture": {"hidden_size": 1}}}, "model.architecture"),
+        ({"model": {"load_pretrained_weights": False, "model_name": "a"}}, "model.load_pretrained_weights"),
+        ({"model": {"architecture": LLAMA, "model_max_length": 1025}}, "model.model_max_length"),
+        (
+            {"model": {"architecture": {"model_type": "gpt2", "n_positions": 8}, "model_max_length": 9}},
+            "model.model_max_length",
+        ),
+        ({"model": {"tokenizer": {}, "tokenizer_name": "a"}}, "model.tokenizer"),
+        ({"model": {"tokenizer": {}, "model_name": "a"}}, "model.tokenizer"),
+        ({"training": {"learning_rate": "1e999"}}, "training.learning_rate"),
+        ({"training": {"seed": "9" * 20}}, "training.seed"),
+        ({"model": {"architecture": {**LLAMA, "n": 2**63}}}, "model.architecture.n"),
+    ],
+)
+def test_keys_that_contradict_each_other(sections, key):
+    conflict = conflicts(**sections)[key]
+    assert not conflict.is_warning
+    assert conflict.expected
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4}},
+        {"rope_scaling": {"type": "linear"}},
+        {"rope_parameters": {"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_type": "default"}}},
+    ],
+)
+def test_stretched_positions_may_be_exceeded(rope):
+    assert not conflicts(model={"architecture": {**LLAMA, **rope}, "model_max_length": 4096})
+
+
+def test_unscaled_rope_parameters_are_no_excuse():
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}, "rope_scaling": None}
+    assert conflicts(model={"architecture": {**LLAMA, **plain}, "model_max_length": 4096})
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"peft": {"lora_r": 3}}, "peft.lora_r"),
+        ({"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload"),
+        ({"training": {"compile_scope": "model"}}, "training.compile_scope"),
+        ({"training": {"min_learning_rate": 1e-6}}, "training.min_learning_rate"),
+        ({"training": {"adam_beta2": 0.95, "optimizer": "sgd"}}, "training.adam_beta2"),
+        ({"training": {"warmup_ratio": 0.1, "warmup_steps": 3}}, "training.warmup_ratio"),
+        ({"training": {"num_train_epochs": 1, "max_steps": 3}}, "training.num_train_epochs"),
+        ({"data": {"eval_fraction": 0.1, "eval": [{"path": "a"}]}}, "data.eval_fraction"),
+        ({"model": {"model_revision": "main"}}, "model.model_revision"),
+    ],
+)
+def test_what_has_no_effect_is_warned_about(sections, key):
+    [conflict] = conflicts(**sections).values()
+    assert conflict.keys[0] == key
+    assert conflict.is_warning
+
+
+def test_a_key_written_as_its_default_is_not_warned_about():
+    assert not conflicts(peft={"lora_r": 8}, fsdp={"enable_fsdp": False})
+
+
+def test_each_verb_has_its_needs():
+    def unmet(needs, **sections):
+        found = find_conflicts(TrainingConfig.model_validate(sections), needs)
+        return {conflict.keys[0]: conflict.is_warning for conflict in found}
+
+    assert unmet(Needs()) == {"data.train": True}
+    assert unmet(Needs(model=True)) == {"model.model_name": False, "data.train": True}
+    assert unmet(Needs(model=True, data=True)) == {"model.model_name": False, "data.train": False}
+    bare = {"model": {"architecture": LLAMA}, "data": {"train": [{"path": "a"}]}}
+    assert unmet(Needs(model=True), **bare) == {}
+    assert unmet(Needs(model=True, data=True), **bare) == {"model.load_pretrained_weights": False}

@@ -1,0 +1,104 @@
+"""Tier A: text and meaning checked together, every problem located, nothing said twice or by mistake."""
+
+from pathlib import Path
+
+import pytest
+
+from framework.checks import CHECK, TRAIN, check, check_request, located
+from framework.errors import Problem, RequestError
+from framework.schema.config import TrainingConfig
+
+GOOD = "model: {model_name: a}\ndata: {train: [{path: user/set}]}\n"
+
+
+def report(recipe, *words, needs=CHECK):
+    found = check_request(recipe, words, needs=needs)
+    return {problem.key: problem for problem in found.problems}, {warning.key for warning in found.warnings}
+
+
+def test_a_good_request_gives_its_composition(write):
+    found = check_request(write(GOOD), needs=TRAIN)
+    assert found.problems == found.warnings == ()
+    assert found.composition is not None
+    assert found.composition.config.model.model_name == "a"
+
+
+def test_text_meaning_and_availability_are_told_together(write):
+    recipe = write(
+        "training:\n  lerning_rate: 1\n  seed: x\n  warmup_steps: 9\n  max_steps: 3\n  compile: true\n"
+        "gpu: {name: t4, capability: '7.5'}\n"
+    )
+    problems, warnings = report(recipe, "training.mixed_precision_dtype=bf16")
+    assert {key: problem.where for key, problem in problems.items()} == {
+        "training.lerning_rate": "r.yaml:2",
+        "training.seed": "r.yaml:3",
+        "training.warmup_steps": "r.yaml:4",
+        "training.compile": "r.yaml:6",
+        "training.mixed_precision_dtype": "command line",
+        "model.model_name": None,
+    }
+    assert "gpu.name at r.yaml:7" in problems["training.mixed_precision_dtype"].message
+    assert warnings == {"data.train"}
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("training: {warmup_steps: x, max_steps: 3}\n" + GOOD, {"training.warmup_steps"}),
+        ("training: {warmup_steps: 9, max_steps: x}\n" + GOOD, {"training.max_steps"}),
+        ("model: {modle_name: a}\n", {"model.modle_name"}),
+        ("model: {model_name: 3}\n", {"model.model_name"}),
+        (
+            "data: {eval: [{pth: a}]}\ntraining: {eval_steps: 3}\nmodel: {model_name: a}\n",
+            {"data.eval[0].pth", "data.eval[0].path"},
+        ),
+        ("defaults: [{model: nope}]\n", {"model"}),
+        ("- a\n", {""}),
+    ],
+)
+def test_a_rule_is_silent_about_a_key_that_is_wrong_already(write, text, keys):
+    assert set(report(write(text))[0]) == keys
+
+
+def test_a_misspelt_key_is_told_even_where_its_section_is_switched_off(write):
+    problems, _ = report(write(GOOD + "fsdp: {enable_fsdp: false, shard: 1}\npeft: {rank: 8}\n"))
+    assert set(problems) == {"fsdp.shard", "peft.rank"}
+    assert problems["peft.rank"].nearest == "peft.lora_r"
+
+
+def test_missing_files_show_the_written_and_the_absolute_path_to_verbs_that_need_them(write):
+    recipe = write("model: {model_name: ./gone}\ndata: {train: [{path: no/rows.jsonl}, {path: user/set}]}\n")
+    assert not report(recipe)[0]
+    problems, _ = report(recipe, needs=TRAIN)
+    assert set(problems) == {"model.model_name", "data.train[0].path"}
+    assert problems["data.train[0].path"].message == (
+        f"no such file or folder: no/rows.jsonl ({Path.cwd() / 'no/rows.jsonl'})"
+    )
+    assert problems["model.model_name"].where == "r.yaml:1"
+
+
+def test_a_missing_recipe_is_a_report_too():
+    assert "no recipe" in check_request("nothing-of-that-name").problems[0].message
+
+
+def test_a_config_made_in_python_is_checked_the_same():
+    config = TrainingConfig.model_validate(
+        {"training": {"eval_steps": 3, "compile": True}, "model": {"model_name": "a"}}
+    )
+    with pytest.raises(RequestError) as caught:
+        check(config)
+    assert {problem.key for problem in caught.value.problems} == {
+        "training.eval_steps",
+        "training.compile",
+        "data.train",
+    }
+    assert check(TrainingConfig.model_validate({"model": {"model_name": "a"}}), CHECK)[0].key == "data.train"
+
+
+def test_problems_found_later_get_their_place(write):
+    composition = check_request(write(GOOD)).composition
+    assert composition is not None
+    found = located(
+        [Problem("data.train[0].path", "x"), Problem("data", "x"), Problem("fsdp", "x")], composition.origins
+    )
+    assert [problem.where for problem in found] == ["r.yaml:2", "r.yaml:2", None]
