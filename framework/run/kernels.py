@@ -150,10 +150,6 @@ def _embedding_rule(args: Sequence[Any]) -> list[int]:
     return rules.embedding_backward(indices.numel(), rows, gradient.shape[-1])
 
 
-MAKES_RESULT_LAST = frozenset({aten._safe_softmax})
-"""Operators whose buffers are made before their result."""
-
-
 def has_fused_bias(packet: Any, args: Sequence[Any]) -> bool:
     """Whether a matrix product adds its bias in cuBLASLt (isInputCompliesAddmmCudaLt in cuda/Blas.cpp)."""
     return bool(packet is aten.addmm and args[0].dim() == 1 and min(args[2].shape) > 1)
@@ -169,8 +165,6 @@ _WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten.logsumexp: lambda args: rules.logsumexp(
         args[0].numel(), args[0].numel() // args[0].shape[-1], args[0].element_size()
     ),
-    aten._safe_softmax: lambda args: rules.safe_softmax(
-        args[0].numel(), args[0].numel() // args[0].shape[-1], args[0].element_size()
-    ),
+    aten._safe_softmax: lambda args: rules.safe_softmax(args[0].numel(), args[0].numel() // args[0].shape[-1]),
     aten.sort: lambda args: rules.sort(args[0].numel()),
 }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.memory.trace import Kind, Operation, Space, Trace
+from framework.memory.trace import RECOMPUTED, Kind, Operation, Space, Trace
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
 from framework.run.pointwise import pointwise_result
@@ -193,23 +193,24 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         touched = results or list(kernels.tensors_in(args))
         if not touched or touched[0].device.type != "meta":
             return  # bookkeeping on the host, such as the step count of an optimizer
-        first = kernels.workspace(packet, args, self._card) if packet in kernels.MAKES_RESULT_LAST else []
-        blocks = [self._bear(size, Kind.TEMPORARIES) for size in first]
         for tensor in results:
             self._track(tensor)
         made_memory = len(self.trace.events) > events
         if packet in _IN_PLACE_IN_BACKWARD and made_memory and self.phase == _BACKWARD and not torch.is_grad_enabled():
             self._note_update(packet, args, result)
         if not (made_memory or func._schema.is_mutable or packet in kernels.MATRIX_PRODUCTS):
-            self.trace.operations.append(Operation(packet.__name__, self.phase, 0, 0, ""))
+            self.trace.operations.append(Operation(packet.__name__, self._operation_phase(), 0, 0, ""))
             return
         if packet in kernels.MATRIX_PRODUCTS:
             self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
-        if not first:
-            blocks = [self._bear(size, Kind.TEMPORARIES) for size in kernels.workspace(packet, args, self._card)]
+        blocks = [self._bear(size, Kind.TEMPORARIES) for size in kernels.workspace(packet, args, self._card)]
         for block in reversed(blocks):
             self.trace.bury(block)
         self._measure(func, packet, args, kwargs, results)
+
+    def _operation_phase(self) -> str:
+        """The phase, but for what a checkpoint runs again in backward: that is Python code, as slow as forward's."""
+        return RECOMPUTED if self.phase == _BACKWARD and torch.is_grad_enabled() else self.phase
 
     def _take_cublas_workspace(self, with_bias: bool) -> None:
         """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own.
@@ -233,7 +234,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.operations.append(
             Operation(
                 name=packet.__name__,
-                phase=self.phase,
+                phase=self._operation_phase(),
                 flops=kernels.count_flops(packet, args, kwargs, results),
                 bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
                 dtype=_DTYPE_NAMES.get(floating, ""),
