@@ -4,8 +4,9 @@ Each rule is a pure function of the config. Tier A: no file is opened, nothing i
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import Attention, MixedPrecision, Optimizer, Scheduler, TorchDtype
@@ -140,7 +141,7 @@ def _model(config: TrainingConfig) -> Iterator[Conflict]:
     if not model.load_pretrained_weights and architecture is None:
         message = "random weights need an architecture"
         yield Conflict(("model.load_pretrained_weights", "model.architecture"), message, "model.architecture or model=")
-    written = architecture or {}
+    written: Mapping[str, Any] = architecture or {}
     positions, length = position_count(written), model.model_max_length
     if positions and isinstance(length, int) and length > positions and not scales_positions(written):
         message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
