@@ -162,7 +162,7 @@ def measure(predicted: Path, out: Path) -> None:
         seconds = round(time.perf_counter() - start, 1)
         with out.open("a") as file:
             file.write(json.dumps({"name": row["name"], "measured": document, "seconds": seconds}) + "\n")
-        print(row["name"], seconds, json.dumps(document)[:150], flush=True)
+        print(row["name"], seconds, document.get("error", ""), flush=True)
 
 
 def _measured(config: dict[str, Any], send: Any) -> None:

@@ -1,4 +1,4 @@
-"""Measure what one attention call allocates beside its results, backend by backend. Needs a CUDA card; prints JSON lines.
+"""Measure what one attention call allocates beside its results, for each backend. Needs a CUDA card; prints JSON.
 
 python benchmarks/probe_attention.py > probe_attention.jsonl        (about 30 seconds)
 
@@ -29,7 +29,7 @@ SHAPES = [  # batch, heads, kv heads, tokens, head dim
 ]
 
 
-def measure(call, *kept):
+def measure(call):
     """(result, bytes kept, peak over the start)."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -60,7 +60,7 @@ def probe(shape, backend, dropout, causal, masked, dtype):
         del output
         output, kept, forward_peak = measure(forward)
         name = output.grad_fn.name()
-        grads, grads_kept, backward_peak = measure(
+        _grads, grads_kept, backward_peak = measure(
             lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
         )
     return {

@@ -36,7 +36,9 @@ class Choice(StrEnum):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.json_or_python_schema(
-            json_schema=core_schema.literal_schema([member.value for member in cls]),
+            json_schema=core_schema.no_info_after_validator_function(
+                cls, core_schema.literal_schema([member.value for member in cls])
+            ),
             python_schema=core_schema.no_info_plain_validator_function(cls.parse),
             serialization=core_schema.plain_serializer_function_ser_schema(lambda member: str(member)),
         )

@@ -75,7 +75,7 @@ class FrozenMapping(Mapping[str, Any]):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         text_keys = core_schema.dict_schema(core_schema.str_schema(strict=True), core_schema.any_schema(), strict=True)
         return core_schema.json_or_python_schema(
-            json_schema=text_keys,
+            json_schema=core_schema.no_info_after_validator_function(cls, text_keys),
             python_schema=core_schema.union_schema(
                 [
                     core_schema.is_instance_schema(cls),
