@@ -13,9 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from framework.compose import to_yaml
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
+from framework.text import to_yaml
 
 OURS = (
     "config.yaml",
