@@ -97,7 +97,9 @@ def _sample(session: Session) -> tuple[str, str] | None:
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=SAMPLE_NEW_TOKENS,
-            do_sample=False,
+            do_sample=True,
+            temperature=0.7,
+            top_k=20,
             use_cache=True,
             pad_token_id=session.batches.pad_token_id,
         )
