@@ -70,28 +70,6 @@ def show(
         print(to_yaml(config), end="")
 
 
-def diff(recipe: Recipe, other: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Print the keys in which two recipes differ, with both values and where each came from. Overrides go to both."""
-    from framework.compose import compose
-    from framework.compose.differences import differences
-
-    found = differences(compose(recipe, overrides or ()), compose(other, overrides or ()))
-    if as_json:
-        print_json({"differences": [difference.to_json() for difference in found]})
-        return
-    rows = [
-        row
-        for difference in found
-        for row in (
-            (difference.key, "a", str(difference.a), str(difference.origin_a)),
-            ("", "b", str(difference.b), str(difference.origin_b)),
-        )
-    ]
-    print_columns(rows)
-    if not rows:
-        print("no key differs")
-
-
 def list_choices(
     kind: Annotated[str, typer.Argument(help="recipes, gpus, models, optimizers, datasets, peft, fsdp or training.")],
     as_json: Json = False,
