@@ -6,6 +6,7 @@ import typer
 
 from framework.cli import look, work
 from framework.cli.diff import diff
+from framework.cli.doctor import doctor
 from framework.cli.plan import plan
 
 app = typer.Typer(
@@ -30,4 +31,4 @@ app.command()(look.show)
 app.command()(diff)
 app.command("list")(look.list_choices)
 app.command()(look.schema)
-app.command()(look.doctor)
+app.command()(doctor)

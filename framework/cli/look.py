@@ -107,15 +107,3 @@ def schema() -> None:
     from framework.schema.json_schema import recipe_schema
 
     print(json.dumps(recipe_schema({group: list(shipped.presets(group)) for group in shipped.GROUPS})))
-
-
-def doctor(as_json: Json = False) -> None:
-    """Describe this machine: Python, torch, CUDA, cards and packages."""
-    from framework.cli.machine import describe
-
-    facts = describe()
-    if as_json:
-        print_json(facts)
-    else:
-        print_columns([(key, str(value)) for key, value in facts.items() if not isinstance(value, dict)])
-        print_columns([(f"  {name}", str(version or "not installed")) for name, version in facts["packages"].items()])

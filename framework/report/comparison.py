@@ -16,6 +16,7 @@ def comparison_lines(comparison: Comparison, width: int = 80) -> list[Text]:
     a, b = comparison.a, comparison.b
     heading = ("At the peak", "a", "b", "b - a")
     return [
+        Text(),
         *table([heading, *_rows(a, b)]),
         *wrapped(f"a {words.verdict(a).headline}", width),
         *wrapped(f"b {words.verdict(b).headline}", width),
@@ -40,27 +41,30 @@ def _row(name: str, ours: int, theirs: int) -> tuple[str, str, str, str]:
 def _causes(comparison: Comparison, width: int) -> Iterator[Text]:
     if not comparison.causes:
         return
+    rows = [(", ".join(cause.keys), *_effect(comparison.a, cause)) for cause in by_effect(comparison)]
     yield Text()
-    rows = [("a with these keys of b, alone", "peak", "mostly")]
-    rows += [(", ".join(cause.keys), *_effect(comparison.a, cause)) for cause in comparison.causes]
-    yield from table(rows)
-    refused = [cause for cause in comparison.causes if cause.refusal]
-    for cause in refused:
-        yield from wrapped(f"{', '.join(cause.keys)}: not possible alone, {cause.refusal}", width)
+    yield from table([("a with these keys from b, alone", "peak", "then in"), *rows])
+    for cause in comparison.causes:
+        if cause.refusal:
+            yield from wrapped(f"{', '.join(cause.keys)}: not possible alone, {cause.refusal}", width)
     if comparison.others:
         yield from wrapped(f"not planned alone: {', '.join(comparison.others)}", width)
-    if len(comparison.causes) > 1 and not refused and not comparison.others:
-        yield from wrapped(f"{words.signed_size(remainder(comparison))} comes from these keys together", width)
+    more = remainder(comparison)
+    if more:
+        yield from wrapped(f"{words.signed_size(more)} more comes from keys acting together", width)
 
 
 def _effect(a: Plan, cause: Cause) -> tuple[str, str]:
     if cause.plan is None:
-        return "?", ""
-    theirs = cause.plan.peak.terms.to_json()
-    changed = {key: theirs[key] - ours for key, ours in a.peak.terms.to_json().items()}
-    most = max(changed, key=lambda key: abs(changed[key]))
-    mostly = f"{words.TERMS[most]} {words.signed_size(changed[most])}" if changed[most] else ""
-    return words.signed_size(cause.plan.peak.device_bytes - a.peak.device_bytes), mostly
+        return "not possible", ""
+    effect = cause.plan.peak.device_bytes - a.peak.device_bytes
+    return words.signed_size(effect), words.phase_name(cause.plan.peak.phase)
+
+
+def by_effect(comparison: Comparison) -> list[Cause]:
+    """The causes, those that change the peak most first and the impossible ones last."""
+    start = comparison.a.peak.device_bytes
+    return sorted(comparison.causes, key=lambda c: -abs(c.plan.peak.device_bytes - start) if c.plan else 1)
 
 
 def remainder(comparison: Comparison) -> int:
@@ -71,7 +75,7 @@ def remainder(comparison: Comparison) -> int:
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Any]:
-    """`memory` of `diff --memory --json`; `device_bytes` and `terms` of the causes are differences to a's."""
+    """`memory` of `diff --memory --json`. The `device_bytes` of a cause is what it adds to a's peak."""
     a, b = comparison.a, comparison.b
     ours, theirs = a.peak.terms.to_json(), b.peak.terms.to_json()
     return {
@@ -87,7 +91,7 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
                 "device_bytes": cause.plan.peak.device_bytes - a.peak.device_bytes if cause.plan else None,
                 "refusal": cause.refusal,
             }
-            for cause in comparison.causes
+            for cause in by_effect(comparison)
         ],
         "not_planned_alone": list(comparison.others),
         "a": a.to_json(),

@@ -166,12 +166,12 @@ def phase_name(key: str) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes as a person reads them: `12.41 GiB`, `512.0 MiB`, `3.9 KiB`."""
+    """Bytes as a person reads them: `12.41 GiB`, `512.0 MiB`, `3.9 KiB`, `512 bytes`."""
     if abs(count) >= GIB:
         return f"{count / GIB:,.2f} GiB"
     if abs(count) >= MIB:
         return f"{count / MIB:,.1f} MiB"
-    return f"{count / KIB:,.1f} KiB"
+    return f"{count / KIB:,.1f} KiB" if abs(count) >= KIB else f"{count} bytes"
 
 
 def signed_size(count: int) -> str:
