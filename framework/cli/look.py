@@ -53,8 +53,9 @@ def show(
 ) -> None:
     """Print the composed config as YAML."""
     from framework.compose import compose
-    from framework.compose.writing import to_annotated_yaml, to_yaml
+    from framework.compose.writing import to_annotated_yaml
     from framework.memory.resolve import with_length
+    from framework.text import to_yaml
 
     if resolve:
         raise RequestError([Problem("--resolve", "not yet available: the search that replaces `auto`")])

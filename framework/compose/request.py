@@ -110,10 +110,10 @@ def _with_world(layers: list[Layer], world: int | None, problems: list[Problem])
         return layers
     origin = Origin("command line", f"--nproc {world}")
     found = highest(layers, ("gpu", "count"))
-    if found and found[1].value != world:
-        message = f"{found[1].plain()} cards are written, but --nproc starts {world} processes"
-        problems.append(Problem("gpu.count", message, found[1].origin.place, str(world)))
-    return [*layers, Layer("command line", len(layers), node_of({"gpu": {"count": world}}, origin))]
+    if found and found.value != world:
+        message = f"{found.plain()} cards are written, but --nproc starts {world} processes"
+        problems.append(Problem("gpu.count", message, found.origin.place, str(world)))
+    return [*layers, Layer(len(layers), node_of({"gpu": {"count": world}}, origin))]
 
 
 def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
@@ -178,13 +178,13 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, s
 def _origin(layers: Sequence[Layer], path: Path) -> Origin:
     """Who wrote the value at `path`: the topmost layer that has it."""
     found = highest(layers, path)
-    return found[1].origin if found else DEFAULT
+    return found.origin if found else DEFAULT
 
 
 def _place(layers: Sequence[Layer], path: Path) -> str | None:
     """Where to look for the value at `path`, or for the nearest thing around it that was written."""
     found = next((found for end in range(len(path), 0, -1) if (found := highest(layers, path[:end]))), None)
-    return found[1].origin.place if found else None
+    return found.origin.place if found else None
 
 
 def _writable(path: Path) -> Path:
