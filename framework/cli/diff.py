@@ -12,7 +12,7 @@ from framework.cli.printing import print_columns, print_json, stdout
 if TYPE_CHECKING:
     from framework.compose import Composition
     from framework.compose.differences import Difference
-    from framework.run.compare import Comparison
+    from framework.run.causes import Comparison
 
 
 def diff(
@@ -31,7 +31,7 @@ def diff(
     take = checked if memory else compose
     a, b = (take(name, overrides or ()) for name in (recipe, other))
     found = differences(a, b)
-    compared = _compare(a, b, found) if memory and found else None
+    compared = _compare(a, b, found) if memory else None
     if as_json:
         print_json({"differences": [difference.to_json() for difference in found], **_document(compared)})
         return
@@ -45,13 +45,13 @@ def diff(
 
 
 def _compare(a: "Composition", b: "Composition", found: "list[Difference]") -> "Comparison":
+    from framework.run.causes import PROCESSES, find_causes
     from framework.run.child import plan_in_subprocess
-    from framework.run.compare import PROCESSES, compare
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         plan_a, plan_b = pool.map(planned, (a, b))
     keys = [difference.key for difference in found]
-    return compare(a.config, b.config, (plan_a, plan_b), keys, plan_in_subprocess)
+    return find_causes(a.config, b.config, (plan_a, plan_b), keys, plan_in_subprocess)
 
 
 def _document(compared: "Comparison | None") -> dict[str, object]:

@@ -49,10 +49,10 @@ def plan(
 
 def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> "Composition":
     """The composed request. Raises RequestError with everything that its text alone shows to be wrong."""
-    from framework.checks import check_request
+    from framework.checks import PLAN, check_request
 
-    report = check_request(recipe, overrides, nproc)
-    print_warnings(warning for warning in report.warnings if not warning.key.startswith("data."))  # a plan reads none
+    report = check_request(recipe, overrides, nproc, PLAN)
+    print_warnings(report.warnings)
     if report.composition is None:
         raise RequestError(report.problems)
     return report.composition

@@ -74,7 +74,7 @@ class Comparison:
     others: tuple[str, ...]
 
 
-def compare(
+def find_causes(
     a: TrainingConfig, b: TrainingConfig, plans: tuple[Plan, Plan], differing: Iterable[str], make: Make
 ) -> Comparison:
     """Plan `a` with each change to `b` alone. `plans` are theirs, `differing` the dotted keys that differ."""
