@@ -13,7 +13,7 @@ from framework.report import words
 if TYPE_CHECKING:
     from framework.run.measure import Measured
 
-LEAST_WIDTH = 60
+LEAST_WIDTH = 72
 """Narrower terminals break the lines themselves."""
 FIGURE = 10
 """Columns of a figure in a table."""
@@ -52,7 +52,7 @@ def plan_lines(
         *_terms(plan, width, strokes),
         *_phases(plan, width, strokes),
         *_facts(plan, width),
-        *(_measured(plan, measured) if measured is not None else ()),
+        *(_measured(plan, measured, width) if measured is not None else ()),
         *_items("Assumptions", plan.assumptions, width),
         *_items("Warnings", plan.warnings, width, "yellow"),
     ]
@@ -130,12 +130,12 @@ def _facts(plan: Plan, width: int) -> Iterator[Text]:
         yield from (Text(" " * names + line) for line in others)
 
 
-def _measured(plan: Plan, measured: "Measured") -> Iterator[Text]:
+def _measured(plan: Plan, measured: "Measured", width: int) -> Iterator[Text]:
     rows = words.measured_rows(plan, measured)
     heading = ("Forward to optimizer step", "predicted", "measured", "error")
     yield Text()
     yield from table([heading, *((row.name, row.predicted, row.measured, words.error(row.error)) for row in rows)])
-    yield Text(f"measured on {measured.device_name}, planned for {plan.device.name}")
+    yield from wrapped(f"measured on {measured.device_name}, planned for {plan.device.name}", width)
 
 
 def _items(heading: str, items: Iterable[str], width: int, style: str = "") -> Iterator[Text]:
