@@ -13,6 +13,7 @@ from framework.schema.rules import Needs, find_conflicts
 
 TRAIN = Needs(model=True, data="required")
 CHECK = Needs(model=True, data="advised")
+PLAN = Needs(model=True)
 
 
 @dataclass(frozen=True)
