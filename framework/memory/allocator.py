@@ -21,6 +21,12 @@ SMALL_BUFFER = 2 * MIB
 LARGE_BUFFER = 20 * MIB
 MIN_LARGE_ALLOC = 10 * MIB
 ROUND_LARGE = 2 * MIB
+_TOP_ADDRESS = 1 << 62
+"""The driver hands out segments from high addresses to low ones, which decides between free blocks of equal size: with
+ascending addresses 14 of the 92 rows of tests/calibration/h100_product_step.json come out wrong (up to 6 % of reserved
+memory), with descending ones they are exact (driver 580, H100; 2026-11)."""
+_EXPANDABLE_RANGE = 1 << 50
+"""Addresses set aside for an expandable segment, so that it can grow."""
 
 
 class OutOfDeviceMemory(Exception):
@@ -93,7 +99,7 @@ class CachingAllocator:
         self.retries = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._owner: dict[int, _Pool] = {}
-        self._next_address = 0
+        self._lowest_address = _TOP_ADDRESS
 
     def allocate(self, size: int, stream: int = 0) -> Block:
         """Serve a request of `size` bytes. Raises OutOfDeviceMemory when the capacity does not allow it."""
@@ -165,9 +171,8 @@ class CachingAllocator:
 
     def _new_segment(self, size: int) -> Block:
         self._reserve(size)
-        block = Block(size, self._next_address)
-        self._next_address += size
-        return block
+        self._lowest_address -= size
+        return Block(size, self._lowest_address)
 
     def _grow(self, pool: _Pool, wanted: int) -> Block:
         """Map more pages at the end of the pool's one expandable segment, its free tail included."""
@@ -181,8 +186,8 @@ class CachingAllocator:
             tail.size += added
             return tail
         if tail is None:
-            self._next_address += 1 << 50  # an address range of its own, so that the segment can grow
-            block = Block(added, self._next_address)
+            self._lowest_address -= _EXPANDABLE_RANGE
+            block = Block(added, self._lowest_address)
         else:
             block = Block(added, tail.address + tail.size)
             block.previous, tail.next = tail, block

@@ -7,6 +7,7 @@ machine without the card torch would always take the mathematical path, whose me
 from dataclasses import dataclass
 from enum import StrEnum
 
+from framework.memory.cards import capability_of
 from framework.schema.gpu import GPUParams
 
 
@@ -48,19 +49,11 @@ class Attention:
 _CUDNN_PREFERRED = ((9, 0), (10, 0), (10, 3))
 
 
-def parse_capability(card: GPUParams) -> tuple[int, int] | None:
-    """(major, minor) of a CUDA card, None of any other device."""
-    if card.capability is None:
-        return None
-    major, _, minor = card.capability.partition(".")
-    return int(major), int(minor)
-
-
 def choose_backend(card: GPUParams, call: Attention) -> Backend:
     """The kernel that torch picks for `call` on `card` with default settings."""
-    capability = parse_capability(card)
-    if capability is None:
+    if card.capability is None:
         return _choose_without_cuda(card, call)
+    capability = capability_of(card.capability)
     if capability in _CUDNN_PREFERRED and _cudnn_can(capability, call):
         return Backend.CUDNN
     if _flash_can(capability, call):
@@ -110,6 +103,8 @@ def _flash_can(capability: tuple[int, int], call: Attention) -> bool:
 def _efficient_can(capability: tuple[int, int], call: Attention) -> bool:
     if call.bfloat16 and capability < (8, 0):
         return False
+    if call.kv_heads != call.heads:
+        return False  # check_batch_size_and_num_heads_dense: this kernel does not group queries
     alignment = 8 if call.half_precision else (4 if capability >= (8, 0) else 1)
     return call.head_dim % alignment == 0 and call.value_dim % alignment == 0
 
@@ -118,29 +113,36 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+FORWARD_WORKSPACE_CUDNN = 256
+"""Bytes that cuDNN's forward graph takes, whatever the call (probe_attention.py)."""
+
+
 def backward_workspace(backend: Backend, call: Attention) -> list[int]:
     """Bytes that the backward kernel allocates beside its results, one entry per buffer.
 
+    Every formula is exact for the calls of benchmarks/probe_attention.py (H100, torch 2.11, cuDNN 9.19, bfloat16).
     flash: mha_bwd in flash_api.cpp (softmax_d and dq_accum in fp32; keys and values expanded for grouped queries).
-    efficient: mem_eff_attention backward (`delta` in fp32 and the fp32 accumulators of half precision).
-    cudnn: the graph's own workspace, from the measured rows: an fp32 dQ accumulator, two fp32 vectors per row, and
-    per-head dK and dV for grouped queries.
+    efficient: mem_eff_attention backward (`delta`, and one fp32 accumulator of dQ per block of queries with its lock;
+    wider heads than 128 accumulate dK and dV too). cudnn: one graph workspace of an fp32 dQ, one fp32 number per row,
+    and a dK and dV per query head for grouped queries; dropout and masks add nothing.
     """
     rows = call.batch * call.heads * call.queries
-    expanded = 2 * call.batch * call.heads * call.keys * call.head_dim
+    expanded = call.batch * call.heads * call.keys * call.head_dim * (2 if call.half_precision else 4)
     grouped = call.kv_heads != call.heads
     if backend is Backend.FLASH:
         lines = call.batch * call.heads * _round_up(call.queries, 128)
         width = _round_up(call.head_dim, 32 if call.head_dim <= 128 else 64)
         return [4 * lines, 4 * lines * width] + ([expanded, expanded] if grouped else [])
     if backend is Backend.CUDNN:
-        scores = 4 * rows * call.keys if call.dropout else 0
-        return [4 * rows * call.head_dim + 8 * rows + (2 * expanded if grouped else 0) + scores]
+        return [4 * rows * call.head_dim + 4 * rows + (2 * expanded if grouped else 0) + FORWARD_WORKSPACE_CUDNN]
     if backend is Backend.EFFICIENT:
-        heads = call.batch * call.heads
-        delta = [4 * heads * _round_up(call.queries, 32)]
+        delta = [4 * rows]
         if not call.half_precision:
             return delta
-        width = _round_up(call.head_dim, 32)
-        return [*delta, 4 * heads * width * (_round_up(call.queries, 64) + 2 * _round_up(call.keys, 64))]
+        heads, block = call.batch * call.heads, 64 if call.head_dim <= 64 else 128
+        blocks = heads * -(-call.queries // block)
+        accumulated = blocks * (16 + 4 * block * _round_up(call.head_dim, 32))
+        if call.head_dim > 128:
+            accumulated += 8 * heads * _round_up(call.keys, 128) * _round_up(call.head_dim, 32)
+        return [*delta, accumulated]
     return []

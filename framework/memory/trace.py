@@ -28,6 +28,10 @@ class Space(StrEnum):
     HOST = "host"
 
 
+RECOMPUTED = "recompute"
+"""`Operation.phase` of what a checkpoint computes again during backward."""
+
+
 class Operation(NamedTuple):
     """One operator call, for the roofline. `shape` is (batch, m, n, k) of a matrix product and empty otherwise.
 

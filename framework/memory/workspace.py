@@ -3,6 +3,7 @@
 Each function names the kernel whose source it follows, and returns the sizes of the buffers in the order they are made.
 """
 
+import math
 from collections.abc import Sequence
 
 FOREACH_CHUNK = 65536
@@ -24,7 +25,7 @@ def embedding_backward(indices: int, rows: int, width: int) -> list[int]:
         return []
     segments = min(indices, rows)
     partials = indices // EMBEDDING_ROWS_PER_THREAD + segments
-    return [8 * indices] * 3 + [8 * segments] * 2 + [8 * partials, 4 * partials * width]
+    return [8 * indices] * 3 + [8] * 2 + [8 * segments] * 2 + [8 * partials, 4 * partials * width]
 
 
 def foreach_norm(elements: Sequence[int]) -> list[int]:
@@ -33,11 +34,64 @@ def foreach_norm(elements: Sequence[int]) -> list[int]:
     return [4 * len(elements) * chunks] if chunks else []
 
 
-def logsumexp(elements: int, element_bytes: int) -> list[int]:
-    """logsumexp_out_impl (ReduceOps.cpp) computes (self - max).exp_() in a buffer as large as its input."""
-    return [elements * element_bytes]
+def logsumexp(elements: int, rows: int, element_bytes: int) -> list[int]:
+    """logsumexp_out_impl (ReduceOps.cpp) keeps the maxima, and (self - max).exp_() in a buffer as large as its input."""
+    return [rows * element_bytes, elements * element_bytes]
+
+
+CUBLASLT_WORKSPACE = 1 << 20
+"""cuBLASLt keeps this per handle and stream (CUDABlas.cpp); measured with torch 2.11 on an H100."""
+
+
+def safe_softmax(elements: int, rows: int) -> list[int]:
+    """_safe_softmax (SoftMax.cpp), which serves attention on the mathematical path: what is -inf, and rows all so.
+
+    These buffers make the reserved bytes of three of the four measured rows of that path exact.
+    """
+    return [elements, rows]
 
 
 def sort(elements: int) -> list[int]:
-    """Radix sort of int64 keys and values (Sort.cu, cub): alternate buffers for both."""
-    return [16 * elements]
+    """Radix sort of int64 keys and values (Sort.cu, cub): alternate buffers for both and for the positions."""
+    return [24 * elements]
+
+
+REDUCTION_THREADS = 512
+"""MAX_NUM_THREADS of a block in Reduce.cuh."""
+WARP = 32
+REDUCTION_LEAST, REDUCTION_MOST = 16, 256
+"""min_values_per_thread and max_values_per_thread in Reduce.cuh."""
+
+
+def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
+    """Most threads that one multiprocessor holds (CUDA C++ programming guide, table of compute capabilities)."""
+    if capability == (7, 5):
+        return 1024
+    return 1536 if capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)) else 2048
+
+
+def column_sum(rows: int, columns: int, multiprocessors: int, threads: int) -> list[int]:
+    """Sum of a `rows` x `columns` matrix over its rows: the gradient of a bias, or of a norm's weight.
+
+    Follows setReduceConfig (Reduce.cuh) for accumulation in float32: when few outputs leave multiprocessors idle, the
+    rows are split over blocks, which meet in a buffer of `columns` times the width of a block and the number of splits.
+    `threads` is what one multiprocessor holds. Exact for every sum of benchmarks/probe_kernels.py.
+    """
+    vector = math.gcd(columns, 4)
+    most = REDUCTION_THREADS // vector
+    across, along = (min(_power_below(size), most) for size in (columns // vector, rows))
+    height = min(along, most // min(across, WARP))
+    width = min(across, most // height)
+    each = -(-rows // height)
+    if rows < min(height * REDUCTION_LEAST, REDUCTION_MOST) or each < REDUCTION_MOST:
+        return []
+    grid, wanted = -(-columns // (vector * width)), multiprocessors * (threads // (width * height))
+    if grid > wanted:
+        return []
+    splits = max(min(-(-wanted // grid), -(-each // REDUCTION_LEAST)), -(-each // REDUCTION_MOST))
+    return [4 * columns * width * vector * splits, 4 * grid] if splits > 1 else []
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is not above `number`."""
+    return 1 << (number.bit_length() - 1)

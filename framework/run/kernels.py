@@ -1,5 +1,6 @@
 """What the tracker must know of single operators: products, FLOPs, bytes, and kernels with hidden buffers."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from framework.memory import workspace as rules
-from framework.memory.attention import Attention, Backend, backward_workspace
+from framework.memory.attention import FORWARD_WORKSPACE_CUDNN, Attention, Backend, backward_workspace
+from framework.memory.cards import capability_of
 from framework.run.autocast import HALF_DTYPES
+from framework.schema.gpu import GPUParams
 
 aten = torch.ops.aten
 MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addmv, aten.mv, aten.dot})
@@ -55,6 +58,21 @@ def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
     return 2 * rows * inner * right.shape[-1]
 
 
+def grouped_product(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any
+) -> torch.Tensor | None:
+    """The result of `_grouped_mm` for what its meta kernel refuses and CUDA computes group by group; None otherwise.
+
+    left (rows, k) or (groups, rows, k), right (groups, k, columns) or (k, columns); two matrices give one product a
+    group (the gradient of stacked weights).
+    """
+    if left.dtype == torch.bfloat16 or offsets is None:
+        return None
+    shape = (left.shape[-2], right.shape[-1])
+    stacked = left.dim() == right.dim()
+    return left.new_empty((offsets.shape[0], *shape) if stacked else shape)
+
+
 def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
     """(batch, m, n, k) of a matrix product, else ()."""
     if packet is aten.mm or packet is aten.bmm:
@@ -67,10 +85,25 @@ def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
     return (batch, left.shape[-2], right.shape[-1], left.shape[-1])
 
 
-def workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
-    """Bytes of the buffers that this operator's CUDA kernel allocates and frees inside one call."""
+def workspace(packet: Any, args: Sequence[Any], card: GPUParams) -> list[int]:
+    """Bytes of the buffers that this operator's kernel on `card` allocates and frees inside one call."""
+    if packet is aten.sum:
+        return _sum_workspace(args, card)
     rule = _WORKSPACES.get(packet)
     return [size for size in rule(args) if size > 0] if rule is not None else []
+
+
+def _sum_workspace(args: Sequence[Any], card: GPUParams) -> list[int]:
+    """Only a sum over leading dimensions of contiguous memory splits its work over blocks for long."""
+    tensor, dims = args[0], args[1] if len(args) > 1 else None
+    if not dims or card.multiprocessors is None or card.capability is None or not tensor.is_floating_point():
+        return []
+    reduced = {dim % tensor.dim() for dim in dims}
+    if tensor.dim() - 1 in reduced or not tensor.is_contiguous():
+        return []
+    rows = math.prod(tensor.shape[dim] for dim in reduced)
+    threads = rules.threads_per_multiprocessor(capability_of(card.capability))
+    return rules.column_sum(rows, tensor.numel() // rows, card.multiprocessors, threads)
 
 
 _CAUSAL_ARGUMENT: Mapping[Any, int] = {
@@ -117,13 +150,21 @@ def _embedding_rule(args: Sequence[Any]) -> list[int]:
     return rules.embedding_backward(indices.numel(), rows, gradient.shape[-1])
 
 
+def has_fused_bias(packet: Any, args: Sequence[Any]) -> bool:
+    """Whether a matrix product adds its bias in cuBLASLt (isInputCompliesAddmmCudaLt in cuda/Blas.cpp)."""
+    return bool(packet is aten.addmm and args[0].dim() == 1 and min(args[2].shape) > 1)
+
+
 _WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten._scaled_dot_product_flash_attention_backward: _attention_rule(Backend.FLASH),
     aten._scaled_dot_product_cudnn_attention_backward: _attention_rule(Backend.CUDNN),
     aten._scaled_dot_product_efficient_attention_backward: _attention_rule(Backend.EFFICIENT),
     aten.embedding_dense_backward: _embedding_rule,
     aten._foreach_norm: lambda args: rules.foreach_norm([tensor.numel() for tensor in args[0]]),
-    aten.logsumexp: lambda args: rules.logsumexp(args[0].numel(), args[0].element_size()),
+    aten._scaled_dot_product_cudnn_attention: lambda args: [FORWARD_WORKSPACE_CUDNN],
+    aten.logsumexp: lambda args: rules.logsumexp(
+        args[0].numel(), args[0].numel() // args[0].shape[-1], args[0].element_size()
+    ),
+    aten._safe_softmax: lambda args: rules.safe_softmax(args[0].numel(), args[0].numel() // args[0].shape[-1]),
     aten.sort: lambda args: rules.sort(args[0].numel()),
-    aten.topk: lambda args: rules.sort(args[0].numel()),
 }

@@ -24,7 +24,8 @@ import torch.utils._foreach_utils
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
-from framework.memory.attention import Attention, Backend, choose_backend, parse_capability
+from framework.memory.attention import Attention, Backend, choose_backend
+from framework.memory.cards import capability_of
 from framework.run.autocast import HALF_DTYPES, Autocast
 from framework.schema.gpu import GPUParams
 
@@ -155,7 +156,7 @@ def attend(
     call = describe_attention(query, key, value, attn_mask, dropout_p, is_causal)
     backend = choose_backend(card, call)
     if backend is Backend.MATH:
-        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _attend_by_definition(card, query, key, value, attn_mask, dropout_p, is_causal, scale)
     aten: Any = torch.ops.aten
     output: torch.Tensor
     scale = 1 / math.sqrt(call.head_dim) if scale is None else scale
@@ -183,6 +184,39 @@ def attend(
         query, key, value, bias, call.requires_grad, dropout_p, is_causal, scale=scale
     )
     return output
+
+
+def _attend_by_definition(
+    card: GPUParams,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """_scaled_dot_product_attention_math (attention.cpp), which under any mode adds the mask out of place: here not."""
+    dtype, heads = query.dtype, query.shape[1]
+    if dtype in HALF_DTYPES:
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
+    query = query * factor
+    if causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=META).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    if key.shape[1] != heads:
+        key, value = (tensor.repeat_interleave(heads // key.shape[1], 1) for tensor in (key, value))
+    scores = query @ (key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch._safe_softmax(scores, -1)
+    del scores
+    if dropout:
+        on_cpu = card.name == CPU
+        weights = torch.dropout(weights, dropout, True) if on_cpu else torch.native_dropout(weights, dropout, True)[0]
+    return (weights @ value).to(dtype)
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
@@ -245,7 +279,7 @@ class _NoDeviceGuard(contextlib.nullcontext[None]):
 
 def _patch_cuda(patches: _Patches, card: GPUParams) -> None:
     """Answer what libraries ask of torch.cuda with the facts of `card`."""
-    major, minor = parse_capability(card) or (0, 0)
+    major, minor = capability_of(card.capability) if card.capability is not None else (0, 0)
     properties = types.SimpleNamespace(
         name=card.name,
         major=major,

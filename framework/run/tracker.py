@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.memory.trace import Kind, Operation, Space, Trace
+from framework.memory.trace import RECOMPUTED, Kind, Operation, Space, Trace
+from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
 from framework.run.pointwise import pointwise_result
 from framework.schema.gpu import GPUParams
@@ -42,7 +43,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._births: dict[int, int] = {}  # block -> stretch of its birth, for blocks that may turn out temporary
         self._stretch = 0
         self._sums: dict[int, tuple[int, int]] = {}  # older gradient's block -> (sum's block, index of its birth)
-        self._cublas_threads: set[bool] = set()
+        self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of the workspaces taken
         self._resize = torch.UntypedStorage.resize_
 
     # -- what the step tells
@@ -111,17 +112,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Kind.TEMPORARIES if phase == _OPTIMIZER else Kind.UNATTRIBUTED
 
     # -- autograd's sums
-    def _is_backward_sum(self, args: tuple[Any, ...]) -> bool:
-        return self.phase == _BACKWARD and not torch.is_grad_enabled() and isinstance(args[1], torch.Tensor)
+    def _note_update(self, packet: Any, args: tuple[Any, ...], total: torch.Tensor) -> None:
+        """Remember what autograd does in place on a card, but out of place under any dispatch mode.
 
-    def _note_sum(self, old: torch.Tensor, new: torch.Tensor, total: torch.Tensor) -> None:
-        """Remember `old + new` in backward, which autograd does in place on a card.
-
-        InputBuffer::accumulate (torch/csrc/autograd/input_buffer.cpp) adds into the older gradient if it holds the last
-        reference to it and to its storage; a view shares its storage with its base, so it never does that for one. Any
-        active dispatch mode makes it add out of place instead, which is undone here when `old` dies at once.
+        That is `old + new` in InputBuffer::accumulate (torch/csrc/autograd/input_buffer.cpp): it adds into the older
+        gradient if it holds the last reference to it and to its storage; a view shares its storage with its base, so
+        it never does that for one. And index_backward (FunctionsManual.cpp), which writes into fresh zeros. Undone
+        here when `old` dies at once.
         """
-        if old._is_view() or old.shape != new.shape or not old.dtype == new.dtype == total.dtype:
+        old, new = args[0], args[1]
+        if packet is aten.add and not (isinstance(new, torch.Tensor) and old.shape == new.shape):
+            return
+        if old._is_view() or old.shape != total.shape or old.dtype != total.dtype:
             return
         older = self._blocks.get(old.untyped_storage()._cdata)
         sum_block = self._blocks.get(total.untyped_storage()._cdata)
@@ -178,6 +180,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if answer is not NotImplemented:
                     return answer
             result = None if kwargs else pointwise_result(func, args)
+            if packet is aten._grouped_mm:
+                result = kernels.grouped_product(*args)
             if result is None:
                 result = func(*args, **kwargs)
             self._record(func, packet, args, kwargs, result)
@@ -192,26 +196,35 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in results:
             self._track(tensor)
         made_memory = len(self.trace.events) > events
-        if packet is aten.add and made_memory and self._is_backward_sum(args):
-            self._note_sum(args[0], args[1], result)
+        if packet in _IN_PLACE_IN_BACKWARD and made_memory and self.phase == _BACKWARD and not torch.is_grad_enabled():
+            self._note_update(packet, args, result)
         if not (made_memory or func._schema.is_mutable or packet in kernels.MATRIX_PRODUCTS):
-            self.trace.operations.append(Operation(packet.__name__, self.phase, 0, 0, ""))
+            self.trace.operations.append(Operation(packet.__name__, self._operation_phase(), 0, 0, ""))
             return
         if packet in kernels.MATRIX_PRODUCTS:
-            self._take_cublas_workspace()
-        buffers = kernels.workspace(packet, args, kwargs)
-        blocks = [self._bear(size, Kind.TEMPORARIES) for size in buffers]
+            self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
+        blocks = [self._bear(size, Kind.TEMPORARIES) for size in kernels.workspace(packet, args, self._card)]
         for block in reversed(blocks):
             self.trace.bury(block)
         self._measure(func, packet, args, kwargs, results)
 
-    def _take_cublas_workspace(self) -> None:
-        """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own."""
+    def _operation_phase(self) -> str:
+        """The phase, but for what a checkpoint runs again in backward: that is Python code, as slow as forward's."""
+        return RECOMPUTED if self.phase == _BACKWARD and torch.is_grad_enabled() else self.phase
+
+    def _take_cublas_workspace(self, with_bias: bool) -> None:
+        """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own.
+
+        A product that adds its bias goes through cuBLASLt, which keeps a small one beside that of its handle.
+        """
         in_backward = torch._C._current_graph_task_id() != -1
-        size = self._card.cublas_workspace_bytes
-        if size and in_backward not in self._cublas_threads:
-            self._cublas_threads.add(in_backward)
-            self.trace.bear(size, Kind.TEMPORARIES)
+        sizes = {False: self._card.cublas_workspace_bytes or 0}
+        if with_bias and sizes[False]:
+            sizes[True] = CUBLASLT_WORKSPACE
+        for light, size in sizes.items():
+            if size and (in_backward, light) not in self._cublas_owners:
+                self._cublas_owners.add((in_backward, light))
+                self.trace.bear(size, Kind.TEMPORARIES)
 
     def _measure(
         self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: list[torch.Tensor]
@@ -221,7 +234,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.operations.append(
             Operation(
                 name=packet.__name__,
-                phase=self.phase,
+                phase=self._operation_phase(),
                 flops=kernels.count_flops(packet, args, kwargs, results),
                 bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
                 dtype=_DTYPE_NAMES.get(floating, ""),
@@ -266,4 +279,5 @@ _DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
+_IN_PLACE_IN_BACKWARD = frozenset({aten.add, aten.index_put})
 _READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten._to_copy, aten.copy_})
