@@ -3,7 +3,7 @@
 Import ladder (a room may import those to its right): cli > report, convert > run > build > memory > schema.
 `compose` and `checks` stand beside `cli`; `errors` imports nothing. No front room loads torch.
 
-Public names load on first use, so that `import framework` costs nothing.
+Public names load on first use, so that `import framework` costs nothing. Only `train` loads torch.
 """
 
 from importlib import import_module
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from framework.compose import load as load
     from framework.compose import to_yaml as to_yaml
     from framework.errors import *  # noqa: F403
+    from framework.run.child import plan_in_subprocess as plan  # noqa: F401
+    from framework.run.trainer import train as train
     from framework.schema.choices import *  # noqa: F403
     from framework.schema.config import *  # noqa: F403
     from framework.schema.data import *  # noqa: F403
@@ -42,9 +44,15 @@ _ROOMS = {
     ),
     "framework.compose": "load to_yaml",
     "framework.checks": "check",
+    "framework.run.child": "plan=plan_in_subprocess",
+    "framework.run.trainer": "train",
 }
-"""Module -> the public names it provides."""
-_HOMES = {name: module for module, names in _ROOMS.items() for name in names.split()}
+"""Module -> the public names it provides; `public=inside` where it has another name there."""
+_HOMES = {
+    name.partition("=")[0]: (module, name.rpartition("=")[2])
+    for module, names in _ROOMS.items()
+    for name in names.split()
+}
 
 __all__ = sorted(_HOMES)
 
@@ -52,7 +60,8 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'framework' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    module, inside = _HOMES[name]
+    return getattr(import_module(module), inside)
 
 
 def __dir__() -> list[str]:

@@ -11,8 +11,9 @@ from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.rules import Needs, find_conflicts
 
-TRAIN = Needs(model=True, data=True)
-CHECK = Needs(model=True)
+TRAIN = Needs(model=True, data="required")
+CHECK = Needs(model=True, data="advised")
+PLAN = Needs(model=True)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _findings(
         found = Problem(key, message, places.get(key), conflict.expected)
         (warnings if conflict.is_warning else problems).append(found)
     problems += [Problem(key, message, place(key, origins), works) for key, message, works in unavailable(config)]
-    problems += _missing_files(config, origins, as_written) if needs.data else []
+    problems += _missing_files(config, origins, as_written) if needs.data == "required" else []
     return problems, warnings
 
 

@@ -18,6 +18,7 @@ from framework.schema.keys import every_key
 
 COUNT = 500
 SECONDS = 3.0
+"""Of processor time, because tests share their machine; nothing here waits."""
 GROWTH_KIB = 512 * 1024
 """Resident memory that all of them together may add; one alias bomb, expanded, would need more."""
 ROOT = Path(__file__).parents[1]
@@ -191,9 +192,9 @@ def test_mutated_recipes(tmp_path, monkeypatch, tenth):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(tenth, COUNT, 10):
         file.write_bytes(mutated(number))
-        start = time.perf_counter()
+        start = time.process_time()
         report = check_request(file)
-        assert time.perf_counter() - start < SECONDS, number
+        assert time.process_time() - start < SECONDS, number
         for problem in report.problems:
             assert problem.message, number
             assert problem.where or problem.key in WHOLE_REQUEST, (number, problem)
@@ -204,14 +205,19 @@ WHOLE_REQUEST = {"model.model_name", "model.load_pretrained_weights", "training.
 """Keys whose absence is the problem, so that there is no line to point to."""
 
 
+def processor_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("number", range(0, COUNT, 50))
 def test_some_of_them_through_the_real_command(tmp_path, number):
     (tmp_path / "mutant.yaml").write_bytes(mutated(number))
-    start = time.perf_counter()
+    before = processor_seconds_of_children()
     command = [sys.executable, "-m", "framework", "check", "mutant.yaml", "--quick"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    assert time.perf_counter() - start < SECONDS
+    assert processor_seconds_of_children() - before < SECONDS
     assert done.returncode in (0, 2), done.stderr
     assert "Traceback" not in done.stderr
     assert (done.returncode == 2) == ("error" in done.stderr)

@@ -5,6 +5,9 @@ from typing import Annotated
 import typer
 
 from framework.cli import look, work
+from framework.cli.diff import diff
+from framework.cli.doctor import doctor
+from framework.cli.plan import plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,9 +25,10 @@ def options(
 
 
 app.command()(work.train)
+app.command()(plan)
 app.command()(look.check)
 app.command()(look.show)
-app.command()(look.diff)
+app.command()(diff)
 app.command("list")(look.list_choices)
 app.command()(look.schema)
-app.command()(look.doctor)
+app.command()(doctor)

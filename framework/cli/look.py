@@ -53,8 +53,9 @@ def show(
 ) -> None:
     """Print the composed config as YAML."""
     from framework.compose import compose
-    from framework.compose.writing import to_annotated_yaml, to_yaml
+    from framework.compose.writing import to_annotated_yaml
     from framework.memory.resolve import with_length
+    from framework.text import to_yaml
 
     if resolve:
         raise RequestError([Problem("--resolve", "not yet available: the search that replaces `auto`")])
@@ -68,28 +69,6 @@ def show(
         print(to_annotated_yaml(config, composition.origins), end="")
     else:
         print(to_yaml(config), end="")
-
-
-def diff(recipe: Recipe, other: Recipe, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Print the keys in which two recipes differ, with both values and where each came from. Overrides go to both."""
-    from framework.compose import compose
-    from framework.compose.differences import differences
-
-    found = differences(compose(recipe, overrides or ()), compose(other, overrides or ()))
-    if as_json:
-        print_json({"differences": [difference.to_json() for difference in found]})
-        return
-    rows = [
-        row
-        for difference in found
-        for row in (
-            (difference.key, "a", str(difference.a), str(difference.origin_a)),
-            ("", "b", str(difference.b), str(difference.origin_b)),
-        )
-    ]
-    print_columns(rows)
-    if not rows:
-        print("no key differs")
 
 
 def list_choices(
@@ -129,15 +108,3 @@ def schema() -> None:
     from framework.schema.json_schema import recipe_schema
 
     print(json.dumps(recipe_schema({group: list(shipped.presets(group)) for group in shipped.GROUPS})))
-
-
-def doctor(as_json: Json = False) -> None:
-    """Describe this machine: Python, torch, CUDA, cards and packages."""
-    from framework.cli.machine import describe
-
-    facts = describe()
-    if as_json:
-        print_json(facts)
-    else:
-        print_columns([(key, str(value)) for key, value in facts.items() if not isinstance(value, dict)])
-        print_columns([(f"  {name}", str(version or "not installed")) for name, version in facts["packages"].items()])

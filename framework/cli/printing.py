@@ -3,9 +3,12 @@
 import json
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from framework.errors import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SCHEMA_VERSION = 1
 """Of the JSON documents; raised when a key of one is removed or changes its meaning."""
@@ -42,6 +45,13 @@ def complain(message: str, with_traceback: bool) -> None:
     _stderr().print(f"[bold red]error[/] {_escaped(message)}")
 
 
+def stdout() -> "Console":
+    """The console that results go to. It is in colour on a terminal alone, and lines keep their length in a pipe."""
+    from rich.console import Console
+
+    return Console(soft_wrap=True, highlight=False, emoji=False)
+
+
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Plain aligned columns, so that other programs can read them."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
@@ -49,7 +59,7 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _stderr() -> Any:
+def _stderr() -> "Console":
     from rich.console import Console
 
     return Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)

@@ -52,5 +52,8 @@ def _report(result: "RunResult") -> None:
     if result.sample:
         prompt, completion = result.sample
         print(f"prompt      {prompt!r}\ncompletion  {completion!r}")
+    for values in result.evals[:1] + result.evals[1:][-1:]:
+        print(f"eval loss   {values['eval_loss']:.4f} at step {values['step']}")
     print(f"model       {result.folder / 'final'} (AutoModelForCausalLM.from_pretrained loads it)")
     print(f"again       tunesmith train {result.folder / 'config.yaml'} training.learning_rate=1e-4")
+    print(result.memory)

@@ -2,6 +2,6 @@
 
 from framework.compose.origins import Origin
 from framework.compose.request import Composition, Draft, compose, draft, load
-from framework.compose.writing import to_yaml
+from framework.text import to_yaml
 
 __all__ = ["Composition", "Draft", "Origin", "compose", "draft", "load", "to_yaml"]

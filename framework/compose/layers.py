@@ -2,23 +2,29 @@
 command line. Each holds only keys the schema knows; what a higher layer makes meaningless is gone from the lower ones.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import starmap
 from pathlib import Path as File
 
 from framework.compose import shipped
-from framework.compose.origins import Kind, Node, Origin, node_of
+from framework.compose.origins import Node, Origin, leaves, node_of
 from framework.compose.overrides import Choice, Words
+from framework.compose.paths import exists
 from framework.compose.reading import MAX_PROBLEMS, read
+from framework.compose.validation import shown
 from framework.errors import Problem, RequestError
 from framework.memory.cards import card_of_size, smallest
-from framework.schema.keys import Key, Path, dotted, root, unknown
+from framework.schema.keys import Key, Path, dotted, key_at, root, unknown
 
 ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
     (("training", "gradient_accumulation_steps"), ("training", "global_batch_size")),
     (("training", "global_batch_size"), ("training", "gradient_accumulation_steps")),
 )
 """Writing the first in a higher layer drops the second from the lower ones: they say the same thing twice."""
+YAML_SUFFIXES = (".yaml", ".yml")
 ARCHITECTURE: Path = ("model", "architecture")
 
 
@@ -26,7 +32,6 @@ ARCHITECTURE: Path = ("model", "architecture")
 class Layer:
     """One source of written values. Layers of equal rank count as one where a higher drops from a lower."""
 
-    kind: Kind
     rank: int
     tree: Node
 
@@ -34,13 +39,10 @@ class Layer:
 def find_recipe(recipe: str | File) -> tuple[str, File, str]:
     """Name, file and label of a recipe given by path or shipped name. Raises RequestError when there is none."""
     word = str(recipe)
-    path = File(word).expanduser()
-    try:
-        is_path = isinstance(recipe, File) or path.suffix in (".yaml", ".yml") or ("/" in word and path.exists())
-        if is_path and path.exists():
-            return path.stem, path, word
-    except (OSError, ValueError) as error:
-        raise RequestError([Problem("", f"no such recipe: {error}")]) from None
+    path = File(os.path.expanduser(word))
+    is_path = isinstance(recipe, File) or path.suffix in YAML_SUFFIXES or ("/" in word and exists(word))
+    if is_path and exists(word):
+        return path.stem, path, word
     known = shipped.recipes()
     if not is_path and word in known:
         return word, known[word], f"recipes/{word}.yaml"
@@ -61,16 +63,11 @@ def gather(
         raise RequestError(problems)
     choices = _defaults(body.at(("defaults",)), problems)
     body = body.without(("defaults",))
+    preset = partial(_preset, problems=problems)
     above = {group: words.choices[group] for group in shipped.GROUPS if group in words.choices}
     below = {group: choice for group, choice in choices.items() if group not in above}
-    trees: list[tuple[Kind, Node | None]] = [("group", _preset(*item, problems)) for item in below.items()]
-    trees.append(("recipe", body))
-    trees += [("group", _preset(*item, problems)) for item in above.items()]
-    layers = [
-        Layer(kind, rank, _known(tree, root(), (), problems))
-        for rank, (kind, tree) in enumerate(trees, 1)
-        if tree is not None
-    ]
+    trees = [*starmap(preset, below.items()), body, *starmap(preset, above.items())]
+    layers = [Layer(rank, _known(tree, root(), (), problems)) for rank, tree in enumerate(trees, 1) if tree is not None]
     names_card = any(layer.tree.at(("gpu", "name")) for layer in layers)
     if not names_card and (choices | above).get("gpu") is None and not _writes(words, ("gpu", "name")):
         layers.insert(0, _detected(detect, problems))
@@ -91,25 +88,26 @@ def settle(layers: list[Layer], words: Words, problems: list[Problem]) -> list[L
             continue
         tree = _placed(write.path, write.node, settled, problems)
         tree = _known(tree, root(), (), problems)
-        settled.append(Layer("command line", len(layers) + 1, _appended(tree, root(), (), settled, problems)))
+        settled.append(Layer(len(layers) + 1, _appended(tree, root(), (), settled, problems)))
         settled = _replaced(settled)
     return settled
 
 
-def highest(layers: Sequence[Layer], path: Path) -> tuple[Layer, Node] | None:
-    """The topmost layer that writes `path`, and what it writes."""
-    found = ((layer, node) for layer in reversed(layers) if (node := layer.tree.at(path)) is not None)
-    return next(found, None)
+def highest(layers: Sequence[Layer], path: Path) -> Node | None:
+    """What the topmost layer that writes `path` writes there."""
+    return next((node for layer in reversed(layers) if (node := layer.tree.at(path)) is not None), None)
 
 
 def list_warnings(layers: Sequence[Layer]) -> Iterator[Problem]:
     """One for each list of a preset that takes the place of a list that is not empty."""
     for index, layer in enumerate(layers):
-        for path, node in _lists(layer.tree, root(), ()) if layer.kind == "group" else ():
+        for path, node in leaves(layer.tree):
             lower = highest(layers[:index], path)
-            below = lower[1].plain() if lower and lower[1].items else []
-            if lower and below and node.plain()[: len(below)] != below:
-                message = f"replaces the list {below} written at {lower[1].origin.place}"
+            is_list = (
+                node.origin.kind == "group" and node.sequence is not None and getattr(key_at(path), "is_list", False)
+            )
+            if is_list and lower and lower.sequence and node.plain()[: len(lower.sequence)] != lower.plain():
+                message = f"replaces the list {lower.plain()} written at {lower.origin.place}"
                 yield Problem(dotted(path), message, node.origin.place, "`{append: [..]}` to keep both")
 
 
@@ -119,11 +117,11 @@ def _defaults(node: Node | None, problems: list[Problem]) -> dict[str, Choice | 
     if node is None or node.value is None:
         return choices
     expected = f"a list of `- group: preset`; groups are {', '.join(shipped.GROUPS)}"
-    if node.items is None:
+    if node.sequence is None:
         problems.append(Problem("defaults", "is not a list", node.origin.place, expected))
-    for index, item in enumerate(node.items or ()):
+    for index, item in enumerate(node.sequence or ()):
         [(group, choice)] = item.mapping.items() if item.mapping and len(item.mapping) == 1 else [("", item)]
-        names = [name.value for name in choice.items] if choice.items is not None else [choice.value]
+        names = [name.value for name in choice.sequence] if choice.sequence is not None else [choice.value]
         place = item.origin.place
         if group not in shipped.GROUPS or not all(isinstance(name, str | int | float) for name in names):
             nearest = shipped.nearest(group, shipped.GROUPS)
@@ -155,9 +153,9 @@ def _preset(group: str, choice: Choice | None, problems: list[Problem]) -> Node 
 
 def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) -> Node | None:
     known = shipped.presets(group)
-    path = File(name).expanduser()
-    is_path = path.suffix in (".yaml", ".yml")
-    if name in known or (is_path and path.exists()):
+    path = File(os.path.expanduser(name))
+    is_path = path.suffix in YAML_SUFFIXES
+    if name in known or (is_path and exists(name)):
         file, label = (known[name], f"{group}/{name}.yaml") if name in known else (path, name)
         tree = read(file, label, "group", problems)
         if tree and "defaults" in (tree.mapping or {}):
@@ -176,7 +174,7 @@ def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) 
 def _detected(detect: Callable[[], str | None], problems: list[Problem]) -> Layer:
     name = detect() or "cpu"
     tree = _one_preset("gpu", name, Origin("default"), problems) or node_of({}, Origin("default"))
-    return Layer("group", 0, tree)
+    return Layer(0, tree)
 
 
 def _writes(words: Words, path: Path) -> bool:
@@ -185,9 +183,9 @@ def _writes(words: Words, path: Path) -> bool:
 
 def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
     """The tree without what the schema has no place for; each such key is a problem where it stands."""
-    if key.is_list and node.items is not None and key.children:
+    if key.is_list and node.sequence is not None and key.children:
         return Node(
-            [_known(item, replace(key, is_list=False), (*path, i), problems) for i, item in enumerate(node.items)],
+            [_known(item, replace(key, is_list=False), (*path, i), problems) for i, item in enumerate(node.sequence)],
             node.origin,
         )
     if key.is_list and node.mapping is not None and node.at(("append",)) is not None:
@@ -197,28 +195,37 @@ def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
         return node
     inside: dict[str, Node] = {}
     for name, child in node.mapping.items():
-        here = (*path, name)
-        if name in key.children:
-            if path or child.value is not None:  # a section with nothing under it writes nothing
-                inside[name] = _known(child, key.children[name], here, problems)
-        elif len(problems) <= MAX_PROBLEMS:
-            message, nearest = unknown(here)
-            if here == ("hydra",):
-                message = "Hydra's own settings cannot be set"
-            problems.append(Problem(dotted(here), message, child.origin.place, nearest=nearest))
+        here, below = (*path, name), key.children.get(name)
+        if below is None:
+            if len(problems) <= MAX_PROBLEMS:
+                problems.append(_unknown(here, child.origin))
+        elif child.value is None and not path:
+            continue  # a section with nothing under it writes nothing
+        elif below.children and not below.is_list and child.mapping is None and child.value is not None:
+            message = f"cannot be {shown(child.plain())}"
+            problems.append(Problem(dotted(here), message, child.origin.place, below.expected))
+        else:
+            inside[name] = _known(child, below, here, problems)
     return Node(inside, node.origin)
+
+
+def _unknown(path: Path, origin: Origin) -> Problem:
+    message, nearest = unknown(path)
+    if path == ("hydra",):
+        message = "Hydra's own settings cannot be set"
+    return Problem(dotted(path), message, origin.place, nearest=nearest)
 
 
 def _appended(node: Node, key: Key, path: Path, lower: Sequence[Layer], problems: list[Problem]) -> Node:
     """The tree with `{append: [..]}` turned into the whole list: what lower layers hold, then these items."""
     if key.is_list and node.mapping is not None:
         extra = node.mapping.get("append")
-        if extra is None or extra.items is None or len(node.mapping) > 1:
+        if extra is None or extra.sequence is None or len(node.mapping) > 1:
             expected = "a list, or `{append: [..]}` alone"
             problems.append(Problem(dotted(path), "is a mapping", node.origin.place, expected))
             return Node([], node.origin)
         base = highest(lower, path)
-        return Node([*(base[1].items or () if base else ()), *extra.items], node.origin)
+        return Node([*((base and base.sequence) or ()), *extra.sequence], node.origin)
     if not key.children or node.mapping is None:
         return node
     inside = {
@@ -248,7 +255,7 @@ def _unlike(low: Node, high: Node, path: Path) -> Iterator[Path]:
     if low.mapping is not None and high.mapping is not None:
         for name in low.mapping.keys() & high.mapping.keys():
             yield from _unlike(low.mapping[name], high.mapping[name], (*path, name))
-    elif (low.mapping is None, low.items is None) != (high.mapping is None, high.items is None):
+    elif (low.mapping is None, low.sequence is None) != (high.mapping is None, high.sequence is None):
         yield path
 
 
@@ -259,17 +266,9 @@ def _placed(path: Path, node: Node, layers: Sequence[Layer], problems: list[Prob
     if index is None:
         return empty.replaced(path, node)
     found = highest(layers, path[:index])
-    items = found[1].items if found else None
-    if not items or int(path[index]) >= len(items):
-        message = f"the list has {len(items or ())} items, so none with index {path[index]}"
+    length = len(found.sequence) if found and found.sequence else 0
+    if found is None or int(path[index]) >= length:
+        message = f"the list has {length} items, so none with index {path[index]}"
         problems.append(Problem(dotted(path), message, node.origin.place, f"`{dotted(path[:index])}+=[..]` to append"))
         return empty
-    return empty.replaced(path[:index], found[1].replaced(path[index:], node)) if found else empty
-
-
-def _lists(node: Node, key: Key, path: Path) -> Iterator[tuple[Path, Node]]:
-    if key.is_list and node.items is not None:
-        yield path, node
-    elif key.children:
-        for name, child in (node.mapping or {}).items():
-            yield from _lists(child, key.children[name], (*path, name))
+    return empty.replaced(path[:index], found.replaced(path[index:], node))

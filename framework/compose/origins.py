@@ -41,14 +41,14 @@ class Node:
         return self.value if isinstance(self.value, dict) else None
 
     @property
-    def items(self) -> list["Node"] | None:
+    def sequence(self) -> list["Node"] | None:
         return self.value if isinstance(self.value, list) else None
 
     def plain(self) -> Any:
         """The value alone, made of dicts, lists and scalars."""
         if self.mapping is not None:
             return {name: child.plain() for name, child in self.mapping.items()}
-        return [item.plain() for item in self.items] if self.items is not None else self.value
+        return [item.plain() for item in self.sequence] if self.sequence is not None else self.value
 
     def at(self, path: Path) -> "Node | None":
         """The node at `path` below this one, or None."""
@@ -56,8 +56,8 @@ class Node:
         for part in path:
             if isinstance(part, str) and node.mapping and part in node.mapping:
                 node = node.mapping[part]
-            elif isinstance(part, int) and node.items and part < len(node.items):
-                node = node.items[part]
+            elif isinstance(part, int) and node.sequence and part < len(node.sequence):
+                node = node.sequence[part]
             else:
                 return None
         return node
@@ -76,7 +76,7 @@ class Node:
         if not path:
             return node
         if isinstance(path[0], int):
-            items = list(self.items or ())
+            items = list(self.sequence or ())
             items[path[0]] = items[path[0]].replaced(path[1:], node)
             return Node(items, self.origin)
         inside = dict(self.mapping or {})
@@ -98,5 +98,5 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
             yield from leaves(child, (*path, name))
         return
     yield path, node
-    for index, item in enumerate(node.items or ()):
+    for index, item in enumerate(node.sequence or ()):
         yield from leaves(item, (*path, index))

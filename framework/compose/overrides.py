@@ -15,7 +15,7 @@ from framework.schema.keys import Path, dotted, key_at, unknown
 
 COMMAND_LINE = "command line"
 MAX_WORD = 8192
-"""Characters; Hydra's parser is in Python and takes about 10 microseconds for each."""
+"""Characters; Hydra's parser is in Python and takes up to 0.1 ms for each."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,21 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
             value, problem = _value(path, raw, word)
         if problem:
             problems.append(problem)
-        elif deletes:
-            choices |= {str(path[0]): None} if path in {(group,) for group in GROUPS} else {}
+            continue
+        group, origin = _group(path), Origin("command line", word)
+        if deletes:
             writes.append(Write(path, None))
-        elif len(path) == 1 and path[0] in GROUPS:
-            choices[str(path[0])] = Choice(
-                value if isinstance(value, tuple) else (str(value),), Origin("command line", word)
-            )
-        else:
-            node = node_of({"append": value} if appends else value, Origin("command line", word))
-            writes.append(Write(path, node))
+        if group:
+            names = value if isinstance(value, tuple) else (str(value),)
+            choices[group] = None if deletes else Choice(names, origin)
+        elif not deletes:
+            writes.append(Write(path, node_of({"append": value} if appends else value, origin)))
     return Words(choices, writes)
+
+
+def _group(path: Path) -> str | None:
+    """The group that a word without a dot chooses from."""
+    return path[0] if len(path) == 1 and isinstance(path[0], str) and path[0] in GROUPS else None
 
 
 def _path(key: str) -> Path:
@@ -89,8 +93,7 @@ def _fault(word: str, path: Path, has_value: bool, deletes: bool) -> Problem | N
         return Problem(shown, "Hydra's own settings cannot be set", COMMAND_LINE)
     if len(word) > MAX_WORD:
         return Problem(shown, f"is longer than {MAX_WORD} characters: write it in a file", COMMAND_LINE)
-    is_group = len(path) == 1 and name in GROUPS
-    if not is_group and key_at(path) is None:
+    if _group(path) is None and key_at(path) is None:
         message, nearest = unknown(path)
         return Problem(shown.partition("=")[0], message, COMMAND_LINE, nearest=nearest)
     if not has_value and not deletes:
@@ -114,18 +117,15 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
         detail = str(error).partition("\n")[0][:80]
         expected = "special characters in quotes, and those kept from the shell: key='\"a=b\"'"
         return None, Problem(shown, f"the value cannot be read: {detail}", COMMAND_LINE, expected)
-    is_group = len(path) == 1 and path[0] in GROUPS
     if names:
         return names, None
     if override.is_sweep_override():
-        return None, Problem(
-            shown, "several values are a sweep, which needs -m", COMMAND_LINE, "one value, or a list `[a,b]`"
-        )
-    if is_group and not isinstance(value, str | int | float):
-        expected = f"`{path[0]}=preset`, or one key at a time: `{path[0]}.key=value`"
-        return None, Problem(
-            shown, f"`{path[0]}=` chooses a preset; a section is not set as a whole", COMMAND_LINE, expected
-        )
+        message, expected = "several values are a sweep, which needs -m", "one value, or a list `[a,b]`"
+        return None, Problem(shown, message, COMMAND_LINE, expected)
+    if (group := _group(path)) and not isinstance(value, str | int | float):
+        message = f"`{group}=` chooses a preset; a section is not set as a whole"
+        expected = f"`{group}=preset`, or one key at a time: `{group}.key=value`"
+        return None, Problem(shown, message, COMMAND_LINE, expected)
     return value, None
 
 

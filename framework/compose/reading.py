@@ -5,7 +5,6 @@ the number of values (aliases counted in full) are limited before anything else 
 a few hundred bytes expands to gigabytes in any loader that builds it.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path as File
 from typing import Any
@@ -15,6 +14,7 @@ import yaml
 from framework.compose.origins import Kind, Node, Origin
 from framework.errors import Problem
 from framework.schema.keys import Path, dotted
+from framework.text import scalar
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 24
@@ -22,10 +22,6 @@ MAX_VALUES = 3000
 """A recipe has under a hundred values; Hydra takes about 0.3 ms for each."""
 MAX_PROBLEMS = 100
 """A file with more is not a recipe with mistakes."""
-
-_INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
-_FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]{1,3})?|[0-9]+[eE][-+]?[0-9]{1,3})")
-_WORDS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
 class _TooMuch(Exception):
@@ -52,17 +48,6 @@ def read(path: File, label: str, kind: Kind, problems: list[Problem]) -> Node | 
         line, message = text.count("\n", 0, error.position) + 1, f"this is not YAML: {error.reason}"
     problems.append(Problem("", message, f"{label}:{line}"))
     return None
-
-
-def scalar(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted word. Numbers too large to be exact stay text, which the schema refuses."""
-    if text.lower() in _WORDS and text in (text.lower(), text.title(), text.upper()):
-        return _WORDS[text.lower()]
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    if _FLOAT.fullmatch(text) and abs(number := float(text)) != float("inf"):
-        return number
-    return text
 
 
 def _text(path: File, label: str, problems: list[Problem]) -> str | None:

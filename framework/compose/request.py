@@ -26,7 +26,7 @@ from framework.compose.validation import shown, validate, version_problem
 from framework.errors import Problem, RequestError
 from framework.memory.installed import detect
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import Path, dotted, values
+from framework.schema.keys import Path, dotted, up_to_list, values
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def _with_world(layers: list[Layer], world: int | None, problems: list[Problem])
         return layers
     origin = Origin("command line", f"--nproc {world}")
     found = highest(layers, ("gpu", "count"))
-    if found and found[1].value != world:
-        message = f"{found[1].plain()} cards are written, but --nproc starts {world} processes"
-        problems.append(Problem("gpu.count", message, found[1].origin.place, str(world)))
-    return [*layers, Layer("command line", len(layers), node_of({"gpu": {"count": world}}, origin))]
+    if found and found.value != world:
+        message = f"{found.plain()} cards are written, but --nproc starts {world} processes"
+        problems.append(Problem("gpu.count", message, found.origin.place, str(world)))
+    return [*layers, Layer(len(layers), node_of({"gpu": {"count": world}}, origin))]
 
 
 def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
@@ -125,7 +125,7 @@ def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
         for path, node in leaves(layer.tree):
             if message := interpolation.fault(node.value, room):
                 problems.append(Problem(dotted(path), message, node.origin.place))
-                tree = tree.without(_writable(path))
+                tree = tree.without(up_to_list(path))
             if isinstance(node.value, str) and "${" in node.value:
                 room -= min(room, len(node.value))
         allowed.append(replace(layer, tree=tree))
@@ -164,7 +164,7 @@ def _resolved(merged: dict[str, Any], layers: Sequence[Layer], problems: list[Pr
                 raise ValueError(f"grows to more than {interpolation.MAX_RESULT} characters")
         except ValueError as error:
             problems.append(Problem(dotted(path), str(error), _place(layers, path)))
-            tree = tree.without(_writable(path))
+            tree = tree.without(up_to_list(path))
     return interpolation.resolve(interpolation.over(defaults, tree.plain()), tree.plain())
 
 
@@ -178,15 +178,10 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, s
 def _origin(layers: Sequence[Layer], path: Path) -> Origin:
     """Who wrote the value at `path`: the topmost layer that has it."""
     found = highest(layers, path)
-    return found[1].origin if found else DEFAULT
+    return found.origin if found else DEFAULT
 
 
 def _place(layers: Sequence[Layer], path: Path) -> str | None:
     """Where to look for the value at `path`, or for the nearest thing around it that was written."""
     found = next((found for end in range(len(path), 0, -1) if (found := highest(layers, path[:end]))), None)
-    return found[1].origin.place if found else None
-
-
-def _writable(path: Path) -> Path:
-    """The path up to its first list index."""
-    return next((path[:index] for index, part in enumerate(path) if isinstance(part, int)), path)
+    return found.origin.place if found else None

@@ -1,5 +1,6 @@
 """Plain values -> `TrainingConfig`, and pydantic's complaints in words a person can act on."""
 
+import json
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from framework.compose.reading import MAX_PROBLEMS
 from framework.errors import Problem
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
-from framework.schema.keys import Path, dotted, key_at
+from framework.schema.keys import Path, dotted, key_at, up_to_list
 
 _YAML_1_1 = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
@@ -29,7 +30,7 @@ def validate(
         }
     for path, detail in list(reversed(complaints.items()))[:MAX_PROBLEMS]:
         problems.append(_problem(path, detail, place(path)))
-    bad = {_key(path) for path in complaints}
+    bad = {up_to_list(path) for path in complaints}
     rest: Mapping[str, Any] = written
     for path in bad:
         rest = _without(rest, path)
@@ -50,8 +51,7 @@ def version_problem(written: Mapping[str, Any], place: Callable[[Path], str | No
 
 def shown(value: object) -> str:
     """A value as it is quoted in a message, cut when long."""
-    words = {id(True): "true", id(False): "false", id(None): "null"}
-    text = words.get(id(value)) or repr(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -85,11 +85,6 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
     if expected == "text" and isinstance(value, int | float):
         expected = "text, in quotes"
     return Problem(dotted(path), f"cannot be {shown(value)}", where, expected, nearest)
-
-
-def _key(path: Path) -> Path:
-    """The path up to its first list index, the smallest thing that can be left out."""
-    return next((path[:index] for index, part in enumerate(path) if isinstance(part, int)), path)
 
 
 def _without(written: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -69,8 +69,12 @@ def detect() -> str | None:
     Of several cards it is the smallest, because shards are equal. None: no driver, no visible card, a partitioned
     (MIG) card, or one too old for bfloat16 that we have no facts of.
     """
-    visible = visible_cards(parse_nvidia_smi(_run_nvidia_smi()), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return min(visible, key=lambda card: card.mebibytes).name if visible else None
+    return min(visible, key=lambda card: card.mebibytes).name if (visible := installed_cards()) else None
+
+
+def installed_cards() -> list[InstalledCard]:
+    """The cards that CUDA will show to this process; none without a driver."""
+    return visible_cards(parse_nvidia_smi(_run_nvidia_smi()), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _run_nvidia_smi() -> str:

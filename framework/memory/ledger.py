@@ -111,14 +111,16 @@ class PeakUse:
 
 @dataclass(frozen=True)
 class PhaseUse:
-    """Most use within one phase of the run."""
+    """Most use within one phase of the run. `terms` add up to `device_bytes`."""
 
     name: str
     allocated_bytes: int
     device_bytes: int
+    terms: Terms
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "allocated_bytes": self.allocated_bytes, "device_bytes": self.device_bytes}
+        sizes = {"allocated_bytes": self.allocated_bytes, "device_bytes": self.device_bytes}
+        return {"name": self.name, **sizes, "terms": self.terms.to_json()}
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Plan:
             device=Device(**document["device"]),
             peak=PeakUse(**document["peak"], terms=Terms(**document["terms"])),
             step_peak=PeakUse(**{**document["step_peak"], "terms": Terms(**document["step_peak"]["terms"])}),
-            phases=tuple(PhaseUse(**phase) for phase in document["phases"]),
+            phases=tuple(PhaseUse(**{**phase, "terms": Terms(**phase["terms"])}) for phase in document["phases"]),
             host_bytes=document["host_bytes"],
             disk_bytes=document["disk_bytes"],
             step=StepCost(**step) if step is not None else None,
@@ -235,13 +237,6 @@ def peak_use(peaks: Sequence[Peak], context: int, uncertainty: Uncertainty) -> P
     top = max(peaks, key=lambda peak: peak.allocated)
     reserved = max(peak.reserved for peak in peaks)
     managed = max(peak.managed for peak in peaks)
-    kinds = dict(top.kinds)
-    kinds[Kind.OPTIMIZER] = kinds.get(Kind.OPTIMIZER, 0) + managed
-    terms = Terms(
-        **{str(kind): count for kind, count in kinds.items()},
-        fragmentation=reserved - top.allocated,
-        overhead=context,
-    )
     return PeakUse(
         phase=top.phase,
         allocated_bytes=top.allocated,
@@ -249,7 +244,18 @@ def peak_use(peaks: Sequence[Peak], context: int, uncertainty: Uncertainty) -> P
         managed_bytes=managed,
         device_bytes=reserved + managed + context,
         device_bytes_upper=uncertainty.upper(top.allocated, reserved, managed + context),
-        terms=terms,
+        terms=_terms(top, reserved, managed, context),
+    )
+
+
+def _terms(top: Peak, reserved: int, managed: int, context: int) -> Terms:
+    """The terms at `top`, on a device that holds `reserved` and `managed` bytes and a context."""
+    kinds = dict(top.kinds)
+    kinds[Kind.OPTIMIZER] = kinds.get(Kind.OPTIMIZER, 0) + managed
+    return Terms(
+        **{str(kind): count for kind, count in kinds.items()},
+        fragmentation=reserved - top.allocated,
+        overhead=context,
     )
 
 
@@ -259,6 +265,8 @@ def phase_uses(peaks: Sequence[Peak], context: int) -> tuple[PhaseUse, ...]:
     for name in PHASES:
         own = [peak for peak in peaks if peak.phase == name]
         if own:
-            device = max(peak.reserved + peak.managed for peak in own) + context
-            found.append(PhaseUse(name, max(peak.allocated for peak in own), device))
+            top = max(own, key=lambda peak: peak.allocated)
+            fullest = max(own, key=lambda peak: peak.reserved + peak.managed)
+            terms = _terms(top, fullest.reserved, fullest.managed, context)
+            found.append(PhaseUse(name, top.allocated, terms.total, terms))
     return tuple(found)

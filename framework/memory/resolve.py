@@ -57,8 +57,8 @@ def _length(config: TrainingConfig, settings: Mapping[str, Any] | None) -> int |
 
 
 def with_length(config: TrainingConfig) -> TrainingConfig:
-    """The config with the length that an unset `model.model_max_length` stands for, where the recipe tells it."""
+    """The config with the length that an unset `model.model_max_length` stands for, as far as the recipe tells."""
     if config.model.model_max_length is not None:
         return config
-    length = _length(config, config.model.architecture)
+    length = _length(config, config.model.architecture or {})
     return config.model_copy(update={"model": config.model.model_copy(update={"model_max_length": length})})

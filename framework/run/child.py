@@ -32,4 +32,7 @@ def _read(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(finished.stdout)
         return document
     except ValueError as error:
-        raise TunesmithError(f"the rehearsal failed ({error}):\n{finished.stderr[-_TAIL:]}") from None
+        last = next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), str(error))
+        failure = TunesmithError(f"the rehearsal failed: {last} (--debug shows where; please report it)")
+        failure.add_note(finished.stderr[-_TAIL:])
+        raise failure from None

@@ -1,10 +1,9 @@
 """Measured memory, phase by phase: the allocator's counters on a GPU, resident memory on the CPU."""
 
-import resource
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 
 from framework.build.place import Place
@@ -12,13 +11,21 @@ from framework.build.place import Place
 
 @dataclass
 class Meter:
-    """Peaks of a run in bytes. Give `observe` to the step: it is told when each phase begins."""
+    """Peaks of a run in bytes. Give `observe` to the step: it is told when each phase begins.
+
+    On the CPU a phase is measured where it ends, which is where a step holds most; `baseline` is what the process held
+    before the model was built.
+    """
 
     place: Place
     phases: dict[str, int] = field(default_factory=dict)
     allocated: int = 0
     reserved: int = 0
+    baseline: int = field(init=False)
     _phase: str = "load"
+
+    def __post_init__(self) -> None:
+        self.baseline = 0 if self.place.kind == "cuda" else resident_bytes()
 
     def observe(self, phase: str) -> None:
         """Close the phase that was running, note its peak, and begin `phase`."""
@@ -31,7 +38,7 @@ class Meter:
             self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.place.device))
             torch.cuda.reset_peak_memory_stats(self.place.device)
         else:
-            allocated = peak_resident_bytes()
+            allocated = resident_bytes()
             self.reserved = max(self.reserved, allocated)
         self.allocated = max(self.allocated, allocated)
         if self._phase != "end":
@@ -40,8 +47,9 @@ class Meter:
     def document(self) -> dict[str, Any]:
         """The `measured` part of memory.json."""
         self._close()
-        counter = "torch.cuda allocator" if self.place.kind == "cuda" else "peak resident memory of the process"
+        counter = "torch.cuda allocator" if self.place.kind == "cuda" else "resident memory of the process"
         document: dict[str, Any] = {"counter": counter, "allocated_bytes": self.allocated}
+        document["baseline_bytes"] = self.baseline
         document["reserved_bytes"] = self.reserved
         document["phases"] = [{"name": name, "allocated_bytes": peak} for name, peak in self.phases.items()]
         if self.place.kind == "cuda":
@@ -51,7 +59,6 @@ class Meter:
         return document
 
 
-def peak_resident_bytes() -> int:
-    """Largest resident size this process has had, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now, in bytes."""
+    return int(psutil.Process().memory_info().rss)

@@ -13,10 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
+from framework.text import to_yaml
 
 OURS = (
     "config.yaml",
@@ -63,13 +62,6 @@ def _replace(file: Path, text: str) -> None:
     aside = file.with_name(f".{file.name}.incomplete")
     aside.write_text(text)
     os.replace(aside, file)
-
-
-def to_yaml(config: TrainingConfig) -> str:
-    """Every key of the config that has a value, as YAML; reading it gives an equal config."""
-    document = config.model_dump(mode="json", exclude_none=True)
-    text: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120)
-    return text
 
 
 def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:

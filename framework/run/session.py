@@ -3,7 +3,8 @@
 import contextlib
 import importlib.util
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,8 @@ from framework.build.loss import Batch
 from framework.build.place import real_place
 from framework.build.tokenizer import padding_id
 from framework.build.verify import Reading, missing_gradients, verify
-from framework.errors import Interrupted, NonFinite, Problem, RequestError, VerificationFailed
+from framework.errors import DoesNotFit, Interrupted, NonFinite, Problem, RequestError, VerificationFailed
+from framework.memory.ledger import Plan
 from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.inputs import Inputs, read_inputs
@@ -29,6 +31,9 @@ from framework.run.record import RunFolder, clear, environment, make, open_folde
 from framework.run.resume import check_resume
 from framework.run.step import StepResult
 from framework.schema.config import TrainingConfig
+
+Planner = Callable[[TrainingConfig], Plan]
+"""What predicts a run before it is loaded; `run.child.plan_in_subprocess` is the product's."""
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Session:
     accelerator: Accelerator
     progress: ProgressLine
     meter: Meter
+    plan: Plan | None
     step: int = 0
     saved: int = -1
     interrupt: Interrupt = field(default_factory=Interrupt)
@@ -148,16 +154,29 @@ class Session:
 
 
 def open_session(
-    config: TrainingConfig, name: str, *, resume: bool, overwrite: bool, allow: Sequence[str], quiet: bool
+    config: TrainingConfig,
+    name: str,
+    *,
+    resume: bool,
+    overwrite: bool,
+    allow: Sequence[str],
+    quiet: bool,
+    planner: Planner | None,
 ) -> Session:
-    """Read, assemble and verify what a config asks for; nothing is written before all of it stands.
+    """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
 
-    Raises RequestError for what cannot be done, VerificationFailed for an option that is not in effect.
+    Raises RequestError for what cannot be done, DoesNotFit when the plan is over the card, VerificationFailed for an
+    option that is not in effect.
     """
     _check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
-    inputs = read_inputs(config)
+    with ThreadPoolExecutor(1) as beside:  # the plan is made in a process of its own while the rows are read
+        planned = beside.submit(planner, config) if planner is not None else None
+        inputs = read_inputs(config)
+        plan = planned.result() if planned is not None else None
     config = inputs.config
+    if plan is not None and not plan.fits:
+        raise DoesNotFit(_too_large(plan))
     folder = open_folder(config, name, resume, overwrite)
     newest = checkpoints(folder.path)[-1] if resume else None
     changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
@@ -178,12 +197,25 @@ def open_session(
     )
     assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
     readings = verify(assembly)
+    if place.kind == "cuda":
+        torch.cuda.empty_cache()  # what loading left unused: the step starts from what it holds, as it was planned
     step = load_checkpoint(newest, assembly) if newest else 0
     progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
     for line in changes:
         progress.say(f"resumed with {line}")
     return Session(
-        config, folder, inputs, assembly, readings, batches, accelerator, progress, meter, step, step if newest else -1
+        config,
+        folder,
+        inputs,
+        assembly,
+        readings,
+        batches,
+        accelerator,
+        progress,
+        meter,
+        plan,
+        step,
+        saved=step if newest else -1,
     )
 
 
@@ -198,6 +230,20 @@ def begin(session: Session, overwrite: bool) -> None:
         session.folder.write_config(session.config)
     device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
     session.folder.write_json("environment.json", {**environment(), **device})
+    if session.plan is not None:
+        session.folder.write_json("plan.json", session.plan.to_json())
+
+
+def _too_large(plan: Plan) -> str:
+    """The verdict in one sentence, and what it was compared with."""
+    upper, usable = plan.peak.device_bytes_upper, plan.device.usable_bytes or 0
+    terms = plan.peak.terms.to_json()
+    largest = max(terms, key=lambda name: terms[name])
+    return (
+        f"the run needs up to {upper / 2**30:.2f} GiB in {plan.peak.phase}, {plan.device.name} has "
+        f"{usable / 2**30:.2f} GiB usable; most is {largest} ({terms[largest] / 2**30:.2f} GiB). "
+        "`tunesmith plan` shows every term; nothing was loaded."
+    )
 
 
 def total_steps(config: TrainingConfig, per_epoch: int) -> int:

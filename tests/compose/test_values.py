@@ -147,3 +147,10 @@ def test_paths_are_made_absolute_where_the_command_was_typed(write):
         "python_stdlib",
     ]
     assert str(Path.cwd()) == here
+
+
+@pytest.mark.parametrize("body", ["data: []", "data: 3", "training: [a]", "model: {architecture: [1]}", "gpu: [x]"])
+@pytest.mark.parametrize("words", [(), ("training.run_name=${training.seed}", "gpu=24gb", "training=low_memory")])
+def test_a_section_of_the_wrong_kind_is_told_not_merged(write, body, words):
+    with pytest.raises(RequestError, match="cannot be"):
+        compose(write(f"{body}\npeft: {{lora_alpha: '${{peft.lora_r}}'}}\n"), words)

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -10,14 +11,19 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from framework.errors import Interrupted, NonFinite, RequestError
+from framework.errors import DoesNotFit, Interrupted, NonFinite, RequestError
 from framework.run import session as session_module
+from framework.run import trainer
 from framework.run.checkpoint import checkpoints
-from framework.run.trainer import train
 from framework.schema.config import TrainingConfig
 from tests.tiny import GPT2, LLAMA
 
 ROWS = 40
+
+
+def train(config, **options):
+    """A run without a plan, which takes seconds to make; what a plan does to a run is tested below."""
+    return trainer.train(config, **{"planner": None, "quiet": True, **options})
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +90,7 @@ def interrupt_after(step, monkeypatch):
 def straight(corpus, tmp_path_factory):
     """Twelve steps in one go: more than one epoch, dropout on, shuffled."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    train(config(corpus, folder), quiet=True)
+    train(config(corpus, folder))
     return metrics(folder), final_weights(folder), folder
 
 
@@ -95,16 +101,16 @@ def test_resuming_at_any_step_is_exact(corpus, straight, tmp_path, monkeypatch, 
     with monkeypatch.context() as patched:
         interrupt_after(step, patched)
         with pytest.raises(Interrupted, match=f"after step {step}"):
-            train(config(corpus, tmp_path / "run"), quiet=True)
+            train(config(corpus, tmp_path / "run"))
     torch.manual_seed(999)  # whatever the process drew meanwhile
     workers = 2 if step in (3, 9) else 0
-    train(config(corpus, tmp_path / "run", data={"workers": workers}), resume=True, quiet=True)
+    train(config(corpus, tmp_path / "run", data={"workers": workers}), resume=True)
     assert metrics(tmp_path / "run") == losses
     assert same(final_weights(tmp_path / "run"), weights)
 
 
 def test_workers_do_not_change_what_is_learnt(corpus, straight, tmp_path):
-    train(config(corpus, tmp_path / "run", data={"workers": 2}), quiet=True)
+    train(config(corpus, tmp_path / "run", data={"workers": 2}))
     assert metrics(tmp_path / "run") == straight[0]
     assert same(final_weights(tmp_path / "run"), straight[1])
 
@@ -114,8 +120,8 @@ def test_the_split_into_micro_batches_does_not_change_what_is_learnt(corpus, tmp
     plain = {**GPT2, "resid_pdrop": 0.0}
     sizes = {"per_device_train_batch_size": micro, "global_batch_size": total}
     reference = config(corpus, tmp_path / "a", architecture=plain)
-    train(reference, quiet=True)
-    train(config(corpus, tmp_path / "b", architecture=plain, training=sizes), quiet=True)
+    train(reference)
+    train(config(corpus, tmp_path / "b", architecture=plain, training=sizes))
     expected = metrics(tmp_path / "a")
     assert metrics(tmp_path / "b") == pytest.approx(expected, rel=1e-5)
 
@@ -156,7 +162,7 @@ def test_the_written_config_trains_again_unchanged(straight, tmp_path):
     losses, weights, folder = straight
     document = yaml.safe_load((folder / "config.yaml").read_text())
     document["training"]["output_dir"] = str(tmp_path / "again")
-    train(TrainingConfig.model_validate(document), quiet=True)
+    train(TrainingConfig.model_validate(document))
     assert metrics(tmp_path / "again") == losses
     assert same(final_weights(tmp_path / "again"), weights)
 
@@ -174,7 +180,7 @@ def test_the_export_loads_with_plain_transformers(straight):
 def test_the_export_is_in_the_checkpoints_dtype_and_keeps_the_tie(corpus, tmp_path, tied):
     """P09, C04: trained in float32, written in the bfloat16 that the architecture states."""
     architecture = {**LLAMA, "dtype": "bfloat16", "tie_word_embeddings": tied}
-    train(config(corpus, tmp_path / "run", architecture=architecture, training={"max_steps": 1}), quiet=True)
+    train(config(corpus, tmp_path / "run", architecture=architecture, training={"max_steps": 1}))
     document = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
     assert document["dtype"] == "bfloat16"
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", output_loading_info=True)
@@ -188,14 +194,14 @@ def test_the_export_is_in_the_checkpoints_dtype_and_keeps_the_tie(corpus, tmp_pa
 def test_an_adapter_is_exported_as_an_adapter(corpus, tmp_path):
     peft = {"lora_target_modules": ["all-linear"]}
     run = config(corpus, tmp_path / "run", architecture=LLAMA, training={"use_peft": True, "max_steps": 2}, peft=peft)
-    train(run, quiet=True)
+    train(run)
     files = {path.name for path in (tmp_path / "run" / "final").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} <= files
     assert "model.safetensors" not in files
 
 
 def test_a_dry_run_writes_nothing(corpus, tmp_path):
-    train(config(corpus, tmp_path / "run"), dry_run=True, quiet=True)
+    train(config(corpus, tmp_path / "run"), dry_run=True)
     assert not (tmp_path / "run").exists()
 
 
@@ -203,15 +209,15 @@ def test_a_taken_folder_is_not_touched_without_being_told(corpus, straight, tmp_
     _, _, folder = straight
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with pytest.raises(RequestError, match="already holds a run"):
-        train(config(corpus, folder), quiet=True)
+        train(config(corpus, folder))
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_overwriting_removes_only_what_a_run_writes(corpus, tmp_path):
     folder = tmp_path / "run"
-    train(config(corpus, folder, training={"max_steps": 1}), quiet=True)
+    train(config(corpus, folder, training={"max_steps": 1}))
     (folder / "notes.txt").write_text("mine")
-    train(config(corpus, folder, training={"max_steps": 2}), overwrite=True, quiet=True)
+    train(config(corpus, folder, training={"max_steps": 2}), overwrite=True)
     assert (folder / "notes.txt").read_text() == "mine"
     assert [path.name for path in checkpoints(folder)] == ["step-00000002"]
 
@@ -226,7 +232,7 @@ def test_resuming_with_other_settings_is_classed(corpus, straight):
         architecture={**GPT2, "n_layer": 3},
     )
     with pytest.raises(RequestError) as caught:
-        train(changed, resume=True, quiet=True)
+        train(changed, resume=True)
     problems = {problem.key: problem for problem in caught.value.problems}
     assert problems["training.learning_rate"].expected == "--allow training.learning_rate"
     assert "another run" in problems["model.architecture.n_layer"].message
@@ -235,7 +241,7 @@ def test_resuming_with_other_settings_is_classed(corpus, straight):
 
 def test_nothing_to_resume_is_said(corpus, tmp_path):
     with pytest.raises(RequestError, match="there is no checkpoint"):
-        train(config(corpus, tmp_path / "run"), resume=True, quiet=True)
+        train(config(corpus, tmp_path / "run"), resume=True)
 
 
 def test_a_non_finite_loss_writes_no_checkpoint_over_a_good_one(corpus, tmp_path, monkeypatch):
@@ -250,7 +256,7 @@ def test_a_non_finite_loss_writes_no_checkpoint_over_a_good_one(corpus, tmp_path
     monkeypatch.setattr(session_module.Session, "_log", poison)
     run = config(corpus, tmp_path / "run", training={"save_steps": 2})
     with pytest.raises(NonFinite, match=r"step 4.*Training rows of this step: \[\d+, "):
-        train(run, quiet=True)
+        train(run)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]
     assert not (tmp_path / "run" / "final").exists()
 
@@ -259,7 +265,7 @@ def test_a_non_finite_loss_writes_no_checkpoint_over_a_good_one(corpus, tmp_path
 def test_retention_holds_with_any_pair_of_intervals(corpus, tmp_path, save, evaluate, keep):
     """C07: save and evaluation intervals that are not multiples of one another."""
     intervals = {"save_steps": save, "eval_steps": evaluate, "save_total_limit": keep}
-    train(config(corpus, tmp_path / "run", training=intervals), quiet=True)
+    train(config(corpus, tmp_path / "run", training=intervals))
     saved = [int(path.name[-8:]) for path in checkpoints(tmp_path / "run")]
     due = sorted({*range(save, 13, save), 12})
     assert saved == due[-keep:]
@@ -276,13 +282,13 @@ def test_few_frames_stand_between_the_trainer_and_the_optimizer(corpus, tmp_path
         return original(self, closure)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    train(config(corpus, tmp_path / "run", training={"max_steps": 1}), quiet=True)
+    train(config(corpus, tmp_path / "run", training={"max_steps": 1}))
     assert seen == [["train", "train_step"]]
 
 
 def test_tensorboard_gets_the_metrics(corpus, tmp_path):
     pytest.importorskip("tensorboard")
-    train(config(corpus, tmp_path / "run", training={"trackers": ["tensorboard"], "max_steps": 1}), quiet=True)
+    train(config(corpus, tmp_path / "run", training={"trackers": ["tensorboard"], "max_steps": 1}))
     assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
 
 
@@ -290,4 +296,41 @@ def test_a_tracker_that_is_not_installed_is_an_error(corpus, tmp_path):
     if "wandb" in sys.modules:
         pytest.skip("wandb is installed")
     with pytest.raises(RequestError, match="the package wandb is not installed"):
-        train(config(corpus, tmp_path / "run", training={"trackers": ["wandb"]}), quiet=True)
+        train(config(corpus, tmp_path / "run", training={"trackers": ["wandb"]}))
+
+
+def test_what_was_predicted_stands_next_to_what_was_measured(corpus, tmp_path):
+    """The real planner, for the CPU: what came into resident memory with the model."""
+    result = train(config(corpus, tmp_path / "run", training={"max_steps": 2}), planner=trainer.plan_in_subprocess)
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())
+    predicted, measured = memory["predicted"]["peak"]["allocated_bytes"], memory["measured"]
+    own = measured["allocated_bytes"] - measured["baseline_bytes"]
+    assert memory["error"]["allocated"] == pytest.approx(predicted / own - 1, abs=1e-5)
+    assert "predicted" in result.memory
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["peak"]["allocated_bytes"] == predicted
+
+
+def test_a_run_over_the_card_is_refused_before_anything_is_loaded(corpus, tmp_path, monkeypatch):
+    plan = trainer.plan_in_subprocess(config(corpus, tmp_path / "run"))
+    small = dataclasses.replace(plan, device=dataclasses.replace(plan.device, name="toaster", usable_bytes=1000))
+    monkeypatch.setattr(session_module, "assemble", lambda *_: pytest.fail("weights were made"))
+    with pytest.raises(DoesNotFit, match=r"toaster has 0\.00 GiB usable; most is"):
+        train(config(corpus, tmp_path / "run"), planner=lambda _: small)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failing_evaluation_does_not_lose_the_export(corpus, tmp_path, monkeypatch):
+    """D09: the final save never depends on evaluation succeeding."""
+    original = session_module.Session.evaluate
+
+    def evaluate(self):
+        if self.step == 2:
+            raise RuntimeError("no evaluation today")
+        original(self)
+
+    monkeypatch.setattr(session_module.Session, "evaluate", evaluate)
+    with pytest.raises(RuntimeError, match="no evaluation today"):
+        train(config(corpus, tmp_path / "run", training={"max_steps": 2}))
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]

@@ -1,0 +1,101 @@
+"""The verb that says what a run will cost."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from framework.cli.arguments import Json, Overrides, Processes, Recipe
+from framework.cli.printing import print_json, print_warnings, stdout
+from framework.errors import OutOfMemory, Problem, RequestError
+
+if TYPE_CHECKING:
+    from framework.compose import Composition
+    from framework.memory.ledger import Plan
+    from framework.run.measure import Measured
+
+DOES_NOT_FIT = 3
+
+
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page that needs nothing else.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run the real step on this machine's card, on random tokens.")
+    ] = False,
+    as_json: Json = False,
+    nproc: Processes = None,
+) -> int:
+    """Say what the run will cost on its card, phase by phase, without weights, data or a GPU. Exit 3: does not fit."""
+    composition = checked(recipe, overrides or (), nproc)
+    if html is not None:
+        check_writable(html, "--html")
+    measured, failure = _measured(composition) if measure else (None, None)
+    made = planned(composition)
+    if html is not None:
+        from framework.report.page import plan_page
+
+        html.write_text(plan_page(composition.recipe, made, measured), encoding="utf-8")
+    if as_json:
+        print_json(_document(made, measured))
+    else:
+        _print(composition.recipe, made, measured)
+    if failure is not None:
+        raise failure
+    return 0 if made.fits else DOES_NOT_FIT
+
+
+def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> "Composition":
+    """The composed request. Raises RequestError with everything that its text alone shows to be wrong."""
+    from framework.checks import PLAN, check_request
+
+    report = check_request(recipe, overrides, nproc, PLAN)
+    print_warnings(report.warnings)
+    if report.composition is None:
+        raise RequestError(report.problems)
+    return report.composition
+
+
+def planned(composition: "Composition") -> "Plan":
+    """The plan of a request. Raises RequestError, each problem with the place where its key was written."""
+    from framework.checks import located
+    from framework.run.child import plan_in_subprocess
+
+    try:
+        return plan_in_subprocess(composition.config)
+    except RequestError as error:
+        raise RequestError(located(error.problems, composition.origins)) from None
+
+
+def check_writable(file: Path, option: str) -> None:
+    """Raises RequestError where no such file can be written, before anything else takes time."""
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        message = f"{file} cannot be written ({file.absolute()})"
+        raise RequestError([Problem(option, message, expected="a file in a folder that exists")])
+
+
+def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory | None]":
+    """What the card took, or that it was too small, which is told after the plan."""
+    from framework.run.measure import measure_in_subprocess
+
+    try:
+        return measure_in_subprocess(composition.config), None
+    except OutOfMemory as error:
+        return None, error
+
+
+def _document(made: "Plan", measured: "Measured | None") -> dict[str, object]:
+    from framework.report.words import measured_document
+
+    added = {} if measured is None else {"measured": measured_document(measured)}
+    return {**made.to_json(), **added}
+
+
+def _print(title: str, made: "Plan", measured: "Measured | None") -> None:
+    from framework.report.terminal import plan_lines, strokes_for
+
+    console = stdout()
+    for line in plan_lines(title, made, measured, console.width, strokes_for(console.encoding)):
+        console.print(line)

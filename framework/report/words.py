@@ -1,0 +1,193 @@
+"""What a plan says in words and figures, whatever it is shown on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from framework.memory.ledger import PeakUse, Plan, Terms
+
+if TYPE_CHECKING:
+    from framework.run.measure import Measured
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+TERMS: Mapping[str, str] = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "activations",
+    "logits_and_loss": "logits and loss",
+    "autocast_copies": "autocast copies",
+    "temporaries": "temporaries",
+    "communication": "communication",
+    "fragmentation": "cached, not in use",
+    "overhead": "driver and kernels",
+    "unattributed": "unknown purpose",
+}
+"""Key of `terms` in `plan --json` -> what it is called here."""
+
+PHASES: Mapping[str, str] = {"optimizer_step": "optimizer step"}
+"""Phases that are not called by their key."""
+
+MEASURED = ("device_name", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds", "tokens_per_second")
+"""The keys of `measured` in `plan --json`, as CONTRACT.md has them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the run fits: one word for it, and the sentences that give the figures."""
+
+    fits: bool
+    is_compared: bool
+    """False where there is no card to compare with."""
+    headline: str
+    details: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure predicted and measured. `error` is predicted / measured - 1."""
+
+    name: str
+    predicted: str
+    measured: str
+    error: float | None
+
+
+def verdict(plan: Plan) -> Verdict:
+    """The answer to the question that a plan is asked."""
+    expected, upper = plan.peak.device_bytes, plan.peak.device_bytes_upper
+    usable, name = plan.device.usable_bytes, plan.device.name
+    if usable is None:
+        return _verdict_without_card(plan)
+    if upper <= usable:
+        headline = f"fits on {name}: up to {size(upper)} of {size(usable)} usable, {size(usable - upper)} left"
+    else:
+        judged = "does not fit" if expected > usable else "is not sure to fit"
+        room = f"{size(usable)} is usable, {size(upper - usable)} missing"
+        headline = f"{judged} on {name}: needs up to {size(upper)}, {room}"
+    details = (f"{size(expected)} is expected, the rest is the uncertainty of the plan.", peak_sentence(plan.peak))
+    return Verdict(upper <= usable, True, headline, details)
+
+
+def _verdict_without_card(plan: Plan) -> Verdict:
+    taken = size(plan.peak.device_bytes)
+    if plan.device.name == "cpu":
+        headline = f"is planned for this machine's CPU: tensors take {taken} of main memory"
+        meaning = "There is no card to compare with. Host memory, below, counts Python's libraries too."
+    else:
+        headline = f"is planned for {plan.device.name}: {taken} expected"
+        meaning = "How much of this card is usable is not known, so there is nothing to compare with."
+    return Verdict(True, False, headline, (meaning, peak_sentence(plan.peak)))
+
+
+def peak_sentence(peak: PeakUse) -> str:
+    """Where the peak is, and what most of it is for."""
+    name, count = term_rows(peak.terms)[0]
+    share = f"{size(count)} ({count / peak.device_bytes:.0%})"
+    return f"The peak is in {phase_name(peak.phase)}; its largest term is {name}, {share}."
+
+
+def term_rows(terms: Terms) -> list[tuple[str, int]]:
+    """Name and bytes of every term that is not nothing, the largest first."""
+    rows = [(TERMS[key], count) for key, count in terms.to_json().items() if count]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    """What a plan says besides device memory: name and sentence."""
+    batch, step = plan.batch, plan.step
+    world = f"{batch.world} {'device' if batch.world == 1 else 'devices'}"
+    rows = batch.per_device * batch.accumulation * batch.world
+    share = "all trained"
+    if plan.trainable_parameters != plan.total_parameters:
+        share = f"{plan.trainable_parameters:,} trained ({plan.trainable_parameters / plan.total_parameters:.2%})"
+    found = [
+        ("parameters", f"{plan.total_parameters:,}, {share}"),
+        (
+            "batch",
+            f"accumulation {batch.accumulation} = {rows} global / ({batch.per_device} per device x {world}); "
+            f"rows of {batch.sequence_length:,} tokens",
+        ),
+    ]
+    if step is None:
+        found.append(("step", f"the speed of {plan.device.name} is not known"))
+    else:
+        speed = f"{duration(step.seconds)}, {step.tokens_per_second:,.0f} tokens a second, bound by {step.bound_by}"
+        found.append(("step", speed))
+    if plan.run_hours is not None:
+        found.append(("whole run", f"{duration(plan.run_hours * 3600)}, evaluation and saving not counted"))
+    elif step is not None:
+        found.append(("whole run", "not known: training.max_steps is not set, and a plan reads no data"))
+    if plan.device.name != "cpu":
+        counters = f"{size(plan.peak.allocated_bytes)} allocated, {size(plan.peak.reserved_bytes)} reserved"
+        found.append(("torch counters", counters))
+    found.append(("host memory", f"{size(plan.host_bytes)} for each process"))
+    found.append(("disk", f"{size(plan.disk_bytes)}: checkpoints at their most numerous, and the export"))
+    return found
+
+
+def measured_rows(plan: Plan, measured: "Measured") -> list[Row]:
+    """Predicted next to measured, over forward to optimizer step."""
+    peak, step = plan.step_peak, plan.step
+    rows = [
+        _row("allocated", peak.allocated_bytes, measured.allocated_bytes),
+        _row("reserved", peak.reserved_bytes, measured.reserved_bytes),
+        _row("on the device", peak.device_bytes, measured.device_bytes),
+    ]
+    seconds = measured.step_seconds
+    if step is None:
+        return [*rows, Row("step", "not known", duration(seconds), None)]
+    speed = f"{step.tokens_per_second:,.0f}", f"{measured.tokens_per_second:,.0f}"
+    return [
+        *rows,
+        Row("step", duration(step.seconds), duration(seconds), step.seconds / seconds - 1),
+        Row("tokens a second", *speed, step.tokens_per_second / measured.tokens_per_second - 1),
+    ]
+
+
+def _row(name: str, predicted: int, measured: int) -> Row:
+    return Row(name, size(predicted), size(measured), predicted / measured - 1)
+
+
+def error(share: float | None) -> str:
+    """An error in percent, with its sign: plus is predicted above measured."""
+    return "" if share is None else f"{share:+.2%}"
+
+
+def measured_document(measured: "Measured") -> dict[str, object]:
+    """`measured` of `plan --json`."""
+    return {name: getattr(measured, name) for name in MEASURED}
+
+
+def phase_name(key: str) -> str:
+    """A phase as a reader knows it."""
+    return PHASES.get(key, key)
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them: `12.41 GiB`, `512.0 MiB`, `3.9 KiB`, `512 bytes`."""
+    if abs(count) >= GIB:
+        return f"{count / GIB:,.2f} GiB"
+    if abs(count) >= MIB:
+        return f"{count / MIB:,.1f} MiB"
+    return f"{count / KIB:,.1f} KiB" if abs(count) >= KIB else f"{count} bytes"
+
+
+def signed_size(count: int) -> str:
+    """A difference of bytes, with its sign."""
+    return f"{'+' if count > 0 else ''}{size(count)}" if count else "0"
+
+
+def unit_of(largest: int) -> tuple[str, int]:
+    """The unit in which a column of sizes up to `largest` is given, and its bytes."""
+    return ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person reads them: `71 ms`, `2.31 s`, `12.5 min`, `3.2 h`."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

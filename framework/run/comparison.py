@@ -1,0 +1,49 @@
+"""What was predicted next to what was measured: `memory.json`, and the last line of a run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from framework.memory.ledger import Plan
+
+GIB = 2**30
+
+
+def compare(plan: Plan | None, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of memory.json. Errors are (predicted - measured) / measured; null without a plan.
+
+    Phases that only one side knows have no error. On a GPU both sides are the allocator's bytes; on the CPU what the
+    process held before the model was built (`baseline_bytes`) is taken off the measured side first.
+    """
+    baseline = measured["baseline_bytes"]
+    phases = {phase["name"]: phase["allocated_bytes"] - baseline for phase in measured["phases"]}
+    predicted = {phase.name: phase.allocated_bytes for phase in plan.phases} if plan is not None else {}
+    errors = {name: _error(predicted[name], phases[name]) for name in phases if name in predicted}
+    return {
+        "predicted": _predicted(plan) if plan is not None else None,
+        "measured": dict(measured),
+        "error": {"allocated": _error(plan.peak.allocated_bytes, measured["allocated_bytes"] - baseline), "phases": errors}
+        if plan is not None
+        else None,
+    }
+
+
+def _predicted(plan: Plan) -> dict[str, Any]:
+    document = plan.to_json()
+    return {name: document[name] for name in ("device", "peak", "step_peak", "phases", "terms")}
+
+
+def _error(predicted: int, measured: int) -> float | None:
+    return round(predicted / measured - 1, 6) if measured > 0 else None
+
+
+def last_line(document: Mapping[str, Any]) -> str:
+    """Peak memory in one sentence, with the error of the prediction where there was one."""
+    measured = document["measured"]
+    text = f"peak memory {measured['allocated_bytes'] / GIB:.2f} GiB ({measured['counter']})"
+    if document["predicted"] is None or document["error"]["allocated"] is None:
+        return text
+    own = (measured["allocated_bytes"] - measured["baseline_bytes"]) / GIB
+    predicted = document["predicted"]["peak"]["allocated_bytes"] / GIB
+    if measured["baseline_bytes"]:
+        text += f"; {own:.2f} GiB of it came with the model"
+    return f"{text}; predicted {predicted:.2f} GiB, error {document['error']['allocated']:+.1%}"

@@ -1,0 +1,49 @@
+"""YAML as we read and write it: what an unquoted word means, and a config as text that reads back equal."""
+
+import re
+from typing import Any
+
+import yaml
+
+from framework.schema.config import TrainingConfig
+
+_INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
+_FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]{1,3})?|[0-9]+[eE][-+]?[0-9]{1,3})")
+_WORDS = {"true": True, "false": False, "null": None, "~": None, "": None}
+
+
+def scalar(text: str) -> str | int | float | bool | None:
+    """The value of an unquoted word. Numbers too large to be exact stay text, which the schema refuses."""
+    if text.lower() in _WORDS and text in (text.lower(), text.title(), text.upper()):
+        return _WORDS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) and abs(number := float(text)) != float("inf"):
+        return number
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that our reader would take for something else, and never breaks a line."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf's own escape of a literal `${`
+    plain = isinstance(scalar(text), str) and "\n" not in text
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(config: TrainingConfig) -> str:
+    """Every key with its value, so that the text trains the same run even under later defaults."""
+    return dump(config.model_dump())
+
+
+def dump(value: Any) -> str:
+    """One value as YAML on as few lines as it needs."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)

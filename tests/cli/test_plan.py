@@ -1,0 +1,278 @@
+"""`plan`, `diff --memory` and `doctor --calibrate` from the command line."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import framework
+from framework.cli import main
+from framework.errors import OutOfMemory, Problem, RequestError
+from framework.memory.ledger import Plan
+from framework.run.measure import Measured
+from tests.report.plans import GIB, PLAN, gib, on, use
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "model: {architecture: {model_type: llama, hidden_size: 64}}\n"
+MEASURED = Measured("a card", 18 * GIB, 20 * GIB, 20 * GIB, 0.4, 5120.0, {"forward": 1}, 1.0)
+
+# CONTRACT.md, "plan --json". `run_hours` and the terms of each phase were added since.
+TERMS = {
+    *("weights", "gradients", "optimizer", "activations", "logits_and_loss", "autocast_copies", "temporaries"),
+    *("communication", "fragmentation", "overhead", "unattributed"),
+}
+PEAK = {
+    *("phase", "allocated_bytes", "reserved_bytes", "managed_bytes", "device_bytes", "device_bytes_upper"),
+}
+KEYS = {
+    "": {
+        *("schema_version", "device", "fits", "peak", "terms", "step_peak", "phases", "host_bytes", "disk_bytes"),
+        *("step", "run_hours", "batch", "parameters", "assumptions", "warnings"),
+    },
+    "device": {"name", "count", "capacity_bytes", "usable_bytes"},
+    "peak": PEAK,
+    "terms": TERMS,
+    "step_peak": {*PEAK, "terms"},
+    "step": {"seconds", "tokens_per_second", "model_flops", "bound_by"},
+    "batch": {"per_device", "accumulation", "world", "global", "sequence_length"},
+    "parameters": {"total", "trainable"},
+}
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs one command; gives exit code, stdout and stderr."""
+
+    def run_command(*words):
+        code = main(list(map(str, words)))
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return code, captured.out, captured.err
+
+    return run_command
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    """Lets a hand-made plan take the place of the rehearsal; gives the configs that were planned."""
+    configs = []
+
+    def use_plan(made):
+        def plan_config(config):
+            configs.append(config)
+            if isinstance(made, Exception):
+                raise made
+            return made(config) if callable(made) else made
+
+        monkeypatch.setattr("framework.run.child.plan_in_subprocess", plan_config)
+        return configs
+
+    return use_plan
+
+
+def command(*words):
+    done = subprocess.run(
+        [sys.executable, "-m", "framework", *words], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def check_document(document, added=()):
+    assert {key: set(document[key] if key else document) for key in KEYS} == {**KEYS, "": KEYS[""] | set(added)}
+    assert all(set(phase) == {"name", "allocated_bytes", "device_bytes", "terms"} for phase in document["phases"])
+    assert sum(document["terms"].values()) == document["peak"]["device_bytes"]
+    assert sum(document["step_peak"]["terms"].values()) == document["step_peak"]["device_bytes"]
+    assert all(sum(phase["terms"].values()) == phase["device_bytes"] for phase in document["phases"])
+    assert (
+        Plan.from_json({key: value for key, value in document.items() if key not in added}).to_json().items()
+        <= document.items()
+    )
+
+
+def test_the_quickstart_is_planned_without_torch_in_the_parent(tmp_path):
+    code = (
+        "import sys; from framework.cli import main; "
+        f"code = main(['plan', 'quickstart', 'gpu=rtx3060_12gb', '--json', '--html', {str(tmp_path / 'p.html')!r}]); "
+        "sys.exit(9 if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    document = json.loads(done.stdout)
+    check_document(document)
+    assert document["fits"]
+    assert document["device"]["name"] == "rtx3060_12gb"
+    assert document["batch"]["global"] == 16
+    assert "fits on rtx3060_12gb" in (tmp_path / "p.html").read_text()
+
+
+def test_a_full_fine_tune_of_a_1b_model_fits_an_80_gb_card_and_not_a_12_gb_one():
+    words = ["plan", "quickstart", "model=llama3.2_1b", "~model.tokenizer", "training=low_memory", "gpu={}"]
+    for card, code, verdict in (("h100_80gb", 0, "fits on"), ("rtx3060_12gb", 3, "does not fit on")):
+        done = command(*(word.format(card) for word in words))
+        assert (done.returncode, done.stderr) == (code, "")
+        assert done.stdout.startswith(f"quickstart {verdict} {card}: ")
+        assert "\x1b" not in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("usable", "code"), [(24, 0), (20.5, 3), (12, 3), (None, 0)])
+def test_the_exit_code_is_the_verdict_with_and_without_json(run, write, planner, usable, code):
+    planner(on(usable))
+    recipe = write(RECIPE)
+    found, out, err = run("plan", recipe)
+    assert (found, err) == (code, "")
+    assert out.startswith("r ")
+    found, out, err = run("plan", recipe, "--json")
+    assert (found, err) == (code, "")
+    check_document(json.loads(out))
+
+
+def test_a_plan_needs_a_model_and_neither_data_nor_tokenizer(run, write, planner):
+    configs = planner(PLAN)
+    code, _, err = run("plan", write("training: {seed: 1}\n"))
+    assert code == 2
+    assert "model.model_name: there is no model" in err
+    assert not configs
+    code, _, err = run("plan", write(RECIPE))
+    assert (code, err) == (0, "")
+    assert len(configs) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "card", "keys"),
+    [
+        (
+            "training: {mixed_precision_dtype: bf16, optimzer: sgd}\nmodel: {model_max_length: 4096, "
+            "attn_implementation: flash_attention_2, architecture: {max_position_embeddings: 2048}}\n",
+            "t4_16gb",
+            {
+                *("training.mixed_precision_dtype", "training.optimzer", "model.model_max_length"),
+                *("model.attn_implementation", "model.architecture"),
+            },
+        ),
+        (
+            "model: {model_max_length: 4096, architecture: {max_position_embeddings: 2048}}\n",
+            "rtx4080",
+            {"gpu", "model.architecture", "model.model_max_length"},
+        ),
+        (RECIPE, "40gb,40gb,80gb", {"gpu.count"}),
+    ],
+)
+def test_all_problems_at_once_before_anything_is_built(run, write, planner, text, card, keys):
+    configs = planner(PLAN)
+    code, out, err = run("plan", write(text), f"gpu={card}", "--json")
+    assert (code, err) == (2, "")
+    errors = json.loads(out)["errors"]
+    assert {error["key"] for error in errors} == keys
+    assert all(error["where"] for error in errors)
+    assert not configs
+
+
+def test_several_devices_are_refused_in_plain_words(run, write):
+    for words in (["gpu=40gb,40gb,80gb"], ["--nproc", "2"]):
+        code, _, err = run("plan", write(RECIPE), *words)
+        assert code == 2
+        assert "not yet available: more than one device" in err
+
+
+def test_what_the_rehearsal_finds_gets_its_place(run, write, planner):
+    planner(RequestError([Problem("model.architecture.hidden_size", "is odd"), Problem("", "is bad")]))
+    code, out, err = run("plan", write(RECIPE))
+    assert (code, out) == (2, "")
+    assert "model.architecture.hidden_size: is odd\n  at r.yaml:1" in err
+    document = json.loads(run("plan", "r.yaml", "--json")[1])
+    assert document["errors"][0]["where"] == "r.yaml:1"
+
+
+def test_a_page_that_cannot_be_written_is_told_before_planning(run, write, planner):
+    configs = planner(PLAN)
+    for target in ("gone/p.html", "."):
+        code, _, err = run("plan", write(RECIPE), "--html", target)
+        assert code == 2
+        assert "--html" in err
+    assert not configs
+
+
+def test_measured_next_to_predicted(run, write, planner, monkeypatch):
+    planner(PLAN)
+    monkeypatch.setattr("framework.run.measure.measure_in_subprocess", lambda config: MEASURED)
+    code, out, _ = run("plan", write(RECIPE), "--measure", "--html", "p.html")
+    assert code == 0
+    assert "+2.78%" in out
+    assert "+2.78%" in Path("p.html").read_text()
+    document = json.loads(run("plan", "r.yaml", "--measure", "--json")[1])
+    check_document(document, added=["measured"])
+    assert set(document["measured"]) == {
+        *("device_name", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds", "tokens_per_second"),
+    }
+
+
+def test_a_step_that_runs_out_of_memory_is_told_after_the_plan(run, write, planner, monkeypatch):
+    def fail(_):
+        raise OutOfMemory("tried to allocate 9 GiB")
+
+    planner(PLAN)
+    monkeypatch.setattr("framework.run.measure.measure_in_subprocess", fail)
+    code, out, err = run("plan", write(RECIPE), "--measure")
+    assert code == 4
+    assert "fits on" in out
+    assert err == "error tried to allocate 9 GiB\n"
+
+
+def test_without_a_card_there_is_nothing_to_measure_or_calibrate(run, write, planner, monkeypatch):
+    configs = planner(PLAN)
+    monkeypatch.setattr(
+        "framework.run.measure.measure_in_subprocess",
+        lambda config: (_ for _ in ()).throw(RequestError([Problem("--measure", "no CUDA card")])),
+    )
+    assert run("plan", write(RECIPE), "--measure")[0] == 2
+    assert not configs
+    monkeypatch.setattr("framework.run.calibrate.installed_cards", list)
+    code, out, err = run("doctor", "--calibrate", "--output", "card.yaml")
+    assert (code, out) == (2, "")
+    assert "no CUDA card" in err
+    assert not Path("card.yaml").exists()
+    assert run("doctor", "--calibrate", "--output", "card.txt")[0] == 2
+    assert run("doctor", "--output", "card.yaml")[0] == 2
+
+
+def by_length(config):
+    length = config.model.model_max_length or 1024
+    return replace(PLAN, peak=use("backward", 90, gib(weights=2, activations=length / 1024)))
+
+
+def test_diff_names_the_terms_and_the_keys(run, write, planner):
+    configs = planner(by_length)
+    write(RECIPE.replace("model: {", "training: {seed: 1, optimizer: sgd}\nmodel: {model_max_length: 4096, "), "b.yaml")
+    code, out, err = run("diff", write(RECIPE), "b.yaml", "gpu=80gb", "--memory")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert "model.model_max_length a None default" in lines
+    assert "b 4096 b.yaml:2" in lines
+    assert "activations 1.00 GiB 4.00 GiB +3.00 GiB" in lines
+    assert "model.model_max_length +3.00 GiB backward" in lines
+    assert "training.optimizer 0 backward" in lines
+    assert len(configs) == 4, "both, and each of the two keys that can matter"
+    document = json.loads(run("diff", "r.yaml", "b.yaml", "gpu=80gb", "--memory", "--json")[1])
+    assert document["memory"]["causes"][0] == {
+        "keys": ["model.model_max_length"],
+        "device_bytes": 3 * GIB,
+        "refusal": None,
+    }
+    assert {difference["key"] for difference in document["differences"]} > {"training.seed"}
+
+
+def test_diff_without_memory_plans_nothing(run, write, planner):
+    configs = planner(PLAN)
+    assert "memory" not in json.loads(run("diff", write(RECIPE), "r.yaml", "--json")[1])
+    assert not configs
+
+
+def test_the_python_interface(planner):
+    assert framework.plan.__module__ == "framework.run.child"
+    assert framework.train.__module__ == "framework.run.trainer"
+    assert {"plan", "train"} <= set(framework.__all__)

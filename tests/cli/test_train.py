@@ -1,0 +1,75 @@
+"""`train` from the command line: what it prints, what it exits with, and how far it is to the optimizer."""
+
+import json
+import traceback
+from pathlib import Path
+
+import pytest
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import framework
+from framework.cli import main
+
+RECIPE = """
+training: {task: pretrain, max_steps: 2, per_device_train_batch_size: 2, output_dir: run}
+model:
+  load_pretrained_weights: false
+  tokenizer: {train: bpe, vocab_size: 300}
+  model_max_length: 16
+  architecture: {model_type: llama, vocab_size: 300, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
+    num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}
+data: {train: [{path: rows.txt, format: text}]}
+"""
+OURS = str(Path(framework.__file__).parent)
+MAX_FRAMES = 4
+
+
+@pytest.fixture
+def recipe(write, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(framework.__file__).parents[1]))  # for processes that `train` starts
+    write("\n".join(f"line {number} of a text that a tokenizer can be built on" for number in range(64)), "rows.txt")
+    return write(RECIPE)
+
+
+def losses(folder: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_its_distance_to_the_optimizer_and_its_config_trained_again(recipe, capsys):
+    frames: list[list[str]] = []
+
+    def look(*_):
+        stack = traceback.extract_stack()
+        frames.append([frame.name for frame in stack if frame.filename.startswith(OURS)])
+
+    hook = register_optimizer_step_pre_hook(look)
+    try:
+        assert main(["train", str(recipe), "--json", "gpu=cpu"]) == 0
+    finally:
+        hook.remove()
+    assert len(frames) == 2
+    assert all(len(names) <= MAX_FRAMES for names in frames), frames[0]
+    assert frames[0][0] == "main"
+    document = json.loads(capsys.readouterr().out)
+    assert document["steps"] == 2
+    assert Path(document["folder"]) == Path("run").absolute()
+
+    assert main(["train", str(recipe)]) == 2
+    assert "training.output_dir" in capsys.readouterr().err
+    assert main(["train", "run/config.yaml", "training.output_dir=again"]) == 0
+    assert "run folder" in capsys.readouterr().out
+    assert losses("again") == losses("run")
+
+
+def test_a_dry_run_writes_nothing(recipe):
+    assert main(["train", str(recipe), "--dry-run"]) == 0
+    assert not Path("run").exists()
+
+
+def test_check_goes_on_to_tokenizer_model_and_rows(recipe, capsys):
+    assert main(["check", str(recipe)]) == 0
+    assert "tokenizer, model and rows" in capsys.readouterr().out
+    assert main(["check", str(recipe), "model.architecture.hiden_size=3", "--json"]) == 2
+    [error] = json.loads(capsys.readouterr().out)["errors"]
+    assert error["key"] == "model.architecture.hiden_size"
+    assert error["where"] == "command line"
