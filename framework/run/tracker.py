@@ -103,7 +103,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _guess_kind(self, tensor: torch.Tensor) -> Kind:
         phase = self.phase
-        if phase == _LOSS or (tensor.dim() and tensor.shape[-1] == self._vocabulary and phase in (_FORWARD, _BACKWARD)):
+        if phase == _LOSS or (
+            tensor.dim() and tensor.shape[-1] == self._vocabulary and phase in (*_KEEPS_RESULTS, _BACKWARD)
+        ):
             return Kind.LOGITS_AND_LOSS
         if phase in _KEEPS_RESULTS or phase == _BETWEEN:
             return Kind.ACTIVATIONS
