@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
