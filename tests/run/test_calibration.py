@@ -52,7 +52,7 @@ def test_row(name: str) -> None:
     assert use.allocated_bytes == pytest.approx(row["allocated_bytes"], rel=limit)
     peaks = {phase.name: phase.allocated_bytes for phase in plan.phases}
     for phase in ("forward", "loss", "backward"):
-        assert peaks[phase] == pytest.approx(row["phases"][phase], rel=max(limit, 0.0015)), phase
+        assert peaks[phase] == pytest.approx(row["phases"][phase], rel=max(limit, 0.002)), phase
     error = use.reserved_bytes / row["reserved_bytes"] - 1
     assert RESERVED_KNOWN.get(name, RESERVED[0]) < error < RESERVED[1]
     assert abs(use.device_bytes / row["device_bytes"] - 1) < 0.034
