@@ -105,7 +105,7 @@ def test_the_quickstart_is_planned_without_torch_in_the_parent(tmp_path):
     check_document(document)
     assert document["fits"]
     assert document["device"]["name"] == "rtx3060_12gb"
-    assert document["batch"]["global"] == 16
+    assert document["batch"]["global"] == 4
     assert "fits on rtx3060_12gb" in (tmp_path / "p.html").read_text()
 
 
