@@ -3,11 +3,13 @@
 python benchmarks/plan_grid.py predict predicted.jsonl [NAME ...]      any machine
 python benchmarks/plan_grid.py measure predicted.jsonl measured.jsonl  a machine with the card
 python benchmarks/plan_grid.py compare predicted.jsonl measured.jsonl
+python benchmarks/plan_grid.py summary predicted.jsonl measured.jsonl results/plan_grid_h100.json
 """
 
 import json
 import multiprocessing
 import os
+import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +23,8 @@ from framework.schema.config import TrainingConfig
 from framework.shipped import shipped
 
 CARD = "h100_80gb"
+SEED = 7
+"""Splits the rows into those that calibrate the step time and those that judge it."""
 MOE = {
     "model_type": "qwen3_moe",
     "hidden_size": 1024,
@@ -42,28 +46,36 @@ ALL = {"lora_target_modules": ["all-linear"], "lora_r": 16, "lora_alpha": 32}
 # name: (model, rows, tokens, words). Words: gc checkpointing, chunk, fused/foreach/sgd/ada, amp/fp32/bf16, lora, drop,
 # qv (default targets), ga N, fz N (first N layers and embeddings frozen), eager
 GRID = """
-gpt2_small 8 1024 foreach amp | gpt2_small 16 512 fused amp | gpt2_small 4 1024 sgd fp32 | gpt2_small 8 1024 fused bf16 gc
-gpt2_small 8 1024 ada amp | gpt2_small 2 1024 foreach fp32 eager | gpt2_medium 8 1024 fused amp | gpt2_medium 4 1024 foreach amp gc
-smollm2_135m 16 1024 fused amp | smollm2_135m 4 2048 foreach fp32 | smollm2_135m 8 2048 ada bf16 | smollm2_135m 8 2048 fused amp chunk
-smollm2_135m 2 8192 fused amp gc | smollm2_360m 8 2048 fused amp | smollm2_360m 4 2048 sgd bf16 chunk | smollm2_360m 2 4096 foreach amp gc chunk
-smollm2_1.7b 2 2048 fused amp gc | smollm2_1.7b 4 2048 fused bf16 chunk | qwen2.5_0.5b 4 1024 fused amp | qwen2.5_0.5b 4 1024 foreach amp
-qwen2.5_0.5b 8 1024 fused bf16 chunk | qwen2.5_0.5b 2 4096 fused amp gc | qwen2.5_0.5b 1 8192 ada bf16 | qwen2.5_0.5b 4 1024 sgd fp32
-qwen2.5_0.5b 4 512 fused amp ga4 | qwen2.5_0.5b 2 2048 fused amp fz12 | qwen2.5_1.5b 2 2048 fused amp gc | qwen2.5_1.5b 2 1024 foreach bf16
-qwen2.5_1.5b 1 4096 fused bf16 chunk gc | qwen2.5_1.5b 4 1024 lora bf16 gc | qwen3_0.6b 1 8192 fused bf16 | qwen3_0.6b 4 1024 fused amp
-qwen3_0.6b 2 2048 fused amp chunk gc | qwen3_0.6b 1 16384 fused bf16 chunk gc | qwen3_0.6b 4 1024 foreach fp32 | qwen3_0.6b 2 2048 ada amp
-qwen3_0.6b 4 512 sgd amp ga3 | qwen3_0.6b 8 512 lora amp | qwen3_1.7b 1 2048 fused amp gc | qwen3_1.7b 2 2048 fused bf16 chunk
-llama3.2_1b 4 1024 fused amp | llama3.2_1b 4 1024 foreach amp | llama3.2_1b 4 2048 fused bf16 | llama3.2_1b 4 2048 fused bf16 gc
-llama3.2_1b 4 2048 fused bf16 chunk | llama3.2_1b 4 2048 fused amp chunk gc | llama3.2_1b 1 512 fused bf16 | llama3.2_1b 2 4096 fused bf16 gc chunk
-llama3.2_1b 1 16384 fused bf16 gc chunk | llama3.2_1b 4 1024 sgd bf16 | llama3.2_1b 4 1024 ada bf16 | llama3.2_1b 2 1024 foreach fp32
-llama3.2_1b 2 1024 fused bf16 ga4 | llama3.2_1b 4 1024 fused bf16 fz8 | llama3.2_1b 4 2048 lora bf16 | llama3.2_1b 4 2048 lora bf16 drop
-llama3.2_1b 2 8192 lora bf16 | llama3.2_1b 4 2048 lora amp gc | llama3.2_1b 4 2048 lora bf16 qv | llama3.2_1b 1 1024 lora bf16 gc chunk
-llama3.2_3b 1 1024 fused amp gc | llama3.2_3b 2 2048 fused bf16 gc | llama3.2_3b 2 1024 fused bf16 chunk | llama3.2_3b 1 2048 lora bf16 drop
-llama3.2_3b 4 1024 lora bf16 gc | olmo2_1b 4 1024 fused amp | olmo2_1b 2 2048 fused bf16 gc chunk | gemma3_1b 2 1024 fused amp
-gemma3_1b 1 2048 fused bf16 gc | gemma2_2b 1 1024 fused bf16 gc | gemma2_2b 1 1024 lora bf16 | mistral_7b 1 1024 lora bf16 gc
-mistral_7b 1 512 lora bf16 | llama3.1_8b 1 512 lora bf16 gc | llama3.1_8b 1 2048 lora bf16 gc | llama3.1_8b 4 512 lora bf16
-llama3.1_8b 4 2048 lora bf16 gc | llama3.1_8b 1 2048 lora bf16 chunk | llama3.1_8b 1 2048 lora bf16 drop gc chunk | qwen3_8b 1 1024 lora bf16 gc
-llama3.1_8b 1 512 sgd bf16 gc chunk | moe 2 1024 fused bf16 | moe 2 1024 fused amp | moe 2 1024 fused bf16 gc | moe 1 2048 ada bf16
-moe 4 1024 fused bf16 chunk gc | bert_base 16 512 fused amp | bert_base 16 512 fused bf16 fz6 | bert_base 8 512 foreach fp32 | bert_base 16 512 fused amp gc
+gpt2_small 8 1024 foreach amp | gpt2_small 16 512 fused amp | gpt2_small 4 1024 sgd fp32
+gpt2_small 8 1024 fused bf16 gc | gpt2_small 8 1024 ada amp | gpt2_small 2 1024 foreach fp32 eager
+gpt2_medium 8 1024 fused amp | gpt2_medium 4 1024 foreach amp gc | smollm2_135m 16 1024 fused amp
+smollm2_135m 4 2048 foreach fp32 | smollm2_135m 8 2048 ada bf16 | smollm2_135m 8 2048 fused amp chunk
+smollm2_135m 2 8192 fused amp gc | smollm2_360m 8 2048 fused amp | smollm2_360m 4 2048 sgd bf16 chunk
+smollm2_360m 2 4096 foreach amp gc chunk | smollm2_1.7b 2 2048 fused amp gc
+smollm2_1.7b 4 2048 fused bf16 chunk | qwen2.5_0.5b 4 1024 fused amp | qwen2.5_0.5b 4 1024 foreach amp
+qwen2.5_0.5b 8 1024 fused bf16 chunk | qwen2.5_0.5b 2 4096 fused amp gc | qwen2.5_0.5b 1 8192 ada bf16
+qwen2.5_0.5b 4 1024 sgd fp32 | qwen2.5_0.5b 4 512 fused amp ga4 | qwen2.5_0.5b 2 2048 fused amp fz12
+qwen2.5_1.5b 2 2048 fused amp gc | qwen2.5_1.5b 2 1024 foreach bf16 | qwen2.5_1.5b 1 4096 fused bf16 chunk gc
+qwen2.5_1.5b 4 1024 lora bf16 gc | qwen3_0.6b 1 8192 fused bf16 | qwen3_0.6b 4 1024 fused amp
+qwen3_0.6b 2 2048 fused amp chunk gc | qwen3_0.6b 1 16384 fused bf16 chunk gc | qwen3_0.6b 4 1024 foreach fp32
+qwen3_0.6b 2 2048 ada amp | qwen3_0.6b 4 512 sgd amp ga3 | qwen3_0.6b 8 512 lora amp
+qwen3_1.7b 1 2048 fused amp gc | qwen3_1.7b 2 2048 fused bf16 chunk | llama3.2_1b 4 1024 fused amp
+llama3.2_1b 4 1024 foreach amp | llama3.2_1b 4 2048 fused bf16 | llama3.2_1b 4 2048 fused bf16 gc
+llama3.2_1b 4 2048 fused bf16 chunk | llama3.2_1b 4 2048 fused amp chunk gc | llama3.2_1b 1 512 fused bf16
+llama3.2_1b 2 4096 fused bf16 gc chunk | llama3.2_1b 1 16384 fused bf16 gc chunk | llama3.2_1b 4 1024 sgd bf16
+llama3.2_1b 4 1024 ada bf16 | llama3.2_1b 2 1024 foreach fp32 | llama3.2_1b 2 1024 fused bf16 ga4
+llama3.2_1b 4 1024 fused bf16 fz8 | llama3.2_1b 4 2048 lora bf16 | llama3.2_1b 4 2048 lora bf16 drop
+llama3.2_1b 2 8192 lora bf16 | llama3.2_1b 4 2048 lora amp gc | llama3.2_1b 4 2048 lora bf16 qv
+llama3.2_1b 1 1024 lora bf16 gc chunk | llama3.2_3b 1 1024 fused amp gc | llama3.2_3b 2 2048 fused bf16 gc
+llama3.2_3b 2 1024 fused bf16 chunk | llama3.2_3b 1 2048 lora bf16 drop | llama3.2_3b 4 1024 lora bf16 gc
+olmo2_1b 4 1024 fused amp | olmo2_1b 2 2048 fused bf16 gc chunk | gemma3_1b 2 1024 fused amp
+gemma3_1b 1 2048 fused bf16 gc | gemma2_2b 1 1024 fused bf16 gc | gemma2_2b 1 1024 lora bf16
+mistral_7b 1 1024 lora bf16 gc | mistral_7b 1 512 lora bf16 | llama3.1_8b 1 512 lora bf16 gc
+llama3.1_8b 1 2048 lora bf16 gc | llama3.1_8b 4 512 lora bf16 | llama3.1_8b 4 2048 lora bf16 gc
+llama3.1_8b 1 2048 lora bf16 chunk | llama3.1_8b 1 2048 lora bf16 drop gc chunk | qwen3_8b 1 1024 lora bf16 gc
+llama3.1_8b 1 512 sgd bf16 gc chunk | moe 2 1024 fused bf16 | moe 2 1024 fused amp | moe 2 1024 fused bf16 gc
+moe 1 2048 ada bf16 | moe 4 1024 fused bf16 chunk gc | bert_base 16 512 fused amp
+bert_base 16 512 fused bf16 fz6 | bert_base 8 512 foreach fp32 | bert_base 16 512 fused amp gc
 phi4_mini_4b 1 1024 lora bf16 gc | smollm3_3b 1 1024 fused bf16 gc chunk
 """
 
@@ -71,9 +83,21 @@ phi4_mini_4b 1 1024 lora bf16 gc | smollm3_3b 1 1024 fused bf16 gc chunk
 def configs() -> dict[str, TrainingConfig]:
     """Every config of the grid by its name."""
     found = {}
-    for words in (cell.split() for line in GRID.strip().splitlines() for cell in line.split("|")):
-        found["-".join(words)] = _config(words)
+    for name in row_names():
+        found[name] = _config(name.split("-"))
     return found
+
+
+def is_judged(name: str) -> bool:
+    """Whether the row judges the step time; the others fit its constants (framework/memory/roofline.py)."""
+    names = sorted(row_names())
+    random.Random(SEED).shuffle(names)
+    return name in names[1::2]
+
+
+def row_names() -> list[str]:
+    """The names of all rows, in the grid's order."""
+    return ["-".join(cell.split()) for line in GRID.strip().splitlines() for cell in line.split("|")]
 
 
 def _config(words: list[str]) -> TrainingConfig:
@@ -174,27 +198,63 @@ def _measured(config: dict[str, Any], send: Any) -> None:
         send.send({"error": f"{type(error).__name__}: {str(error)[:300]}"})
 
 
-def compare(predicted: Path, measured: Path) -> None:
-    """Relative error of each figure, worst last, and the shares that the goals name."""
+FIGURES = {"allocated_bytes": (0.2, 2), "reserved_bytes": (3,), "device_bytes": (2, 4), "seconds": (10, 30)}
+"""What is compared, and the limits in per cent that the goals name."""
+
+
+def pair(predicted: Path, measured: Path) -> list[dict[str, Any]]:
+    """One entry a row that has both: the errors in per cent, and both sides of every figure."""
     truth = {row["name"]: row["measured"] for row in map(json.loads, measured.read_text().splitlines())}
-    table = []
+    pairs = []
     for row in map(json.loads, predicted.read_text().splitlines()):
         found, plan = truth.get(row["name"], {}), row["plan"]
         if "error" in found or "error" in plan or not found:
             print("no pair:", row["name"], found.get("error", ""), plan.get("error", "")[:300])
             continue
-        peak, step = plan["step_peak"], plan["step"] or {}
-        pairs = [(peak[key], found[key]) for key in ("allocated_bytes", "reserved_bytes", "device_bytes")]
-        pairs.append((step.get("seconds", 0), found["step_seconds"]))
-        table.append((row["name"], [100 * (guess / real - 1) for guess, real in pairs], found["step_seconds"]))
-    for name, errors, seconds in sorted(table, key=lambda item: abs(item[1][0])):
-        print(f"{name:44s}" + "".join(f"{error:+9.2f}" for error in errors) + f"   {1e3 * seconds:8.1f} ms")
-    for index, (what, limits) in enumerate(
-        [("allocated", (0.2, 2)), ("reserved", (3,)), ("device", (2, 4)), ("seconds", (10, 30))]
-    ):
-        errors = sorted(abs(item[1][index]) for item in table)
-        shares = ", ".join(f"{sum(e <= limit for e in errors) / len(errors):.0%} within {limit} %" for limit in limits)
-        print(f"{what}: median {errors[len(errors) // 2]:.2f} %, max {errors[-1]:.2f} %, {shares}")
+        guess = {**plan["step_peak"], "seconds": (plan["step"] or {}).get("seconds", 0)}
+        real = {**found, "seconds": found["step_seconds"]}
+        both = {figure: {"predicted": guess[figure], "measured": real[figure]} for figure in FIGURES}
+        errors = {figure: 100 * (guess[figure] / real[figure] - 1) for figure in FIGURES}
+        covered = guess["device_bytes_upper"] >= real["device_bytes"]
+        unknown = 100 * plan["step_peak"]["terms"]["unattributed"] / guess["device_bytes"]
+        judged = is_judged(row["name"])
+        pairs.append({"name": row["name"], "covered": covered, "judged": judged, "unattributed": unknown})
+        pairs[-1] |= {"errors": {figure: round(error, 3) for figure, error in errors.items()}, **both}
+    return pairs
+
+
+def summarise(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median, largest error and shares within the limits; of the step time on the judged rows only."""
+    figures: dict[str, Any] = {}
+    for figure, limits in FIGURES.items():
+        rows = [row for row in pairs if row["judged"] or figure != "seconds"]
+        errors = sorted(abs(row["errors"][figure]) for row in rows)
+        figures[figure] = {"rows": len(errors), "median": errors[len(errors) // 2], "max": errors[-1]}
+        shares = {f"within_{limit}": round(sum(e <= limit for e in errors) / len(errors), 3) for limit in limits}
+        figures[figure] |= shares
+    figures["upper_end_below_measured"] = sum(not row["covered"] for row in pairs)
+    figures["unattributed_max"] = max(row["unattributed"] for row in pairs)
+    return figures
+
+
+def compare(predicted: Path, measured: Path) -> None:
+    """Relative error of each figure, worst last, and the shares that the goals name."""
+    pairs = pair(predicted, measured)
+    for row in sorted(pairs, key=lambda row: abs(row["errors"]["allocated_bytes"])):
+        print(f"{row['name']:44s}" + "".join(f"{error:+9.2f}" for error in row["errors"].values()))
+    for figure, values in summarise(pairs).items():
+        print(figure, values)
+
+
+def summary(predicted: Path, measured: Path, out: Path) -> None:
+    """The figures and rows as one JSON document, with machine, versions and date."""
+    root = Path(__file__).parents[1] / "tests" / "calibration" / "h100_product_step.json"
+    facts = {name: value for name, value in json.loads(root.read_text()).items() if name != "rows"}
+    pairs = pair(predicted, measured)
+    kept = [{name: value for name, value in row.items() if name not in ("covered", "unattributed")} for row in pairs]
+    lines = ",\n".join(json.dumps(row) for row in kept)
+    head = json.dumps({"machine": facts, "errors_in_per_cent": summarise(pairs)}, indent=1)[:-2]
+    out.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
@@ -203,5 +263,7 @@ if __name__ == "__main__":
         predict(Path(arguments[0]), arguments[1:])
     elif verb == "measure":
         measure(Path(arguments[0]), Path(arguments[1]))
+    elif verb == "summary":
+        summary(Path(arguments[0]), Path(arguments[1]), Path(arguments[2]))
     else:
         compare(Path(arguments[0]), Path(arguments[1]))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from framework.memory.allocator import CachingAllocator, Peak, SystemAllocator, replay
+from framework.memory.cards import assumptions as card_assumptions
 from framework.memory.ledger import (
     PHASES,
     STEP_PHASES,
@@ -11,6 +12,7 @@ from framework.memory.ledger import (
     Band,
     BatchUse,
     Device,
+    PeakUse,
     Plan,
     StepCost,
     peak_use,
@@ -22,10 +24,12 @@ from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 HOST_BASE_BYTES = 2500 * MIB
 """Resident memory of a process with torch, transformers and a CUDA context, before any model. An upper estimate; not
 measured on a GPU machine yet."""
+CHUNK = 1024
+"""Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/loss.py; a test compares)."""
 UNATTRIBUTED_LIMIT = 0.01
 """Share of the peak that may be of unknown purpose before the plan warns."""
 
@@ -101,7 +105,7 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
         total_parameters=footprint.total_parameters,
         trainable_parameters=footprint.trainable_parameters,
         assumptions=_assumptions(rehearsal, band),
-        warnings=_warnings(peak.terms.unattributed, peak.device_bytes),
+        warnings=_warnings(config, peak),
     )
 
 
@@ -228,7 +232,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     said = [
         f"every row is {batch.sequence_length} tokens long, {batch.per_device} rows a forward pass: nothing is padded",
         f"band ({band}): {UNCERTAINTY[band].source}",
+        *card_assumptions(config.gpu),
     ]
+    if config.gpu.name == "cpu":
+        said.append("cpu: bytes are what tensors take of the process's resident memory; libraries come on top")
     kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
     forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
     said += [f"attention runs as {name}" for name in forward]
@@ -241,7 +248,24 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _warnings(unattributed: int, device_bytes: int) -> tuple[str, ...]:
-    if unattributed > UNATTRIBUTED_LIMIT * device_bytes:
-        return (f"the purpose of {unattributed / MIB:,.0f} MiB at the peak is not known",)
-    return ()
+def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
+    """What the reader should do or know, most useful first."""
+    said = []
+    terms = peak.terms.to_json()
+    saved = _saved_by_chunks(config, peak.terms.logits_and_loss)
+    if saved and max(terms, key=lambda name: terms[name]) == "logits_and_loss":
+        said.append(
+            f"logits are the largest term of the peak: model.chunked_loss=true saves about {saved / GIB:.1f} GiB"
+        )
+    if peak.terms.unattributed > UNATTRIBUTED_LIMIT * peak.device_bytes:
+        said.append(f"the purpose of {peak.terms.unattributed / MIB:,.0f} MiB at the peak is not known")
+    return tuple(said)
+
+
+def _saved_by_chunks(config: TrainingConfig, logits: int) -> int:
+    """Bytes of logits that a loss over chunks does not hold; 0 when it is in use."""
+    batch = _batch_use(config)
+    tokens = batch.per_device * batch.sequence_length
+    if config.model.chunked_loss is not False or tokens <= CHUNK:
+        return 0
+    return logits - logits * CHUNK // tokens

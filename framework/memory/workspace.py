@@ -35,7 +35,7 @@ def foreach_norm(elements: Sequence[int]) -> list[int]:
 
 
 def logsumexp(elements: int, rows: int, element_bytes: int) -> list[int]:
-    """logsumexp_out_impl (ReduceOps.cpp) keeps the maxima, and (self - max).exp_() in a buffer as large as its input."""
+    """logsumexp_out_impl (ReduceOps.cpp): the maxima, and (self - max).exp_() in a buffer as large as its input."""
     return [rows * element_bytes, elements * element_bytes]
 
 

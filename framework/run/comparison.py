@@ -21,7 +21,10 @@ def compare(plan: Plan | None, measured: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "predicted": _predicted(plan) if plan is not None else None,
         "measured": dict(measured),
-        "error": {"allocated": _error(plan.peak.allocated_bytes, measured["allocated_bytes"] - baseline), "phases": errors}
+        "error": {
+            "allocated": _error(plan.peak.allocated_bytes, measured["allocated_bytes"] - baseline),
+            "phases": errors,
+        }
         if plan is not None
         else None,
     }

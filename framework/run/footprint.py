@@ -48,9 +48,7 @@ def _export_bytes(assembly: Assembly) -> int:
     """The final folder: an adapter as it is, a model in its checkpoint's dtype."""
     if hasattr(assembly.model, "peft_config"):
         return sum(_sizes(trained_state(assembly.model).values()))
-    model = causal_model(assembly.model)
-    dtype: torch.dtype = model.config.dtype or model.dtype
-    return sum(parameter.numel() for parameter in assembly.model.parameters()) * dtype.itemsize
+    return sum(parameter.numel() for parameter in assembly.model.parameters()) * assembly.export_dtype.itemsize
 
 
 def count_product_weights(model: nn.Module) -> tuple[int, int]:

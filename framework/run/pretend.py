@@ -116,6 +116,10 @@ class PretendedCard(TorchFunctionMode):
         zeros = torch.zeros((), dtype=args[0].dtype, device="cpu").expand(args[0].shape)
         return zeros if func.__name__ == "cpu" else getattr(zeros, func.__name__)()
 
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Random values in place: nothing happens, where torch's meta kernel would compute shapes at length."""
+        return args[0] if is_on_card(args[0]) else func(*args, **kwargs)
+
     @staticmethod
     def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """On CUDA the fused kernel keeps a mask of one byte an element; the composite on meta a full one."""
@@ -129,6 +133,8 @@ class PretendedCard(TorchFunctionMode):
 
 _TENSOR_METHODS: Mapping[str, Callable[..., Any]] = {
     "get_device": PretendedCard._get_device,
+    "normal_": PretendedCard._draw,
+    "uniform_": PretendedCard._draw,
     "cuda": PretendedCard._move_to_card,
     "to": PretendedCard._move,
     "cpu": PretendedCard._read,

@@ -80,7 +80,7 @@ def _load(tracker: Tracker, assembly: Assembly) -> None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
         tracker.trace.bury(tracker.trace.bear(total, Kind.TEMPORARIES))
     tracker.claim(weights, Kind.WEIGHTS)
-    tracker.observe("end")
+    tracker.observe("end", empties_cache=True)  # as the trainer does before its first step
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:

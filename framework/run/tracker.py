@@ -231,16 +231,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         operands = [*kernels.tensors_in(args), *(kernels.tensors_in(tuple(kwargs.values())) if kwargs else ())]
         floating = next((tensor.dtype for tensor in operands if tensor.dtype.is_floating_point), None)
-        self.trace.operations.append(
-            Operation(
-                name=packet.__name__,
-                phase=self._operation_phase(),
-                flops=kernels.count_flops(packet, args, kwargs, results),
-                bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
-                dtype=_DTYPE_NAMES.get(floating, ""),
-                shape=kernels.product_shape(packet, args),
-            )
+        operation = Operation(
+            name=packet.__name__,
+            phase=self._operation_phase(),
+            flops=kernels.count_flops(packet, args, kwargs, results),
+            bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
+            dtype=_DTYPE_NAMES.get(floating, ""),
+            shape=kernels.product_shape(packet, args),
         )
+        if packet is aten._grouped_mm and floating is not torch.bfloat16 and args[2] is not None:
+            groups = args[2].shape[0]  # one product after the other
+            operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups)
+            self.trace.operations += [operation] * groups
+        else:
+            self.trace.operations.append(operation)
 
     # -- values nobody has
     def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

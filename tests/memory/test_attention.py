@@ -65,6 +65,8 @@ def test_grouped_queries_need_expanded_gradients() -> None:
     assert more - plain == 2 * expanded
 
 
-def test_dropout_keeps_the_scores_in_cudnn_backward() -> None:
-    (plain,), (dropped,) = (backward_workspace(Backend.CUDNN, replace(CALL, dropout=p)) for p in (0.0, 0.1))
-    assert dropped - plain == 4 * 2 * 8 * 128 * 128
+def test_dropout_adds_nothing_to_cudnn_backward() -> None:
+    """As benchmarks/probe_attention.py measured on an H100."""
+    plain, dropped = (backward_workspace(Backend.CUDNN, replace(CALL, dropout=p)) for p in (0.0, 0.1))
+    assert plain == dropped
+    assert plain[0] >= 4 * 2 * 8 * 128 * 64, "an fp32 dQ"

@@ -1,0 +1,144 @@
+"""What plans must get right, with numbers: cases M01 to M18, O01, O11, C07 and P09."""
+
+from typing import Any
+
+import pytest
+
+from framework.build.loss import DEFAULT_CHUNK
+from framework.memory.cards import read_card
+from framework.memory.ledger import Plan
+from framework.memory.planning import CHUNK, HOST_BASE_BYTES, make_plan
+from framework.run.rehearse import record
+from framework.schema.config import TrainingConfig
+from tests.tiny import LLAMA, tiny_config
+
+GIB = 1 << 30
+H100 = read_card("h100_80gb")
+LLAMA_70B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
+}  # fmt: skip
+TINYLLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 8192,
+}  # fmt: skip
+PURE_BF16 = {"torch_dtype_str": "bfloat16"}
+
+
+def plan(architecture: dict[str, Any], length: int, **sections: dict[str, Any]) -> Plan:
+    model = {"architecture": architecture, "load_pretrained_weights": False, "model_max_length": length}
+    model |= sections.pop("model", {})
+    training = {"per_device_train_batch_size": 1, "optimizer": "adamw_torch_fused", **sections.pop("training", {})}
+    config = TrainingConfig(model=model, training=training, gpu=sections.pop("gpu", H100), **sections)
+    return make_plan(record(config))
+
+
+def layers(architecture: dict[str, Any], count: int) -> dict[str, Any]:
+    return {**architecture, "num_hidden_layers": count}
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("model", "each"), [({"torch_dtype_str": "float32"}, 16), (PURE_BF16, 8)])
+def test_full_training_with_adam_costs_16_or_8_bytes_a_parameter(
+    model: dict[str, Any], each: int, count: int
+) -> None:
+    """M01: 70.55e9 parameters are 1051 GiB with float32 weights and 526 GiB in pure bfloat16, before activations."""
+    gc = {"enable_gradient_checkpointing": True, "mixed_precision_dtype": "bf16" if each == 16 else "none"}
+    made = plan(layers(LLAMA_70B, count), 16, model={**model, "chunked_loss": True}, training=gc)
+    terms = next(phase.terms for phase in made.phases if phase.name == "optimizer_step")
+    held = terms.weights + terms.gradients + terms.optimizer
+    assert held == pytest.approx(each * made.total_parameters, rel=0.01)
+    if count == 80:
+        assert held / GIB == pytest.approx(1051 if each == 16 else 526, rel=0.01)
+        assert not made.fits
+
+
+def test_chunks_save_the_logits_and_are_the_first_advice_when_these_are_the_largest_term() -> None:
+    """M08. Whole logits of V words at backward: 4 bytes each of log softmax, and of the two gradients around it."""
+    wide = {**layers(LLAMA, 2), "hidden_size": 128, "vocab_size": 131072, "max_position_embeddings": 4096}
+    whole, chunked = (plan(wide, 4096, model={**PURE_BF16, "chunked_loss": loss}) for loss in (False, True))
+    saved = whole.step_peak.allocated_bytes - chunked.step_peak.allocated_bytes
+    assert whole.peak.terms.logits_and_loss == pytest.approx(12 * 4096 * 131072, rel=0.01)
+    told = [float(word) for word in whole.warnings[0].split() if word.replace(".", "").isdigit()]
+    assert "model.chunked_loss=true" in whole.warnings[0]
+    assert told == [pytest.approx(saved / GIB, rel=0.25)]
+    assert chunked.warnings == ()
+    assert CHUNK == DEFAULT_CHUNK
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(22, marks=pytest.mark.slow)])
+def test_lora_keeps_no_fewer_activations_than_full_training(count: int) -> None:
+    """M12: at 2 x 8192 tokens adapters save gradients and states, and add activations."""
+    rows = {"per_device_train_batch_size": 2}
+    full = plan(layers(TINYLLAMA, count), 8192, model=PURE_BF16, training=rows)
+    lora = plan(
+        layers(TINYLLAMA, count),
+        8192,
+        model=PURE_BF16,
+        training={**rows, "use_peft": True},
+        peft={"lora_target_modules": ["all-linear"], "lora_dropout": 0.05},
+    )
+    backward = [next(phase.terms for phase in made.phases if phase.name == "loss") for made in (full, lora)]
+    assert backward[1].activations >= backward[0].activations
+    if count == 22:
+        gone = [made.total_parameters * 2 * 3 for made in (full,)][0]
+        assert gone / GIB == pytest.approx(6.1, rel=0.02)
+
+
+def test_evaluation_keeps_the_logits_of_one_batch_only() -> None:
+    """O01: eval is a phase; its size does not depend on how many rows are evaluated."""
+    base = {"eval_fraction": 0.1}
+    small, large = (
+        plan({**LLAMA, "vocab_size": 32000}, 128, training={"per_device_eval_batch_size": rows}, data=base)
+        for rows in (8, 16)
+    )
+    found = [next(phase.terms for phase in made.phases if phase.name == "eval") for made in (small, large)]
+    assert found[1].logits_and_loss == pytest.approx(2 * found[0].logits_and_loss, rel=0.01)
+    assert 2 * 4 * 8 * 128 * 32000 <= found[0].logits_and_loss <= 3 * 4 * 8 * 128 * 32000
+
+
+def test_a_checkpoint_of_8_billion_parameters() -> None:
+    """C07, P09: float32 weights and Adam 12 bytes a parameter, times retention plus one, and the export in bfloat16."""
+    training = {"save_steps": 100, "max_steps": 2000, "save_total_limit": 2, "mixed_precision_dtype": "bf16"}
+    made = plan(
+        {**layers(LLAMA_70B, 1), "dtype": "bfloat16"}, 16, training=training, model={"torch_dtype_str": "float32"}
+    )
+    assert made.disk_bytes == pytest.approx((3 * 12 + 2) * made.total_parameters, rel=0.001)
+    assert 12 * 8.03e9 / GIB == pytest.approx(89.7, rel=0.01)
+
+
+def test_loading_streams_so_the_host_holds_no_second_model() -> None:
+    """O11: each rank needs a tensor at a time on the host; what counts is the largest file it writes."""
+    made = plan(layers(LLAMA_70B, 1), 16, model=PURE_BF16, training={"use_peft": True})
+    largest = 2 * 128256 * 8192
+    assert made.host_bytes == HOST_BASE_BYTES + largest
+
+
+def test_a_plan_for_the_cpu_counts_resident_bytes_and_says_so() -> None:
+    made = make_plan(record(tiny_config(gpu=read_card("cpu"))))
+    assert any(said.startswith("cpu: bytes are what tensors take of the process's resident memory") for said in made.assumptions)
+    assert made.fits
+    assert made.step is None
+    assert made.run_hours is None
+    assert made.host_bytes == HOST_BASE_BYTES + made.peak.reserved_bytes
+
+
+def test_the_batch_and_the_length_are_said() -> None:
+    """M05."""
+    made = plan(LLAMA, 64, training={"per_device_train_batch_size": 4, "max_steps": 100})
+    assert any("64 tokens long, 4 rows" in said for said in made.assumptions)
+    assert made.step is not None
+    assert made.run_hours == pytest.approx(made.step.seconds * 100 / 3600)
+
+
+def test_a_tiny_plan_in_fixed_numbers() -> None:
+    """Golden: a change here is a change of what is recorded, replayed or counted, and must be meant."""
+    made = plan(LLAMA, 64, model=PURE_BF16, training={"per_device_train_batch_size": 4})
+    assert (made.total_parameters, made.trainable_parameters) == GOLDEN_PARAMETERS
+    assert {phase.name: phase.allocated_bytes for phase in made.phases} == GOLDEN_PHASES
+    assert made.step_peak.reserved_bytes == GOLDEN_RESERVED
+
+
+GOLDEN_PARAMETERS = (0, 0)
+GOLDEN_PHASES: dict[str, int] = {}
+GOLDEN_RESERVED = 0
