@@ -10,6 +10,7 @@ import pytest
 
 import framework
 from framework.cli import main
+from framework.compose import compose
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.run.measure import Measured
@@ -105,7 +106,7 @@ def test_the_quickstart_is_planned_without_torch_in_the_parent(tmp_path):
     check_document(document)
     assert document["fits"]
     assert document["device"]["name"] == "rtx3060_12gb"
-    assert document["batch"]["global"] == 4
+    assert document["batch"]["global"] == compose("quickstart").config.batch.global_size
     assert "fits on rtx3060_12gb" in (tmp_path / "p.html").read_text()
 
 
