@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from framework.build.loss import DEFAULT_CHUNK
-from framework.memory.cards import read_card
+from framework.memory.cards import card_of_size, read_card, smallest
 from framework.memory.ledger import Plan
 from framework.memory.planning import CHUNK, HOST_BASE_BYTES, make_plan
 from framework.run.rehearse import record
@@ -149,3 +149,17 @@ GOLDEN_PHASES = {
     "resume": 179200,
 }
 GOLDEN_RESERVED = 69206016
+
+
+def test_a_mixed_list_of_cards_is_planned_for_the_smallest() -> None:
+    """M16: the plan is one device's share, and says that nothing runs on several devices yet."""
+    mixed = smallest([card_of_size("40gb"), card_of_size("40gb"), card_of_size("80gb")])
+    made = plan(LLAMA, 64, gpu=mixed, training={"per_device_train_batch_size": 4, "global_batch_size": 24})
+    alone = plan(
+        LLAMA, 64, gpu=card_of_size("40gb"), training={"per_device_train_batch_size": 4, "global_batch_size": 8}
+    )
+    assert made.device.usable_bytes == alone.device.usable_bytes
+    assert made.batch.accumulation == alone.batch.accumulation == 2
+    assert made.peak.device_bytes == alone.peak.device_bytes
+    assert any("equal shares on 3 devices" in said and "40gb is the limit" in said for said in made.assumptions)
+    assert "training on several devices is not yet available" in made.warnings
