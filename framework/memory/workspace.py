@@ -63,6 +63,10 @@ REDUCTION_LEAST, REDUCTION_MOST = 16, 256
 """min_values_per_thread and max_values_per_thread in Reduce.cuh."""
 
 
+_INDEXED_BYTES = (1 << 31) - 1
+"""Bytes that a kernel with 32-bit indices reaches (canUse32BitIndexMath)."""
+
+
 def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
     """Most threads that one multiprocessor holds (CUDA C++ programming guide, table of compute capabilities)."""
     if capability == (7, 5):
@@ -70,13 +74,16 @@ def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
     return 1536 if capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)) else 2048
 
 
-def column_sum(rows: int, columns: int, multiprocessors: int, threads: int) -> list[int]:
+def column_sum(rows: int, columns: int, element_bytes: int, multiprocessors: int, threads: int) -> list[int]:
     """Sum of a `rows` x `columns` matrix over its rows: the gradient of a bias, or of a norm's weight.
 
     Follows setReduceConfig (Reduce.cuh) for accumulation in float32: when few outputs leave multiprocessors idle, the
     rows are split over blocks, which meet in a buffer of `columns` times the width of a block and the number of splits.
     `threads` is what one multiprocessor holds. Exact for every sum of benchmarks/probe_kernels.py.
     """
+    if rows * columns * element_bytes > _INDEXED_BYTES:  # in halves, added up in float32 (SplitUntil32Bit)
+        halves = column_sum(-(-rows // 2), columns, element_bytes, multiprocessors, threads)
+        return halves if element_bytes == 4 or len(halves) == 3 else [4 * columns, *halves]
     vector = math.gcd(columns, 4)
     most = REDUCTION_THREADS // vector
     across, along = (min(_power_below(size), most) for size in (columns // vector, rows))

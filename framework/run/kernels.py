@@ -117,7 +117,7 @@ def _sum_workspace(args: Sequence[Any], card: GPUParams) -> list[int]:
         return []
     rows = math.prod(tensor.shape[dim] for dim in reduced)
     threads = rules.threads_per_multiprocessor(capability_of(card.capability))
-    return rules.column_sum(rows, tensor.numel() // rows, card.multiprocessors, threads)
+    return rules.column_sum(rows, tensor.numel() // rows, tensor.element_size(), card.multiprocessors, threads)
 
 
 _CAUSAL_ARGUMENT: Mapping[Any, int] = {

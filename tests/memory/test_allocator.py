@@ -150,3 +150,13 @@ def test_replay_empties_the_cache_where_the_trace_says_so() -> None:
     trace.enter("forward", empties_cache=True)
     load, forward = replay(trace, CachingAllocator())
     assert (load.reserved, forward.reserved) == (30 * MIB, 0)
+
+
+def test_of_equal_free_blocks_the_one_of_the_newest_segment_is_taken() -> None:
+    """The driver hands out descending addresses, and torch takes the lowest of equals."""
+    allocator = CachingAllocator()
+    old, new = allocator.allocate(32 * MIB), allocator.allocate(32 * MIB)
+    assert new.address < old.address
+    allocator.free(old)
+    allocator.free(new)
+    assert allocator.allocate(32 * MIB).address == new.address

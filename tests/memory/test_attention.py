@@ -1,12 +1,15 @@
 """Which attention kernel a card takes, by the constraints of sdp_utils.cpp."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from framework.memory.attention import Attention, Backend, backward_workspace, choose_backend
 from framework.schema.gpu import GPUParams
 
+PROBED = json.loads((Path(__file__).parents[1] / "calibration" / "h100_kernels.json").read_text())
 CALL = Attention(
     batch=2,
     heads=8,
@@ -65,8 +68,19 @@ def test_grouped_queries_need_expanded_gradients() -> None:
     assert more - plain == 2 * expanded
 
 
-def test_dropout_adds_nothing_to_cudnn_backward() -> None:
-    """As benchmarks/probe_attention.py measured on an H100."""
-    plain, dropped = (backward_workspace(Backend.CUDNN, replace(CALL, dropout=p)) for p in (0.0, 0.1))
-    assert plain == dropped
-    assert plain[0] >= 4 * 2 * 8 * 128 * 64, "an fp32 dQ"
+@pytest.mark.parametrize(
+    ("kernel", "batch", "heads", "kv_heads", "tokens", "width", "measured"), PROBED["attention_backward"]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_backward_workspaces_are_as_measured(
+    kernel: str, batch: int, heads: int, kv_heads: int, tokens: int, width: int, measured: int, dropout: float
+) -> None:
+    shape = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "queries": tokens, "keys": tokens}
+    call = replace(CALL, **shape, head_dim=width, value_dim=width, dropout=dropout)
+    assert sum(backward_workspace(Backend(kernel), call)) == measured
+
+
+def test_float32_over_grouped_queries_has_no_kernel_of_its_own() -> None:
+    call = replace(CALL, half_precision=False, bfloat16=False)
+    assert choose_backend(card("9.0"), call) is Backend.EFFICIENT
+    assert choose_backend(card("9.0"), replace(call, kv_heads=2)) is Backend.MATH

@@ -1,6 +1,32 @@
 """Hidden buffers of kernels, against their sources."""
 
-from framework.memory.workspace import embedding_backward, foreach_norm
+import json
+from pathlib import Path
+
+import pytest
+
+from framework.memory.workspace import column_sum, embedding_backward, foreach_norm, logsumexp
+
+PROBED = json.loads((Path(__file__).parents[1] / "calibration" / "h100_kernels.json").read_text())
+
+
+@pytest.mark.parametrize(("tokens", "rows", "width", "measured"), PROBED["embedding_dense_backward"])
+def test_embedding_backward_is_as_measured(tokens: int, rows: int, width: int, measured: int) -> None:
+    assert sum(embedding_backward(tokens, rows, width)) == measured
+
+
+@pytest.mark.parametrize(("rows", "columns", "measured"), PROBED["sum_over_rows"])
+def test_a_sum_over_rows_is_as_measured(rows: int, columns: int, measured: int) -> None:
+    assert sum(column_sum(rows, columns, 2, 132, 2048)) == measured
+
+
+def test_a_short_sum_splits_nothing() -> None:
+    assert column_sum(8, 1 << 20, 2, 132, 2048) == []
+
+
+@pytest.mark.parametrize(("rows", "columns", "measured"), PROBED["logsumexp"])
+def test_logsumexp_is_as_measured(rows: int, columns: int, measured: int) -> None:
+    assert sum(logsumexp(rows * columns, rows, 4)) == measured
 
 
 def test_embedding_backward_sorts_only_above_3072_indices() -> None:
