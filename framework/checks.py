@@ -13,7 +13,7 @@ from framework.schema.rules import Needs, find_conflicts
 
 TRAIN = Needs(model=True, data="required")
 CHECK = Needs(model=True, data="advised")
-PLAN = Needs(model=True)
+PLAN = Needs(model=True, devices="any")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,11 @@ def _findings(
         message = conflict.message + (f" ({', '.join(others)})" if others else "")
         found = Problem(key, message, places.get(key), conflict.expected)
         (warnings if conflict.is_warning else problems).append(found)
-    problems += [Problem(key, message, place(key, origins), works) for key, message, works in unavailable(config)]
+    problems += [
+        Problem(key, message, place(key, origins), works)
+        for key, message, works in unavailable(config)
+        if not (key == "gpu.count" and needs.devices == "any")
+    ]
     problems += _missing_files(config, origins, as_written) if needs.data == "required" else []
     return problems, warnings
 

@@ -1,5 +1,6 @@
 """`peft` becomes an adapter on the frozen model."""
 
+import warnings
 from collections import Counter
 
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -30,7 +31,10 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel) -> PeftModel:
         modules_to_save=list(params.lora_modules_to_save) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=True)
+    with warnings.catch_warnings():
+        # peft reads a property that transformers 5.20 renamed; nothing a user could change
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=True)
     return adapted
 
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from framework.build.hub import hub_is_reachable, nearest, one_line
 from framework.build.place import Place
+from framework.build.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
 from framework.memory.resolve import resolve
 from framework.schema.architecture import position_count, scales_positions
@@ -52,6 +53,8 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
         raise RequestError([Problem("model.model_name", "no model is named", expected="model_name or architecture")])
     if model.tokenizer is not None and model.load_pretrained_weights is False:
         architecture.vocab_size = model.tokenizer.vocab_size
+        # else generation would stop at whatever token has the id that the family's own tokenizer ends with
+        architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
     architecture.use_cache = False
     _refuse_encoder(architecture)
     return architecture

@@ -16,6 +16,9 @@ from framework.schema.model import ModelParams
 END_TOKEN = "<|endoftext|>"
 """Ends a document and stands before the first one, as in GPT-2; so the token that starts a text is trained too."""
 
+END_TOKEN_ID = 0
+"""Special tokens come first in a vocabulary that is built here."""
+
 PAD_TOKEN = "<|pad|>"
 
 BPE_CHARACTERS = 8_000_000

@@ -236,6 +236,11 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     ]
     if config.gpu.name == "cpu":
         said.append("cpu: bytes are what tensors take of the process's resident memory; libraries come on top")
+    if config.gpu.count > 1:
+        said.append(
+            f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit; "
+            "what devices exchange is not counted"
+        )
     kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
     forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
     said += [f"attention runs as {name}" for name in forward]
@@ -250,7 +255,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
 
 def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
     """What the reader should do or know, most useful first."""
-    said = []
+    said = ["training on several devices is not yet available"] if config.gpu.count > 1 else []
     terms = peak.terms.to_json()
     saved = _saved_by_chunks(config, peak.terms.logits_and_loss)
     if saved and max(terms, key=lambda name: terms[name]) == "logits_and_loss":

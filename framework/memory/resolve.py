@@ -45,7 +45,9 @@ def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tu
     if autocast is None:
         autocast = MixedPrecision.NONE
         if frozen_base or dtype is TorchDtype.FLOAT32:
-            autocast = best_autocast(config.gpu)
+            best = best_autocast(config.gpu)
+            # float16 autocast needs a loss scaler, which is not built yet: such cards train in float32 until then
+            autocast = best if best is not MixedPrecision.FP16 else MixedPrecision.NONE
     return dtype, MixedPrecision(autocast)
 
 

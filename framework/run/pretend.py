@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from framework.memory.attention import Attention, Backend, choose_backend
-from framework.memory.cards import capability_of
+from framework.memory.cards import capability_of, supports_bf16
 from framework.run.autocast import HALF_DTYPES, Autocast
 from framework.schema.gpu import GPUParams
 
@@ -295,7 +295,7 @@ def _patch_cuda(patches: _Patches, card: GPUParams) -> None:
         warp_size=32,
     )
     answers: Mapping[str, Any] = {
-        "is_bf16_supported": lambda *args, **kwargs: card.bf16_flops is not None,
+        "is_bf16_supported": lambda *args, **kwargs: supports_bf16(card),
         "get_device_capability": lambda *args, **kwargs: (major, minor),
         "get_device_properties": lambda *args, **kwargs: properties,
         "current_device": lambda: 0,

@@ -1,11 +1,13 @@
 """The run folder: where it is, what is already in it, and the files that say what happened."""
 
 import json
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from framework.errors import Problem, RequestError
+from framework.errors import Problem, RequestError, SaveFailed
 from framework.schema.config import TrainingConfig
 from framework.text import to_yaml
 
@@ -47,21 +49,36 @@ class RunFolder:
         _replace(self.path / "config.yaml", to_yaml(config))
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
-        """One line of `metrics.jsonl`."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(values) + "\n")
+        """One line of `metrics.jsonl`. Raises SaveFailed."""
+        file = self.path / "metrics.jsonl"
+        try:
+            with file.open("a") as lines:
+                lines.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise SaveFailed(f"{file} could not be written: {error.strerror}. Earlier saves are untouched.") from error
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop the lines of steps that will be made again after resuming at `step`."""
+        """Drop the lines of steps that will be made again after resuming at `step`, and one cut short by a kill."""
         file = self.path / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        _replace(file, "".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+        _replace(file, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of `metrics.jsonl`; infinite for a line that is not whole."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _replace(file: Path, text: str) -> None:
     aside = file.with_name(f".{file.name}.incomplete")
-    aside.write_text(text)
-    os.replace(aside, file)
+    try:
+        aside.write_text(text)
+        os.replace(aside, file)
+    except OSError as error:
+        raise SaveFailed(f"{file} could not be written: {error.strerror}. Earlier saves are untouched.") from error
 
 
 def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:
@@ -84,11 +101,13 @@ def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool
 
 
 def make(folder: RunFolder) -> None:
-    """Make the folder on disk. Raises RequestError when that is not allowed."""
+    """Make the folder on disk. Raises RequestError when it cannot be made or written to."""
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.path):
+            pass
     except OSError as error:
-        message = f"{folder.path.absolute()} cannot be made: {error}"
+        message = f"{folder.path.absolute()} cannot be made or written to: {error.strerror}"
         raise RequestError([Problem("training.output_dir", message)]) from None
 
 

@@ -81,7 +81,7 @@ def _load(tracker: Tracker, assembly: Assembly) -> None:
         tracker.trace.bury(tracker.trace.bear(total, Kind.TEMPORARIES))
     tracker.claim(weights, Kind.WEIGHTS)
     tracker.observe("end", empties_cache=True)  # as the trainer does before its first step
-    tracker.observe("end")  # a mark of its own, so that a step that is repeated from here empties nothing
+    tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:

@@ -20,6 +20,7 @@ from framework.schema.gpu import GPUParams
 
 aten = torch.ops.aten
 _BETWEEN, _FORWARD, _LOSS, _BACKWARD, _OPTIMIZER = "end", "forward", "loss", "backward", "optimizer_step"
+_HAS_LOGITS = ("forward", "backward", "eval")
 _KEEPS_RESULTS = (_FORWARD, "eval")
 
 
@@ -103,9 +104,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _guess_kind(self, tensor: torch.Tensor) -> Kind:
         phase = self.phase
-        if phase == _LOSS or (
-            tensor.dim() and tensor.shape[-1] == self._vocabulary and phase in (*_KEEPS_RESULTS, _BACKWARD)
-        ):
+        if phase == _LOSS or (tensor.dim() and tensor.shape[-1] == self._vocabulary and phase in _HAS_LOGITS):
             return Kind.LOGITS_AND_LOSS
         if phase in _KEEPS_RESULTS or phase == _BETWEEN:
             return Kind.ACTIVATIONS

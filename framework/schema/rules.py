@@ -20,6 +20,8 @@ class Needs:
 
     model: bool = False
     data: Literal["unneeded", "advised", "required"] = "unneeded"
+    devices: Literal["one", "any"] = "one"
+    """`any` for a verb that looks at one device's share and runs nothing."""
 
 
 @dataclass(frozen=True)

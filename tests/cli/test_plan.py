@@ -10,6 +10,7 @@ import pytest
 
 import framework
 from framework.cli import main
+from framework.compose import compose
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.run.measure import Measured
@@ -105,7 +106,7 @@ def test_the_quickstart_is_planned_without_torch_in_the_parent(tmp_path):
     check_document(document)
     assert document["fits"]
     assert document["device"]["name"] == "rtx3060_12gb"
-    assert document["batch"]["global"] == 16
+    assert document["batch"]["global"] == compose("quickstart").config.batch.global_size
     assert "fits on rtx3060_12gb" in (tmp_path / "p.html").read_text()
 
 
@@ -159,7 +160,6 @@ def test_a_plan_needs_a_model_and_neither_data_nor_tokenizer(run, write, planner
             "rtx4080",
             {"gpu", "model.architecture", "model.model_max_length"},
         ),
-        (RECIPE, "40gb,40gb,80gb", {"gpu.count"}),
     ],
 )
 def test_all_problems_at_once_before_anything_is_built(run, write, planner, text, card, keys):
@@ -172,11 +172,14 @@ def test_all_problems_at_once_before_anything_is_built(run, write, planner, text
     assert not configs
 
 
-def test_several_devices_are_refused_in_plain_words(run, write):
-    for words in (["gpu=40gb,40gb,80gb"], ["--nproc", "2"]):
-        code, _, err = run("plan", write(RECIPE), *words)
-        assert code == 2
-        assert "not yet available: more than one device" in err
+def test_several_devices_are_planned_but_not_trained(run, write, planner):
+    """M16: a mixed list is planned for its smallest card; training on it is refused in plain words."""
+    configs = planner(PLAN)
+    run("plan", write(RECIPE), "gpu=40gb,40gb,80gb")
+    assert (configs[0].gpu.name, configs[0].gpu.count) == ("40gb", 3)
+    code, _, err = run("train", write(RECIPE), "gpu=40gb,40gb,80gb")
+    assert code == 2
+    assert "not yet available: more than one device" in err
 
 
 def test_what_the_rehearsal_finds_gets_its_place(run, write, planner):

@@ -26,7 +26,7 @@ QUICK = (
 )
 PARAMETERS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ROWS]
 
-ALLOCATED = {"gpt2": 0.0006, "bert": 0.0008, "other": 0.0001}
+ALLOCATED = {"gpt2": 0.0006, "bert": 0.0012, "other": 0.0001}
 """By family. GPT-2 and BERT drop out: which free block of a few MiB is taken is not always exact."""
 RESERVED = (-0.010, 0.0125)
 RESERVED_KNOWN = {"llama3.2_1b-2-1024-foreach-fp32": -0.035}

@@ -1,0 +1,36 @@
+"""The run folder's files: cut short, or not writable."""
+
+import json
+
+import pytest
+
+from framework.errors import RequestError, SaveFailed
+from framework.run.record import RunFolder, make
+
+
+def test_a_metrics_line_cut_short_by_a_kill_is_dropped(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        folder.append_metrics({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    folder.forget_metrics_after(2)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_files_that_cannot_be_written_are_a_failed_save(tmp_path):
+    folder = RunFolder(tmp_path / "absent")
+    with pytest.raises(SaveFailed, match=r"metrics\.jsonl could not be written"):
+        folder.append_metrics({"step": 1})
+    with pytest.raises(SaveFailed, match=r"plan\.json could not be written"):
+        folder.write_json("plan.json", {})
+
+
+def test_a_folder_that_cannot_be_written_to_is_the_requests_fault(tmp_path, monkeypatch):
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(RequestError, match="Read-only file system"):
+        make(RunFolder(tmp_path))
