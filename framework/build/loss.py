@@ -22,6 +22,10 @@ IGNORED = -100
 DEFAULT_CHUNK = 1024
 """Tokens a chunk for `chunked_loss: true`: as fast as larger ones on an H100 and 1 GiB smaller (SPEED.md section 4)."""
 
+AFTER_THE_HEAD = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+"""Settings of Gemma 2, Granite and Cohere that change logits, with the value that changes nothing. What has no setting
+is found at start-up, by `head_is_last`; a plan has no values to find it with."""
+
 Batch = Mapping[str, Tensor]
 Observe = Callable[[str], None]
 Loss = Callable[[nn.Module, Batch, Observe], Tensor]
@@ -31,10 +35,18 @@ Loss = Callable[[nn.Module, Batch, Observe], Tensor]
 def build_loss(params: ModelParams, model: nn.Module) -> Loss:
     """The loss that was asked for: over all logits at once, or a chunk of tokens at a time.
 
-    Raises RequestError when the model's head is more than one linear layer, which chunks cannot repeat.
+    Raises RequestError when the model's head is more than one linear layer, or caps or scales its output, which chunks
+    cannot repeat.
     """
     if params.chunked_loss is False:
         return full_loss
+    settings = causal_model(model).config.get_text_config().to_dict()
+    after = [
+        f"{name} {settings[name]:g}" for name, idle in AFTER_THE_HEAD.items() if settings.get(name) not in (None, idle)
+    ]
+    if after:
+        message = f"this model changes its logits after the head ({', '.join(after)}), so a chunk's would differ"
+        raise RequestError([Problem("model.chunked_loss", message, expected="false")])
     head = causal_model(model).get_output_embeddings()
     if type(head) is not nn.Linear:
         raise RequestError(

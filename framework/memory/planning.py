@@ -244,7 +244,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
     forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
     said += [f"attention runs as {name}" for name in forward]
-    if config.gpu.capability not in (None, _MEASURED_CAPABILITY):
+    if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):
         said.append("step time: shares of the data sheet's rates as measured on an H100")
     if config.training.compile:
         said.append("compiled code keeps less than the plain code that was planned: an upper end")

@@ -18,6 +18,7 @@ from framework.build.assembly import Assembly, assemble
 from framework.build.loss import Batch, Observe
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
+from framework.build.refuse import refuse_impossible
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import Rehearsal, make_plan
@@ -40,6 +41,7 @@ def rehearse(config: TrainingConfig) -> Plan:
 
 def record(config: TrainingConfig) -> Rehearsal:
     """Build a config without storage and record evaluation and two of its steps."""
+    refuse_impossible(config, devices="any")
     config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     tracker = Tracker(config.gpu, vocabulary=architecture.get_text_config().vocab_size)

@@ -16,7 +16,7 @@ from transformers import set_seed
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import GlobalBatches, eval_batches
 from framework.build.loss import Batch
-from framework.build.place import real_place
+from framework.build.place import Place, real_place
 from framework.build.tokenizer import padding_id
 from framework.build.verify import Reading, missing_gradients, verify
 from framework.errors import DoesNotFit, Interrupted, NonFinite, Problem, RequestError, VerificationFailed
@@ -197,9 +197,9 @@ def open_session(
     )
     assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
     readings = verify(assembly)
-    if place.kind == "cuda":
-        torch.cuda.empty_cache()  # what loading left unused: the step starts from what it holds, as it was planned
+    _empty_cache(place)
     step = load_checkpoint(newest, assembly) if newest else 0
+    _empty_cache(place)
     progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
     for line in changes:
         progress.say(f"resumed with {line}")
@@ -217,6 +217,12 @@ def open_session(
         step,
         saved=step if newest else -1,
     )
+
+
+def _empty_cache(place: Place) -> None:
+    """Give back what a load left unused: what comes next starts from what is held, as it was planned."""
+    if place.kind == "cuda":
+        torch.cuda.empty_cache()
 
 
 def begin(session: Session, overwrite: bool) -> None:

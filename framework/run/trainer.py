@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from framework.build.loss import causal_model
+from framework.build.refuse import refuse_impossible
 from framework.run.child import plan_in_subprocess
 from framework.run.comparison import compare, last_line
 from framework.run.export import export
@@ -48,6 +49,7 @@ def train(
     `planner` predicts the memory first (None: nothing is predicted).
     Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, SaveFailed or Interrupted.
     """
+    refuse_impossible(config, devices="one")
     session = open_session(config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet, planner=planner)
     _announce(session)
     if dry_run:

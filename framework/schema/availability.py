@@ -4,7 +4,7 @@ does nothing is the fault this tool exists to end. Whoever builds one deletes it
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, key_at, values
@@ -51,9 +51,12 @@ DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
 """Keys whose `auto` means the checkpoint's dtype, not a search."""
 
 
-def unavailable(config: TrainingConfig) -> Iterator[tuple[str, str, str]]:
-    """Key, sentence and what works now, for each value that is declared but not built."""
-    rows = {row.key: row for row in ROWS}
+def unavailable(config: TrainingConfig, devices: Literal["one", "any"] = "one") -> Iterator[tuple[str, str, str]]:
+    """Key, sentence and what works now, for each value that is declared but not built.
+
+    With `devices="any"` their number is no matter: a plan is of one device's share.
+    """
+    rows = {row.key: row for row in ROWS if not (row.key == "gpu.count" and devices == "any")}
     for path, value in values(config):
         key, name = dotted(path), ".".join(part for part in path if isinstance(part, str))
         row = rows.get(name)

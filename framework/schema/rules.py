@@ -191,6 +191,12 @@ IDLE = (
         "training.compile is false",
     ),
     Idle(
+        ("peft.q_lora_bits", "peft.bnb_4bit_quant_type", "peft.use_bnb_nested_quant"),
+        "peft.q_lora",
+        lambda c: not c.peft.q_lora,
+        "peft.q_lora is false",
+    ),
+    Idle(
         ("training.min_learning_rate",),
         "training.lr_scheduler_type",
         lambda c: c.training.lr_scheduler_type != Scheduler.COSINE_WITH_MIN_LR,

@@ -299,6 +299,12 @@ def test_a_tracker_that_is_not_installed_is_an_error(corpus, tmp_path):
         train(config(corpus, tmp_path / "run", training={"trackers": ["wandb"]}))
 
 
+def test_an_option_that_is_not_built_is_refused_from_python_too(corpus, tmp_path):
+    with pytest.raises(RequestError, match=r"training\.compile: not yet available"):
+        train(config(corpus, tmp_path / "run", training={"compile": True}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_was_predicted_stands_next_to_what_was_measured(corpus, tmp_path):
     """The real planner, for the CPU: what came into resident memory with the model."""
     result = train(config(corpus, tmp_path / "run", training={"max_steps": 2}), planner=trainer.plan_in_subprocess)
@@ -313,7 +319,7 @@ def test_what_was_predicted_stands_next_to_what_was_measured(corpus, tmp_path):
 
 def compare_bytes(predicted, own, phases):
     """The error that memory.json has to state: none where the model fitted into memory the process had already."""
-    return {"allocated": pytest.approx(predicted / own - 1, abs=1e-5) if own else None, "phases": phases}
+    return {"allocated": pytest.approx(predicted / own - 1, abs=1e-5) if own > 0 else None, "phases": phases}
 
 
 def test_a_run_over_the_card_is_refused_before_anything_is_loaded(corpus, tmp_path, monkeypatch):

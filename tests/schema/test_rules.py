@@ -197,3 +197,10 @@ def test_each_verb_has_its_needs():
     bare = {"model": {"architecture": LLAMA}, "data": {"train": [{"path": "a"}]}}
     assert unmet(check, **bare) == {}
     assert unmet(train, **bare) == {"model.load_pretrained_weights": False}
+
+
+def test_settings_of_a_quantized_base_are_idle_without_one():
+    config = TrainingConfig.model_validate({"training": {"use_peft": True}, "peft": {"q_lora_bits": 8}})
+    found = [conflict for conflict in find_conflicts(config, Needs()) if "peft.q_lora_bits" in conflict.keys]
+    assert [conflict.is_warning for conflict in found] == [True]
+    assert found[0].message == "has no effect: peft.q_lora is false"

@@ -1,0 +1,23 @@
+"""A config made in Python meets the rules that the command line checks before it starts anything."""
+
+from typing import Literal
+
+from framework.errors import Problem, RequestError
+from framework.schema.availability import unavailable
+from framework.schema.config import TrainingConfig
+from framework.schema.rules import Needs, find_conflicts
+
+
+def refuse_impossible(config: TrainingConfig, devices: Literal["one", "any"]) -> None:
+    """Raises RequestError with every option that is not built yet, and every pair of keys that contradict each other.
+
+    `devices` is "one" for what runs, "any" for what looks at one device's share.
+    """
+    problems = [
+        Problem(conflict.keys[0], conflict.message, expected=conflict.expected)
+        for conflict in find_conflicts(config, Needs())
+        if not conflict.is_warning
+    ]
+    problems += [Problem(key, message, expected=works) for key, message, works in unavailable(config, devices)]
+    if problems:
+        raise RequestError(problems)
