@@ -89,7 +89,8 @@ def _read_by_model(architecture: PretrainedConfig, key: str) -> bool:
         code = inspect.getsource(sys.modules[AutoModelForCausalLM._model_mapping[type(architecture)].__module__])
     except (KeyError, OSError):
         return False
-    return re.search(rf'config\.{re.escape(key)}\b|getattr\((?:self\.)?config, "{re.escape(key)}"', code) is not None
+    name = re.escape(key)  # not where an example in a docstring sets it
+    return re.search(rf'config\.{name}\b(?!\s*=[^=])|getattr\((?:self\.)?config, "{name}"', code) is not None
 
 
 def _refuse_encoder(architecture: PretrainedConfig) -> None:
@@ -97,7 +98,7 @@ def _refuse_encoder(architecture: PretrainedConfig) -> None:
     if not AutoModelForCausalLM._model_mapping.get(type(architecture), None):
         message = f"{architecture.model_type} is not a causal language model"
         raise RequestError([Problem("model.architecture.model_type", message, expected="a decoder, such as llama")])
-    if getattr(architecture, "is_decoder", None) is False and "is_decoder" in type(architecture)().to_dict():
+    if getattr(architecture, "is_decoder", None) is False and _read_by_model(architecture, "is_decoder"):
         message = f"{architecture.model_type} reads both ways here, so the next token would be visible to it"
         raise RequestError([Problem("model.architecture.is_decoder", message, expected="true")])
 

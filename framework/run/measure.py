@@ -24,7 +24,7 @@ from framework.run.meter import Meter
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 
-STEPS = 5
+STEPS = 10
 """The first step creates optimizer states and picks kernels; the median of those after the second is reported."""
 
 

@@ -148,6 +148,7 @@ class Session:
     def save(self) -> None:
         """A checkpoint of the step just made, unless it is there already."""
         if self.saved != self.step:
+            self.meter.observe("save")
             save_checkpoint(self.folder.path, self.assembly, self.step, self.config.training.save_total_limit)
             self.saved = self.step
             self._clock = time.perf_counter()
@@ -198,6 +199,8 @@ def open_session(
     assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
     readings = verify(assembly)
     _empty_cache(place)
+    if newest:
+        meter.observe("resume")
     step = load_checkpoint(newest, assembly) if newest else 0
     _empty_cache(place)
     progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
