@@ -205,7 +205,8 @@ llama3.2_3b 2 2048 lora bf16 gc chunk | olmo2_1b 4 2048 fused bf16 gc | olmo2_1b
 olmo2_7b 1 1024 lora bf16 gc | gemma3_1b 4 1024 fused bf16 gc chunk | gemma3_1b 2 2048 lora bf16 gc
 gemma3_1b 1 1024 fused amp | mistral_7b 2 2048 lora bf16 gc chunk | llama3.1_8b 2 1024 lora bf16 qv
 llama3.1_8b 1 4096 lora bf16 gc chunk | qwen3_8b 2 512 lora bf16 | phi4_mini_4b 2 2048 lora bf16 gc chunk
-smollm3_3b 1 2048 lora bf16 | bert_base 32 256 fused amp | bert_base 8 512 foreach bf16 gc | bert_base 16 512 sgd amp fz4
+smollm3_3b 1 2048 lora bf16 | bert_base 32 256 fused amp | bert_base 8 512 foreach bf16 gc
+bert_base 16 512 sgd amp fz4
 llama3.2_1b 1 512 lora bf16 gc | llama3.2_1b 1 512 lora bf16 | llama3.2_1b 4 512 lora bf16 gc
 llama3.2_1b 4 512 lora bf16 | llama3.2_1b 1 2048 lora bf16 gc | llama3.2_1b 1 2048 lora bf16
 llama3.2_1b 4 2048 lora bf16 gc

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -199,10 +200,7 @@ def open_session(
     assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
     readings = verify(assembly)
     _empty_cache(place)
-    if newest:
-        meter.observe("resume")
-    step = load_checkpoint(newest, assembly) if newest else 0
-    _empty_cache(place)
+    step = _resumed(newest, assembly, meter)
     progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
     for line in changes:
         progress.say(f"resumed with {line}")
@@ -220,6 +218,16 @@ def open_session(
         step,
         saved=step if newest else -1,
     )
+
+
+def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:
+    """The last step of the checkpoint that was loaded, 0 without one."""
+    if checkpoint is None:
+        return 0
+    meter.observe("resume")
+    step = load_checkpoint(checkpoint, assembly)
+    _empty_cache(assembly.place)
+    return step
 
 
 def _empty_cache(place: Place) -> None:
