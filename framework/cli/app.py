@@ -7,6 +7,7 @@ import typer
 from framework.cli import look, work
 from framework.cli.diff import diff
 from framework.cli.doctor import doctor
+from framework.cli.levers import levers
 from framework.cli.plan import plan
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(plan)
 app.command()(look.check)
 app.command()(look.show)
 app.command()(diff)
+app.command()(levers)
 app.command("list")(look.list_choices)
 app.command()(look.schema)
 app.command()(doctor)

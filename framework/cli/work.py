@@ -21,6 +21,7 @@ def train(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before the first step; write nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print results, and nothing while the run goes on.")] = False,
     multirun: Annotated[bool, typer.Option("-m", "--multirun", help="Sweep over lists of values.")] = False,
     as_json: Json = False,
     nproc: Processes = None,
@@ -37,7 +38,8 @@ def train(
     from framework.run.trainer import train as run
 
     config, name = report.composition.config, report.composition.recipe
-    result = run(config, name, resume=resume, overwrite=overwrite, dry_run=dry_run, allow=allow or (), quiet=as_json)
+    silent = quiet or as_json
+    result = run(config, name, resume=resume, overwrite=overwrite, dry_run=dry_run, allow=allow or (), quiet=silent)
     if as_json:
         print_json(
             {"folder": str(result.folder), "steps": result.steps, "evals": result.evals, "sample": result.sample}

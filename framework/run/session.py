@@ -19,7 +19,7 @@ from framework.build.batches import GlobalBatches, eval_batches
 from framework.build.loss import Batch
 from framework.build.place import Place, real_place
 from framework.build.tokenizer import padding_id
-from framework.build.verify import Reading, missing_gradients, verify
+from framework.build.verify import FirstStep, Reading, missing_gradients, verify, verify_first_step
 from framework.errors import DoesNotFit, Interrupted, NonFinite, Problem, RequestError, VerificationFailed
 from framework.memory.ledger import Plan
 from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
@@ -56,6 +56,9 @@ class Session:
     interrupt: Interrupt = field(default_factory=Interrupt)
     evals: list[dict[str, float]] = field(default_factory=list)
     _clock: float = 0.0
+    _shapes: tuple[tuple[int, int], ...] = ()
+    _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
+    _has_stepped: bool = False
 
     @property
     def total(self) -> int:
@@ -83,7 +86,9 @@ class Session:
         """(number, micro batches on the device) of each optimizer step that is left."""
         micro_batches = self.batches.start(self.step)
         for step in range(self.step + 1, self.total + 1):
-            yield step, [self._moved(batch) for batch in next(micro_batches)]
+            moved = [self._moved(batch) for batch in next(micro_batches)]
+            self._shapes = tuple(map(_shape, moved))
+            yield step, moved
 
     def _moved(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.assembly.place.device) for name, tensor in batch.items()}
@@ -101,6 +106,7 @@ class Session:
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Log, evaluate, save; leave when the user has asked to. Raises Interrupted, after saving."""
+        self._verify_first_step()
         self.step, training = step, self.config.training
         self._log(result)
         if training.eval_steps and step % training.eval_steps == 0 and step < self.total:
@@ -110,6 +116,13 @@ class Session:
         if self.interrupt.asked and step < self.total:
             self.save()
             raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
+
+    def _verify_first_step(self) -> None:
+        """Read back what exists only now, once. Raises VerificationFailed before anything is logged or saved."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            for reading in verify_first_step(self.assembly, FirstStep(self._shapes, tuple(self._eval_shapes))):
+                self.progress.say(f"after step 1: {reading.key} = {reading.found} ({reading.source})")
 
     def _log(self, result: StepResult) -> None:
         now = time.perf_counter()
@@ -138,13 +151,18 @@ class Session:
             return
         size = int(self.config.training.per_device_eval_batch_size)
         pad = self.batches.pad_token_id
-        batches = (self._moved(batch) for batch in eval_batches(self.inputs.data.eval, size, pad))
+        self._eval_shapes.clear()
+        batches = (self._moved(self._noted(batch)) for batch in eval_batches(self.inputs.data.eval, size, pad))
         values = evaluate(self.assembly, batches, self.meter.observe)
         self.evals.append({"step": self.step, **values})
         self.folder.append_metrics(self.evals[-1])
         self.accelerator.log(values, step=self.step)
         self.progress.say(f"step {self.step}/{self.total}  eval loss {values['eval_loss']:.4f}")
         self._clock = time.perf_counter()
+
+    def _noted(self, batch: Batch) -> Batch:
+        self._eval_shapes.append(_shape(batch))
+        return batch
 
     def save(self) -> None:
         """A checkpoint of the step just made, unless it is there already."""
@@ -228,6 +246,11 @@ def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:
     step = load_checkpoint(checkpoint, assembly)
     _empty_cache(assembly.place)
     return step
+
+
+def _shape(batch: Batch) -> tuple[int, int]:
+    rows, tokens = batch["input_ids"].shape
+    return rows, tokens
 
 
 def _empty_cache(place: Place) -> None:

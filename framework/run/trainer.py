@@ -8,6 +8,7 @@ import torch
 
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
+from framework.build.verify import table
 from framework.run.child import plan_in_subprocess
 from framework.run.comparison import compare, last_line
 from framework.run.export import export
@@ -68,10 +69,8 @@ def _announce(session: Session) -> None:
     say(str(session.inputs.data.report))
     say(f"batch     {session.config.batch}")
     say(f"schedule  {session.assembly.schedule}")
-    for item in session.assembly.frozen:
-        say(f"frozen    {item.pattern}: {item.parameters:,} parameters, {item.bytes / 2**20:,.1f} MiB")
-    for reading in session.readings:
-        say(f"in effect {reading.key} = {reading.found} ({reading.source})")
+    for line in table(session.readings):
+        say(line)
 
 
 def _finish(session: Session) -> RunResult:

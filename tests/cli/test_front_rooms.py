@@ -41,6 +41,7 @@ def command(*words: str) -> str:
         (command("plan", "--help"), (*HEAVY, *COMPOSE)),
         (command("list", "gpus"), HEAVY),
         (command("schema"), HEAVY),
+        (command("levers"), HEAVY),
         (command("show", "quickstart"), HEAVY),
         (command("diff", "quickstart", "quickstart", "gpu=24gb"), HEAVY),
         (command("check", "quickstart", "--quick"), HEAVY),

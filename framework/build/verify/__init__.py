@@ -1,0 +1,86 @@
+"""What was asked for, read back from the objects that were built; a mismatch stops the run.
+
+`READERS` has one function a lever (`framework.memory.levers` names it): it takes the assembly and yields Readings.
+`FIRST_STEP_READERS` look again at what exists only after the first optimizer step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from framework.build.assembly import Assembly
+from framework.build.verify.activations import read_attention_kernel, read_checkpointed_blocks
+from framework.build.verify.adapter import (
+    read_adapter,
+    read_adapter_dropout,
+    read_adapter_rank,
+    read_adapter_saved_modules,
+    read_adapter_targets,
+)
+from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
+from framework.build.verify.loss import read_chunked_loss
+from framework.build.verify.optimizer import read_optimizer, read_optimizer_states
+from framework.build.verify.reading import FirstStep, Reading, table
+from framework.build.verify.weights import read_autocast, read_frozen_modules, read_parameters, read_weight_dtypes
+from framework.errors import VerificationFailed
+
+__all__ = [
+    "FIRST_STEP_READERS",
+    "READERS",
+    "FirstStep",
+    "Reading",
+    "missing_gradients",
+    "table",
+    "verify",
+    "verify_first_step",
+]
+
+READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
+    "parameters": read_parameters,
+    "weight_dtypes": read_weight_dtypes,
+    "autocast": read_autocast,
+    "optimizer": read_optimizer,
+    "checkpointed_blocks": read_checkpointed_blocks,
+    "attention_kernel": read_attention_kernel,
+    "chunked_loss": read_chunked_loss,
+    "frozen_modules": read_frozen_modules,
+    "adapter": read_adapter,
+    "adapter_rank": read_adapter_rank,
+    "adapter_targets": read_adapter_targets,
+    "adapter_dropout": read_adapter_dropout,
+    "adapter_saved_modules": read_adapter_saved_modules,
+}
+"""Before step 1, in the order of the printed table. `parameters` is no lever: it is always said."""
+
+FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
+    "optimizer_states": read_optimizer_states,
+    "micro_batches": read_micro_batches,
+    "eval_batches": read_eval_batches,
+    "longest_row": read_longest_row,
+}
+"""After step 1: optimizers make their states then, and batches can be seen only as they pass."""
+
+
+def verify(assembly: Assembly) -> tuple[Reading, ...]:
+    """Every requested option with what is in effect. Raises VerificationFailed listing all that differ."""
+    return _holding([reading for read in READERS.values() for reading in read(assembly)])
+
+
+def verify_first_step(assembly: Assembly, step: FirstStep) -> tuple[Reading, ...]:
+    """The same for what the first optimizer step has made and was given. Raises VerificationFailed."""
+    return _holding([reading for read in FIRST_STEP_READERS.values() for reading in read(assembly, step)])
+
+
+def _holding(readings: Sequence[Reading]) -> tuple[Reading, ...]:
+    broken = [reading for reading in readings if not reading.holds]
+    if broken:
+        lines = [f"{item.key}: asked {item.asked}, in effect {item.found} ({item.source})" for item in broken]
+        raise VerificationFailed("requested but not in effect:\n" + "\n".join(lines))
+    return tuple(readings)
+
+
+def missing_gradients(assembly: Assembly) -> list[str]:
+    """Names of trained tensors that a backward pass left without a gradient. Call between backward and zero_grad."""
+    return [
+        name
+        for name, parameter in assembly.model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]

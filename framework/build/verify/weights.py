@@ -1,0 +1,86 @@
+"""Weights: their dtypes, which are trained, and the dtype that products are computed in."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from framework.build.assembly import AUTOCAST_DTYPES, Assembly
+from framework.build.freeze import matches
+from framework.build.loss import causal_model
+from framework.build.model import TORCH_DTYPES
+from framework.build.verify.reading import Reading
+from framework.schema.choices import MixedPrecision, TorchDtype
+
+
+def read_parameters(assembly: Assembly) -> Iterator[Reading]:
+    """How many parameters are trained and frozen, by dtype; and that adapter or patterns left what they should."""
+    parameters = list(assembly.model.parameters())
+    total, trained = (sum(p.numel() for p in part) for part in (parameters, assembly.trained))
+    frozen = sum(item.parameters for item in assembly.frozen)
+    asked = "some" if assembly.config.training.use_peft or frozen else f"all {total:,}"
+    is_part = 0 < trained < total
+    found = asked if is_part or (trained == total and not frozen) else f"{trained:,}"
+    by_dtype = ", ".join(_counts(parameters))
+    yield Reading("trained parameters", asked, found, f"requires_grad of {total:,}: {by_dtype}")
+
+
+def _counts(parameters: list[nn.Parameter]) -> Iterator[str]:
+    for trained, word in ((True, "trained"), (False, "frozen")):
+        counted = Counter[torch.dtype]()
+        for parameter in parameters:
+            if parameter.requires_grad is trained:
+                counted[parameter.dtype] += parameter.numel()
+        for dtype, count in counted.most_common():
+            yield f"{count:,} {_name(dtype)} {word}"
+
+
+def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:
+    """The dtypes of the model's own weights, adapters aside."""
+    asked = assembly.config.model.torch_dtype_str or TorchDtype.AUTO
+    own = [
+        parameter
+        for name, parameter in assembly.model.named_parameters()
+        if "lora_" not in name and "modules_to_save" not in name and parameter.is_floating_point()
+    ]
+    counted = Counter(parameter.dtype for parameter in own)
+    found = ", ".join(_name(dtype) for dtype, _ in counted.most_common())
+    wanted = TORCH_DTYPES.get(TorchDtype(asked))
+    if wanted is not None and set(counted) != {wanted} and _keeps_some_in_float32(assembly.model, counted, wanted):
+        found = str(asked)
+    key = "model.torch_dtype_str"
+    yield Reading(key, None if wanted is None else str(asked), found, "model.parameters()")
+
+
+def _keeps_some_in_float32(model: nn.Module, counted: Counter[torch.dtype], wanted: torch.dtype) -> bool:
+    """Whether the only other dtype is float32 in modules that transformers itself keeps there."""
+    kept = getattr(causal_model(model), "_keep_in_fp32_modules", None)
+    kept_strict = getattr(causal_model(model), "_keep_in_fp32_modules_strict", None)
+    return bool(kept or kept_strict) and set(counted) == {wanted, torch.float32}
+
+
+def read_autocast(assembly: Assembly) -> Iterator[Reading]:
+    """The dtype that a matrix product has inside the context of forward."""
+    asked = MixedPrecision(assembly.config.training.mixed_precision_dtype or "none")
+    words = {dtype: str(word) for word, dtype in AUTOCAST_DTYPES.items()}
+    kind = assembly.place.kind
+    with assembly.autocast:
+        found = words.get(torch.get_autocast_dtype(kind), "?") if torch.is_autocast_enabled(kind) else "none"
+    yield Reading("training.mixed_precision_dtype", str(asked), found, f"torch.autocast on {kind}")
+
+
+def read_frozen_modules(assembly: Assembly) -> Iterator[Reading]:
+    """What each pattern matched is still without gradients."""
+    for index, item in enumerate(assembly.frozen):
+        now = sum(
+            parameter.numel()
+            for name, parameter in assembly.model.named_parameters()
+            if matches(item.pattern, name.replace(".base_layer.", ".")) and not parameter.requires_grad
+        )
+        asked, found = (f"{item.pattern}: {count:,} frozen" for count in (item.parameters, now))
+        yield Reading(f"model.freeze_layers[{index}]", asked, found, f"requires_grad; {item.bytes / 2**20:,.1f} MiB")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

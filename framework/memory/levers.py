@@ -1,0 +1,273 @@
+"""THE table: one row for each knob that trades memory for something else. A knob without a row does not exist.
+
+From it come the order in which a search tries moves, the advice after an out-of-memory error, the verification at
+start-up, the test of every pair, and docs/levers.md. No torch.
+
+Whoever builds a lever adds its row here and its reader to `framework.build.verify`. Figures of time carry where they
+are from; "not measured" where there is none. `tunesmith levers KEY` prints a row.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from framework.schema.params import FrozenMapping
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a lever, compared with the lever's first setting."""
+
+    value: Any
+    time: str = ""
+    """What it costs in time, with the source of the figure; empty for the first setting."""
+    changes: str = ""
+    """What is different in the trajectory of training. Empty: nothing but rounding."""
+    hardware: str = ""
+    """`cuda`, or `cuda 8.9` for the lowest capability; empty: any."""
+    package: str = ""
+    """Distribution that must be installed; empty: none beyond ours."""
+    beside: Mapping[str, Any] = FrozenMapping()
+    """Other keys without which this value has no effect, with the values they need."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A knob: where it is, what each setting costs, which terms of the ledger it moves, and who reads it back."""
+
+    key: str
+    settings: tuple[Setting, ...]
+    """The plain setting first, then from free to dear."""
+    shrinks: tuple[str, ...]
+    """Terms of `framework.memory.ledger.Terms` that get smaller."""
+    reader: str
+    """Name in `framework.build.verify.READERS`."""
+    line: str
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        return tuple(setting.value for setting in self.settings)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every setting follows the trajectory of the first, but for rounding."""
+        return not any(setting.changes for setting in self.settings)
+
+    def to_json(self) -> dict[str, Any]:
+        settings = [
+            {
+                "value": setting.value,
+                "time": setting.time,
+                "exact": not setting.changes,
+                "changes": setting.changes,
+                "hardware": setting.hardware,
+                "package": setting.package,
+                "beside": dict(setting.beside),
+            }
+            for setting in self.settings
+        ]
+        facts = {"key": self.key, "line": self.line, "shrinks": list(self.shrinks), "exact": self.exact}
+        return {**facts, "reader": self.reader, "settings": settings}
+
+
+_ADAPTED = {"training.use_peft": True}
+_GLOBAL_8 = {"training.global_batch_size": 8}
+
+BATCH = (
+    Lever(
+        "training.per_device_train_batch_size",
+        (
+            Setting(8),
+            Setting(
+                4, "none until the card is no longer busy (not measured)", beside={"training.global_batch_size": 8}
+            ),
+            Setting(2, "not measured", beside={"training.global_batch_size": 8}),
+            Setting(1, "not measured", beside={"training.global_batch_size": 8}),
+        ),
+        ("activations", "logits_and_loss"),
+        "micro_batches",
+        "Rows per forward pass. With the same global batch the loss is the same mean over the same tokens.",
+    ),
+    Lever(
+        "training.gradient_accumulation_steps",
+        (
+            Setting(1),
+            Setting(4, "one more pass over the gradients a micro batch (not measured)", "a larger global batch"),
+        ),
+        (),
+        "micro_batches",
+        "Micro batches per optimizer step: a larger global batch at the memory of one micro batch.",
+    ),
+    Lever(
+        "training.per_device_eval_batch_size",
+        (Setting(8), Setting(1, "evaluation alone is slower (not measured)")),
+        ("logits_and_loss", "temporaries"),
+        "eval_batches",
+        "Rows per forward pass of evaluation, which keeps no activations but builds one batch's logits.",
+    ),
+    Lever(
+        "model.model_max_length",
+        (
+            Setting(2048),
+            Setting(1024, "none: fewer tokens", "longer rows are cut or dropped (`data.truncation`)"),
+            Setting(512, "none: fewer tokens", "longer rows are cut or dropped (`data.truncation`)"),
+        ),
+        ("activations", "logits_and_loss"),
+        "longest_row",
+        "Longest row in tokens. Activations grow in proportion to it (eager attention with its square).",
+    ),
+)
+
+RECOMPUTE = (
+    Lever(
+        "training.enable_gradient_checkpointing",
+        (
+            Setting(False),
+            Setting(
+                True,
+                "-15.9 % tokens/s in full fine-tuning (1B), -30 % with LoRA (8B); H100, SPEED.md section 3, 2026-11",
+            ),
+        ),
+        ("activations",),
+        "checkpointed_blocks",
+        "Keep each block's input alone and compute the block again in backward.",
+    ),
+)
+
+PRECISION = (
+    Lever(
+        "model.torch_dtype_str",
+        (
+            Setting("float32"),
+            Setting(
+                "bfloat16",
+                "+15 % tokens/s against float32 under bf16 autocast (1B); H100, SPEED.md section 3, 2026-11",
+                "weights and states have 8 bits of precision: updates below half a last bit round away",
+                beside={"training.mixed_precision_dtype": "none"},
+            ),
+        ),
+        ("weights", "gradients", "optimizer", "activations", "autocast_copies"),
+        "weight_dtypes",
+        "dtype of the weights, and so of gradients and states: 16 bytes a parameter in float32, 8 in bfloat16 (AdamW).",
+    ),
+    Lever(
+        "training.mixed_precision_dtype",
+        (
+            Setting("none"),
+            Setting("bf16", "faster: products run on tensor cores (not measured)", "matrix products round to bfloat16"),
+        ),
+        ("activations",),
+        "autocast",
+        "Matrix products in half precision beside float32 weights; adds a half-precision copy of the weights.",
+    ),
+)
+
+OPTIMIZERS = (
+    Lever(
+        "training.optimizer",
+        (
+            Setting("adamw_torch_fused"),
+            Setting("adamw_torch", "-3.8 % tokens/s (1B); H100, SPEED.md section 3, 2026-11"),
+            Setting("sgd", "+4.0 % tokens/s (1B); H100, SPEED.md section 3, 2026-11", "another optimizer: no momentum"),
+            Setting(
+                "adafactor", "-19.6 % tokens/s (1B); H100, SPEED.md section 3, 2026-11", "another optimizer: factored"
+            ),
+        ),
+        ("optimizer", "temporaries"),
+        "optimizer",
+        "AdamW holds two copies of the trained weights as state; `adamw_torch` temporaries of their size too.",
+    ),
+)
+
+KERNELS = (
+    Lever(
+        "model.attn_implementation",
+        (Setting("eager"), Setting("sdpa", "faster (not measured)")),
+        ("activations",),
+        "attention_kernel",
+        "`eager` keeps sequence x sequence scores of every head; fused kernels keep none.",
+    ),
+    Lever(
+        "model.chunked_loss",
+        (
+            Setting(False),
+            Setting(1024, "-11.5 ms of 191 (1B, head and loss alone); H100, SPEED.md section 4, 2026-11"),
+            Setting(256, "smaller products (not measured)"),
+        ),
+        ("logits_and_loss",),
+        "chunked_loss",
+        "Head and cross entropy over this many tokens at a time, so that the logits never exist in full.",
+    ),
+)
+
+ADAPTERS = (
+    Lever(
+        "training.use_peft",
+        (Setting(False), Setting(True, "faster: frozen weights get no gradient (not measured)", "trains an adapter")),
+        ("gradients", "optimizer", "temporaries"),
+        "adapter",
+        "Train a small adapter; the base gets neither gradients nor optimizer states. Activations do not shrink.",
+    ),
+    Lever(
+        "peft.lora_r",
+        (
+            Setting(8, beside=_ADAPTED),
+            Setting(4, "none (not measured)", "an adapter of lower rank", beside=_ADAPTED),
+        ),
+        ("gradients", "optimizer"),
+        "adapter_rank",
+        "Rank of the adapter: its trained parameters grow in proportion.",
+    ),
+    Lever(
+        "peft.lora_target_modules",
+        (
+            Setting(("all-linear",), beside=_ADAPTED),
+            Setting(("q_proj", "v_proj"), "faster (not measured)", "fewer matrices are adapted", beside=_ADAPTED),
+        ),
+        ("activations", "gradients", "optimizer"),
+        "adapter_targets",
+        "Which matrices are adapted; each keeps its input for backward.",
+    ),
+    Lever(
+        "peft.lora_dropout",
+        (
+            Setting(0.1, beside=_ADAPTED),
+            Setting(0.0, "faster (not measured)", "less regularisation", beside=_ADAPTED),
+        ),
+        ("activations",),
+        "adapter_dropout",
+        "Above 0 it keeps a mask and one more copy of each adapted input.",
+    ),
+    Lever(
+        "peft.lora_modules_to_save",
+        (
+            Setting(("lm_head",), beside=_ADAPTED),
+            Setting((), "faster (not measured)", "the module is not trained", beside=_ADAPTED),
+        ),
+        ("weights", "gradients", "optimizer"),
+        "adapter_saved_modules",
+        "Modules trained in full beside the adapter: a copy, gradients and states of each.",
+    ),
+)
+
+FREEZING = (
+    Lever(
+        "model.freeze_layers",
+        (Setting(()), Setting(("embed_tokens", "layers.0"), "faster (not measured)", "the layers are not trained")),
+        ("gradients", "optimizer", "temporaries", "activations"),
+        "frozen_modules",
+        "Modules that are not trained, by dotted name or glob: no gradients and no states.",
+    ),
+)
+
+LEVERS = (*BATCH, *RECOMPUTE, *PRECISION, *OPTIMIZERS, *KERNELS, *ADAPTERS, *FREEZING)
+
+
+def lever(key: str) -> Lever:
+    """The row of `key`. Raises KeyError for a key without one."""
+    return {row.key: row for row in LEVERS}[key]
+
+
+def every_setting() -> Iterator[tuple[Lever, Setting]]:
+    """All settings of all levers, in the order of the table."""
+    return ((row, setting) for row in LEVERS for setting in row.settings)

@@ -1,0 +1,84 @@
+"""The table is complete, and every row is about something real."""
+
+from dataclasses import fields
+
+import pytest
+
+from framework.build.verify import FIRST_STEP_READERS, READERS
+from framework.memory.ledger import Terms
+from framework.memory.levers import LEVERS, every_setting, lever
+from framework.schema.availability import ROWS, unavailable
+from framework.schema.config import TrainingConfig
+from framework.schema.keys import every_key, key_at
+from tests.settings import as_config
+
+SECTIONS = ("training", "model", "peft", "fsdp")
+DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
+NAMED_BY_THE_SEEDS = {
+    "training": "per_device_train_batch_size gradient_accumulation_steps enable_gradient_checkpointing optimizer "
+    "mixed_precision_dtype empty_device_cache_steps compile use_peft",
+    "model": "torch_dtype_str attn_implementation enable_liger_kernel model_max_length freeze_layers",
+    "peft": "lora_r lora_dropout",
+    "fsdp": "enable_fsdp sharding_strategy cpu_offload forward_prefetch backward_prefetch",
+}
+
+
+def is_built(key: str) -> bool:
+    """Whether some value but the default works; a section that cannot be switched on has no levers yet."""
+    works = {row.key: row.works for row in ROWS}
+    if key.startswith("fsdp.") and works.get("fsdp.enable_fsdp") == (False,):
+        return False
+    section, name = key.split(".")
+    default = getattr(getattr(TrainingConfig(), section), name)
+    return key not in works or any(value not in (default, None) for value in works[key])
+
+
+def admits_auto(key: str) -> bool:
+    found = key_at(tuple(key.split(".")))
+    return found is not None and "auto" in found.choices and key not in DTYPES
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in every_key() if key.split(".")[0] in SECTIONS and key.count(".") == 1 and admits_auto(key)]
+)
+def test_every_key_that_admits_auto_has_a_row(key):
+    assert not is_built(key) or lever(key)
+
+
+@pytest.mark.parametrize(
+    "key", [f"{section}.{name}" for section, names in NAMED_BY_THE_SEEDS.items() for name in names.split()]
+)
+def test_every_lever_of_the_seeds_has_a_row(key):
+    assert key in every_key()
+    assert not is_built(key) or lever(key)
+
+
+@pytest.mark.parametrize("row", LEVERS, ids=lambda row: row.key)
+def test_a_row_is_about_something_real(row):
+    assert row.key in every_key()
+    assert row.reader in READERS or row.reader in FIRST_STEP_READERS
+    assert set(row.shrinks) <= {term.name for term in fields(Terms)}
+    assert row.line.endswith(".")
+    assert len(row.settings) > 1
+    assert not row.settings[0].time
+    assert not row.settings[0].changes
+    assert all(setting.time for setting in row.settings[1:])
+
+
+def test_no_key_has_two_rows_and_no_reader_is_idle():
+    keys = [row.key for row in LEVERS]
+    assert len(keys) == len(set(keys))
+    named = {row.reader for row in LEVERS}
+    always = {"parameters", "optimizer_states"}
+    assert {*READERS, *FIRST_STEP_READERS} - always == named
+
+
+@pytest.mark.parametrize(("row", "setting"), list(every_setting()), ids=lambda part: getattr(part, "key", None))
+def test_a_setting_is_a_value_that_works(row, setting):
+    config = as_config(row.key, setting)
+    assert list(unavailable(config)) == []
+
+
+def test_exactness_is_that_of_the_settings():
+    assert lever("training.enable_gradient_checkpointing").exact
+    assert not lever("training.optimizer").exact
