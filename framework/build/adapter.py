@@ -38,6 +38,13 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel) -> PeftModel:
     return adapted
 
 
+def hold_float32_masters(model: PeftModel) -> None:
+    """Cast what is trained to float32, as autocast wants it: peft leaves copies of whole modules in the base's dtype."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
 def _targets(params: PeftParams, model: PreTrainedModel) -> str | list[str]:
     """The target names for peft: what was written, else peft's own choice for this kind of model."""
     key = "peft.lora_target_modules"

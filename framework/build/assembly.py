@@ -8,12 +8,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from framework.build.activations import checkpoint_blocks
-from framework.build.adapter import attach_adapter
+from framework.build.adapter import attach_adapter, hold_float32_masters
 from framework.build.freeze import Frozen, freeze
 from framework.build.loss import Loss, build_loss
 from framework.build.model import build_model
 from framework.build.optimizer import build_optimizer
 from framework.build.place import Place
+from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.schema.choices import MixedPrecision
 from framework.schema.config import TrainingConfig
@@ -32,6 +33,7 @@ class Assembly:
     loss: Loss
     optimizer: torch.optim.Optimizer
     schedule: Schedule
+    loss_scale: LossScale
     export_dtype: torch.dtype
     """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
 
@@ -62,8 +64,12 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     frozen = freeze(model, config.model.freeze_layers)
     checkpoint_blocks(config.training, model)
     if config.training.use_peft:
-        model = attach_adapter(config.peft, model)
+        adapted = attach_adapter(config.peft, model)
+        if config.training.mixed_precision_dtype not in (None, MixedPrecision.NONE):
+            hold_float32_masters(adapted)
+        model = adapted
     loss = build_loss(config.model, model)
     optimizer = build_optimizer(config.training, model, place)
     schedule = build_schedule(config.training, total_steps)
-    return Assembly(config, place, model, frozen, loss, optimizer, schedule, export_dtype)
+    scale = build_loss_scale(config.training, place)
+    return Assembly(config, place, model, frozen, loss, optimizer, schedule, scale, export_dtype)

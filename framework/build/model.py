@@ -16,6 +16,7 @@ from framework.memory.resolve import resolve
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.rules import find_derived_conflicts
 
 TORCH_DTYPES = {
     TorchDtype.FLOAT32: torch.float32,
@@ -27,7 +28,8 @@ TORCH_DTYPES = {
 def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     """The config with everything derived written out, and the model's own config that it was derived from.
 
-    Raises RequestError as `read_architecture` does, and for rows longer than the model has positions.
+    Raises RequestError as `read_architecture` does, and for rows longer than the model has positions, and for a
+    checkpoint's dtype that cannot be trained as it is, or not on this card.
     """
     architecture = read_architecture(config)
     settings = architecture.get_text_config().to_dict()
@@ -36,6 +38,9 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     if isinstance(length, int) and positions is not None and length > positions and not scales_positions(settings):
         message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
         raise RequestError([Problem("model.model_max_length", message, expected=f"at most {positions}")])
+    derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in find_derived_conflicts(resolved)]
+    if derived:
+        raise RequestError(derived)
     return resolved, architecture
 
 

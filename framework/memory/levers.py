@@ -155,6 +155,11 @@ PRECISION = (
         (
             Setting("none"),
             Setting("bf16", "faster: products run on tensor cores (not measured)", "matrix products round to bfloat16"),
+            Setting(
+                "fp16",
+                "as bf16, and one pass over the gradients to unscale them (not measured)",
+                "matrix products round to float16; steps whose gradients overflow are skipped",
+            ),
         ),
         ("activations",),
         "autocast",

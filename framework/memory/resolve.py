@@ -17,7 +17,7 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
 
     `settings` is the model's own config as a mapping; without it, `model.architecture` as it was written. What only
     an unread checkpoint could tell stays open. A frozen base keeps the checkpoint's dtype; trained weights are
-    float32 masters under the best autocast of the card. Raises ValueError when the batch does not divide.
+    float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16). Raises ValueError when the batch does not divide.
     """
     settings = config.model.architecture if settings is None else settings
     dtype, autocast = _precision(config, settings)
@@ -35,20 +35,27 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
     )
 
 
+_HALF = {MixedPrecision.BF16: TorchDtype.BFLOAT16, MixedPrecision.FP16: TorchDtype.FLOAT16}
+
+
 def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tuple[TorchDtype, MixedPrecision]:
-    dtype, autocast = config.model.torch_dtype_str, config.training.mixed_precision_dtype
+    """Written values as they are. A frozen base that is stored in one half precision is held in that of its autocast:
+    on a card without bfloat16 this is float16, which a bfloat16 checkpoint is then converted to."""
+    written, autocast = config.model.torch_dtype_str, config.training.mixed_precision_dtype
     frozen_base = config.training.use_peft
-    if dtype is None:
-        dtype = TorchDtype.AUTO if frozen_base else TorchDtype.FLOAT32
+    dtype = written or (TorchDtype.AUTO if frozen_base else TorchDtype.FLOAT32)
     if dtype is TorchDtype.AUTO and settings is not None:
         dtype = TorchDtype(str(settings.get("dtype") or TorchDtype.FLOAT32).removeprefix("torch."))
     if autocast is None:
         autocast = MixedPrecision.NONE
-        if frozen_base or dtype is TorchDtype.FLOAT32:
-            best = best_autocast(config.gpu)
-            # float16 autocast needs a loss scaler, which is not built yet: such cards train in float32 until then
-            autocast = best if best is not MixedPrecision.FP16 else MixedPrecision.NONE
-    return dtype, MixedPrecision(autocast)
+        if frozen_base and dtype is TorchDtype.FLOAT16:
+            autocast = MixedPrecision.FP16
+        elif frozen_base or dtype is TorchDtype.FLOAT32:
+            autocast = best_autocast(config.gpu)
+    computed = MixedPrecision(autocast)
+    if frozen_base and written is None and dtype in _HALF.values():
+        dtype = _HALF.get(computed, dtype)
+    return dtype, computed
 
 
 def _length(config: TrainingConfig, settings: Mapping[str, Any] | None) -> int | None:

@@ -83,6 +83,7 @@ def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int) -> P
             save_file(part, aside / name)
             verify_tensors(aside / name, part)
         state = {"format": FORMAT, "step": step, "optimizer": numbers, "random": random_numbers}
+        state["loss_scale"] = assembly.loss_scale.state()
         state["config"] = assembly.config.model_dump(mode="json")
         (aside / _STATE).write_text(json.dumps(state))
     for old in checkpoints(folder)[:-keep]:
@@ -168,6 +169,7 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
             tensor.copy_(stored.pop(name))
     _restore_optimizer(assembly, load_file(checkpoint / _OPTIMIZER), state["optimizer"])
     _restore_random(load_file(checkpoint / _RANDOM), state["random"])
+    assembly.loss_scale.restore(state.get("loss_scale", {}))
     return int(state["step"])
 
 

@@ -106,7 +106,8 @@ class Session:
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Log, evaluate, save; leave when the user has asked to. Raises Interrupted, after saving."""
-        self._verify_first_step()
+        if not result.skipped:  # a skipped step has made no optimizer states
+            self._verify_first_step()
         self.step, training = step, self.config.training
         self._log(result)
         if training.eval_steps and step % training.eval_steps == 0 and step < self.total:
@@ -118,17 +119,17 @@ class Session:
             raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
 
     def _verify_first_step(self) -> None:
-        """Read back what exists only now, once. Raises VerificationFailed before anything is logged or saved."""
+        """Read back what exists only once, after the first update. Raises VerificationFailed before anything is logged or saved."""
         if not self._has_stepped:
             self._has_stepped = True
             for reading in verify_first_step(self.assembly, FirstStep(self._shapes, tuple(self._eval_shapes))):
-                self.progress.say(f"after step 1: {reading.key} = {reading.found} ({reading.source})")
+                self.progress.say(f"after step {self.step + 1}: {reading.key} = {reading.found} ({reading.source})")
 
     def _log(self, result: StepResult) -> None:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         speed = result.tokens / seconds
-        values = {
+        values: dict[str, float | None] = {
             "step": self.step,
             "epoch": round(self.step / self.batches.steps_per_epoch, 4),
             "loss": result.loss,
@@ -141,8 +142,15 @@ class Session:
             "peak_allocated_bytes": self.meter.allocated,
             "peak_reserved_bytes": self.meter.reserved,
         }
+        scale = self.assembly.loss_scale
+        if scale.enabled:
+            values |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped}
+        if result.skipped:
+            values["grad_norm"] = None  # infinity is no number in JSON
+            again = f"step {self.step}: float16 gradients overflowed, weights kept, loss scale {values['loss_scale']:g}"
+            self.progress.say(again)
         self.folder.append_metrics(values)
-        self.accelerator.log(values, step=self.step)
+        self.accelerator.log({name: value for name, value in values.items() if value is not None}, step=self.step)
         self.progress.step(self.step, result.loss, result.learning_rate, speed, self.meter.allocated)
 
     def evaluate(self) -> None:

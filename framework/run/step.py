@@ -23,6 +23,8 @@ class StepResult:
     learning_rate: float
     tokens: int
     supervised_tokens: int
+    skipped: bool = False
+    """Whether float16 gradients overflowed, so that the weights stayed and the loss scale was lowered."""
 
 
 def ignore(phase: str) -> None:
@@ -33,8 +35,9 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
     """One optimizer step over the micro batches of a global batch. `step` counts from 1.
 
     The loss is the mean over the supervised tokens of the whole global batch, however it is split. `observe` is told
-    when each phase begins: forward, loss, backward, optimizer_step, end. Raises NonFinite, before the weights
-    change, when the loss or the gradient norm is not finite.
+    when each phase begins: forward, loss, backward, optimizer_step, end. Gradients that overflow only because float16
+    autocast scaled the loss skip the step. Raises NonFinite, before the weights change, when the loss or the gradient
+    norm is otherwise not finite.
     """
     supervised = torch.stack([supervised_tokens(batch) for batch in micro_batches]).sum()
     total = torch.zeros((), device=assembly.place.device)
@@ -43,22 +46,26 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
         with assembly.autocast:
             loss = assembly.loss(assembly.model, batch, observe) / supervised
         observe("backward")
-        loss.backward()  # type: ignore[no-untyped-call]
+        assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         del loss
     observe("optimizer_step")
+    assembly.loss_scale.scaler.unscale_(assembly.optimizer)
     norm = _clip(assembly.trained, assembly.config.training.max_grad_norm)
     mean_loss, grad_norm, counted = torch.stack([total, norm.float(), supervised.float()]).tolist()
-    if not _finite(mean_loss) or not _finite(grad_norm):
+    skipped = _finite(mean_loss) and not _finite(grad_norm) and assembly.loss_scale.skip()
+    if not skipped and not (_finite(mean_loss) and _finite(grad_norm)):
         raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
     rate = assembly.schedule.rate(step)
     for group in assembly.optimizer.param_groups:
         group["lr"] = rate
-    assembly.optimizer.step()
+    if not skipped:  # the scaler's own step would wait for the device once more to learn the same
+        assembly.optimizer.step()
+        assembly.loss_scale.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
     observe("end")
     tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
-    return StepResult(mean_loss, grad_norm, rate, tokens, int(counted))
+    return StepResult(mean_loss, grad_norm, rate, tokens, int(counted), skipped)
 
 
 def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore) -> tuple[Tensor, Tensor]:
@@ -92,7 +99,9 @@ def _non_finite_report(assembly: Assembly, loss: float, norm: float, step: int, 
     weights = assembly.config.model.torch_dtype_str
     autocast = assembly.config.training.mixed_precision_dtype
     first = f"; first gradient that is not finite: {bad}" if bad else ""
+    scale = assembly.loss_scale
+    scaled = f", loss scale {scale.scaler.get_scale():g}, {scale.skipped} steps skipped" if scale.enabled else ""
     return (
         f"step {step}: loss {loss}, gradient norm {norm} over {int(supervised)} supervised tokens "
-        f"(weights {weights}, autocast {autocast}){first}. The weights were not changed."
+        f"(weights {weights}, autocast {autocast}{scaled}){first}. The weights were not changed."
     )

@@ -39,6 +39,11 @@ def find_conflicts(config: TrainingConfig, needs: Needs) -> list[Conflict]:
     return [conflict for rule in RULES for conflict in rule(config)] + list(_unmet_needs(config, needs))
 
 
+def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
+    """Conflicts of a resolved config that its written values did not show: a checkpoint's dtype, on its card."""
+    return [conflict for rule in (_precision, _card) for conflict in rule(config) if not conflict.is_warning]
+
+
 LEGAL_PRECISION = "float32 with none, float32 with bf16 or fp16 (float32 masters), or bfloat16 with none"
 _TRAINED = {("float32", "none"), ("float32", "bf16"), ("float32", "fp16"), ("bfloat16", "none")}
 _FROZEN = {*_TRAINED, ("bfloat16", "bf16"), ("float16", "fp16")}

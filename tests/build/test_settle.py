@@ -65,16 +65,41 @@ def test_broken_model_config_is_told_in_one_line(tmp_path: Path) -> None:
         (False, "bfloat16", None, (TorchDtype.FLOAT32, MixedPrecision.NONE)),
         (True, "bfloat16", "8.0", (TorchDtype.BFLOAT16, MixedPrecision.BF16)),
         (True, None, "8.0", (TorchDtype.FLOAT32, MixedPrecision.BF16)),
+        (False, "bfloat16", "7.5", (TorchDtype.FLOAT32, MixedPrecision.FP16)),
+        (True, "bfloat16", "7.5", (TorchDtype.FLOAT16, MixedPrecision.FP16)),
+        (True, "float16", "8.0", (TorchDtype.FLOAT16, MixedPrecision.FP16)),
+        (True, "bfloat16", None, (TorchDtype.BFLOAT16, MixedPrecision.NONE)),
     ],
 )
 def test_the_dtype_is_always_explicit(
     use_peft: bool, stored: str | None, capability: str | None, expected: tuple[TorchDtype, MixedPrecision]
 ) -> None:
-    """M18: a frozen base keeps the checkpoint's dtype, trained weights are float32 masters under the best autocast."""
+    """M18: a frozen base keeps the checkpoint's dtype, trained weights are float32 masters under the best autocast.
+
+    On a card without bfloat16 that is float16, and a base stored in bfloat16 is held in it.
+    """
     architecture = {"model_type": "llama", **({"dtype": stored} if stored else {})}
-    card = {"name": "card", "capability": capability, "bf16_flops": 1e14} if capability else {}
+    card = {"name": "card", "capability": capability, "bf16_flops": None if capability == "7.5" else 1e14}
+    card = card if capability else {}
     config = settled({"architecture": architecture}, training={"use_peft": use_peft}, gpu=card)
     assert (config.model.torch_dtype_str, config.training.mixed_precision_dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "training", "capability", "key"),
+    [
+        ("float16", {}, "8.0", "model.torch_dtype_str"),
+        ("bfloat16", {"use_peft": True}, "7.5", "model.torch_dtype_str"),
+        ("float16", {"use_peft": True, "mixed_precision_dtype": "bf16"}, "8.0", "model.torch_dtype_str"),
+    ],
+)
+def test_a_checkpoints_dtype_that_cannot_be_trained_is_refused_when_it_is_known(
+    stored: str, training: dict[str, object], capability: str, key: str
+) -> None:
+    model = {"architecture": {"model_type": "llama", "dtype": stored}, "torch_dtype_str": "auto"}
+    with pytest.raises(RequestError) as caught:
+        settled(model, training=training, gpu={"name": "card", "capability": capability})
+    assert key in [problem.key for problem in caught.value.problems]
 
 
 def test_unknown_keys_of_an_architecture_are_named() -> None:

@@ -3,7 +3,8 @@ import torch
 
 from framework.build.verify import missing_gradients, verify
 from framework.errors import RequestError, VerificationFailed
-from tests.tiny import GEMMA2, GPT2, LLAMA, tiny_assembly, tiny_config
+from framework.run.step import train_step
+from tests.tiny import GEMMA2, GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 
 def found(config):
@@ -22,6 +23,40 @@ def test_what_was_asked_for_is_read_back():
     assert readings["model.attn_implementation"] == "eager"
     assert readings["model.torch_dtype_str"] == "bfloat16"
     assert readings["model.chunked_loss"] == "8"
+
+
+@pytest.mark.parametrize("autocast", ["none", "bf16", "fp16"])
+def test_autocast_and_its_masters_are_read_back(autocast):
+    assembly = tiny_assembly(tiny_config(training={"mixed_precision_dtype": autocast}))
+    reading = next(item for item in verify(assembly) if item.key == "training.mixed_precision_dtype")
+    assert reading.found == autocast
+    assert ("float32 masters" in reading.source) == (autocast != "none")
+    assert ("loss scale 65536" in reading.source) == (autocast == "fp16")
+
+
+def test_float16_without_its_scaler_stops_the_run():
+    import dataclasses
+
+    assembly = tiny_assembly(tiny_config(training={"mixed_precision_dtype": "fp16"}))
+    plain = tiny_assembly(tiny_config())
+    with pytest.raises(VerificationFailed, match="asked fp16, in effect fp16 without a loss scaler"):
+        verify(dataclasses.replace(assembly, loss_scale=plain.loss_scale))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_adapter_on_a_half_precision_base_is_float32(dtype):
+    """P01: fp16 weights with fp16 autocast train, because what is trained beside them is float32."""
+    autocast = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
+    config = tiny_config(
+        model={"torch_dtype_str": dtype},
+        training={"use_peft": True, "mixed_precision_dtype": autocast, "learning_rate": 1e-2},
+        peft={"lora_target_modules": ["q_proj"], "lora_modules_to_save": ["lm_head"]},
+    )
+    assembly = tiny_assembly(config)
+    verify(assembly)
+    assert {parameter.dtype for parameter in assembly.trained} == {torch.float32}
+    losses = [train_step(assembly, [unequal_rows()], step).loss for step in range(1, 4)]
+    assert losses[-1] < losses[0]
 
 
 def test_checkpointing_lost_after_building_stops_the_run():

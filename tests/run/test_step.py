@@ -96,7 +96,9 @@ def test_a_non_finite_step_leaves_the_weights_alone(what):
         assert torch.equal(p.detach().nan_to_num(), before[n].nan_to_num())
 
 
-@pytest.mark.parametrize("precision", [("float32", "none"), ("float32", "bf16"), ("bfloat16", "none")])
+@pytest.mark.parametrize(
+    "precision", [("float32", "none"), ("float32", "bf16"), ("float32", "fp16"), ("bfloat16", "none")]
+)
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 def test_every_precision_and_optimizer_learns(precision, optimizer):
     dtype, autocast = precision
@@ -112,14 +114,14 @@ def test_every_precision_and_optimizer_learns(precision, optimizer):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp16"])
 @pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_padding_changes_nothing(architecture, dtype, attention):
     """P07: rows of 3 and 12 tokens in one padded batch, against each row alone; everything finite."""
     config = tiny_config(
         architecture,
-        model={"torch_dtype_str": dtype, "attn_implementation": attention},
-        training={"mixed_precision_dtype": "none"},
+        model={"torch_dtype_str": "float32" if dtype == "fp16" else dtype, "attn_implementation": attention},
+        training={"mixed_precision_dtype": "fp16" if dtype == "fp16" else "none"},
     )
     tokens = unequal_rows(2, 12)["input_ids"]
     short, long = [{"input_ids": row, "labels": row.clone()} for row in (tokens[:1, :3], tokens[1:])]
@@ -131,7 +133,8 @@ def test_padding_changes_nothing(architecture, dtype, attention):
 
         def observe(phase):
             if phase == "optimizer_step":
-                seen.update({name: p.grad.float().clone() for name, p in assembly.model.named_parameters()})
+                scale = assembly.loss_scale.scaler.get_scale()
+                seen.update({name: p.grad.float() / scale for name, p in assembly.model.named_parameters()})
 
         return train_step(assembly, batches, 1, observe).loss, seen
 

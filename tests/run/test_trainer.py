@@ -261,6 +261,33 @@ def test_a_non_finite_loss_writes_no_checkpoint_over_a_good_one(corpus, tmp_path
     assert not (tmp_path / "run" / "final").exists()
 
 
+def test_skipped_steps_of_float16_are_counted_and_resumed(corpus, tmp_path, monkeypatch):
+    """The overflow of step 2 is in metrics.jsonl as JSON knows numbers, and the count outlives an interruption."""
+
+    def run(folder):
+        return config(corpus, folder, training={"mixed_precision_dtype": "fp16", "max_steps": 5}, architecture=LLAMA)
+
+    original = session_module.Session.observe
+
+    def overflow(self, phase):
+        original(self, phase)
+        if phase == "optimizer_step" and self.step == 1:
+            self.assembly.trained[0].grad[0, 0] = float("inf")
+
+    monkeypatch.setattr(session_module.Session, "observe", overflow)
+    train(run(tmp_path / "straight"))
+    with monkeypatch.context() as patched:
+        interrupt_after(3, patched)
+        with pytest.raises(Interrupted):
+            train(run(tmp_path / "run"))
+    train(run(tmp_path / "run"), resume=True)
+    assert metrics(tmp_path / "run", "skipped_steps") == {1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert metrics(tmp_path / "run", "loss_scale") == {1: 2**16} | dict.fromkeys(range(2, 6), 2**15)
+    assert metrics(tmp_path / "run", "grad_norm")[2] is None
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
+    assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "straight"))
+
+
 @pytest.mark.parametrize(("save", "evaluate", "keep"), [(5, 4, 2), (3, 5, 1), (1, 7, 3)])
 def test_retention_holds_with_any_pair_of_intervals(corpus, tmp_path, save, evaluate, keep):
     """C07: save and evaluation intervals that are not multiples of one another."""

@@ -26,7 +26,6 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
     [
         ("training", "task", "reward"),
         ("training", "optimizer", "paged_adamw"),
-        ("training", "mixed_precision_dtype", "half"),
         ("training", "gradient_checkpointing_kwargs", {"use_reentrant": True}),
         ("training", "compile", True),
         ("training", "compile", "auto"),
@@ -55,6 +54,8 @@ def test_what_is_not_built_is_refused_by_name(section, key, value):
         ("training", "optimizer", "adamw_torch_fused"),
         ("training", "optimizer", "adafactor"),
         ("training", "mixed_precision_dtype", "bf16"),
+        ("training", "mixed_precision_dtype", "half"),
+        ("model", "torch_dtype_str", "float16"),
         ("training", "enable_gradient_checkpointing", True),
         ("training", "run_name", "auto"),
         ("training", "lr_scheduler_type", "cosine_with_min_lr"),

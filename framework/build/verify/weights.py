@@ -61,13 +61,20 @@ def _keeps_some_in_float32(model: nn.Module, counted: Counter[torch.dtype], want
 
 
 def read_autocast(assembly: Assembly) -> Iterator[Reading]:
-    """The dtype that a matrix product has inside the context of forward."""
+    """The dtype that a matrix product has inside the context of forward, its masters and its loss scaler."""
     asked = MixedPrecision(assembly.config.training.mixed_precision_dtype or "none")
     words = {dtype: str(word) for word, dtype in AUTOCAST_DTYPES.items()}
     kind = assembly.place.kind
     with assembly.autocast:
         found = words.get(torch.get_autocast_dtype(kind), "?") if torch.is_autocast_enabled(kind) else "none"
-    yield Reading("training.mixed_precision_dtype", str(asked), found, f"torch.autocast on {kind}")
+    source, scale = f"torch.autocast on {kind}", assembly.loss_scale
+    if found != "none" and {parameter.dtype for parameter in assembly.trained} == {torch.float32}:
+        source += ", float32 masters"
+    if scale.enabled != (found == MixedPrecision.FP16):
+        found += " with a loss scaler" if scale.enabled else " without a loss scaler"
+    elif scale.enabled:
+        source += f", loss scale {scale.scaler.get_scale():g}"
+    yield Reading("training.mixed_precision_dtype", str(asked), found, source)
 
 
 def read_frozen_modules(assembly: Assembly) -> Iterator[Reading]:

@@ -1,0 +1,57 @@
+"""Loss scaling for float16 autocast: gradients too small for float16 are kept by scaling the loss up before backward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from framework.build.place import Place
+from framework.schema.choices import MixedPrecision
+from framework.schema.training import TrainingParams
+
+
+@dataclass
+class LossScale:
+    """torch's scaler, and how many optimizer steps it has skipped so far.
+
+    Without float16 autocast the scaler is disabled: it hands everything through as it is.
+    """
+
+    scaler: torch.amp.GradScaler
+    skipped: int = 0
+
+    @property
+    def enabled(self) -> bool:
+        return self.scaler.is_enabled()
+
+    def skip(self) -> bool:
+        """Lower the scale after gradients that are not finite; whether that may help, so that the step is skipped.
+
+        At a scale of 1 or less the gradients overflow by themselves; a scale that stays as it was saw finite
+        gradients, of which only the norm overflows. Neither is the scale's doing. Call it after `unscale_`.
+        """
+        if not self.enabled:
+            return False
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        if not 1 < before > self.scaler.get_scale():
+            return False
+        self.skipped += 1
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain numbers (a scale is a power of two); empty when disabled."""
+        return {**self.scaler.state_dict(), "skipped": self.skipped} if self.enabled else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`; an empty one, of a run without float16, changes nothing."""
+        if state and self.enabled:
+            self.scaler.load_state_dict({key: value for key, value in state.items() if key != "skipped"})
+            self.skipped = state["skipped"]
+
+
+def build_loss_scale(training: TrainingParams, place: Place) -> LossScale:
+    """torch's scaler with its defaults, enabled for float16 autocast alone: bfloat16 has the range of float32."""
+    # of the kind torch only asks whether CUDA is there, which a rehearsal need not have
+    kind = "cpu" if place.rehearsed else place.kind
+    return LossScale(torch.amp.GradScaler(kind, enabled=training.mixed_precision_dtype == MixedPrecision.FP16))
