@@ -39,7 +39,7 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel) -> PeftModel:
 
 
 def hold_float32_masters(model: PeftModel) -> None:
-    """Cast what is trained to float32, as autocast wants it: peft leaves copies of whole modules in the base's dtype."""
+    """Cast what is trained to float32, as autocast wants it: peft leaves copies of modules in the base's dtype."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -1,4 +1,4 @@
-"""Loss scaling for float16 autocast: gradients too small for float16 are kept by scaling the loss up before backward."""
+"""Loss scaling for float16 autocast: a loss scaled up before backward keeps gradients too small for float16."""
 
 from dataclasses import dataclass
 from typing import Any

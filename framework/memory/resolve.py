@@ -17,7 +17,8 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
 
     `settings` is the model's own config as a mapping; without it, `model.architecture` as it was written. What only
     an unread checkpoint could tell stays open. A frozen base keeps the checkpoint's dtype; trained weights are
-    float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16). Raises ValueError when the batch does not divide.
+    float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16). Raises
+    ValueError when the batch does not divide.
     """
     settings = config.model.architecture if settings is None else settings
     dtype, autocast = _precision(config, settings)
