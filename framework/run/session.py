@@ -119,7 +119,7 @@ class Session:
             raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
 
     def _verify_first_step(self) -> None:
-        """Read back what exists only once, after the first update. Raises VerificationFailed before anything is logged or saved."""
+        """Read back, once, what the first update made. Raises VerificationFailed before anything is logged or saved."""
         if not self._has_stepped:
             self._has_stepped = True
             for reading in verify_first_step(self.assembly, FirstStep(self._shapes, tuple(self._eval_shapes))):
