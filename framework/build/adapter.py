@@ -1,80 +1,226 @@
 """`peft` becomes an adapter on the frozen model."""
 
 import warnings
-from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
-from torch import nn
+import torch
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.build.hub import nearest
+from framework.build.hub import one_line
+from framework.build.model import TORCH_DTYPES
+from framework.build.place import Place
+from framework.build.targets import KEY, Targets, find_targets
 from framework.errors import Problem, RequestError
+from framework.schema.choices import PeftMethod, TorchDtype
 from framework.schema.peft import PeftParams
 
-ALL_LINEAR = "all-linear"
+PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
+"""Kinds that are tokens before the row and touch no module."""
+MOVES_WEIGHTS = {PeftMethod.PISSA: "pissa_niter_16", PeftMethod.OLORA: "olora"}
+"""Kinds that take their start out of the base's weights, with peft's word for it. 16 iterations of the fast singular
+value decomposition are what the authors of PiSSA recommend (arXiv 2404.02948, table 4): seconds instead of minutes."""
 
 
-def attach_adapter(params: PeftParams, model: PreTrainedModel) -> PeftModel:
-    """The model with its weights frozen and LoRA matrices in float32 beside the targets.
+_TIED = "Model has `tie_word_embeddings=True`"
+"""Beginning of peft's warnings about a head and an embedding that share their weights."""
+MOVED = {word: method for method, word in MOVES_WEIGHTS.items()}
 
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapted model, what it was put on, and what undoes its start.
+
+    `initial` holds the adapter's tensors before training, on the host, where the base's weights were moved into them.
+    """
+
+    model: PeftModel
+    targets: Targets
+    initial: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What the user should know before it trains."""
+        return self.targets.cautions
+
+
+def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, masters: bool) -> Adapter:
+    """The model with its weights frozen and the adapter beside them, in float32 unless another dtype was asked for.
+
+    `masters`: there is autocast, so that modules trained whole can be float32 too; else they keep the base's dtype.
     Raises RequestError naming the linear layers there are when a target matches none of them.
     """
-    targets = _targets(params, model)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
+    is_prompt = params.peft_method in PROMPTS
+    targets = Targets(()) if is_prompt else find_targets(params, model)
+    if not is_prompt:
+        _check_saved_modules(params, model)
+        targets = replace(targets, cautions=(*targets.cautions, *_untied(params, model, targets)))
+    _refuse_transposed(params, model, targets)
+    config = _config(params, model, targets, place)
+    if params.peft_method is PeftMethod.PREFIX:
+        # peft hands its cache over under the name of before transformers 5.24, at each forward pass
+        warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
+    try:
+        with warnings.catch_warnings():
+            # peft reads a property that transformers 5.20 renamed; nothing a user could change
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", _TIED, UserWarning)  # said by `_untied`
+            adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=True)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        key = "peft.peft_method" if is_prompt else KEY
+        raise RequestError([Problem(key, f"peft cannot put {params.peft_method} there: {one_line(error)}")]) from None
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            whole = torch.float32 if masters else model.dtype  # peft's own layers cast what they are given
+            dtype = whole if ".modules_to_save." in name else adapter_dtype(params, model)
+            parameter.data = parameter.data.to(dtype)
+    moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed
+    initial = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(adapted)} if moved else {}
+    return Adapter(adapted, targets, initial)
+
+
+def adapter_state(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """The adapter's tensors by the names that a saved adapter gives them."""
+    yield from get_peft_model_state_dict(model, save_embedding_layers=False).items()
+
+
+def adapter_dtype(params: PeftParams, model: PreTrainedModel) -> torch.dtype:
+    """The dtype that the trained tensors are held in."""
+    if params.adapter_dtype is TorchDtype.AUTO:
+        dtype: torch.dtype = model.dtype
+        return dtype
+    return TORCH_DTYPES[TorchDtype(params.adapter_dtype or TorchDtype.FLOAT32)]
+
+
+def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place: Place) -> PeftConfig:
+    method, kind = params.peft_method, "CAUSAL_LM"
+    if method is PeftMethod.PREFIX:
+        return PrefixTuningConfig(task_type=kind, num_virtual_tokens=params.num_virtual_tokens)
+    if method is PeftMethod.PROMPT:
+        return PromptTuningConfig(task_type=kind, num_virtual_tokens=params.num_virtual_tokens)
+    named = list(targets.modules)
+    saved = list(params.lora_modules_to_save) or None
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    if method is PeftMethod.IA3:
+        narrowing = _feedforward(model, named)
+        return IA3Config(
+            task_type=kind,
+            target_modules=named,
+            feedforward_modules=narrowing,
+            modules_to_save=saved,
+            fan_in_fan_out=transposed,
+        )
+    if method is PeftMethod.VERA:
+        return VeraConfig(
+            task_type=kind,
+            r=params.lora_r,
+            target_modules=named,
+            vera_dropout=params.lora_dropout,
+            modules_to_save=saved,
+            fan_in_fan_out=transposed,
+        )
+    return LoraConfig(
+        task_type=kind,
         r=params.lora_r,
         lora_alpha=params.lora_alpha,
         lora_dropout=params.lora_dropout,
-        target_modules=targets,
-        modules_to_save=list(params.lora_modules_to_save) or None,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        target_modules=named,
+        target_parameters=list(targets.parameters) or None,
+        modules_to_save=saved,
+        fan_in_fan_out=transposed,
+        use_rslora=method is PeftMethod.RSLORA,
+        use_dora=method is PeftMethod.DORA,
+        # without values there is nothing to decompose, and the shapes are the same
+        init_lora_weights=True if place.rehearsed else MOVES_WEIGHTS.get(method, True),
+        ensure_weight_tying=bool(saved) and ties_any(model, saved or []),
     )
-    with warnings.catch_warnings():
-        # peft reads a property that transformers 5.20 renamed; nothing a user could change
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=True)
-    return adapted
 
 
-def hold_float32_masters(model: PeftModel) -> None:
-    """Cast what is trained to float32, as autocast wants it: peft leaves copies of modules in the base's dtype."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+def _feedforward(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The targets whose input IA3 scales instead of their output: those that lead back from a wider layer."""
+    return [name for name in names if _narrows(model.get_submodule(name), model.config.get_text_config().hidden_size)]
 
 
-def _targets(params: PeftParams, model: PreTrainedModel) -> str | list[str]:
-    """The target names for peft: what was written, else peft's own choice for this kind of model."""
-    key = "peft.lora_target_modules"
-    suffixes = linear_suffixes(model)
-    listed = ", ".join(f"{name} ({count})" for name, count in suffixes.most_common())
-    if params.lora_target_modules is None:
-        known = DEFAULT_TARGETS.get(model.config.model_type)
-        if known is None:
-            message = f"peft has no default for {model.config.model_type}: name the targets"
-            raise RequestError([Problem(key, message, expected=f"[{ALL_LINEAR}], or some of {listed}")])
-        return list(known)
-    if params.lora_target_modules == (ALL_LINEAR,):
-        return ALL_LINEAR
+def _narrows(module: nn.Module, hidden: int) -> bool:
+    if isinstance(module, Conv1D):
+        return bool(module.nf == hidden and module.weight.shape[0] > hidden)
+    return bool(getattr(module, "out_features", 0) == hidden and getattr(module, "in_features", 0) > hidden)
+
+
+def _refuse_transposed(params: PeftParams, model: PreTrainedModel, targets: Targets) -> None:
+    """peft's OLoRA takes GPT-2's matrices the wrong way round (olora_init in peft/tuners/lora/layer.py)."""
+    if params.peft_method is PeftMethod.OLORA and any(
+        isinstance(model.get_submodule(name), Conv1D) for name in targets.modules
+    ):
+        message = "peft cannot start olora on Conv1D layers, which hold their matrices transposed"
+        raise RequestError([Problem("peft.peft_method", message, expected="pissa, or lora")])
+
+
+def _check_saved_modules(params: PeftParams, model: PreTrainedModel) -> None:
     names = [name for name, _ in model.named_modules()]
     problems = [
-        Problem(
-            f"{key}[{index}]",
-            f"{target!r} names no module of this model",
-            expected=f"[{ALL_LINEAR}], or some of {listed}",
-            nearest=nearest(target, suffixes),
-        )
-        for index, target in enumerate(params.lora_target_modules)
-        if not any(name == target or name.endswith(f".{target}") for name in names)
+        Problem(f"peft.lora_modules_to_save[{index}]", f"{wanted!r} names no module of this model")
+        for index, wanted in enumerate(params.lora_modules_to_save)
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in names)
     ]
     if problems:
         raise RequestError(problems)
-    return list(params.lora_target_modules)
 
 
-def linear_suffixes(model: nn.Module) -> Counter[str]:
-    """Last name of every linear layer, with how many there are."""
-    linear = (nn.Linear, Conv1D)
-    return Counter(name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear))
+def ties_any(model: PreTrainedModel, names: list[str]) -> bool:
+    """Whether one of the modules shares its weight with the embedding or the head: both are then trained as one."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    tied = [name for name, module in model.named_modules() if module is head or module is embedding]
+    return any(name == wanted or name.endswith(f".{wanted}") for name in tied for wanted in names)
+
+
+def adapter_kind(model: nn.Module) -> str:
+    """The kind of adapter that the built layers are, by our name for it."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    config = getattr(model, "peft_config", {}).get("default")
+    if not layers or config is None:
+        return "no adapter"
+    if not all(isinstance(module, LoraLayer) for module in layers):
+        return str(config.peft_type.value).lower()
+    if all(getattr(module, "lora_magnitude_vector", None) for module in layers):
+        return "dora"
+    if any(module.use_rslora.get("default") for module in layers):
+        return "rslora"
+    return str(MOVED.get(config.init_lora_weights, PeftMethod.LORA))
+
+
+def _untied(params: PeftParams, model: PreTrainedModel, targets: Targets) -> Iterator[str]:
+    """What comes apart that shared one weight: peft ties whole modules of LoRA's kinds, and nothing else."""
+    apart = list(params.lora_modules_to_save) if params.peft_method in (PeftMethod.VERA, PeftMethod.IA3) else []
+    if ties_any(model, [*apart, *targets.modules]):
+        yield (
+            "head and embedding share one weight, and the adapter is trained apart from the other of the two: a merged "
+            "model has both. With peft.lora_modules_to_save a LoRA kind trains them as one"
+        )
+
+
+def still_zero(model: nn.Module) -> list[str]:
+    """Names of LoRA's B matrices that training has left at zero: their modules do what they did without an adapter."""
+    matrices = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if "lora_B" in name and parameter.requires_grad
+    ]
+    return [name for name, parameter in matrices if not bool(parameter.any())]

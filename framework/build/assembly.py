@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from framework.build.activations import checkpoint_blocks
-from framework.build.adapter import attach_adapter, hold_float32_masters
+from framework.build.adapter import Adapter, attach_adapter
 from framework.build.freeze import Frozen, freeze
 from framework.build.loss import Loss, build_loss
 from framework.build.model import build_model
@@ -36,6 +36,7 @@ class Assembly:
     loss_scale: LossScale
     export_dtype: torch.dtype
     """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
+    adapter: Adapter | None = None
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -63,13 +64,11 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     model: nn.Module = built
     frozen = freeze(model, config.model.freeze_layers)
     checkpoint_blocks(config.training, model)
-    if config.training.use_peft:
-        adapted = attach_adapter(config.peft, model)
-        if config.training.mixed_precision_dtype not in (None, MixedPrecision.NONE):
-            hold_float32_masters(adapted)
-        model = adapted
+    masters = config.training.mixed_precision_dtype not in (None, MixedPrecision.NONE)
+    adapter = attach_adapter(config.peft, built, place, masters) if config.training.use_peft else None
+    model = adapter.model if adapter is not None else model
     loss = build_loss(config.model, model)
-    optimizer = build_optimizer(config.training, model, place)
+    optimizer = build_optimizer(config, model, place)
     schedule = build_schedule(config.training, total_steps)
     scale = build_loss_scale(config.training, place)
-    return Assembly(config, place, model, frozen, loss, optimizer, schedule, scale, export_dtype)
+    return Assembly(config, place, model, frozen, loss, optimizer, schedule, scale, export_dtype, adapter)

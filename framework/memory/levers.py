@@ -244,6 +244,40 @@ ADAPTERS = (
         "Above 0 it keeps a mask and one more copy of each adapted input.",
     ),
     Lever(
+        "peft.peft_method",
+        (
+            Setting("lora", beside=_ADAPTED),
+            Setting("rslora", "none", "the update is scaled by alpha / root of rank", beside=_ADAPTED),
+            Setting("pissa", "a decomposition of each matrix at the start", "another start", beside=_ADAPTED),
+            Setting("olora", "a decomposition of each matrix at the start", "another start", beside=_ADAPTED),
+            Setting("vera", "two more products a layer (not measured)", "trains vectors alone", beside=_ADAPTED),
+            Setting("ia3", "faster (not measured)", "trains vectors alone", beside=_ADAPTED),
+            Setting("prompt", "longer rows", "trains tokens before the row", beside=_ADAPTED),
+            Setting("prefix", "longer keys and values", "trains tokens before the row", beside=_ADAPTED),
+            Setting("dora", "slower: a norm of each matrix a step (not measured)", "learns lengths", beside=_ADAPTED),
+        ),
+        ("gradients", "optimizer", "activations"),
+        "adapter",
+        "Kind of adapter. `vera` and `ia3` train the fewest weights; `dora` builds each adapted matrix in forward.",
+    ),
+    Lever(
+        "peft.adapter_dtype",
+        (
+            Setting("float32", beside=_ADAPTED),
+            Setting("bfloat16", "none (not measured)", "small updates round away", beside=_ADAPTED),
+        ),
+        ("weights", "gradients", "optimizer"),
+        "adapter_dtype",
+        "dtype of the adapter's weights, and so of their gradients and states.",
+    ),
+    Lever(
+        "peft.lora_plus_lr_ratio",
+        (Setting(None), Setting(16.0, "none", "B matrices learn faster", beside=_ADAPTED)),
+        (),
+        "faster_matrices",
+        "LoRA+: a higher rate for the B matrices. Moves no memory.",
+    ),
+    Lever(
         "peft.lora_modules_to_save",
         (
             Setting(("lm_head",), beside=_ADAPTED),

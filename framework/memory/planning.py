@@ -69,7 +69,8 @@ class Footprint:
 class Rehearsal:
     """What a rehearsal of load, evaluation, two steps and save recorded.
 
-    `micro_batches` of each step were rehearsed; `read_values` names the operators that wanted values nobody has.
+    `micro_batches` of each step were rehearsed; `read_values` names the operators that wanted values nobody has;
+    `said` and `cautions` are what the built objects had to say.
     """
 
     config: TrainingConfig
@@ -77,6 +78,8 @@ class Rehearsal:
     footprint: Footprint
     micro_batches: int
     read_values: tuple[str, ...]
+    said: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
 
 
 def make_plan(rehearsal: Rehearsal) -> Plan:
@@ -105,7 +108,7 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
         total_parameters=footprint.total_parameters,
         trainable_parameters=footprint.trainable_parameters,
         assumptions=_assumptions(rehearsal, band),
-        warnings=_warnings(config, peak),
+        warnings=(*rehearsal.cautions, *_warnings(config, peak)),
     )
 
 
@@ -241,6 +244,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
             f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit; "
             "what devices exchange is not counted"
         )
+    said += rehearsal.said
     kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
     forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
     said += [f"attention runs as {name}" for name in forward]

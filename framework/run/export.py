@@ -1,38 +1,91 @@
 """The final artefact: a folder that plain `from_pretrained` loads, tokenizer and chat template included."""
 
+import copy
 import json
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedTokenizerBase
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from framework.build.adapter import Adapter, adapter_state
 from framework.build.assembly import Assembly
 from framework.build.loss import causal_model
+from framework.build.merge import detach, merge
 from framework.errors import SaveFailed
 from framework.run.checkpoint import written_aside
+from framework.schema.choices import PeftSaveMode
+
+BASE_FOLDER = "base_model"
+"""Where the base is written beside its adapter."""
 
 
 def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path) -> torch.dtype:
     """Write model (or adapter) and tokenizer to `target`, complete or not at all. Returns the dtype written.
 
     A model is written in its checkpoint's dtype, whatever it was trained in, and `config.json` says the same; an
-    adapter is written as it is. The model is cast in place: call this when training is over.
+    adapter is written as it is, with its base beside it or added into the base when that was asked for. The model is
+    taken apart and cast in place: call this when training is over.
     Raises SaveFailed when the folder cannot be written or does not read back.
     """
-    model, causal = assembly.model, causal_model(assembly.model)
-    adapted = hasattr(model, "peft_config")
-    dtype = assembly.trained[0].dtype if adapted else assembly.export_dtype
-    if not adapted:
-        causal.to(dtype)
+    mode = assembly.config.peft.peft_save_mode
     with written_aside(target) as aside:
-        model.save_pretrained(aside)  # type: ignore[operator]
+        if assembly.adapter is None:
+            dtype = assembly.export_dtype
+            write_model(causal_model(assembly.model).to(dtype), aside, dtype)
+        elif mode is PeftSaveMode.MERGED:
+            dtype = assembly.export_dtype
+            write_model(merge(assembly.adapter.model, dtype), aside, dtype)
+        else:
+            dtype = assembly.trained[0].dtype
+            with_base = mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL
+            base = str(target.absolute() / BASE_FOLDER) if with_base else None
+            _write_adapter(assembly.adapter, aside, base)
+            if with_base:
+                whole = detach(assembly.adapter.model)
+                write_model(whole, aside / BASE_FOLDER, whole.dtype)
+                tokenizer.save_pretrained(aside / BASE_FOLDER)
         tokenizer.save_pretrained(aside)
-        _verify(aside, dtype, "adapter_model" if adapted else "model")
     return dtype
 
 
-def _verify(folder: Path, dtype: torch.dtype, stem: str) -> None:
+def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """A plain model's folder, read back. Raises SaveFailed when it would not load elsewhere."""
+    model.save_pretrained(folder)
+    _verify(folder, dtype, "model")
+
+
+def _write_adapter(adapter: Adapter, folder: Path, base: str | None) -> None:
+    """The adapter as peft writes one. `base`: where the weights that it belongs on are written too.
+
+    What was taken out of the base's weights to start from is subtracted again, so that the adapter belongs on the
+    original ones: W + (B A - B0 A0) is one adapter of twice the rank (peft's subtract_mutated_init).
+    """
+    config = copy.copy(adapter.model.peft_config["default"])
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_state(adapter.model)}
+    if adapter.initial and base is None:
+        config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
+        for name, start in adapter.initial.items():
+            if "lora_A" in name:
+                tensors[name] = torch.cat([tensors[name], start.to(tensors[name].dtype)], 0)
+            elif "lora_B" in name:
+                tensors[name] = torch.cat([tensors[name], -start.to(tensors[name].dtype)], 1)
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # nothing is to be computed when it is loaded
+    config.inference_mode = True
+    if base is not None:
+        config.base_model_name_or_path = base
+    config.save_pretrained(str(folder))
+    seen: set[int] = set()
+    for name, tensor in tensors.items():  # a tied pair is written twice, as peft does: it is one again when loaded
+        tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    _verify(folder, None, "adapter_model")
+
+
+def _verify(folder: Path, dtype: torch.dtype | None, stem: str) -> None:
     """Every tensor present once, without a wrapper's prefix, in the dtype that the config states."""
     names: list[str] = []
     for file in sorted(folder.glob(f"{stem}*.safetensors")):
@@ -42,7 +95,7 @@ def _verify(folder: Path, dtype: torch.dtype, stem: str) -> None:
     if not names or wrapped:
         raise SaveFailed(f"{folder} would not load elsewhere: {len(names)} tensors, wrapped names {wrapped[:3]}")
     config = folder / "config.json"
-    if config.exists():
+    if dtype is not None and config.exists():
         stated = json.loads(config.read_text()).get("dtype")
         if stated != str(dtype).removeprefix("torch."):
             raise SaveFailed(f"{config} states dtype {stated}, the tensors are {dtype}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from framework.build.assembly import Assembly, assemble
+from framework.build.coverage import said_of_adapter
 from framework.build.loss import Batch, Observe
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
@@ -57,7 +58,8 @@ def record(config: TrainingConfig) -> Rehearsal:
         trace = tracker.finish()
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
-    return Rehearsal(config, trace, footprint, micro_batches, read_values)
+    cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
+    return Rehearsal(config, trace, footprint, micro_batches, read_values, said_of_adapter(assembly), cautions)
 
 
 @contextlib.contextmanager

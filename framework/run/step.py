@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe, supervised_tokens
+from framework.build.optimizer import RATE_FACTOR
 from framework.errors import NonFinite
 
 
@@ -58,7 +59,7 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
         raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
     rate = assembly.schedule.rate(step)
     for group in assembly.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
     if not skipped:  # the scaler's own step would wait for the device once more to learn the same
         assembly.optimizer.step()
         assembly.loss_scale.scaler.update()

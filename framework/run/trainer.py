@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from framework.build.coverage import said_at_save
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
 from framework.build.verify import table
@@ -69,21 +71,27 @@ def _announce(session: Session) -> None:
     say(str(session.inputs.data.report))
     say(f"batch     {session.config.batch}")
     say(f"schedule  {session.assembly.schedule}")
+    for caution in session.assembly.adapter.cautions if session.assembly.adapter else ():
+        say(f"warning   {caution}")
     for line in table(session.readings):
         say(line)
 
 
 def _finish(session: Session) -> RunResult:
     """Evaluate and export. The export does not depend on the evaluation, nor the checkpoint on either."""
+    sample = None
     try:
         session.evaluate()
+        sample = _sample(session)
     finally:
+        for line in said_at_save(session.assembly):
+            session.progress.say(line)
         export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
         memory = compare(session.plan, session.meter.document())
         session.folder.write_json("memory.json", memory)
     evals = tuple(session.evals)
     peak = session.meter.allocated
-    return RunResult(session.folder.path, session.step, evals, peak, _sample(session), last_line(memory))
+    return RunResult(session.folder.path, session.step, evals, peak, sample, last_line(memory))
 
 
 def _sample(session: Session) -> tuple[str, str] | None:
@@ -91,7 +99,8 @@ def _sample(session: Session) -> tuple[str, str] | None:
     tokenizer, data = session.inputs.tokenizer, session.inputs.data
     row = (data.eval or data.train)[0]
     prompt = torch.tensor([row["input_ids"][:SAMPLE_PROMPT_TOKENS]], device=session.assembly.place.device)
-    model = causal_model(session.assembly.model)
+    whole = session.assembly.model
+    model: Any = whole if hasattr(whole, "prompt_encoder") else causal_model(whole)  # a trained prompt is outside
     model.eval()
     with torch.no_grad(), session.assembly.autocast:
         ids = model.generate(

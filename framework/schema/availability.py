@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, key_at, values
 
@@ -31,10 +32,8 @@ ROWS = (
     Row("training.on_oom", ("stop",), "repairing a run that is out of memory"),
     Row("model.attn_implementation", (None, "eager", "sdpa"), "this attention kernel"),
     Row("model.enable_liger_kernel", (False,), "Liger kernels"),
-    Row("peft.peft_method", ("lora",), "this adapter"),
-    Row("peft.adapter_dtype", (None,), "choosing the adapter's dtype"),
+    Row("peft.peft_method", tuple(method for method in PeftMethod if method != "loftq"), "this adapter"),
     Row("peft.q_lora", (False,), "a quantized base"),
-    Row("peft.peft_save_mode", ("adapter_only",), "this way of saving an adapter"),
     Row("fsdp.enable_fsdp", (False,), "sharding"),
     Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
     Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),

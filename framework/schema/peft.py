@@ -13,19 +13,27 @@ class PeftParams(Params):
     """The adapter. In effect when `training.use_peft` is true."""
 
     peft_method: PeftMethod = PeftMethod.LORA
-    """Kind of adapter."""
+    """Kind of adapter. `pissa` and `olora` move a part of the base's weights into the adapter, `loftq` starts it from
+    what quantisation loses, `vera` and `ia3` train vectors alone, `prefix` and `prompt` train tokens before the row."""
     lora_r: Positive = 8
-    """Rank: trained parameters grow in proportion (rank x (in + out) per adapted matrix)."""
+    """Rank: trained parameters grow in proportion (rank x (in + out) per adapted matrix). VeRA's is of matrices that
+    all layers share and nobody trains: 256 is usual there."""
     lora_alpha: Annotated[Number, Field(gt=0)] = 8.0
     """Scale: the update is multiplied by alpha / rank. No memory."""
     lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout before the adapter. Above 0 it keeps one more copy of each adapted input, plus a mask."""
-    lora_target_modules: Strings | None = None
-    """Names of the adapted modules, or `[all-linear]`. Each one keeps its input for backward."""
+    lora_plus_lr_ratio: Annotated[Number, Field(gt=0)] | None = None
+    """LoRA+: the B matrices learn at this many times the learning rate (16 is usual). No memory."""
+    lora_target_modules: Strings | str | None = None
+    """Names of the adapted modules (or of stacked expert weights), `[all-linear]`, or one text that is a regular
+    expression for whole module names. Each one keeps its input for backward. Unset: peft's choice for the model."""
     lora_modules_to_save: Strings = ()
     """Modules trained in full and saved beside the adapter. Cost full gradients and states."""
+    num_virtual_tokens: Positive = 20
+    """Trained tokens before each row (`prefix`: keys and values of every layer; `prompt`: embeddings)."""
     adapter_dtype: TorchDtype | None = None
-    """dtype of the adapter's weights. Unset: float32 under autocast, else the base's."""
+    """dtype of the adapter's weights; `auto` is the base's. Unset: float32, where small updates do not round away.
+    Modules trained whole are float32 under autocast, else in the base's dtype."""
     q_lora: bool = False
     """Hold the frozen base in 4 or 8 bits."""
     q_lora_bits: Annotated[Integer, Field(multiple_of=4, ge=4, le=8)] = 4
@@ -35,4 +43,5 @@ class PeftParams(Params):
     use_bnb_nested_quant: bool = False
     """Quantise the scales too: 0.4 bits a weight less."""
     peft_save_mode: PeftSaveMode = PeftSaveMode.ADAPTER_ONLY
-    """What the final export holds."""
+    """What the final export holds: the adapter; the adapter and, in `base_model/`, the weights it belongs on; or a
+    plain model with the adapter added into its weights (a quantised base is dequantised for it)."""

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from framework.schema.architecture import position_count, scales_positions
-from framework.schema.choices import Attention, MixedPrecision, Optimizer, Scheduler, TorchDtype
+from framework.schema.choices import (
+    Attention,
+    MixedPrecision,
+    Optimizer,
+    PeftMethod,
+    PeftSaveMode,
+    Scheduler,
+    TorchDtype,
+)
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, values
 
@@ -167,6 +175,39 @@ def _tokenizer(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(keys, "pretrained weights do not know a new tokenizer's ids", "load_pretrained_weights: false")
 
 
+_PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
+_NO_MATRICES = (PeftMethod.IA3, *_PROMPTS)
+_NOT_LORA = (PeftMethod.VERA, *_NO_MATRICES)
+
+
+def _adapter(config: TrainingConfig) -> Iterator[Conflict]:
+    peft, training, method = config.peft, config.training, config.peft.peft_method
+    if not training.use_peft:
+        return
+    key = "peft.peft_method"
+    if method is PeftMethod.PREFIX and training.enable_gradient_checkpointing is True:
+        message = "a trained prefix is a cache of keys and values, which checkpointed blocks drop"
+        yield Conflict((key, "training.enable_gradient_checkpointing"), message, "prompt, or no checkpointing")
+    if method in _PROMPTS and config.model.chunked_loss not in (False, "auto"):
+        message = f"the chunked loss runs the model without its {method}"
+        yield Conflict((key, "model.chunked_loss"), message, "chunked_loss: false")
+    if method in _PROMPTS and peft.peft_save_mode is PeftSaveMode.MERGED:
+        message = f"a {method} is tokens before the row: there is nothing to add to the weights"
+        yield Conflict((key, "peft.peft_save_mode"), message, "adapter_only or adapter_and_base_model")
+    if method in _PROMPTS and peft.lora_modules_to_save:
+        message = f"peft trains no whole modules beside a {method}"
+        yield Conflict((key, "peft.lora_modules_to_save"), message, "another method, or no modules")
+    if peft.adapter_dtype is TorchDtype.FLOAT16:
+        message = "an adapter in float16 cannot be trained: its small updates vanish and a loss scaler refuses it"
+        yield Conflict(("peft.adapter_dtype",), message, "float32 (unset) or bfloat16")
+    if method is PeftMethod.LOFTQ and not peft.q_lora:
+        message = "loftq starts the adapter from what quantisation loses, and nothing is quantised"
+        yield Conflict((key, "peft.q_lora"), message, "peft.q_lora: true, or another method")
+    if method in (PeftMethod.PISSA, PeftMethod.OLORA) and peft.q_lora:
+        message = f"{method} moves a part of each weight into the adapter, which a quantised weight cannot lose exactly"
+        yield Conflict((key, "peft.q_lora"), message, "lora or loftq")
+
+
 def _finite(config: TrainingConfig) -> Iterator[Conflict]:
     for path, value in values(config):
         if isinstance(value, float) and not math.isfinite(value):
@@ -200,6 +241,30 @@ IDLE = (
         "peft.q_lora",
         lambda c: not c.peft.q_lora,
         "peft.q_lora is false",
+    ),
+    Idle(
+        ("peft.lora_alpha", "peft.lora_plus_lr_ratio"),
+        "peft.peft_method",
+        lambda c: c.peft.peft_method in _NOT_LORA,
+        "this method has no B matrices",
+    ),
+    Idle(
+        ("peft.lora_r", "peft.lora_dropout"),
+        "peft.peft_method",
+        lambda c: c.peft.peft_method in _NO_MATRICES,
+        "this method has no matrices",
+    ),
+    Idle(
+        ("peft.lora_target_modules",),
+        "peft.peft_method",
+        lambda c: c.peft.peft_method in _PROMPTS,
+        "this method is on no module",
+    ),
+    Idle(
+        ("peft.num_virtual_tokens",),
+        "peft.peft_method",
+        lambda c: c.peft.peft_method not in _PROMPTS,
+        "peft.peft_method is neither prefix nor prompt",
     ),
     Idle(
         ("training.min_learning_rate",),
@@ -264,4 +329,4 @@ def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
         yield Conflict(("data.train",), "there is no training data", "data.train", is_warning)
 
 
-RULES = (_precision, _rounding_away, _card, _batch, _steps, _model, _tokenizer, _finite, _idle)
+RULES = (_precision, _rounding_away, _card, _batch, _steps, _model, _tokenizer, _adapter, _finite, _idle)

@@ -104,7 +104,7 @@ def test_lora_trains_the_adapter_alone():
         tiny_config(training={"use_peft": True}, peft={"lora_target_modules": ["q_proj", "v_proj"]})
     )
     readings = {reading.key: reading for reading in verify(assembly)}
-    assert readings["training.use_peft"].source == "4 adapted modules"
+    assert readings["peft.peft_method"].source == "4 Linear; 1,792 trained parameters"
     trained = {name for name, parameter in assembly.model.named_parameters() if parameter.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)

@@ -11,9 +11,11 @@ from framework.build.verify.activations import read_attention_kernel, read_check
 from framework.build.verify.adapter import (
     read_adapter,
     read_adapter_dropout,
+    read_adapter_dtype,
     read_adapter_rank,
     read_adapter_saved_modules,
     read_adapter_targets,
+    read_faster_matrices,
 )
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
 from framework.build.verify.loss import read_chunked_loss
@@ -46,6 +48,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "adapter_rank": read_adapter_rank,
     "adapter_targets": read_adapter_targets,
     "adapter_dropout": read_adapter_dropout,
+    "adapter_dtype": read_adapter_dtype,
+    "faster_matrices": read_faster_matrices,
     "adapter_saved_modules": read_adapter_saved_modules,
 }
 """Before step 1, in the order of the printed table. `parameters` is no lever: it is always said."""

@@ -4,55 +4,105 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from framework.build.adapter import ALL_LINEAR
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+
+from framework.build.adapter import adapter_dtype, adapter_kind, ties_any
 from framework.build.assembly import Assembly
+from framework.build.coverage import coverage_line
+from framework.build.loss import causal_model
+from framework.build.optimizer import RATE_FACTOR
 from framework.build.verify.reading import Reading
 
 
 def _adapted(assembly: Assembly) -> list[tuple[str, Any]]:
     """(name, layer) of every adapted module; empty without an adapter."""
-    if not assembly.config.training.use_peft:
+    if assembly.adapter is None:
         return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     return [(name, module) for name, module in assembly.model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
+def _lora(assembly: Assembly) -> list[LoraLayer]:
+    return [layer for _, layer in _adapted(assembly) if isinstance(layer, LoraLayer)]
+
+
 def read_adapter(assembly: Assembly) -> Iterator[Reading]:
-    """Modules that peft adapted."""
-    if assembly.config.training.use_peft:
-        layers = _adapted(assembly)
-        asked = str(assembly.config.peft.peft_method)
-        yield Reading("training.use_peft", asked, asked if layers else "no adapter", f"{len(layers)} adapted modules")
+    """The kind of the layers that peft attached, or of the tokens before the row, and what is trained in them."""
+    if assembly.adapter is None:
+        return
+    asked = str(assembly.config.peft.peft_method)
+    size = f"{sum(parameter.numel() for parameter in assembly.trained):,} trained parameters"
+    if hasattr(assembly.model, "prompt_encoder"):
+        config: Any = assembly.adapter.model.active_peft_config
+        kind = config.peft_type.value.lower().removesuffix("_tuning")
+        yield Reading("peft.peft_method", asked, kind, f"{config.num_virtual_tokens} trained tokens, {size}")
+        return
+    kinds = Counter(type(module).__name__ for _, module in _adapted(assembly))
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    yield Reading("peft.peft_method", asked, adapter_kind(assembly.adapter.model), f"{listed}; {size}")
 
 
 def read_adapter_rank(assembly: Assembly) -> Iterator[Reading]:
-    """The rank of the matrices themselves."""
-    ranks = Counter(matrix.weight.shape[0] for _, layer in _adapted(assembly) for matrix in layer.lora_A.values())
+    """The rank of the matrices themselves. Stacked experts have one of each for every expert."""
+    ranks = Counter(
+        matrix.weight.shape[0] // getattr(layer, "num_experts", 1)
+        for layer in _lora(assembly)
+        for matrix in layer.lora_A.values()
+    )
     if ranks:
         found = ", ".join(str(rank) for rank, _ in ranks.most_common())
         yield Reading("peft.lora_r", str(assembly.config.peft.lora_r), found, "rows of lora_A")
 
 
 def read_adapter_targets(assembly: Assembly) -> Iterator[Reading]:
-    """Which modules are adapted, by the last part of their names; each written target has some."""
-    names = [name for name, _ in _adapted(assembly)]
-    if not names:
+    """Every target has its adapter; and which share of the weights that is."""
+    if assembly.adapter is None or hasattr(assembly.model, "prompt_encoder"):
         return
-    counted = Counter(name.rsplit(".", 1)[-1] for name in names)
-    source = ", ".join(f"{name} x {count}" for name, count in counted.most_common())
-    written = assembly.config.peft.lora_target_modules
-    if written is None or written == (ALL_LINEAR,):
-        yield Reading("peft.lora_target_modules", None, ", ".join(counted), source)
+    targets = assembly.adapter.targets
+    layers = dict(_adapted(assembly))
+    stacked = sum(isinstance(layer, ParamWrapper) for layer in layers.values())
+    plain = {name.removeprefix("base_model.model.") for name in layers}
+    asked = f"{len(targets.modules)} modules, {len(targets.parameters)} stacked weights"
+    found = f"{sum(name in plain for name in targets.modules)} modules, {stacked} stacked weights"
+    yield Reading("peft.lora_target_modules", asked, found, coverage_line(assembly.model))
+
+
+def read_adapter_dtype(assembly: Assembly) -> Iterator[Reading]:
+    """The dtype of what is trained, modules trained whole aside."""
+    if assembly.adapter is None:
         return
-    present = [target for target in written if any(name == target or name.endswith(f".{target}") for name in names)]
-    yield Reading("peft.lora_target_modules", ", ".join(written), ", ".join(present), source)
+    asked = adapter_dtype(assembly.config.peft, causal_model(assembly.model))
+    counted = Counter(
+        parameter.dtype
+        for name, parameter in assembly.model.named_parameters()
+        if parameter.requires_grad and ".modules_to_save." not in name
+    )
+    found = ", ".join(str(dtype).removeprefix("torch.") for dtype, _ in counted.most_common())
+    yield Reading("peft.adapter_dtype", str(asked).removeprefix("torch."), found, "trained parameters")
+
+
+def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
+    """LoRA+: the multiple of the rate that the groups with B matrices, and no others, learn at."""
+    asked = assembly.config.peft.lora_plus_lr_ratio
+    if assembly.adapter is None or asked is None or not _lora(assembly):
+        return
+    matrices = {id(p) for name, p in assembly.model.named_parameters() if "lora_B" in name}
+    factors = {
+        group.get(RATE_FACTOR, 1.0)
+        for group in assembly.optimizer.param_groups
+        if any(id(parameter) in matrices for parameter in group["params"])
+    }
+    found = ", ".join(f"{factor:g}" for factor in sorted(factors))
+    yield Reading("peft.lora_plus_lr_ratio", f"{asked:g}", found, f"groups of {len(matrices)} B matrices")
 
 
 def read_adapter_dropout(assembly: Assembly) -> Iterator[Reading]:
     """The probability of each layer's dropout; peft puts an identity where it is 0."""
     rates = {
-        float(getattr(dropout, "p", 0.0)) for _, layer in _adapted(assembly) for dropout in layer.lora_dropout.values()
+        float(getattr(dropout, "p", 0.0))
+        for _, layer in _adapted(assembly)
+        for dropout in getattr(layer, "lora_dropout", getattr(layer, "vera_dropout", {})).values()
     }
     if rates:
         found = ", ".join(f"{rate:g}" for rate in sorted(rates))
@@ -64,8 +114,8 @@ def read_adapter_saved_modules(assembly: Assembly) -> Iterator[Reading]:
     asked = assembly.config.peft.lora_modules_to_save
     if not assembly.config.training.use_peft or not asked:
         return
-    from peft.utils import ModulesToSaveWrapper
-
     wrapped = [name for name, module in assembly.model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     found = [name for name in asked if any(item == name or item.endswith(f".{name}") for item in wrapped)]
-    yield Reading("peft.lora_modules_to_save", ", ".join(asked), ", ".join(found), f"{len(wrapped)} wrapped modules")
+    tied = assembly.adapter is not None and ties_any(causal_model(assembly.model), list(asked))
+    source = f"{len(wrapped)} wrapped modules" + (", head and embedding as one" if tied else "")
+    yield Reading("peft.lora_modules_to_save", ", ".join(asked), ", ".join(found), source)

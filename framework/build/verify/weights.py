@@ -41,8 +41,8 @@ def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:
     asked = assembly.config.model.torch_dtype_str or TorchDtype.AUTO
     own = [
         parameter
-        for name, parameter in assembly.model.named_parameters()
-        if "lora_" not in name and "modules_to_save" not in name and parameter.is_floating_point()
+        for parameter in assembly.model.parameters()
+        if parameter.is_floating_point() and not (assembly.adapter and parameter.requires_grad)
     ]
     counted = Counter(parameter.dtype for parameter in own)
     found = ", ".join(_name(dtype) for dtype, _ in counted.most_common())
