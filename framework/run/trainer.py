@@ -79,16 +79,17 @@ def _announce(session: Session) -> None:
 
 def _finish(session: Session) -> RunResult:
     """Evaluate and export. The export does not depend on the evaluation, nor the checkpoint on either."""
-    sample = None
     try:
         session.evaluate()
-        sample = _sample(session)
     finally:
-        for line in said_at_save(session.assembly):
-            session.progress.say(line)
-        export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
         memory = compare(session.plan, session.meter.document())
         session.folder.write_json("memory.json", memory)
+        for line in said_at_save(session.assembly):
+            session.progress.say(line)
+        try:
+            sample = _sample(session)  # before the export, which takes an adapted model apart
+        finally:
+            export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
     evals = tuple(session.evals)
     peak = session.meter.allocated
     return RunResult(session.folder.path, session.step, evals, peak, sample, last_line(memory))
