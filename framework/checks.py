@@ -7,6 +7,7 @@ from pathlib import Path
 from framework.compose import Composition, Origin, draft
 from framework.compose.paths import exists, looks_local
 from framework.errors import Problem, RequestError
+from framework.memory.requirements import unmet_requirements
 from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.rules import Needs, find_conflicts
@@ -74,7 +75,7 @@ def _findings(
     """Problems and warnings. Rules that name a suspect key are left out: its value here is not what was meant."""
     problems: list[Problem] = []
     warnings: list[Problem] = []
-    for conflict in find_conflicts(config, needs):
+    for conflict in (*find_conflicts(config, needs), *unmet_requirements(config, runs_here=needs.devices == "one")):
         if any(_covers(bad, key) for bad in suspect for key in conflict.keys):
             continue
         places = {key: where for key in conflict.keys if (where := place(key, origins))}

@@ -2,9 +2,11 @@
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig
 
 from framework.build.activations import checkpoint_blocks
@@ -14,12 +16,19 @@ from framework.build.loss import Loss, build_loss
 from framework.build.model import build_model
 from framework.build.optimizer import build_optimizer
 from framework.build.place import Place
+from framework.build.products import choose_float32_products
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
-from framework.schema.choices import MixedPrecision
+from framework.schema.choices import MixedPrecision, SdpaBackend
 from framework.schema.config import TrainingConfig
 
 AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16}
+SDPA_BACKENDS = {
+    SdpaBackend.CUDNN: SDPBackend.CUDNN_ATTENTION,
+    SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
+    SdpaBackend.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
+    SdpaBackend.MATH: SDPBackend.MATH,
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,12 @@ class Assembly:
             return contextlib.nullcontext()
         return torch.autocast(self.place.kind, dtype=dtype)
 
+    @property
+    def attention(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of forward and backward (checkpoints run again there) in which `sdpa` finds its kernel."""
+        chosen = self.config.model.sdpa_backend
+        return contextlib.nullcontext() if chosen is None else sdpa_kernel(SDPA_BACKENDS[SdpaBackend(chosen)])
+
 
 def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Place, total_steps: int) -> Assembly:
     """Build model, adapter, loss, optimizer and schedule of a resolved config on `place`.
@@ -58,6 +73,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     `total_steps` is the number of optimizer steps of the whole run. Raises RequestError for what only the built
     model can tell: names that match nothing, weights that do not load.
     """
+    choose_float32_products(config.training, place)
     stated = architecture.dtype  # building writes the training dtype over it
     built = build_model(config, architecture, place)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype

@@ -135,6 +135,9 @@ def build_model(config: TrainingConfig, architecture: PretrainedConfig, place: P
         model = _pretrained(config, architecture, dtype, attention, place)
     else:
         model = _random(architecture, dtype, attention, place)
+    if config.model.sdpa_backend is not None and model.config._attn_implementation != "sdpa":
+        message = f"{architecture.model_type} does not use torch's attention here"
+        raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
     model.train()
     return model
 

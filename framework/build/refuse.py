@@ -3,6 +3,7 @@
 from typing import Literal
 
 from framework.errors import Problem, RequestError
+from framework.memory.requirements import unmet_requirements
 from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.rules import Needs, find_conflicts
@@ -15,7 +16,7 @@ def refuse_impossible(config: TrainingConfig, devices: Literal["one", "any"]) ->
     """
     problems = [
         Problem(conflict.keys[0], conflict.message, expected=conflict.expected)
-        for conflict in find_conflicts(config, Needs())
+        for conflict in (*find_conflicts(config, Needs()), *unmet_requirements(config, runs_here=devices == "one"))
         if not conflict.is_warning
     ]
     problems += [Problem(key, message, expected=works) for key, message, works in unavailable(config, devices)]

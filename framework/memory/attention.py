@@ -4,6 +4,7 @@ The choice is a data-driven copy of aten/src/ATen/native/transformers/cuda/sdp_u
 machine without the card torch would always take the mathematical path, whose memory is another.
 """
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,27 +50,47 @@ class Attention:
 _CUDNN_PREFERRED = ((9, 0), (10, 0), (10, 3))
 
 
-def choose_backend(card: GPUParams, call: Attention) -> Backend:
-    """The kernel that torch picks for `call` on `card` with default settings."""
+ALL = frozenset({Backend.CUDNN, Backend.FLASH, Backend.EFFICIENT, Backend.MATH})
+
+
+def choose_backend(card: GPUParams, call: Attention, allowed: Container[Backend] = ALL) -> Backend | None:
+    """The kernel that torch picks for `call` on `card`, of those that are `allowed`; None when none of them can."""
+    return next((backend for backend in _able(card, call) if _as_set(backend) in allowed), None)
+
+
+def _as_set(backend: Backend) -> Backend:
+    """torch's switch for a kernel: the CPU's flash kernel has CUDA's."""
+    return Backend.FLASH if backend is Backend.CPU_FLASH else backend
+
+
+def _able(card: GPUParams, call: Attention) -> Iterator[Backend]:
+    """Kernels that can serve `call`, in torch's order."""
     if card.capability is None:
-        return _choose_without_cuda(card, call)
-    capability = capability_of(card.capability)
-    if capability in _CUDNN_PREFERRED and _cudnn_can(capability, call):
-        return Backend.CUDNN
-    if _flash_can(capability, call):
-        return Backend.FLASH
-    if _efficient_can(capability, call):
-        return Backend.EFFICIENT
-    return Backend.MATH
+        yield from _able_without_cuda(card, call)
+    else:
+        capability = capability_of(card.capability)
+        prefers_cudnn, cudnn_can = capability in _CUDNN_PREFERRED, _cudnn_can(capability, call)
+        if prefers_cudnn and cudnn_can:
+            yield Backend.CUDNN
+        if _flash_can(capability, call):
+            yield Backend.FLASH
+        if _efficient_can(capability, call):
+            yield Backend.EFFICIENT
+        yield Backend.MATH
+        if not prefers_cudnn and cudnn_can and capability >= (8, 0):
+            yield Backend.CUDNN  # after `math`, which can serve all: only who asks for it alone gets it
 
 
-def _choose_without_cuda(card: GPUParams, call: Attention) -> Backend:
+def _able_without_cuda(card: GPUParams, call: Attention) -> Iterator[Backend]:
     """The CPU's flash kernel takes masks but no dropout (sdp_utils_cpp.cpp); ROCm's is AOTriton's, as CUDA's here."""
     if card.name == "cpu":
-        suits = call.same_head_dim and not call.dropout and call.kv_heads == call.heads
-        return Backend.CPU_FLASH if suits else Backend.MATH
-    suits = call.same_head_dim and call.half_precision and not call.masked and call.head_dim <= 256
-    return Backend.FLASH if suits else Backend.EFFICIENT
+        if call.same_head_dim and not call.dropout and call.kv_heads == call.heads:
+            yield Backend.CPU_FLASH
+    else:
+        if call.same_head_dim and call.half_precision and not call.masked and call.head_dim <= 256:
+            yield Backend.FLASH
+        yield Backend.EFFICIENT
+    yield Backend.MATH
 
 
 def _half_allowed(capability: tuple[int, int], call: Attention) -> bool:

@@ -24,9 +24,10 @@ class Setting:
     changes: str = ""
     """What is different in the trajectory of training. Empty: nothing but rounding."""
     hardware: str = ""
-    """`cuda`, or `cuda 8.9` for the lowest capability; empty: any."""
+    """What it runs on, of `cpu`, `cuda`, `cuda 8.9` (from that capability on) and `cuda 9.0 to 9.0`, with commas
+    between; empty: anything. `framework.memory.requirements` refuses the rest before anything is loaded."""
     package: str = ""
-    """Distribution that must be installed; empty: none beyond ours."""
+    """Distributions that must be installed, with commas between; empty: none beyond ours."""
     beside: Mapping[str, Any] = FrozenMapping()
     """Other keys without which this value has no effect, with the values they need."""
 
@@ -163,7 +164,22 @@ PRECISION = (
         ),
         ("activations",),
         "autocast",
-        "Matrix products in half precision beside float32 weights; adds a half-precision copy of the weights.",
+        "Matrix products in half precision beside float32 weights, the masters; adds a half-precision copy of them.",
+    ),
+    Lever(
+        "training.tf32",
+        (
+            Setting(False),
+            Setting(
+                True,
+                "float32 products at the tf32 rate of the card (not measured)",
+                "float32 products round their operands to 10 bits",
+                hardware="cuda 8.0",
+            ),
+        ),
+        (),
+        "float32_products",
+        "Speed of the products that stay in float32; memory is the same.",
     ),
 )
 
@@ -187,10 +203,29 @@ OPTIMIZERS = (
 KERNELS = (
     Lever(
         "model.attn_implementation",
-        (Setting("eager"), Setting("sdpa", "faster (not measured)")),
+        (
+            Setting("eager"),
+            Setting("sdpa", "faster (not measured)"),
+            Setting("flex_attention", "compiled at the first step (not measured)", hardware="cuda", package="triton"),
+            Setting("flash_attention_2", "as `sdpa` (not measured)", hardware="cuda 8.0", package="flash-attn"),
+            Setting("flash_attention_3", "not measured", hardware="cuda 9.0 to 9.0", package="flash-attn-3"),
+            Setting("flash_attention_4", "not measured", hardware="cuda 9.0 to 10.3", package="flash-attn-4"),
+        ),
         ("activations",),
         "attention_kernel",
         "`eager` keeps sequence x sequence scores of every head; fused kernels keep none.",
+    ),
+    Lever(
+        "model.sdpa_backend",
+        (
+            Setting("math"),
+            Setting("efficient", "faster (not measured)", hardware="cuda"),
+            Setting("flash", "faster (not measured)", hardware="cpu, cuda 8.0"),
+            Setting("cudnn", "torch's own choice on Hopper; faster (not measured)", hardware="cuda 8.0"),
+        ),
+        ("activations",),
+        "sdpa_kernel",
+        "Which kernel `sdpa` must take; unset, torch picks by card, dtype and head width. `math` keeps all scores.",
     ),
     Lever(
         "model.chunked_loss",

@@ -30,6 +30,8 @@ HOST_BASE_BYTES = 2500 * MIB
 measured on a GPU machine yet."""
 CHUNK = 1024
 """Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/loss.py; a test compares)."""
+PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Kernels that a rehearsal carries out with another of the same memory (framework/run/packaged_attention.py)."""
 UNATTRIBUTED_LIMIT = 0.01
 """Share of the peak that may be of unknown purpose before the plan warns."""
 
@@ -168,6 +170,8 @@ def step_time(rehearsal: Rehearsal) -> StepTime | None:
     if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
         return None
     operations = steady_step(rehearsal.trace)
+    if rehearsal.config.training.tf32:
+        operations = [_in_tf32(operation) for operation in operations]
     rehearsed = estimate_step(operations, card)
     accumulation = rehearsal.config.batch.accumulation
     if accumulation <= rehearsal.micro_batches:
@@ -175,6 +179,12 @@ def step_time(rehearsal: Rehearsal) -> StepTime | None:
     start, end = _micro_batches(operations)
     one_more = estimate_step([*operations[:end], *operations[start:end], *operations[end:]], card)
     return repeat_micro_batches(rehearsed, one_more, accumulation - rehearsal.micro_batches)
+
+
+def _in_tf32(operation: Operation) -> Operation:
+    """A float32 matrix product at the rate of tf32; anything else as it is."""
+    is_product = operation.shape and operation.dtype == "float32"
+    return operation._replace(dtype="tf32") if is_product else operation
 
 
 def _step_cost(rehearsal: Rehearsal) -> StepCost | None:
@@ -247,7 +257,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     said += rehearsal.said
     kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
     forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
+    forward += ["math"] if any(item.name == "_safe_softmax" for item in rehearsal.trace.operations) else []
     said += [f"attention runs as {name}" for name in forward]
+    if config.model.attn_implementation in PACKAGED_ATTENTION:
+        said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")
     if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):
         said.append("step time: shares of the data sheet's rates as measured on an H100")
     if config.training.compile:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from framework.memory.trace import RECOMPUTED, Operation
 from framework.schema.gpu import GPUParams
 
-_HALF = ("bfloat16", "float16")
+_TENSOR_CORE = ("bfloat16", "float16", "tf32")
 _TILE = (128, 256)
 _SMALL_TILE, _SMALL_TILE_SHARE = (128, 128), 0.9
 """Tiles of the output that one multiprocessor computes at a time, as cuBLAS chooses them on Hopper and Ampere."""
@@ -149,7 +149,7 @@ def _host_seconds(operation: Operation, efficiency: Efficiency) -> float:
 def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency) -> float:
     if not operation.flops:
         return 0.0
-    full = operation.dtype not in _HALF
+    full = operation.dtype not in _TENSOR_CORE
     if _is_attention(operation):
         backward = operation.name.endswith("backward")
         share = efficiency.attention_backward if backward else efficiency.attention_forward
@@ -161,7 +161,7 @@ def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Effic
 
 
 def _rate(dtype: str, card: GPUParams) -> float:
-    rates = {"bfloat16": card.bf16_flops, "float16": card.fp16_flops}
+    rates = {"bfloat16": card.bf16_flops, "float16": card.fp16_flops, "tf32": card.tf32_flops}
     rate = rates.get(dtype) or card.fp32_flops  # torch computes float32 products without tf32 unless told otherwise
     assert rate is not None
     return rate

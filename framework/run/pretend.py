@@ -24,9 +24,11 @@ import torch.utils._foreach_utils
 import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
+from framework.errors import Problem, RequestError
 from framework.memory.attention import Attention, Backend, choose_backend
 from framework.memory.cards import capability_of, supports_bf16
 from framework.run.autocast import HALF_DTYPES, Autocast
+from framework.run.packaged_attention import stand_in
 from framework.schema.gpu import GPUParams
 
 META = torch.device("meta")
@@ -157,10 +159,17 @@ def attend(
     """scaled_dot_product_attention as it runs on `card`. Queries (batch, heads, rows, width), result alike.
 
     On meta the C++ function always takes the mathematical path, so the card's kernel is called by its own name, with
-    the preparation of inputs that aten/src/ATen/native/transformers/attention.cpp makes for it.
+    the preparation of inputs that aten/src/ATen/native/transformers/attention.cpp makes for it. Raises RequestError
+    when none of the kernels that `torch.nn.attention.sdpa_kernel` left switched on can serve the call.
     """
     call = describe_attention(query, key, value, attn_mask, dropout_p, is_causal)
-    backend = choose_backend(card, call)
+    allowed = frozenset(backend for backend, is_on in _SWITCHES.items() if is_on())
+    backend = choose_backend(card, call, allowed)
+    if backend is None:
+        facts = f"{call.heads} heads over {call.kv_heads} keys, width {call.head_dim}, {_short(query.dtype)}"
+        message = f"{', '.join(allowed)} cannot serve this attention on {card.name} ({facts})"
+        nearest = choose_backend(card, call)
+        raise RequestError([Problem("model.sdpa_backend", message, expected=f"{nearest}, or leave it unset")])
     if backend is Backend.MATH:
         return _attend_by_definition(card, query, key, value, attn_mask, dropout_p, is_causal, scale)
     aten: Any = torch.ops.aten
@@ -190,6 +199,19 @@ def attend(
         query, key, value, bias, call.requires_grad, dropout_p, is_causal, scale=scale
     )
     return output
+
+
+_SWITCHES: Mapping[Backend, Callable[[], bool]] = {
+    Backend.CUDNN: torch.backends.cuda.cudnn_sdp_enabled,
+    Backend.FLASH: torch.backends.cuda.flash_sdp_enabled,
+    Backend.EFFICIENT: torch.backends.cuda.mem_efficient_sdp_enabled,
+    Backend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+"""What `sdpa_kernel` switches; the same on the CPU, whose flash kernel has CUDA's switch."""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _attend_by_definition(
@@ -352,6 +374,8 @@ def pretend(card: GPUParams) -> Iterator[PretendedCard]:
     try:
         if mode.device.type == "cuda":
             _patch_cuda(patches, card)
+            for owner, name, value in stand_in():
+                patches.set(owner, name, value)
         _patch_kernels(patches)
         _patch_autograd(patches, mode)
         with mode:

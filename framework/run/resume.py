@@ -36,6 +36,8 @@ RISKY = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
     "model.attn_implementation",
+    "model.sdpa_backend",
+    "training.tf32",
     "model.chunked_loss",
 }
 """Keys that change what is learnt from here on, but leave the checkpoint loadable. Everything else is refused."""

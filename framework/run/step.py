@@ -42,14 +42,15 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
     """
     supervised = torch.stack([supervised_tokens(batch) for batch in micro_batches]).sum()
     total = torch.zeros((), device=assembly.place.device)
-    for batch in micro_batches:
-        observe("forward")
-        with assembly.autocast:
-            loss = assembly.loss(assembly.model, batch, observe) / supervised
-        observe("backward")
-        assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-        del loss
+    with assembly.attention:
+        for batch in micro_batches:
+            observe("forward")
+            with assembly.autocast:
+                loss = assembly.loss(assembly.model, batch, observe) / supervised
+            observe("backward")
+            assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            del loss
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
     norm = _clip(assembly.trained, assembly.config.training.max_grad_norm)
@@ -72,7 +73,7 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
 def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore) -> tuple[Tensor, Tensor]:
     """(sum of token losses, supervised tokens) of one batch, as scalars on the device. Keeps no logits."""
     observe("eval")
-    with torch.no_grad(), assembly.autocast:
+    with torch.no_grad(), assembly.attention, assembly.autocast:
         return assembly.loss(assembly.model, batch, ignore), supervised_tokens(batch)
 
 

@@ -30,7 +30,14 @@ ROWS = (
     Row("training.compile", (False,), "torch.compile"),
     Row("training.empty_device_cache_steps", (None,), "emptying the device cache"),
     Row("training.on_oom", ("stop",), "repairing a run that is out of memory"),
-    Row("model.attn_implementation", (None, "eager", "sdpa"), "this attention kernel"),
+    Row(
+        "model.attn_implementation",
+        (
+            *(None, "eager", "sdpa", "flex_attention"),
+            *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+        ),
+        "attention over several devices",
+    ),
     Row("model.enable_liger_kernel", (False,), "Liger kernels"),
     Row("peft.peft_method", tuple(method for method in PeftMethod if method != "loftq"), "this adapter"),
     Row("peft.q_lora", (False,), "a quantized base"),

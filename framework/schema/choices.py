@@ -171,6 +171,21 @@ class Attention(Choice):
         }
 
 
+class SdpaBackend(Choice):
+    """The kernel behind torch's scaled_dot_product_attention."""
+
+    CUDNN = "cudnn"
+    FLASH = "flash"
+    EFFICIENT = "efficient"
+    MATH = "math"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"cudnn_attention": "cudnn", "flash_attention": "flash", "efficient_attention": "efficient"} | {
+            "mem_efficient": "efficient"
+        }
+
+
 class PeftMethod(Choice):
     """The adapter's kind."""
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from framework.schema.choices import Attention, TorchDtype
+from framework.schema.choices import Attention, SdpaBackend, TorchDtype
 from framework.schema.params import Auto, FrozenMapping, Integer, Params, Strings
 from framework.schema.training import Positive
 
@@ -33,6 +33,9 @@ class ModelParams(Params):
     attn_implementation: Attention | Auto | None = None
     """Attention kernel. `eager` keeps sequence x sequence scores per head; the others do not. Unset: `sdpa` where the
     model supports it, else `eager`."""
+    sdpa_backend: SdpaBackend | Auto | None = None
+    """The kernel that `sdpa` must take: `cudnn`, `flash`, `efficient` or `math`, which keeps sequence x sequence scores
+    per head. Unset: torch's choice for the card. One that cannot serve the model is an error."""
     enable_liger_kernel: bool | Auto = False
     """Fused Triton kernels and a loss that never builds the logits. Needs the package liger-kernel and a GPU."""
     chunked_loss: bool | Auto | Positive = False

@@ -49,7 +49,12 @@ def find_conflicts(config: TrainingConfig, needs: Needs) -> list[Conflict]:
 
 def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
     """Conflicts of a resolved config that its written values did not show: a checkpoint's dtype, on its card."""
-    return [conflict for rule in (_precision, _card) for conflict in rule(config) if not conflict.is_warning]
+    return [
+        conflict
+        for rule in (_precision, _card, _half_attention)
+        for conflict in rule(config)
+        if not conflict.is_warning
+    ]
 
 
 LEGAL_PRECISION = "float32 with none, float32 with bf16 or fp16 (float32 masters), or bfloat16 with none"
@@ -90,21 +95,19 @@ def _rounding_away(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("model.torch_dtype_str", "training.learning_rate"), message, expected, is_warning=True)
 
 
-_FLASH = {
-    Attention.FLASH_ATTENTION_2: (8, 0),
-    Attention.FLASH_ATTENTION_3: (9, 0),
-    Attention.FLASH_ATTENTION_4: (9, 0),
-}
-"""Lowest capability of each kernel, from the README of the flash-attention repository."""
+def _half_attention(config: TrainingConfig) -> Iterator[Conflict]:
+    """Kernels of the flash-attention package compute in half precision alone."""
+    kernel, computed = config.model.attn_implementation, config.training.mixed_precision_dtype
+    flash = (Attention.FLASH_ATTENTION_2, Attention.FLASH_ATTENTION_3, Attention.FLASH_ATTENTION_4)
+    if kernel in flash and config.model.torch_dtype_str == TorchDtype.FLOAT32 and computed == MixedPrecision.NONE:
+        keys = ("model.attn_implementation", "training.mixed_precision_dtype", "model.torch_dtype_str")
+        yield Conflict(keys, f"{kernel} does not compute in float32", "sdpa, or bf16 or fp16 autocast")
 
 
 def _card(config: TrainingConfig) -> Iterator[Conflict]:
-    card, attention = config.gpu, config.model.attn_implementation
+    """What `framework.memory.requirements` does not find, since it depends on how words go together."""
+    card = config.gpu
     if card.capability is None:
-        if card.name == "cpu" and attention in _FLASH:
-            yield Conflict(("model.attn_implementation", "gpu.name"), f"{attention} needs a GPU", "sdpa or eager")
-        if card.name == "cpu" and config.model.enable_liger_kernel is True:
-            yield Conflict(("model.enable_liger_kernel", "gpu.name"), "Liger kernels need a GPU", "false")
         return
     has = tuple(int(part) for part in card.capability.split("."))
     named = f"{card.name} has capability {card.capability}"
@@ -115,9 +118,6 @@ def _card(config: TrainingConfig) -> Iterator[Conflict]:
         if config.model.torch_dtype_str == TorchDtype.BFLOAT16:
             keys = ("model.torch_dtype_str", "gpu.name")
             yield Conflict(keys, f"bfloat16 needs capability 8.0, and {named}", "float32")
-    if isinstance(attention, Attention) and has < (lowest := _FLASH.get(attention, (0, 0))):
-        message = f"{attention} needs capability {lowest[0]}.{lowest[1]}, and {named}"
-        yield Conflict(("model.attn_implementation", "gpu.name"), message, "sdpa")
 
 
 def _batch(config: TrainingConfig) -> Iterator[Conflict]:
@@ -267,6 +267,12 @@ IDLE = (
         "peft.peft_method is neither prefix nor prompt",
     ),
     Idle(
+        ("model.sdpa_backend",),
+        "model.attn_implementation",
+        lambda c: c.model.attn_implementation not in (None, "auto", Attention.SDPA),
+        "model.attn_implementation is not sdpa",
+    ),
+    Idle(
         ("training.min_learning_rate",),
         "training.lr_scheduler_type",
         lambda c: c.training.lr_scheduler_type != Scheduler.COSINE_WITH_MIN_LR,
@@ -329,4 +335,16 @@ def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
         yield Conflict(("data.train",), "there is no training data", "data.train", is_warning)
 
 
-RULES = (_precision, _rounding_away, _card, _batch, _steps, _model, _tokenizer, _adapter, _finite, _idle)
+RULES = (
+    _precision,
+    _rounding_away,
+    _card,
+    _half_attention,
+    _batch,
+    _steps,
+    _model,
+    _tokenizer,
+    _adapter,
+    _finite,
+    _idle,
+)

@@ -77,6 +77,8 @@ class TrainingParams(Params):
     """dtype of autocast: matrix products run in it while the weights stay float32. Halves most activations and adds
     a half-precision copy of the weights in forward. `fp16` scales the loss and skips the steps that overflow. Unset:
     the card's best when weights are trained in float32 (bf16, else fp16; none on the CPU)."""
+    tf32: bool | None = None
+    """Let the card round float32 matrix products to tf32 (10 bits), many times faster. No memory. Unset: not."""
     enable_gradient_checkpointing: bool | Auto = False
     """Keep only each block's input and recompute the rest in backward: most activations go, for 15-40 % of speed."""
     gradient_checkpointing_kwargs: GradientCheckpointingKwargs = GradientCheckpointingKwargs()

@@ -84,3 +84,26 @@ def test_float32_over_grouped_queries_has_no_kernel_of_its_own() -> None:
     call = replace(CALL, half_precision=False, bfloat16=False)
     assert choose_backend(card("9.0"), call) is Backend.EFFICIENT
     assert choose_backend(card("9.0"), replace(call, kv_heads=2)) is Backend.MATH
+
+
+@pytest.mark.parametrize(
+    ("capability", "change", "only", "backend"),
+    [
+        ("9.0", {}, Backend.FLASH, Backend.FLASH),
+        ("9.0", {}, Backend.MATH, Backend.MATH),
+        ("9.0", {"kv_heads": 2}, Backend.EFFICIENT, None),
+        ("8.0", {}, Backend.CUDNN, Backend.CUDNN),
+        ("7.5", {}, Backend.CUDNN, None),
+        ("8.0", {"masked": True}, Backend.FLASH, None),
+    ],
+)
+def test_a_chosen_kernel_is_taken_or_none_is(
+    capability: str, change: dict[str, object], only: Backend, backend: Backend | None
+) -> None:
+    assert choose_backend(card(capability), replace(CALL, **change), {only}) is backend
+
+
+def test_cudnn_comes_after_math_where_torch_does_not_prefer_it() -> None:
+    call = replace(CALL, masked=True, kv_heads=1)
+    assert choose_backend(card("8.0"), call) is Backend.MATH
+    assert choose_backend(card("9.0"), call) is Backend.CUDNN

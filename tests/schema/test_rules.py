@@ -44,38 +44,13 @@ def test_unset_and_checkpoint_dtypes_are_left_to_what_derives_them():
     assert "model.torch_dtype_str" in conflicts(model={"torch_dtype_str": "float16"})
 
 
-def test_all_conflicts_with_the_card_are_told_at_once():
-    found = conflicts(
-        gpu=T4,
-        training={"mixed_precision_dtype": "bf16"},
-        model={"torch_dtype_str": "float32", "attn_implementation": "flash_attention_2"},
-    )
-    assert set(found) == {"training.mixed_precision_dtype", "model.attn_implementation"}
+def test_bfloat16_on_a_card_without_it_is_refused_wherever_it_is_asked_for():
+    found = conflicts(gpu=T4, training={"mixed_precision_dtype": "bf16"}, model={"torch_dtype_str": "float32"})
+    assert set(found) == {"training.mixed_precision_dtype"}
     assert all("7.5" in conflict.message and "t4" in conflict.message for conflict in found.values())
-    assert found["model.attn_implementation"].expected == "sdpa"
     assert "model.torch_dtype_str" in conflicts(
         gpu=T4, model={"torch_dtype_str": "bfloat16"}, training={"learning_rate": 1}
     )
-
-
-@pytest.mark.parametrize(
-    ("card", "attention", "fits"),
-    [
-        ("8.0", "flash_attention_2", True),
-        ("8.9", "flash_attention_3", False),
-        ("9.0", "flash_attention_3", True),
-        ("10.0", "flash_attention_2", True),
-        (None, "flash_attention_2", False),
-        (None, "sdpa", True),
-    ],
-)
-def test_attention_kernels_need_their_cards(card, attention, fits):
-    gpu = {"name": "card", "capability": card} if card else {"name": "cpu"}
-    assert fits == (not conflicts(gpu=gpu, model={"attn_implementation": attention}))
-
-
-def test_liger_needs_a_gpu():
-    assert "model.enable_liger_kernel" in conflicts(gpu={"name": "cpu"}, model={"enable_liger_kernel": True})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from framework.build.assembly import Assembly
-from framework.build.verify.activations import read_attention_kernel, read_checkpointed_blocks
+from framework.build.verify.activations import read_attention_kernel, read_checkpointed_blocks, read_sdpa_kernel
 from framework.build.verify.adapter import (
     read_adapter,
     read_adapter_dropout,
@@ -21,7 +21,13 @@ from framework.build.verify.batch import read_eval_batches, read_longest_row, re
 from framework.build.verify.loss import read_chunked_loss
 from framework.build.verify.optimizer import read_optimizer, read_optimizer_states
 from framework.build.verify.reading import FirstStep, Reading, table
-from framework.build.verify.weights import read_autocast, read_frozen_modules, read_parameters, read_weight_dtypes
+from framework.build.verify.weights import (
+    read_autocast,
+    read_float32_products,
+    read_frozen_modules,
+    read_parameters,
+    read_weight_dtypes,
+)
 from framework.errors import VerificationFailed
 
 __all__ = [
@@ -39,9 +45,11 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "parameters": read_parameters,
     "weight_dtypes": read_weight_dtypes,
     "autocast": read_autocast,
+    "float32_products": read_float32_products,
     "optimizer": read_optimizer,
     "checkpointed_blocks": read_checkpointed_blocks,
     "attention_kernel": read_attention_kernel,
+    "sdpa_kernel": read_sdpa_kernel,
     "chunked_loss": read_chunked_loss,
     "frozen_modules": read_frozen_modules,
     "adapter": read_adapter,

@@ -77,6 +77,14 @@ def read_autocast(assembly: Assembly) -> Iterator[Reading]:
     yield Reading("training.mixed_precision_dtype", str(asked), found, source)
 
 
+def read_float32_products(assembly: Assembly) -> Iterator[Reading]:
+    """torch's switch for float32 matrix products on CUDA, as it stands now."""
+    asked = assembly.config.training.tf32
+    found = str(torch.backends.cuda.matmul.fp32_precision == "tf32").lower()
+    source = f"torch.backends.cuda.matmul.fp32_precision {torch.backends.cuda.matmul.fp32_precision}"
+    yield Reading("training.tf32", None if asked is None else str(asked).lower(), found, source)
+
+
 def read_frozen_modules(assembly: Assembly) -> Iterator[Reading]:
     """What each pattern matched is still without gradients."""
     for index, item in enumerate(assembly.frozen):

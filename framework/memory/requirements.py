@@ -1,0 +1,84 @@
+"""What the chosen settings need of card and machine, by the levers table: found before anything is loaded. No torch."""
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+from framework.memory.cards import capability_of
+from framework.memory.levers import LEVERS, Lever, Setting
+from framework.schema.config import TrainingConfig
+from framework.schema.gpu import GPUParams
+from framework.schema.rules import Conflict
+
+
+def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conflict]:
+    """A conflict for each setting that the config's card cannot have, or, if it `runs_here`, that lacks its package.
+
+    A card without a capability that is not `cpu` is taken for one that can.
+    """
+    for lever, setting in _in_effect(config):
+        if not suits(setting.hardware, config.gpu):
+            is_cpu = config.gpu.name == "cpu"
+            named = "this is the cpu" if is_cpu else f"{config.gpu.name} has capability {config.gpu.capability}"
+            message = f"{_name(lever, setting)} needs {_in_words(setting.hardware)}, and {named}"
+            yield Conflict((lever.key, "gpu.name"), message, _nearest(lever, setting, config.gpu))
+        elif runs_here and (
+            missing := [name for name in setting.package.split(", ") if name and not is_installed(name)]
+        ):
+            packages = " and ".join(missing)
+            message = f"{_name(lever, setting)} needs {packages}, not installed here"
+            nearest = _nearest(lever, setting, config.gpu)
+            yield Conflict((lever.key,), message, f"pip install {' '.join(missing)}, or {nearest}")
+
+
+def _in_effect(config: TrainingConfig) -> Iterator[tuple[Lever, Setting]]:
+    for lever in LEVERS:
+        chosen: Any = config
+        for name in lever.key.split("."):
+            chosen = getattr(chosen, name)
+        for setting in lever.settings:
+            if isinstance(chosen, bool | str) and type(setting.value) is not int and chosen == setting.value:
+                yield lever, setting
+
+
+def _name(lever: Lever, setting: Setting) -> str:
+    return lever.key.rpartition(".")[2] if setting.value is True else str(setting.value)
+
+
+def _nearest(lever: Lever, setting: Setting, card: GPUParams) -> str:
+    """The setting before this one in the table that needs no package and suits the card."""
+    before = lever.settings[: lever.settings.index(setting)]
+    found = next((item.value for item in reversed(before) if not item.package and suits(item.hardware, card)), None)
+    return "leave it unset" if found is None else str(found).lower() if isinstance(found, bool) else str(found)
+
+
+def suits(hardware: str, card: GPUParams) -> bool:
+    """Whether a card is one of those that `Setting.hardware` lists."""
+    if not hardware or (card.capability is None and card.name != "cpu"):
+        return True
+    return any(_is_one_of(part.strip(), card) for part in hardware.split(","))
+
+
+def _is_one_of(part: str, card: GPUParams) -> bool:
+    kind, _, limits = part.partition(" ")
+    if kind == "cpu" or card.capability is None:
+        return kind == "cpu" and card.name == "cpu"
+    lowest, _, highest = limits.partition(" to ")
+    has = capability_of(card.capability)
+    return capability_of(lowest or "0.0") <= has <= capability_of(highest or "99.0")
+
+
+def _in_words(hardware: str) -> str:
+    words = re.sub(r"cuda (\S+) to \1", r"capability \1 and no other", hardware)
+    words = re.sub(r"cuda (\S+) to (\S+)", r"capability \1 to \2", words)
+    return re.sub(r"cuda (\S+)", r"capability \1", words).replace("cuda", "a CUDA GPU").replace(", ", " or ")
+
+
+def is_installed(package: str) -> bool:
+    """Whether a distribution of this name is installed. Imports nothing."""
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""What a setting needs of card and machine is found from the text alone, everything at once."""
+
+import pytest
+
+from framework.checks import PLAN, TRAIN, check
+from framework.errors import RequestError
+from framework.memory import requirements
+from framework.memory.requirements import suits, unmet_requirements
+from framework.schema.config import TrainingConfig
+from framework.schema.gpu import GPUParams
+
+LLAMA = {"architecture": {"model_type": "llama"}, "load_pretrained_weights": False}
+CPU = {"name": "cpu"}
+FLASH = "flash_attention_2"
+
+
+def card(capability):
+    return {"name": "card", "capability": capability} if capability else CPU
+
+
+def unmet(here=False, **sections):
+    found = unmet_requirements(TrainingConfig.model_validate(sections), here)
+    return {conflict.keys[0]: conflict for conflict in found}
+
+
+@pytest.mark.parametrize(
+    ("capability", "model", "fits"),
+    [
+        ("8.0", {"attn_implementation": FLASH}, True),
+        ("7.5", {"attn_implementation": FLASH}, False),
+        ("8.9", {"attn_implementation": "flash_attention_3"}, False),
+        ("9.0", {"attn_implementation": "flash_attention_3"}, True),
+        ("10.0", {"attn_implementation": "flash_attention_3"}, False),
+        ("10.0", {"attn_implementation": "flash_attention_4"}, True),
+        ("12.0", {"attn_implementation": "flash_attention_4"}, False),
+        ("10.0", {"attn_implementation": FLASH}, True),
+        (None, {"attn_implementation": FLASH}, False),
+        (None, {"attn_implementation": "flex_attention"}, False),
+        ("7.0", {"attn_implementation": "flex_attention"}, True),
+        (None, {"attn_implementation": "sdpa"}, True),
+        (None, {"sdpa_backend": "flash"}, True),
+        (None, {"sdpa_backend": "cudnn"}, False),
+        (None, {"sdpa_backend": "efficient"}, False),
+        ("7.0", {"sdpa_backend": "efficient"}, True),
+        ("7.5", {"sdpa_backend": "flash"}, False),
+        ("8.6", {"sdpa_backend": "cudnn"}, True),
+    ],
+)
+def test_kernels_need_their_cards(capability, model, fits):
+    assert fits == (not unmet(gpu=card(capability), model=model))
+
+
+def test_a_card_known_to_be_no_cuda_card_is_taken_for_one_that_can():
+    assert suits("cuda 9.0", GPUParams(name="mi300x_192gb"))
+    assert not suits("cuda", GPUParams(name="cpu"))
+
+
+def test_every_conflict_with_the_card_comes_in_one_report():
+    """P03: bf16, tf32 and flash attention on capability 7.0, each with key, reason and replacement."""
+    config = TrainingConfig.model_validate(
+        {
+            "gpu": {"name": "v100", "capability": "7.0"},
+            "training": {"mixed_precision_dtype": "bf16", "tf32": True},
+            "model": {**LLAMA, "attn_implementation": FLASH, "torch_dtype_str": "float32"},
+        }
+    )
+    with pytest.raises(RequestError) as caught:
+        check(config, PLAN)
+    found = {problem.key: problem for problem in caught.value.problems}
+    assert set(found) == {"training.mixed_precision_dtype", "training.tf32", "model.attn_implementation"}
+    assert all("capability 7.0" in problem.message and "v100" in problem.message for problem in found.values())
+    assert "fp16" in found["training.mixed_precision_dtype"].expected
+    assert found["training.tf32"].expected == "false"
+    assert found["model.attn_implementation"].expected == "sdpa"
+
+
+def test_a_package_that_is_not_here_is_named_with_what_works_instead(monkeypatch):
+    monkeypatch.setattr(requirements, "is_installed", lambda package: package != "flash-attn")
+    model = {**LLAMA, "attn_implementation": FLASH}
+    problem = unmet(here=True, gpu=card("8.0"), model=model)["model.attn_implementation"]
+    assert "flash-attn, not installed" in problem.message
+    assert problem.expected == "pip install flash-attn, or sdpa"
+    config = TrainingConfig.model_validate({"gpu": card("8.0"), "model": model, "data": {"train": [{"path": "x"}]}})
+    with pytest.raises(RequestError, match="flash-attn"):
+        check(config, TRAIN)
+    check(config, PLAN)  # a plan needs neither the card nor the package
+
+
+def test_nothing_is_needed_by_the_defaults():
+    assert not unmet(here=True)
+    assert requirements.is_installed("torch")
+    assert not requirements.is_installed("no-such-package")
+
+
+@pytest.mark.parametrize("kernel", [FLASH, "flash_attention_4"])
+def test_kernels_of_the_flash_package_do_not_compute_in_float32(kernel):
+    config = {
+        "gpu": card("10.0"),
+        "model": {**LLAMA, "attn_implementation": kernel, "torch_dtype_str": "float32"},
+        "training": {"mixed_precision_dtype": "none"},
+    }
+    with pytest.raises(RequestError, match="does not compute in float32"):
+        check(TrainingConfig.model_validate(config), PLAN)
