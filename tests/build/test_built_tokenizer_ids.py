@@ -3,9 +3,11 @@
 import warnings
 
 import pytest
+import torch
 
 from framework.build.adapter import attach_adapter
 from framework.build.model import read_architecture
+from framework.build.place import real_place
 from framework.build.tokenizer import train_tokenizer
 from framework.schema.config import TrainingConfig
 from framework.schema.peft import PeftParams
@@ -24,4 +26,4 @@ def test_attaching_an_adapter_warns_of_nothing():
     model = tiny_assembly(tiny_config()).model
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attach_adapter(PeftParams(), model)
+        attach_adapter(PeftParams(), model, real_place(torch.device("cpu")), masters=False)
