@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from framework.build.hub import one_line
 from framework.build.model import TORCH_DTYPES
 from framework.build.place import Place
+from framework.build.quantize import Factors
 from framework.build.targets import KEY, Targets, find_targets
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod, TorchDtype
@@ -52,6 +53,8 @@ class Adapter:
     model: PeftModel
     targets: Targets
     initial: dict[str, Tensor] = field(default_factory=dict)
+    starts_from_losses: int = 0
+    """Modules whose adapter starts from what quantisation has lost there."""
 
     @property
     def cautions(self) -> tuple[str, ...]:
@@ -59,10 +62,11 @@ class Adapter:
         return self.targets.cautions
 
 
-def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, masters: bool) -> Adapter:
+def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, masters: bool, lost: Factors) -> Adapter:
     """The model with its weights frozen and the adapter beside them, in float32 unless another dtype was asked for.
 
     `masters`: there is autocast, so that modules trained whole can be float32 too; else they keep the base's dtype.
+    `lost`: the factors that loftq starts from.
     Raises RequestError naming the linear layers there are when a target matches none of them.
     """
     is_prompt = params.peft_method in PROMPTS
@@ -89,9 +93,24 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
             whole = torch.float32 if masters else model.dtype  # peft's own layers cast what they are given
             dtype = whole if ".modules_to_save." in name else adapter_dtype(params, model)
             parameter.data = parameter.data.to(dtype)
+    started = sum(_start_from(layer, factors) for layer, factors in _layers(adapted, lost))
     moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed
     initial = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(adapted)} if moved else {}
-    return Adapter(adapted, targets, initial)
+    return Adapter(adapted, targets, initial, started)
+
+
+def _layers(adapted: PeftModel, lost: Factors) -> Iterator[tuple[nn.Module, tuple[Tensor, Tensor]]]:
+    for name, factors in lost.items():
+        yield adapted.get_submodule(f"base_model.model.{name}"), factors
+
+
+def _start_from(layer: nn.Module, factors: tuple[Tensor, Tensor]) -> bool:
+    """LoftQ (arXiv 2310.08659): base and adapter together begin where the base was before it was quantised."""
+    if not isinstance(layer, LoraLayer):
+        return False
+    layer.lora_A["default"].weight.data.copy_(factors[0])
+    layer.lora_B["default"].weight.data.copy_(factors[1] / layer.scaling["default"])
+    return True
 
 
 def adapter_state(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
@@ -191,8 +210,9 @@ def ties_any(model: PreTrainedModel, names: list[str]) -> bool:
     return any(name == wanted or name.endswith(f".{wanted}") for name in tied for wanted in names)
 
 
-def adapter_kind(model: nn.Module) -> str:
+def adapter_kind(adapter: Adapter) -> str:
     """The kind of adapter that the built layers are, by our name for it."""
+    model = adapter.model
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     config = getattr(model, "peft_config", {}).get("default")
     if not layers or config is None:
@@ -203,6 +223,8 @@ def adapter_kind(model: nn.Module) -> str:
         return "dora"
     if any(module.use_rslora.get("default") for module in layers):
         return "rslora"
+    if adapter.starts_from_losses == len(layers):
+        return "loftq"
     return str(MOVED.get(config.init_lora_weights, PeftMethod.LORA))
 
 

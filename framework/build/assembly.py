@@ -17,6 +17,7 @@ from framework.build.model import build_model
 from framework.build.optimizer import build_optimizer
 from framework.build.place import Place
 from framework.build.products import choose_float32_products
+from framework.build.quantize import quantize, require_bitsandbytes
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.schema.choices import MixedPrecision, SdpaBackend
@@ -75,13 +76,18 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     """
     choose_float32_products(config.training, place)
     stated = architecture.dtype  # building writes the training dtype over it
-    built = build_model(config, architecture, place)
+    quantized = config.training.use_peft and config.peft.q_lora
+    if quantized:
+        require_bitsandbytes()
+    autocast = AUTOCAST_DTYPES.get(MixedPrecision(config.training.mixed_precision_dtype or "none"))
+    built = build_model(config, architecture, place, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
+    lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
     model: nn.Module = built
     frozen = freeze(model, config.model.freeze_layers)
     checkpoint_blocks(config.training, model)
-    masters = config.training.mixed_precision_dtype not in (None, MixedPrecision.NONE)
-    adapter = attach_adapter(config.peft, built, place, masters) if config.training.use_peft else None
+    masters = autocast is not None
+    adapter = attach_adapter(config.peft, built, place, masters, lost) if config.training.use_peft else None
     model = adapter.model if adapter is not None else model
     loss = build_loss(config.model, model)
     optimizer = build_optimizer(config, model, place)

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from framework.build.adapter import still_zero
 from framework.build.assembly import Assembly
 from framework.build.loss import causal_model
-from framework.build.quantize import weight_count
+from framework.build.quantize import quantized_kinds, unquantized, weight_count
 
 GROUPS = ("attention", "dense MLP", "experts", "head", "other")
 
@@ -20,7 +20,11 @@ GROUPS = ("attention", "dense MLP", "experts", "head", "other")
 def said_of_adapter(assembly: Assembly) -> tuple[str, ...]:
     """What to tell before the first step: what the adapter covers."""
     on_modules = assembly.adapter is not None and not hasattr(assembly.model, "prompt_encoder")
-    return (coverage_line(assembly.model),) if on_modules else ()
+    said = [coverage_line(assembly.model)] if on_modules else []
+    if kinds := quantized_kinds(assembly.model):
+        listed = ", ".join(f"{count} linear layers in {kind}" for kind, count in kinds.items())
+        said.append(f"base: {listed}; not quantised, nor cast: {unquantized(causal_model(assembly.model))}")
+    return tuple(said)
 
 
 def said_at_save(assembly: Assembly) -> tuple[str, ...]:

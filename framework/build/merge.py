@@ -5,6 +5,7 @@ import warnings
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from framework.build.quantize import dequantize, is_quantized
 
@@ -53,6 +54,7 @@ def _on_plain_weights(model: PeftModel) -> PeftModel:
     base = model.unload()
     dequantize(base)
     config.init_lora_weights = True
+    config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in base.modules())  # packed layers never are
     plain = PeftModel(base, config, autocast_adapter_dtype=True)
     set_peft_model_state_dict(plain, state)
     return plain

@@ -6,15 +6,16 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from framework.build.hub import hub_is_reachable, nearest, one_line
 from framework.build.place import Place
+from framework.build.quantize import quantization
 from framework.build.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
 from framework.memory.resolve import resolve
 from framework.schema.architecture import position_count, scales_positions
-from framework.schema.choices import TorchDtype
+from framework.schema.choices import PeftMethod, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.rules import find_derived_conflicts
 
@@ -123,16 +124,20 @@ def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
     return read
 
 
-def build_model(config: TrainingConfig, architecture: PretrainedConfig, place: Place) -> PreTrainedModel:
+def build_model(
+    config: TrainingConfig, architecture: PretrainedConfig, place: Place, computed: torch.dtype | None = None
+) -> PreTrainedModel:
     """A causal language model in train mode: pretrained weights streamed to the place, or random ones.
 
     `model.torch_dtype_str` must be resolved; `auto` takes the checkpoint's dtype (float32 where it states none).
+    `computed` is autocast's dtype, which the weights of a base that is quantised while it loads are multiplied in.
     Raises RequestError when the weights cannot be loaded or do not match the architecture.
     """
     dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
     attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
+    packed = quantization(config.peft, computed or dtype) if is_packed_when_loaded(config) else None
     if config.model.load_pretrained_weights and not place.rehearsed:
-        model = _pretrained(config, architecture, dtype, attention, place)
+        model = _pretrained(config, architecture, dtype, attention, place, packed)
     else:
         model = _random(architecture, dtype, attention, place)
     if config.model.sdpa_backend is not None and model.config._attn_implementation != "sdpa":
@@ -140,6 +145,11 @@ def build_model(config: TrainingConfig, architecture: PretrainedConfig, place: P
         raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
     model.train()
     return model
+
+
+def is_packed_when_loaded(config: TrainingConfig) -> bool:
+    """Whether pretrained weights are quantised one by one as they arrive; loftq needs all of each to see its loss."""
+    return config.training.use_peft and config.peft.q_lora and config.peft.peft_method is not PeftMethod.LOFTQ
 
 
 def _random(architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place) -> PreTrainedModel:
@@ -162,7 +172,12 @@ def _refused(architecture: PretrainedConfig, attention: str | None, error: Excep
 
 
 def _pretrained(
-    config: TrainingConfig, architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
+    config: TrainingConfig,
+    architecture: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str | None,
+    place: Place,
+    packed: BitsAndBytesConfig | None,
 ) -> PreTrainedModel:
     name = config.model.model_name
     if name is None:
@@ -175,6 +190,7 @@ def _pretrained(
                 )
             ]
         )
+    loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # packed from the host, later
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
@@ -184,7 +200,8 @@ def _pretrained(
             revision=config.model.model_revision or "main",
             trust_remote_code=config.model.trust_remote_code,
             local_files_only=not hub_is_reachable(),
-            device_map={"": place.device},
+            device_map={"": "cpu" if loses_first else place.device},
+            quantization_config=packed,
             output_loading_info=True,
             use_safetensors=True,
         )

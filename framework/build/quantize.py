@@ -1,6 +1,154 @@
-"""`peft.q_lora` becomes a frozen base in 4 or 8 bits."""
+"""`peft.q_lora` becomes a frozen base in 4 or 8 bits, through bitsandbytes.
 
+Linear layers are packed; embeddings, head, norms and stacked experts stay in the model's own dtype, and nothing is
+cast to float32 (peft's prepare_model_for_kbit_training would: on an 8B model 2 GiB, and larger activations).
+"""
+
+import importlib.util
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.build.place import Place
+from framework.errors import Problem, RequestError
+from framework.schema.choices import PeftMethod
+from framework.schema.peft import PeftParams
+
+BLOCK, NESTED_BLOCK = 64, 256
+"""Weights, and scales, that share one scale (bitsandbytes/functional.py, quantize_4bit)."""
+DECOMPOSITION_ITERATIONS = 16
+"""Of the fast singular value decomposition, as peft's `pissa_niter_16`."""
+
+Factors = Mapping[str, tuple[Tensor, Tensor]]
+"""Name of a module -> (A, B), on the host."""
+
+
+def require_bitsandbytes() -> None:
+    """Raises RequestError when the package that packs the weights is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        message = "a quantised base needs the package bitsandbytes, which is not installed"
+        expected = "pip install bitsandbytes, or peft.q_lora: false (LoRA on a base in bfloat16)"
+        raise RequestError([Problem("peft.q_lora", message, expected=expected)])
+
+
+def quantization(params: PeftParams, computed: torch.dtype) -> BitsAndBytesConfig:
+    """What transformers is told. `computed` is the dtype that 4-bit weights are multiplied in."""
+    if params.q_lora_bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=str(params.bnb_4bit_quant_type),
+        bnb_4bit_use_double_quant=params.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=computed,
+    )
+
+
+def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, place: Place) -> Factors:
+    """Pack the linear layers of a model that was built in full, as a quantised load would; other tensors move to
+    `place`. A model that was loaded packed stays as it is.
+
+    For loftq, the factors of the best adapter of rank `lora_r` for what each layer loses; else nothing.
+    """
+    import bitsandbytes as bnb
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    lost: dict[str, tuple[Tensor, Tensor]] = {}
+    if not is_quantized(model):
+        plain = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+        config = quantization(params, computed)
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+        quantizer.preprocess_model(model, device_map=None)
+        for name, module in model.named_modules():
+            if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+                weight, module.bias = plain[name].weight.detach(), plain[name].bias
+                weight = (weight.T if isinstance(plain.pop(name), Conv1D) else weight).contiguous()
+                _fill(module, weight, place)
+                if params.peft_method is PeftMethod.LOFTQ and not place.rehearsed:
+                    lost[name] = _best_factors(weight.float().cpu() - dequantized(module).float().cpu(), params.lora_r)
+        quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+        _move_rest(model, place)
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # evaluation would repack the weight in a form nobody trains on
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line for each 8-bit product
+    return lost
+
+
+def _fill(module: Any, weight: Tensor, place: Place) -> None:
+    import bitsandbytes as bnb
+
+    is_4bit, old = isinstance(module, bnb.nn.Linear4bit), module.weight
+    if place.rehearsed:
+        module.weight = _packed_shape(old, weight, place.device) if is_4bit else _bytes_shape(weight)
+    elif is_4bit:
+        # the module comes along, because the quantisation leaves the scales with it too
+        module.weight = bnb.nn.Params4bit(weight, requires_grad=False, **{**old.__dict__, "module": module}).to(
+            place.device
+        )
+    else:
+        module.weight = bnb.nn.Int8Params(weight.cpu(), requires_grad=False).to(place.device)
+    module._is_hf_initialized = True
+
+
+def _packed_shape(old: Any, weight: Tensor, device: torch.device) -> Any:
+    """A 4-bit weight without values: what quantize_4bit leaves behind."""
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState
+
+    count = weight.numel()
+    scales = -(-count // BLOCK)
+    state = QuantState(
+        absmax=torch.empty(scales, dtype=torch.float32, device=device),
+        shape=weight.shape,
+        code=torch.empty(16, dtype=torch.float32, device=device),
+        blocksize=BLOCK,
+        quant_type=old.quant_type,
+        dtype=weight.dtype,
+    )
+    if old.compress_statistics:
+        state.absmax = torch.empty(scales, dtype=torch.uint8, device=device)
+        state.offset = torch.empty((), dtype=torch.float32, device=device)
+        state.state2 = QuantState(
+            absmax=torch.empty(-(-scales // NESTED_BLOCK), dtype=torch.float32, device=device),
+            code=torch.empty(256, dtype=torch.float32, device=device),
+            blocksize=NESTED_BLOCK,
+            dtype=torch.float32,
+        )
+        state.nested = True
+    data = torch.empty(((count + 1) // 2, 1), dtype=torch.uint8, device=device)
+    settings = {"quant_type": old.quant_type, "compress_statistics": old.compress_statistics, "blocksize": BLOCK}
+    return bnb.nn.Params4bit(data, requires_grad=False, quant_state=state, bnb_quantized=True, **settings)
+
+
+def _bytes_shape(weight: Tensor) -> Any:
+    import bitsandbytes as bnb
+
+    data = torch.empty_like(weight, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    return bnb.nn.Int8Params(data, requires_grad=False, CB=data, SCB=scales)
+
+
+def _move_rest(model: PreTrainedModel, place: Place) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != place.device.type:
+            tensor.data = tensor.data.to(place.device)
+
+
+def _best_factors(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(A, B) whose product B A is closest to `residual` (out, in)."""
+    left, scales, right = torch.svd_lowrank(residual, min(rank, *residual.shape), niter=DECOMPOSITION_ITERATIONS)
+    roots = scales.sqrt()
+    a, b = roots[:, None] * right.T, left * roots
+    missing = rank - len(roots)
+    return torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
 
 
 def weight_count(parameter: Tensor) -> int:
@@ -9,11 +157,85 @@ def weight_count(parameter: Tensor) -> int:
     return int(state.shape.numel()) if state is not None else parameter.numel()
 
 
+def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """What packed weights need beside them, which is neither parameter nor buffer: scales, codes, offsets."""
+    for module in model.modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")  # peft's layers show that of their base
+        state = getattr(weight, "quant_state", None)
+        if state is not None:
+            found = [state.absmax, state.code, state.offset]
+            found += [state.state2.absmax, state.state2.code] if state.nested else []
+            yield from (tensor for tensor in found if tensor is not None)
+        elif type(weight).__name__ == "Int8Params":
+            kept: Any = module.state
+            scales = weight.SCB if weight.SCB is not None else kept.SCB  # type: ignore[union-attr]
+            if scales is not None:
+                yield scales
+
+
 def is_quantized(model: nn.Module) -> bool:
     """Whether any weight of the model is held in 4 or 8 bits."""
     return any(type(parameter).__name__ in ("Params4bit", "Int8Params") for parameter in model.parameters())
 
 
-def dequantize(model: nn.Module) -> None:
-    """Plain layers in place of the quantised ones."""
-    raise NotImplementedError
+def quantized_kinds(model: nn.Module) -> Counter[str]:
+    """What the packed layers are, in words, with how many there are."""
+    kinds: Counter[str] = Counter()
+    for parameter in model.parameters():
+        if type(parameter).__name__ == "Params4bit":
+            settings: Any = parameter
+            kinds[kind_name(4, settings.quant_type, settings.quant_state.nested)] += 1
+        elif type(parameter).__name__ == "Int8Params":
+            kinds[kind_name(8, "", False)] += 1
+    return kinds
+
+
+def kind_name(bits: int, code: str, nested: bool) -> str:
+    """`4-bit nf4, nested scales` and the like."""
+    return f"4-bit {code}" + (", nested scales" if nested else "") if bits == 4 else "8-bit"
+
+
+def unquantized(model: PreTrainedModel) -> str:
+    """The frozen parameters that are not packed, by place and dtype, in one line."""
+    counted: Counter[tuple[str, str]] = Counter()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or type(parameter).__name__ in ("Params4bit", "Int8Params"):
+            continue
+        owner = model.get_submodule(name.rpartition(".")[0])
+        known = {id(embedding): "embedding", id(head): "head"}.get(id(owner))
+        kind = known or ("experts" if parameter.dim() == 3 else "norms and biases" if parameter.dim() == 1 else "other")
+        counted[kind, str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return ", ".join(f"{kind} {count:,} {dtype}" for (kind, dtype), count in counted.most_common())
+
+
+def dequantized(module: Any) -> Tensor:
+    """The weight of a packed layer as a matrix (out, in)."""
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    weight: Tensor = dequantize_bnb_weight(module.weight, getattr(module, "state", None)).detach()
+    return weight
+
+
+def dequantize(model: PreTrainedModel) -> None:
+    """Plain layers, in the model's own dtype, in place of the packed ones."""
+    import bitsandbytes as bnb
+
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            continue
+        weight = dequantized(module).to(model.get_input_embeddings().weight.dtype)
+        if getattr(module, "source_cls", nn.Linear) is Conv1D:
+            plain: nn.Module = Conv1D(weight.shape[0], weight.shape[1])
+            plain.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
+        else:
+            plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            plain.weight = nn.Parameter(weight, requires_grad=False)
+        plain.bias = module.bias
+        model.set_submodule(name, plain)
+    model.hf_quantizer.remove_quantization_config(model)
+    for attribute in ("is_loaded_in_4bit", "is_loaded_in_8bit", "hf_quantizer"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+    with warnings.catch_warnings():
+        model.config._is_quantized = False

@@ -72,6 +72,7 @@ class Lever:
 
 
 _ADAPTED = {"training.use_peft": True}
+_QUANTIZED = {**_ADAPTED, "peft.q_lora": True}
 _GLOBAL_8 = {"training.global_batch_size": 8}
 
 BATCH = (
@@ -304,6 +305,52 @@ ADAPTERS = (
         ("weights", "gradients", "optimizer"),
         "adapter_dtype",
         "dtype of the adapter's weights, and so of their gradients and states.",
+    ),
+    Lever(
+        "peft.q_lora",
+        (
+            Setting(False, beside=_ADAPTED),
+            Setting(
+                True,
+                "slower: weights are unpacked for each product (not measured)",
+                "the base is rounded to 4 or 8 bits",
+                package="bitsandbytes",
+                beside=_ADAPTED,
+            ),
+        ),
+        ("weights",),
+        "quantized",
+        "Linear layers of the frozen base in 4 or 8 bits; embeddings, head, norms and experts stay as they are.",
+    ),
+    Lever(
+        "peft.q_lora_bits",
+        (
+            Setting(8, package="bitsandbytes", beside=_QUANTIZED),
+            Setting(4, "not measured", "the base is rounded to 4 bits", package="bitsandbytes", beside=_QUANTIZED),
+        ),
+        ("weights",),
+        "quantized",
+        "Bits a frozen weight.",
+    ),
+    Lever(
+        "peft.bnb_4bit_quant_type",
+        (
+            Setting("nf4", package="bitsandbytes", beside=_QUANTIZED),
+            Setting("fp4", "none", "another rounding", package="bitsandbytes", beside=_QUANTIZED),
+        ),
+        (),
+        "quantized",
+        "Code of the 4-bit numbers. Moves no memory.",
+    ),
+    Lever(
+        "peft.use_bnb_nested_quant",
+        (
+            Setting(False, package="bitsandbytes", beside=_QUANTIZED),
+            Setting(True, "not measured", "the scales are rounded too", package="bitsandbytes", beside=_QUANTIZED),
+        ),
+        ("weights",),
+        "quantized",
+        "Scales of the 4-bit blocks in 8 bits: 0.37 bits a weight less.",
     ),
     Lever(
         "peft.lora_plus_lr_ratio",

@@ -99,8 +99,8 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad or not adapted
     }
-    kept = set(model.state_dict())
-    buffers = {} if adapted else {name: tensor for name, tensor in model.named_buffers() if name in kept}
+    kept = set() if adapted else set(model.state_dict())
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in kept}
     return {**parameters, **buffers}
 
 

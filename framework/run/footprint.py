@@ -9,13 +9,14 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.assembly import Assembly
 from framework.build.loss import causal_model
+from framework.build.quantize import scale_tensors, weight_count
 from framework.memory.planning import Footprint
 from framework.run.checkpoint import trained_state
 
 
 def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """Parameters and buffers of the model, each once."""
-    return [*assembly.model.parameters(), *assembly.model.buffers()]
+    """Parameters and buffers of the model, each once, and what packed weights keep beside them."""
+    return [*assembly.model.parameters(), *assembly.model.buffers(), *scale_tensors(assembly.model)]
 
 
 def state_tensors(assembly: Assembly) -> list[torch.Tensor]:
@@ -29,7 +30,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
     parameters = list(assembly.model.parameters())
     trained_products, frozen_products = count_product_weights(assembly.model)
     return Footprint(
-        total_parameters=sum(parameter.numel() for parameter in parameters),
+        total_parameters=sum(weight_count(parameter) for parameter in parameters),
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         weight_sizes=_sizes(held_tensors(assembly)),
         trained_sizes=_sizes(trained_state(assembly.model).values()),
@@ -61,7 +62,7 @@ def count_product_weights(model: nn.Module) -> tuple[int, int]:
     counts = {True: 0, False: 0}
     for parameter in model.parameters():
         if id(parameter) in multiplied:
-            counts[parameter.requires_grad] += parameter.numel()
+            counts[parameter.requires_grad] += weight_count(parameter)
         elif parameter.dim() == 3:  # the experts of one layer, stacked
             counts[parameter.requires_grad] += int(parameter.numel() * share)
     return counts[True], counts[False]

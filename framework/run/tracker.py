@@ -5,6 +5,7 @@ hold. Kinds are decided at birth by phase and shape and corrected when more is k
 forward was a temporary, and `claim` names weights, gradients and optimizer states from the real objects.
 """
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from framework.memory.trace import RECOMPUTED, Kind, Operation, Space, Trace
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
+from framework.run.packed import is_packed_product, packed_result, packed_shape, packed_workspace
 from framework.run.pointwise import pointwise_result
 from framework.schema.gpu import GPUParams
 
@@ -183,6 +185,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = None if kwargs else pointwise_result(func, args)
             if packet is aten._grouped_mm:
                 result = kernels.grouped_product(*args)
+            elif result is None:
+                result = packed_result(packet, args, kwargs)
             if result is None:
                 result = func(*args, **kwargs)
             self._record(func, packet, args, kwargs, result)
@@ -199,12 +203,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made_memory = len(self.trace.events) > events
         if packet in _IN_PLACE_IN_BACKWARD and made_memory and self.phase == _BACKWARD and not torch.is_grad_enabled():
             self._note_update(packet, args, result)
-        if not (made_memory or func._schema.is_mutable or packet in kernels.MATRIX_PRODUCTS):
+        is_product = packet in kernels.MATRIX_PRODUCTS or is_packed_product(packet)
+        if not (made_memory or func._schema.is_mutable or is_product):
             self.trace.operations.append(Operation(packet.__name__, self._operation_phase(), 0, 0, ""))
             return
-        if packet in kernels.MATRIX_PRODUCTS:
+        if is_product:
             self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
-        blocks = [self._bear(size, Kind.TEMPORARIES) for size in kernels.workspace(packet, args, self._card)]
+        sizes = [*kernels.workspace(packet, args, self._card), *packed_workspace(packet, args, kwargs)]
+        blocks = [self._bear(size, Kind.TEMPORARIES) for size in sizes]
         for block in reversed(blocks):
             self.trace.bury(block)
         self._measure(func, packet, args, kwargs, results)
@@ -240,6 +246,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype=_DTYPE_NAMES.get(floating, ""),
             shape=kernels.product_shape(packet, args),
         )
+        if is_packed_product(packet):
+            shape = packed_shape(packet, args)
+            operation = operation._replace(shape=shape, flops=2 * math.prod(shape))
         if packet is aten._grouped_mm and floating is not torch.bfloat16 and args[2] is not None:
             groups = args[2].shape[0]  # one product after the other
             operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups)

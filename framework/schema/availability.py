@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, key_at, values
 
@@ -39,8 +38,6 @@ ROWS = (
         "attention over several devices",
     ),
     Row("model.enable_liger_kernel", (False,), "Liger kernels"),
-    Row("peft.peft_method", tuple(method for method in PeftMethod if method != "loftq"), "this adapter"),
-    Row("peft.q_lora", (False,), "a quantized base"),
     Row("fsdp.enable_fsdp", (False,), "sharding"),
     Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
     Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),

@@ -16,6 +16,7 @@ from framework.build.verify.adapter import (
     read_adapter_saved_modules,
     read_adapter_targets,
     read_faster_matrices,
+    read_quantized,
 )
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
 from framework.build.verify.loss import read_chunked_loss
@@ -58,6 +59,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "adapter_dropout": read_adapter_dropout,
     "adapter_dtype": read_adapter_dtype,
     "faster_matrices": read_faster_matrices,
+    "quantized": read_quantized,
     "adapter_saved_modules": read_adapter_saved_modules,
 }
 """Before step 1, in the order of the printed table. `parameters` is no lever: it is always said."""

@@ -13,6 +13,7 @@ from framework.build.assembly import Assembly
 from framework.build.coverage import coverage_line
 from framework.build.loss import causal_model
 from framework.build.optimizer import RATE_FACTOR
+from framework.build.quantize import kind_name, quantized_kinds, unquantized
 from framework.build.verify.reading import Reading
 
 
@@ -40,7 +41,7 @@ def read_adapter(assembly: Assembly) -> Iterator[Reading]:
         return
     kinds = Counter(type(module).__name__ for _, module in _adapted(assembly))
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    yield Reading("peft.peft_method", asked, adapter_kind(assembly.adapter.model), f"{listed}; {size}")
+    yield Reading("peft.peft_method", asked, adapter_kind(assembly.adapter), f"{listed}; {size}")
 
 
 def read_adapter_rank(assembly: Assembly) -> Iterator[Reading]:
@@ -95,6 +96,18 @@ def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
     }
     found = ", ".join(f"{factor:g}" for factor in sorted(factors))
     yield Reading("peft.lora_plus_lr_ratio", f"{asked:g}", found, f"groups of {len(matrices)} B matrices")
+
+
+def read_quantized(assembly: Assembly) -> Iterator[Reading]:
+    """How the base is packed, and what of it is not."""
+    peft = assembly.config.peft
+    kinds = quantized_kinds(assembly.model)
+    if assembly.adapter is None or not (peft.q_lora or kinds):
+        return
+    wanted = kind_name(peft.q_lora_bits, str(peft.bnb_4bit_quant_type), peft.use_bnb_nested_quant)
+    found = ", ".join(kinds) or "not quantised"
+    source = f"{kinds.total()} linear layers; not quantised: {unquantized(causal_model(assembly.model))}"
+    yield Reading("peft.q_lora", wanted if peft.q_lora else "not quantised", found, source)
 
 
 def read_adapter_dropout(assembly: Assembly) -> Iterator[Reading]:
