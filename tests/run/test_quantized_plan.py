@@ -1,4 +1,4 @@
-"""QLoRA as it was measured on an H100 (2026-11, torch 2.11+cu130, bitsandbytes 0.50.2, transformers 5.17), and planned."""
+"""QLoRA measured on an H100 (torch 2.11+cu130, bitsandbytes 0.50.2; h100_truth2.jsonl of 2026-11), and planned."""
 
 import pytest
 
@@ -25,6 +25,6 @@ def test_the_plan_is_what_was_measured(write, model, length, rows, recomputed, n
         "model.load_pretrained_weights": "false",
         "peft.use_bnb_nested_quant": str(nested).lower(),
     }
-    recipe = write("training: {max_steps: 3}\n")
+    recipe = str(write("training: {max_steps: 3}\n"))
     plan = rehearse(compose(recipe, [*choices, *(f"{key}={value}" for key, value in keys.items())]).config)
     assert plan.step_peak.allocated_bytes == pytest.approx(measured, rel=0.0001)
