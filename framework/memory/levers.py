@@ -325,8 +325,8 @@ ADAPTERS = (
     Lever(
         "peft.q_lora_bits",
         (
-            Setting(8, package="bitsandbytes", beside=_QUANTIZED),
-            Setting(4, "not measured", "the base is rounded to 4 bits", package="bitsandbytes", beside=_QUANTIZED),
+            Setting(8, beside=_QUANTIZED),
+            Setting(4, "not measured", "the base is rounded to 4 bits", beside=_QUANTIZED),
         ),
         ("weights",),
         "quantized",
@@ -335,8 +335,8 @@ ADAPTERS = (
     Lever(
         "peft.bnb_4bit_quant_type",
         (
-            Setting("nf4", package="bitsandbytes", beside=_QUANTIZED),
-            Setting("fp4", "none", "another rounding", package="bitsandbytes", beside=_QUANTIZED),
+            Setting("nf4", beside=_QUANTIZED),
+            Setting("fp4", "none", "another rounding", beside=_QUANTIZED),
         ),
         (),
         "quantized",
@@ -345,8 +345,8 @@ ADAPTERS = (
     Lever(
         "peft.use_bnb_nested_quant",
         (
-            Setting(False, package="bitsandbytes", beside=_QUANTIZED),
-            Setting(True, "not measured", "the scales are rounded too", package="bitsandbytes", beside=_QUANTIZED),
+            Setting(False, beside=_QUANTIZED),
+            Setting(True, "not measured", "the scales are rounded too", beside=_QUANTIZED),
         ),
         ("weights",),
         "quantized",
