@@ -22,6 +22,7 @@ from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.schema.choices import MixedPrecision, SdpaBackend
 from framework.schema.config import TrainingConfig
+from framework.schema.training import TrainingParams
 
 AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16}
 SDPA_BACKENDS = {
@@ -30,6 +31,11 @@ SDPA_BACKENDS = {
     SdpaBackend.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
     SdpaBackend.MATH: SDPBackend.MATH,
 }
+
+
+def autocast_dtype(training: TrainingParams) -> torch.dtype | None:
+    """The dtype that products are computed in where it is not the weights' own."""
+    return AUTOCAST_DTYPES.get(MixedPrecision(training.mixed_precision_dtype or "none"))
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     quantized = config.training.use_peft and config.peft.q_lora
     if quantized:
         require_bitsandbytes()
-    autocast = AUTOCAST_DTYPES.get(MixedPrecision(config.training.mixed_precision_dtype or "none"))
+    autocast = autocast_dtype(config.training)
     built = build_model(config, architecture, place, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}

@@ -8,6 +8,7 @@ from framework.cli import look, work
 from framework.cli.diff import diff
 from framework.cli.doctor import doctor
 from framework.cli.levers import levers
+from framework.cli.merge import merge
 from framework.cli.plan import plan
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.command()(look.check)
 app.command()(look.show)
 app.command()(diff)
 app.command()(levers)
+app.command()(merge)
 app.command("list")(look.list_choices)
 app.command()(look.schema)
 app.command()(doctor)

@@ -1,0 +1,26 @@
+"""`merge`: a trained adapter and its base become a plain model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from framework.cli.arguments import Json
+from framework.cli.printing import print_json
+
+
+def merge(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a folder with an adapter.")],
+    output: Annotated[Path | None, typer.Option("--output", help="Where to write; else RUN/merged.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Adapter and base into a plain Hugging Face folder."""
+    from framework.run.merge import merge_run
+
+    merged = merge_run(run, output)
+    if as_json:
+        print_json({"folder": str(merged.folder), "dtype": merged.dtype, "dequantized": merged.dequantized or None})
+        return
+    if merged.dequantized:
+        print(f"base        was {merged.dequantized}; dequantised to {merged.dtype} before the adapter was added")
+    print(f"model       {merged.folder} in {merged.dtype} (AutoModelForCausalLM.from_pretrained loads it)")

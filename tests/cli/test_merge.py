@@ -1,0 +1,118 @@
+"""`merge` from the command line, and adapted runs from end to end."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from framework.cli import main
+from tests.cli.test_train import RECIPE
+
+IDS = torch.arange(12).view(2, 6)
+
+
+@pytest.fixture
+def run(write):
+    """Trains the tiny recipe with overrides; gives the run folder."""
+    write("\n".join(f"line {number} of a text that a tokenizer can be built on" for number in range(64)), "rows.txt")
+    recipe = write(RECIPE)
+
+    def train(*overrides, folder="run"):
+        keys = ["gpu=cpu", "training.learning_rate=0.01", f"training.output_dir={folder}", *overrides]
+        assert main(["train", str(recipe), *keys]) == 0
+        return Path(folder)
+
+    return train
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+@pytest.fixture(autouse=True)
+def _unplanned(monkeypatch):
+    monkeypatch.setattr("framework.run.trainer.train.__kwdefaults__", {**_defaults(), "planner": None})
+
+
+def _defaults():
+    from framework.run import trainer
+
+    return dict(trainer.train.__kwdefaults__)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "pissa", "vera"])
+def test_the_merged_folder_computes_what_the_run_did(run, method, capsys):
+    folder = run(f"peft={method}", "peft.peft_save_mode=adapter_and_base_model")
+    base = AutoModelForCausalLM.from_pretrained(folder / "final" / "base_model")
+    expected = logits(PeftModel.from_pretrained(base, folder / "final"))
+    capsys.readouterr()
+    assert main(["merge", str(folder), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == {"schema_version": 1, "folder": str(folder / "merged"), "dtype": "float32", "dequantized": None}
+    merged = logits(AutoModelForCausalLM.from_pretrained(folder / "merged"))
+    assert torch.allclose(merged, expected, atol=1e-5)
+    assert (folder / "merged" / "tokenizer.json").exists()
+    assert main(["merge", str(folder)]) == 2
+    assert "already there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peft", ["lora", "pissa", "qlora", "loftq"])
+def test_a_base_that_was_not_saved_is_made_again(run, peft, capsys):
+    if peft in ("qlora", "loftq"):
+        pytest.importorskip("bitsandbytes")
+    wanted = run(f"peft={peft}", "peft.peft_save_mode=merged", folder="wanted")
+    folder = run(f"peft={peft}")
+    capsys.readouterr()
+    assert main(["merge", str(folder), "--output", "out"]) == 0
+    said = capsys.readouterr().out
+    assert ("dequantised to float32" in said) is (peft in ("qlora", "loftq"))
+    expected = logits(AutoModelForCausalLM.from_pretrained(wanted / "final"))
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained("out")), expected, atol=1e-5)
+
+
+def test_what_cannot_be_merged_is_named(run, capsys):
+    plain = run("training.use_peft=false")
+    prompt = run("peft=prompt", folder="prompt")
+    Path("empty").mkdir()
+    unfinished = Path("unfinished")
+    unfinished.mkdir()
+    (unfinished / "config.yaml").write_text((plain / "config.yaml").read_text())
+    for folder, reason in (
+        (plain, "is a plain model already"),
+        (prompt, "nothing to add to the weights"),
+        (Path("empty"), "neither an adapter nor a run"),
+        (Path("absent"), "is no folder"),
+        (unfinished, "has not finished"),
+    ):
+        capsys.readouterr()
+        assert main(["merge", str(folder)]) == 2
+        assert reason in capsys.readouterr().err
+        assert not (folder / "merged").exists()
+
+
+def test_an_adapter_folder_alone(run, capsys):
+    folder = run("peft=lora", "peft.peft_save_mode=adapter_and_base_model")
+    expected = logits(
+        PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(folder / "final" / "base_model"), folder / "final"
+        )
+    )
+    assert main(["merge", str(folder / "final"), "--output", "alone"]) == 0
+    assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained("alone")), expected, atol=1e-5)
+    other = run("peft=lora", folder="other")
+    assert main(["merge", str(other / "final")]) == 2
+    assert "which base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peft", ["prefix", "prompt", "ia3", "olora", "rslora"])
+def test_each_preset_trains_from_end_to_end(run, peft, capsys):
+    folder = run(f"peft={peft}")
+    printed = capsys.readouterr()
+    assert f"peft.peft_method {peft}" in " ".join((printed.out + printed.err).split())
+    assert f"adapter     {folder / 'final'}" in printed.out.replace(str(Path.cwd()) + "/", "")
+    assert (folder / "final" / "adapter_model.safetensors").exists()
