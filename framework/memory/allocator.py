@@ -21,6 +21,9 @@ SMALL_BUFFER = 2 * MIB
 LARGE_BUFFER = 20 * MIB
 MIN_LARGE_ALLOC = 10 * MIB
 ROUND_LARGE = 2 * MIB
+MANAGED_CHUNK = 32 * MIB
+"""Managed memory of an H100 grows in these: 9428, 2357 and 42 MiB of states took 9472, 2432 and 128 (driver 580,
+tests/calibration/h100_low_bit.json; 2026-11). One or two chunks more than fill; the plan takes two."""
 _TOP_ADDRESS = 1 << 62
 """The driver hands out segments from high addresses to low ones, which decides between free blocks of equal size: with
 ascending addresses a dozen rows of tests/calibration miss reserved bytes by up to 6 %, with descending ones they are
@@ -45,6 +48,16 @@ def segment_size(block: int) -> int:
     if block < MIN_LARGE_ALLOC:
         return LARGE_BUFFER
     return -(-block // ROUND_LARGE) * ROUND_LARGE
+
+
+def pinned_size(size: int) -> int:
+    """Bytes that torch pins for a request: the next power of two (ATen/core/CachingHostAllocator.h)."""
+    return 1 << max(size - 1, 0).bit_length() if size else 0
+
+
+def managed_pages(size: int) -> int:
+    """Bytes of the card that `size` bytes of managed memory take while they fit: whole chunks and two more."""
+    return -(-size // MANAGED_CHUNK) * MANAGED_CHUNK + 2 * MANAGED_CHUNK if size else 0
 
 
 class Block:
@@ -286,7 +299,7 @@ class _Replay:
     def bear(self, trace: Trace, number: int) -> None:
         size, space = trace.sizes[number], trace.spaces[number]
         if space is not Space.DEVICE:
-            self.elsewhere[space] += size
+            self.elsewhere[space] += pinned_size(size) if space is Space.PINNED else size
         elif size:
             block = self.allocator.allocate(size, trace.streams[number])
             self.blocks[number] = block
@@ -295,7 +308,7 @@ class _Replay:
     def bury(self, trace: Trace, number: int) -> None:
         size, space = trace.sizes[number], trace.spaces[number]
         if space is not Space.DEVICE:
-            self.elsewhere[space] -= size
+            self.elsewhere[space] -= pinned_size(size) if space is Space.PINNED else size
         elif (block := self.blocks.pop(number, None)) is not None:
             self.kinds[trace.kinds[number]] -= block.size
             self.allocator.free(block)
@@ -304,7 +317,7 @@ class _Replay:
         allocator = self.allocator
         phase.reserved = max(phase.reserved, allocator.reserved)
         phase.requested = max(phase.requested, allocator.requested)
-        phase.managed = max(phase.managed, self.elsewhere[Space.MANAGED])
+        phase.managed = max(phase.managed, managed_pages(self.elsewhere[Space.MANAGED]))
         phase.host = max(phase.host, self.elsewhere[Space.PINNED] + self.elsewhere[Space.HOST])
         if allocator.allocated > phase.allocated:
             phase.allocated = allocator.allocated

@@ -74,6 +74,9 @@ class Lever:
 _ADAPTED = {"training.use_peft": True}
 _QUANTIZED = {**_ADAPTED, "peft.q_lora": True}
 _GLOBAL_8 = {"training.global_batch_size": 8}
+_UNCLIPPED = {"training.max_grad_norm": 0.0, "training.global_batch_size": None}
+_PURE_BF16 = {"model.torch_dtype_str": "bfloat16", "training.mixed_precision_dtype": "none"}
+_ROUNDED = {"training.optimizer": "anyprecision_adamw", **_PURE_BF16}
 
 BATCH = (
     Lever(
@@ -194,10 +197,78 @@ OPTIMIZERS = (
             Setting(
                 "adafactor", "-19.6 % tokens/s (1B); H100, SPEED.md section 3, 2026-11", "another optimizer: factored"
             ),
+            Setting("schedule_free_adamw", "not measured", "another optimizer: averaged weights"),
+            Setting("sophia", "not measured", "another optimizer: clipped by curvature"),
+            Setting("muon", "not measured", "another optimizer: orthogonal updates of matrices"),
+            Setting("galore_adamw", "not measured", "another optimizer: low-rank moments"),
+            Setting("apollo_adamw", "not measured", "another optimizer: scaled by low-rank moments"),
+            Setting("lion", "not measured", "another optimizer: signs"),
+            Setting("lion_8bit", "not measured", "another optimizer: signs of 8-bit codes", "", "bitsandbytes"),
+            Setting("paged_lion_8bit", "not measured", "another optimizer: signs of codes", "cuda", "bitsandbytes"),
+            Setting(
+                "anyprecision_adamw",
+                "+0.6 % tokens/s as a prototype (1B); H100, SPEED.md section 2, 2026-11",
+                "bfloat16 states, rounded stochastically",
+                "cpu, cuda 8.0",
+                beside=_PURE_BF16,
+            ),
+            Setting(
+                "adamw_8bit",
+                "-15.3 % tokens/s (1B); H100, SPEED.md section 3, 2026-11",
+                "states are 8-bit codes",
+                "",
+                "bitsandbytes",
+            ),
+            Setting(
+                "paged_adamw_32bit",
+                "-16.7 % tokens/s (1B); H100, SPEED.md section 3, 2026-11",
+                "",
+                "cuda",
+                "bitsandbytes",
+            ),
+            Setting("paged_adamw_8bit", "not measured", "states are 8-bit codes", "cuda", "bitsandbytes"),
+            Setting("adamw_torchao_8bit", "not measured", "states are 8-bit codes", "cuda", "torchao"),
+            Setting("adamw_torchao_4bit", "not measured", "states are 4-bit codes", "cuda", "torchao"),
         ),
         ("optimizer", "temporaries"),
         "optimizer",
-        "AdamW holds two copies of the trained weights as state; `adamw_torch` temporaries of their size too.",
+        "Bytes of state a parameter: docs/optimizers.md. AdamW holds two copies of the trained weights; `adamw_torch` "
+        "temporaries of their size too. Paged states leave torch's counters, not the card, until it is full.",
+    ),
+    Lever(
+        "training.rounding",
+        (
+            Setting("kahan", beside=_ROUNDED),
+            Setting("stochastic", "not measured", "rounds at random instead of carrying the rest", beside=_ROUNDED),
+        ),
+        ("optimizer",),
+        "rounding",
+        "How `anyprecision_adamw` keeps updates below half a last bit: a compensation of 2 bytes each, or chance.",
+    ),
+    Lever(
+        "training.optimizer_in_backward",
+        (
+            Setting(False, beside=_UNCLIPPED),
+            Setting(True, "one launch per weight instead of one for all (not measured)", beside=_UNCLIPPED),
+        ),
+        ("gradients", "temporaries"),
+        "optimizer_in_backward",
+        "Update each weight when its gradient is ready and free it: no gradients outlive backward.",
+    ),
+    Lever(
+        "training.optimizer_offload",
+        (
+            Setting("none"),
+            Setting("host", "two copies of the states over the link a step (not measured)"),
+            Setting(
+                "nvme",
+                "two copies of the states over the link and the disk a step (not measured)",
+                beside={"training.optimizer_offload_folder": "/tmp"},
+            ),
+        ),
+        ("optimizer",),
+        "offloaded_states",
+        "Optimizer states stay in host memory or in a file; one weight's states at a time come to the device.",
     ),
 )
 

@@ -19,7 +19,7 @@ from framework.memory.ledger import (
     phase_uses,
 )
 from framework.memory.roofline import StepTime, estimate_step, repeat_micro_batches
-from framework.memory.trace import Kind, Operation, Trace
+from framework.memory.trace import Kind, Operation, Space, Trace
 from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
@@ -41,6 +41,8 @@ _LOW_BIT = (
     Optimizer.PAGED_ADAMW_32BIT,
     Optimizer.LION_8BIT,
     Optimizer.PAGED_LION_8BIT,
+    Optimizer.ADAMW_TORCHAO_8BIT,
+    Optimizer.ADAMW_TORCHAO_4BIT,
 )
 _MEASURED_CAPABILITY = "9.0"
 
@@ -57,6 +59,7 @@ class Footprint:
     weight_sizes: tuple[int, ...]
     trained_sizes: tuple[int, ...]
     state_sizes: tuple[int, ...]
+    state_spaces: tuple[Space, ...]
     export_bytes: int
     trained_products: int
     frozen_products: int
@@ -131,8 +134,8 @@ def resume_trace(footprint: Footprint) -> Trace:
     stored = [trace.bear(size, Kind.TEMPORARIES) for size in footprint.trained_sizes]
     for block in stored:
         trace.bury(block)
-    for size in footprint.state_sizes:
-        trace.bear(size, Kind.OPTIMIZER)
+    for size, space in zip(footprint.state_sizes, footprint.state_spaces, strict=True):
+        trace.bear(size, Kind.OPTIMIZER, space)
     return trace
 
 
@@ -237,7 +240,9 @@ def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
         saves = training.save_total_limit + 1
         if training.max_steps:
             saves = min(saves, -(-training.max_steps // training.save_steps))
-    return saves * footprint.checkpoint_bytes + footprint.export_bytes
+    states = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
+    offloaded = sum(size for size, space in states if space is Space.DISK)
+    return saves * footprint.checkpoint_bytes + footprint.export_bytes + offloaded
 
 
 def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:

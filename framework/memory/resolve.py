@@ -5,7 +5,7 @@ from typing import Any
 
 from framework.memory.cards import best_autocast
 from framework.schema.architecture import position_count
-from framework.schema.choices import MixedPrecision, TorchDtype
+from framework.schema.choices import MixedPrecision, Optimizer, Rounding, TorchDtype
 from framework.schema.config import TrainingConfig
 
 DEFAULT_LENGTH = 2048
@@ -17,15 +17,19 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
 
     `settings` is the model's own config as a mapping; without it, `model.architecture` as it was written. What only
     an unread checkpoint could tell stays open. A frozen base keeps the checkpoint's dtype; trained weights are
-    float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16). Raises
-    ValueError when the batch does not divide.
+    float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16), or
+    bfloat16 with `anyprecision_adamw`. Raises ValueError when the batch does not divide.
     """
     settings = config.model.architecture if settings is None else settings
     dtype, autocast = _precision(config, settings)
+    rounding = config.training.rounding
+    if config.training.optimizer is Optimizer.ANYPRECISION_ADAMW:
+        rounding = rounding or Rounding.STOCHASTIC
     training: dict[str, Any] = {
         "gradient_accumulation_steps": config.batch.accumulation,
         "global_batch_size": None,
         "mixed_precision_dtype": autocast,
+        "rounding": rounding,
     }
     model = {"torch_dtype_str": dtype, "model_max_length": _length(config, settings)}
     return config.model_copy(
@@ -45,6 +49,8 @@ def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tu
     written, autocast = config.model.torch_dtype_str, config.training.mixed_precision_dtype
     frozen_base = config.training.use_peft
     dtype = written or (TorchDtype.AUTO if frozen_base else TorchDtype.FLOAT32)
+    if written is None and not frozen_base and config.training.optimizer is Optimizer.ANYPRECISION_ADAMW:
+        dtype = TorchDtype.BFLOAT16  # what this optimizer is for
     if dtype is TorchDtype.AUTO and settings is not None:
         dtype = TorchDtype(str(settings.get("dtype") or TorchDtype.FLOAT32).removeprefix("torch."))
     if autocast is None:

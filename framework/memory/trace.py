@@ -20,12 +20,14 @@ class Kind(StrEnum):
 
 
 class Space(StrEnum):
-    """Where a block sits. `managed` memory is on the card while it fits; `pinned` and `host` are host memory."""
+    """Where a block sits. `managed` memory is on the card while it fits; `pinned` and `host` are host memory, `disk` is
+    a file."""
 
     DEVICE = "device"
     MANAGED = "managed"
     PINNED = "pinned"
     HOST = "host"
+    DISK = "disk"
 
 
 RECOMPUTED = "recompute"

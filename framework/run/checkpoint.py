@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.errors import Problem, RequestError, SaveFailed
+from framework.run.optimizer_state import flat_state, restore_state
 
 FORMAT = 1
 """Version of the files in a checkpoint."""
 
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
-_SEPARATOR = "::"
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int) -> P
     target = folder / "checkpoints" / f"step-{step:08d}"
     with written_aside(target) as aside:
         weights = trained_state(assembly.model)
-        tensors, numbers = _optimizer_state(assembly)
+        tensors, numbers = flat_state(assembly)
         random_tensors, random_numbers = _random_state()
         for name, part in ((_WEIGHTS, weights), (_OPTIMIZER, tensors), (_RANDOM, random_tensors)):
             save_file(part, aside / name)
@@ -118,17 +118,6 @@ def _shape(stored: Any, name: str) -> tuple[int, ...]:
     return tuple(stored.get_slice(name).get_shape())
 
 
-def _optimizer_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """States by parameter name: tensors for safetensors, plain numbers for JSON."""
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for name, parameter in assembly.model.named_parameters():
-        for key, value in assembly.optimizer.state.get(parameter, {}).items():
-            place = tensors if isinstance(value, Tensor) else numbers
-            place[f"{name}{_SEPARATOR}{key}"] = value.contiguous() if isinstance(value, Tensor) else value
-    return tensors, numbers
-
-
 def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -167,21 +156,10 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(stored.pop(name))
-    _restore_optimizer(assembly, load_file(checkpoint / _OPTIMIZER), state["optimizer"])
+    restore_state(assembly, load_file(checkpoint / _OPTIMIZER), state["optimizer"])
     _restore_random(load_file(checkpoint / _RANDOM), state["random"])
     assembly.loss_scale.restore(state.get("loss_scale", {}))
     return int(state["step"])
-
-
-def _restore_optimizer(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    parameters = dict(assembly.model.named_parameters())
-    for path in (*tensors, *numbers):
-        name, key = path.split(_SEPARATOR)
-        parameter, value = parameters[name], tensors.get(path, numbers.get(path))
-        # torch keeps the scalar `step` on the CPU unless the implementation is fused
-        if isinstance(value, Tensor) and (value.dim() or assembly.optimizer.defaults.get("fused")):
-            value = value.to(parameter.device)
-        assembly.optimizer.state[parameter][key] = value
 
 
 def _restore_random(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:

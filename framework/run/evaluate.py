@@ -7,6 +7,7 @@ import torch
 
 from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe
+from framework.build.optimizers.schedule_free import averaged
 from framework.run.step import eval_step
 
 
@@ -16,10 +17,11 @@ def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> 
     total = torch.zeros((), dtype=torch.float64)
     counted = 0
     try:
-        for batch in batches:
-            loss, tokens = eval_step(assembly, batch, observe)
-            total += loss.double().cpu()
-            counted += int(tokens)
+        with averaged(assembly.optimizer):
+            for batch in batches:
+                loss, tokens = eval_step(assembly, batch, observe)
+                total += loss.double().cpu()
+                counted += int(tokens)
     finally:
         assembly.model.train()
         observe("end")

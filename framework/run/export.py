@@ -13,6 +13,7 @@ from framework.build.adapter import Adapter, adapter_state
 from framework.build.assembly import Assembly
 from framework.build.loss import causal_model
 from framework.build.merge import detach, merge
+from framework.build.optimizers.schedule_free import take_average
 from framework.errors import SaveFailed
 from framework.run.checkpoint import written_aside
 from framework.schema.choices import PeftSaveMode
@@ -25,10 +26,11 @@ def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path)
     """Write model (or adapter) and tokenizer to `target`, complete or not at all. Returns the dtype written.
 
     A model is written in its checkpoint's dtype, whatever it was trained in, and `config.json` says the same; an
-    adapter is written as it is, with its base beside it or added into the base when that was asked for. The model is
-    taken apart and cast in place: call this when training is over.
-    Raises SaveFailed when the folder cannot be written or does not read back.
+    adapter is written as it is, with its base beside it or added into the base when that was asked for. An optimizer's
+    average takes the place of the weights, and the model is taken apart and cast in place: call this when training is
+    over. Raises SaveFailed when the folder cannot be written or does not read back.
     """
+    take_average(assembly.optimizer)
     mode = assembly.config.peft.peft_save_mode
     with written_aside(target) as aside:
         if assembly.adapter is None:

@@ -9,9 +9,12 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.assembly import Assembly
 from framework.build.loss import causal_model
+from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.quantize import scale_tensors, weight_count
 from framework.memory.planning import Footprint
+from framework.memory.trace import Space
 from framework.run.checkpoint import trained_state
+from framework.schema.choices import OptimizerOffload
 
 
 def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
@@ -22,7 +25,17 @@ def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
 def state_tensors(assembly: Assembly) -> list[torch.Tensor]:
     """The optimizer's state tensors, which exist after its first step."""
     states = assembly.optimizer.state.values()
-    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor for state in states for value in state.values() for _, tensor in parts_of(value)]
+
+
+def state_space(assembly: Assembly, tensor: torch.Tensor) -> Space:
+    """Where a state tensor stays between two steps."""
+    if is_managed(tensor):
+        return Space.MANAGED
+    offload = assembly.config.training.optimizer_offload
+    if offload is OptimizerOffload.NONE or not tensor.dim() or assembly.place.kind == "cpu":
+        return Space.DEVICE
+    return Space.PINNED if offload is OptimizerOffload.HOST else Space.DISK
 
 
 def read_footprint(assembly: Assembly) -> Footprint:
@@ -35,6 +48,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
         weight_sizes=_sizes(held_tensors(assembly)),
         trained_sizes=_sizes(trained_state(assembly.model).values()),
         state_sizes=_sizes(state_tensors(assembly)),
+        state_spaces=tuple(state_space(assembly, tensor) for tensor in state_tensors(assembly)),
         export_bytes=_export_bytes(assembly),
         trained_products=trained_products,
         frozen_products=frozen_products,

@@ -23,9 +23,9 @@ from framework.build.refuse import refuse_impossible
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import Rehearsal, make_plan
-from framework.memory.trace import Kind
+from framework.memory.trace import Kind, Space
 from framework.run.evaluate import evaluate
-from framework.run.footprint import held_tensors, read_footprint, state_tensors
+from framework.run.footprint import held_tensors, read_footprint, state_space, state_tensors
 from framework.run.pretend import pretend
 from framework.run.step import train_step
 from framework.run.tracker import Tracker
@@ -100,7 +100,7 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
             gradients = [parameter.grad for parameter in assembly.trained if parameter.grad is not None]
             tracker.claim(gradients, Kind.GRADIENTS)
         if phase == "end":
-            tracker.claim(state_tensors(assembly), Kind.OPTIMIZER)
+            _claim_states(tracker, assembly)
         tracker.observe(phase)
 
     marks, config = tracker.trace.marks, assembly.config
@@ -114,6 +114,14 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
     stepped = len(marks) - 1
     tracker.trace.repeat(evaluated, stepped)
     tracker.trace.repeat(before, evaluated)
+
+
+def _claim_states(tracker: Tracker, assembly: Assembly) -> None:
+    for tensor in state_tensors(assembly):
+        if (space := state_space(assembly, tensor)) is Space.DEVICE:
+            tracker.claim([tensor], Kind.OPTIMIZER)
+        else:
+            tracker.claim_elsewhere(tensor, Kind.OPTIMIZER, space)
 
 
 def _step(assembly: Assembly, observe: Observe) -> None:

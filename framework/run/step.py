@@ -3,7 +3,8 @@
 `.backward(` and an optimizer's `.step(` stand here and nowhere else.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe, supervised_tokens
 from framework.build.optimizer import RATE_FACTOR
+from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.errors import NonFinite
 
 
@@ -38,30 +40,32 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
     The loss is the mean over the supervised tokens of the whole global batch, however it is split. `observe` is told
     when each phase begins: forward, loss, backward, optimizer_step, end. Gradients that overflow only because float16
     autocast scaled the loss skip the step. Raises NonFinite, before the weights change, when the loss or the gradient
-    norm is otherwise not finite.
+    norm is otherwise not finite; with `optimizer_in_backward` a gradient is known only after its weight has changed.
     """
     supervised = torch.stack([supervised_tokens(batch) for batch in micro_batches]).sum()
     total = torch.zeros((), device=assembly.place.device)
-    with assembly.attention:
+    rate = _set_rate(assembly, step)
+    in_backward = assembly.config.training.optimizer_in_backward is True
+    updates = _updates_in_backward(assembly) if in_backward else contextlib.nullcontext()
+    with assembly.attention, updates as squares:
         for batch in micro_batches:
             observe("forward")
             with assembly.autocast:
                 loss = assembly.loss(assembly.model, batch, observe) / supervised
+            if in_backward and not _finite(known := float(loss.detach())):
+                raise NonFinite(_non_finite_report(assembly, known, 0.0, step, float(supervised)))
             observe("backward")
             assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             del loss
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
-    norm = _clip(assembly.trained, assembly.config.training.max_grad_norm)
+    norm = squares.sqrt() if squares is not None else _clip(assembly.trained, assembly.config.training.max_grad_norm)
     mean_loss, grad_norm, counted = torch.stack([total, norm.float(), supervised.float()]).tolist()
     skipped = _finite(mean_loss) and not _finite(grad_norm) and assembly.loss_scale.skip()
     if not skipped and not (_finite(mean_loss) and _finite(grad_norm)):
         raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
-    rate = assembly.schedule.rate(step)
-    for group in assembly.optimizer.param_groups:
-        group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
-    if not skipped:  # the scaler's own step would wait for the device once more to learn the same
+    if not skipped and not in_backward:  # the scaler's own step would wait for the device once more to learn the same
         assembly.optimizer.step()
         assembly.loss_scale.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
@@ -75,6 +79,42 @@ def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore) -> tu
     observe("eval")
     with torch.no_grad(), assembly.attention, assembly.autocast:
         return assembly.loss(assembly.model, batch, ignore), supervised_tokens(batch)
+
+
+def _set_rate(assembly: Assembly, step: int) -> float:
+    """The rate of this step, given to every group; torchao keeps it in a tensor, which its compiled code reads."""
+    rate = assembly.schedule.rate(step)
+    for group in assembly.optimizer.param_groups:
+        own = rate * group.get(RATE_FACTOR, 1.0)
+        group["lr"] = group["lr"].fill_(own) if isinstance(group["lr"], Tensor) else own
+    return rate
+
+
+@contextlib.contextmanager
+def _updates_in_backward(assembly: Assembly) -> Iterator[Tensor]:
+    """Within the block, each weight is updated as soon as backward has its gradient, which is then freed.
+
+    Yields the sum of the squares of all gradients, float32 on the device.
+    """
+    optimizer = assembly.optimizer
+    assert isinstance(optimizer, ParameterWise), "build_optimizer() makes one for updates in backward"
+    squares = torch.zeros((), device=assembly.place.device)
+
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        squares.add_(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) ** 2)
+        optimizer.step_parameter(parameter)
+        parameter.grad = None
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+        for parameter in assembly.trained
+    ]
+    try:
+        yield squares
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
@@ -99,11 +139,13 @@ def _non_finite_report(assembly: Assembly, loss: float, norm: float, step: int, 
         None,
     )
     weights = assembly.config.model.torch_dtype_str
+    in_backward = assembly.config.training.optimizer_in_backward is True
+    changed = "not changed" if not in_backward else "perhaps changed, for they are updated in backward"
     autocast = assembly.config.training.mixed_precision_dtype
     first = f"; first gradient that is not finite: {bad}" if bad else ""
     scale = assembly.loss_scale
     scaled = f", loss scale {scale.scaler.get_scale():g}, {scale.skipped} steps skipped" if scale.enabled else ""
     return (
         f"step {step}: loss {loss}, gradient norm {norm} over {int(supervised)} supervised tokens "
-        f"(weights {weights}, autocast {autocast}{scaled}){first}. The weights were not changed."
+        f"(weights {weights}, autocast {autocast}{scaled}){first}. The weights were {changed}."
     )

@@ -65,6 +65,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.trace.kinds[block] = kind
                     self._births.pop(block, None)
 
+    def claim_elsewhere(self, tensor: torch.Tensor, kind: Kind, space: Space) -> None:
+        """Say that `tensor`, which takes no memory here, stands for one in another memory than the device's."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._bind(storage, self._bear(tensor.numel() * tensor.element_size(), kind, space))
+
     def finish(self) -> Trace:
         """Stop watching, so that what dies from now on is no longer recorded."""
         self._finalizers.clear()

@@ -21,8 +21,6 @@ class Row:
 
 ROWS = (
     Row("training.task", ("sft", "pretrain"), "this task"),
-    Row("training.optimizer", ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"), "this optimizer"),
-    Row("training.rounding", (None,), "bf16 weights with compensated rounding"),
     Row("training.gradient_checkpointing_kwargs.use_reentrant", (False,), "the re-entrant checkpoint"),
     Row("training.activation_memory_budget", (None,), "a memory budget for activations"),
     Row("training.activation_offload", (False,), "offloading activations to the host"),

@@ -90,6 +90,18 @@ class Rounding(Choice):
     STOCHASTIC = "stochastic"
 
 
+class OptimizerOffload(Choice):
+    """Where optimizer states stay between two steps."""
+
+    NONE = "none"
+    HOST = "host"
+    NVME = "nvme"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"cpu": "host", "disk": "nvme"}
+
+
 class MixedPrecision(Choice):
     """The dtype that autocast computes in."""
 

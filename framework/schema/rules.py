@@ -13,6 +13,7 @@ from framework.schema.choices import (
     Attention,
     MixedPrecision,
     Optimizer,
+    OptimizerOffload,
     PeftMethod,
     PeftSaveMode,
     Scheduler,
@@ -102,6 +103,67 @@ def _half_attention(config: TrainingConfig) -> Iterator[Conflict]:
     if kernel in flash and config.model.torch_dtype_str == TorchDtype.FLOAT32 and computed == MixedPrecision.NONE:
         keys = ("model.attn_implementation", "training.mixed_precision_dtype", "model.torch_dtype_str")
         yield Conflict(keys, f"{kernel} does not compute in float32", "sdpa, or bf16 or fp16 autocast")
+
+
+BITSANDBYTES = (
+    Optimizer.ADAMW_8BIT,
+    Optimizer.LION_8BIT,
+    Optimizer.PAGED_ADAMW_32BIT,
+    Optimizer.PAGED_ADAMW_8BIT,
+    Optimizer.PAGED_LION_8BIT,
+)
+PAGED = BITSANDBYTES[2:]
+TORCHAO = (Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT)
+
+
+def _optimizer(config: TrainingConfig) -> Iterator[Conflict]:
+    training, choice = config.training, config.training.optimizer
+    key = "training.optimizer"
+    if choice in (*BITSANDBYTES, *TORCHAO) and config.fsdp.enable_fsdp is True:
+        message = f"the states of {choice} cannot be sharded: they fail at the first step or at the save"
+        works = "adamw_torch_fused (sharded), anyprecision_adamw (bf16 states), or fsdp.cpu_offload=true with adamw"
+        yield Conflict((key, "fsdp.enable_fsdp"), message, works)
+    is_trained_in_float32 = config.model.torch_dtype_str == TorchDtype.FLOAT32 and not training.use_peft
+    if choice is Optimizer.ANYPRECISION_ADAMW and is_trained_in_float32:
+        message = "anyprecision_adamw is for bfloat16 weights: float32 ones have nothing to round"
+        works = "model.torch_dtype_str=bfloat16 with training.mixed_precision_dtype=none, or adamw_torch_fused"
+        yield Conflict(("model.torch_dtype_str", key), message, works)
+    if choice is Optimizer.SCHEDULE_FREE_ADAMW and training.lr_scheduler_type is not Scheduler.CONSTANT:
+        message = f"schedule_free_adamw averages instead of decaying: a {training.lr_scheduler_type} rate undoes that"
+        yield Conflict(("training.lr_scheduler_type", key), message, "constant", is_warning=True)
+
+
+def _updates(config: TrainingConfig) -> Iterator[Conflict]:
+    """Updates in backward, and states off the device."""
+    training = config.training
+    keys: tuple[str, ...]
+    choice, offload, key = training.optimizer, training.optimizer_offload, "training.optimizer_in_backward"
+    if training.optimizer_in_backward is True:
+        if training.gradient_accumulation_steps != "auto" and _accumulation(config) > 1:
+            keys = (key, "training.gradient_accumulation_steps", "training.global_batch_size")
+            message = f"a gradient is gone after one micro batch, and {_accumulation(config)} are accumulated"
+            yield Conflict(keys, message, "one micro batch a step, or optimizer_in_backward: false")
+        if training.max_grad_norm:
+            message = "the global norm is known only when every gradient is there, and each is used up before"
+            yield Conflict((key, "training.max_grad_norm"), message, "training.max_grad_norm=0")
+        if training.mixed_precision_dtype is MixedPrecision.FP16:
+            message = "a scaled gradient that overflowed is known only when its weight has changed"
+            yield Conflict((key, "training.mixed_precision_dtype"), message, "bf16 or none")
+        if choice in TORCHAO:
+            yield Conflict((key, "training.optimizer"), f"{choice} compiles its step, not in backward", "adamw_8bit")
+    if offload in (OptimizerOffload.HOST, OptimizerOffload.NVME) and choice in (*BITSANDBYTES, *TORCHAO):
+        message = f"the states of {choice} are small or paged already, and are not offloaded"
+        yield Conflict(("training.optimizer_offload", "training.optimizer"), message, "none, or adamw_torch_fused")
+    if offload is OptimizerOffload.NVME and not training.optimizer_offload_folder:
+        keys = ("training.optimizer_offload_folder", "training.optimizer_offload")
+        yield Conflict(keys, "nvme needs a folder on that disk", "a folder, or optimizer_offload: host")
+
+
+def _accumulation(config: TrainingConfig) -> int:
+    try:
+        return config.batch.accumulation
+    except ValueError:  # said by _batch
+        return 1
 
 
 def _card(config: TrainingConfig) -> Iterator[Conflict]:
@@ -227,6 +289,13 @@ class Idle:
     reason: str
 
 
+_LIONS = (Optimizer.LION, Optimizer.LION_8BIT, Optimizer.PAGED_LION_8BIT)
+
+
+def _is_none_of(names: str) -> Callable[[TrainingConfig], bool]:
+    return lambda c: str(c.training.optimizer) not in names.split(" and ")
+
+
 IDLE = (
     Idle(("peft.",), "training.use_peft", lambda c: not c.training.use_peft, "training.use_peft is false"),
     Idle(("fsdp.",), "fsdp.enable_fsdp", lambda c: c.fsdp.enable_fsdp is False, "fsdp.enable_fsdp is false"),
@@ -285,6 +354,28 @@ IDLE = (
         "training.optimizer is not of the Adam family",
     ),
     Idle(
+        ("training.adam_epsilon",),
+        "training.optimizer",
+        lambda c: c.training.optimizer in (*_LIONS, Optimizer.SOPHIA),
+        "training.optimizer divides by no root",
+    ),
+    *(
+        Idle(tuple(f"training.{key}" for key in keys), "training.optimizer", _is_none_of(used), f"only {used} use it")
+        for keys, used in (
+            (("rounding",), "anyprecision_adamw"),
+            (("sgd_momentum",), "sgd"),
+            (("muon_momentum",), "muon"),
+            (("sophia_rho", "sophia_hessian_steps"), "sophia"),
+            (("projection_rank", "projection_update_steps", "projection_scale"), "galore_adamw and apollo_adamw"),
+        )
+    ),
+    Idle(
+        ("training.optimizer_offload_folder",),
+        "training.optimizer_offload",
+        lambda c: c.training.optimizer_offload is not OptimizerOffload.NVME,
+        "training.optimizer_offload is not nvme",
+    ),
+    Idle(
         ("training.warmup_ratio",),
         "training.warmup_steps",
         lambda c: c.training.warmup_steps is not None,
@@ -338,6 +429,8 @@ def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
 RULES = (
     _precision,
     _rounding_away,
+    _optimizer,
+    _updates,
     _card,
     _half_attention,
     _batch,

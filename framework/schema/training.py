@@ -9,6 +9,7 @@ from framework.schema.choices import (
     MixedPrecision,
     OnOutOfMemory,
     Optimizer,
+    OptimizerOffload,
     Rounding,
     Scheduler,
     Task,
@@ -72,7 +73,30 @@ class TrainingParams(Params):
     """Its states are the second largest item of a full fine-tune (AdamW: two copies of the trained weights).
     `adamw_torch` makes temporaries as large as the trained weights on a GPU; `adamw_torch_fused` makes none."""
     rounding: Rounding | None = None
-    """How `anyprecision_adamw` keeps small updates in bf16: `kahan` costs 2 bytes a parameter, `stochastic` none."""
+    """How `anyprecision_adamw` keeps small updates in bf16: `kahan` costs 2 bytes a parameter, `stochastic` none.
+    Unset: stochastic."""
+    sgd_momentum: Beta = 0.0
+    """Momentum of `sgd`; above 0 it keeps one state a trained weight."""
+    muon_momentum: Beta = 0.95
+    """Nesterov momentum of `muon` on matrices; other weights follow `adam_beta1`. No memory."""
+    sophia_rho: Annotated[Number, Field(gt=0)] = 2e4
+    """Weight of the curvature in `sophia`: the paper's gamma (0.04) times the tokens of a global batch. No memory."""
+    sophia_hessian_steps: Positive = 10
+    """Optimizer steps between estimates of `sophia`'s curvature. No memory."""
+    projection_rank: Positive = 128
+    """Rank of `galore_adamw` and `apollo_adamw`: an m x n matrix, m >= n, has states of 2 m x rank."""
+    projection_update_steps: Positive = 200
+    """Optimizer steps between two projections. `galore_adamw` takes time for each; no memory."""
+    projection_scale: Annotated[Number, Field(gt=0)] | None = None
+    """Factor on projected updates. Unset: 0.25 for `galore_adamw`, 1 for `apollo_adamw`. No memory."""
+    optimizer_in_backward: bool | Auto = False
+    """Update each weight as soon as its gradient is there and free it: gradients cost one weight instead of all.
+    Excludes accumulation and `max_grad_norm`."""
+    optimizer_offload: OptimizerOffload | Auto = OptimizerOffload.NONE
+    """Keep optimizer states in host memory (pinned on a GPU) or in a file on NVMe; each weight's states come to the
+    device for its own update. Saves their bytes on the device, costs two copies of them over the link a step."""
+    optimizer_offload_folder: str | None = None
+    """Folder on the NVMe disk for `optimizer_offload: nvme`; its files vanish with the run. Costs disk."""
     mixed_precision_dtype: MixedPrecision | Auto | None = None
     """dtype of autocast: matrix products run in it while the weights stay float32. Halves most activations and adds
     a half-precision copy of the weights in forward. `fp16` scales the loss and skips the steps that overflow. Unset:

@@ -138,7 +138,8 @@ def test_replay_reports_each_phase_with_what_its_bytes_are_for() -> None:
     load, forward, backward = replay(trace, CachingAllocator())
     assert (load.phase, load.allocated, load.reserved) == ("load", 4 * MIB, 20 * MIB)
     assert forward.kinds == {Kind.WEIGHTS: 4 * MIB, Kind.ACTIVATIONS: 30 * MIB}
-    assert (forward.managed, forward.host) == (7 * MIB, 5 * MIB)
+    assert forward.managed == 3 * 32 * MIB, "managed memory grows in chunks, and takes two more"
+    assert forward.host == 8 * MIB, "torch pins powers of two"
     assert backward.allocated == 34 * MIB, "a phase begins with what the one before has left"
     assert backward.reserved == 50 * MIB, "cached segments stay reserved"
 

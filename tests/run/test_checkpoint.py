@@ -9,6 +9,7 @@ from framework.errors import RequestError, SaveFailed
 from framework.run import checkpoint as module
 from framework.run.checkpoint import checkpoints, load_checkpoint, save_checkpoint, written_aside
 from framework.run.step import train_step
+from tests.optimizers import BF16, ON_CPU, WIDE, eager, training  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -42,6 +43,28 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer, architecture, section
     steps(resumed, 1, 1)  # whatever state there was is replaced
     assert load_checkpoint(saved, resumed) == 3
     assert steps(resumed, 4, 6) == expected
+    for (name, a), (_, b) in zip(straight.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    "more", [{}, {"optimizer_in_backward": True, "max_grad_norm": 0.0}, {"optimizer_offload": "host"}]
+)
+@pytest.mark.parametrize("optimizer", ON_CPU)
+def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
+    """C01 for states that are codes, averages, projections, random, or in another memory."""
+    if more and ("torchao" in optimizer or ("8bit" in optimizer and "optimizer_offload" in more)):
+        pytest.skip("refused")
+    config = tiny_config({**WIDE, "tie_word_embeddings": True}, training=training(optimizer, **more), model=BF16)
+    straight = tiny_assembly(config)
+    steps(straight, 1, 3)
+    saved = save_checkpoint(tmp_path, straight, 3, keep=2)
+    expected = steps(straight, 4, 5)
+    resumed = tiny_assembly(config)
+    steps(resumed, 1, 1)
+    assert load_checkpoint(saved, resumed) == 3
+    assert steps(resumed, 4, 5) == expected
     for (name, a), (_, b) in zip(straight.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
 

@@ -25,7 +25,6 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
     ("section", "key", "value"),
     [
         ("training", "task", "reward"),
-        ("training", "optimizer", "paged_adamw"),
         ("training", "gradient_checkpointing_kwargs", {"use_reentrant": True}),
         ("training", "compile", True),
         ("training", "compile", "auto"),
@@ -52,6 +51,8 @@ def test_what_is_not_built_is_refused_by_name(section, key, value):
         ("training", "task", "pretrain"),
         ("training", "optimizer", "adamw_torch_fused"),
         ("training", "optimizer", "adafactor"),
+        ("training", "optimizer", "paged_adamw"),
+        ("training", "rounding", "kahan"),
         ("training", "mixed_precision_dtype", "bf16"),
         ("training", "mixed_precision_dtype", "half"),
         ("model", "torch_dtype_str", "float16"),

@@ -7,6 +7,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from framework.build.assembly import Assembly
+from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.verify.activations import read_attention_kernel, read_checkpointed_blocks, read_sdpa_kernel
 from framework.build.verify.adapter import (
     read_adapter,
@@ -20,7 +21,13 @@ from framework.build.verify.adapter import (
 )
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
 from framework.build.verify.loss import read_chunked_loss
-from framework.build.verify.optimizer import read_optimizer, read_optimizer_states
+from framework.build.verify.optimizer import (
+    read_offloaded_states,
+    read_optimizer,
+    read_optimizer_in_backward,
+    read_optimizer_states,
+    read_rounding,
+)
 from framework.build.verify.reading import FirstStep, Reading, table
 from framework.build.verify.weights import (
     read_autocast,
@@ -48,6 +55,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "autocast": read_autocast,
     "float32_products": read_float32_products,
     "optimizer": read_optimizer,
+    "rounding": read_rounding,
+    "optimizer_in_backward": read_optimizer_in_backward,
     "checkpointed_blocks": read_checkpointed_blocks,
     "attention_kernel": read_attention_kernel,
     "sdpa_kernel": read_sdpa_kernel,
@@ -66,6 +75,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,
+    "offloaded_states": read_offloaded_states,
     "micro_batches": read_micro_batches,
     "eval_batches": read_eval_batches,
     "longest_row": read_longest_row,
@@ -92,9 +102,13 @@ def _holding(readings: Sequence[Reading]) -> tuple[Reading, ...]:
 
 
 def missing_gradients(assembly: Assembly) -> list[str]:
-    """Names of trained tensors that a backward pass left without a gradient. Call between backward and zero_grad."""
+    """Names of trained tensors that a backward pass left without a gradient. Call between backward and zero_grad.
+
+    One that was updated in backward has had its gradient.
+    """
+    updated = assembly.optimizer.stepped if isinstance(assembly.optimizer, ParameterWise) else frozenset()
     return [
         name
         for name, parameter in assembly.model.named_parameters()
-        if parameter.requires_grad and parameter.grad is None
+        if parameter.requires_grad and parameter.grad is None and parameter not in updated
     ]

@@ -1,74 +1,162 @@
 """The optimizer that steps, and what it keeps for each trained tensor."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from transformers.optimization import Adafactor
 
 from framework.build.assembly import Assembly
+from framework.build.optimizers.any_precision import AnyPrecisionAdamW
+from framework.build.optimizers.lion import Lion
+from framework.build.optimizers.low_bit import LOW_BIT, LowBit, is_managed, low_bit_class, parts_of
+from framework.build.optimizers.low_rank import LowRankAdamW
+from framework.build.optimizers.muon import MuonWithAdamW, hidden_matrices
+from framework.build.optimizers.parameter_wise import ParameterWise, is_large
+from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
+from framework.build.optimizers.sophia import SophiaG
 from framework.build.verify.reading import FirstStep, Reading
-from framework.schema.choices import Optimizer
+from framework.schema.choices import Optimizer, OptimizerOffload, Rounding
 
-_CLASSES = {
+_CLASSES: Mapping[Optimizer, type[torch.optim.Optimizer]] = {
     Optimizer.ADAMW_TORCH: torch.optim.AdamW,
     Optimizer.ADAMW_TORCH_FUSED: torch.optim.AdamW,
     Optimizer.SGD: torch.optim.SGD,
     Optimizer.ADAFACTOR: Adafactor,
+    Optimizer.LION: Lion,
+    Optimizer.SOPHIA: SophiaG,
+    Optimizer.ANYPRECISION_ADAMW: AnyPrecisionAdamW,
+    Optimizer.MUON: MuonWithAdamW,
+    Optimizer.GALORE_ADAMW: LowRankAdamW,
+    Optimizer.APOLLO_ADAMW: LowRankAdamW,
+    Optimizer.SCHEDULE_FREE_ADAMW: ScheduleFreeAdamW,
 }
 
-_STATES = {
-    Optimizer.ADAMW_TORCH: ("exp_avg", "exp_avg_sq"),
-    Optimizer.ADAMW_TORCH_FUSED: ("exp_avg", "exp_avg_sq"),
-    Optimizer.SGD: (),
-}
-"""States that each trained tensor has after a step, in its own dtype and shape. Others choose by shape."""
+_Kind = tuple[str, str]
+"""Name of a state and what it is made of: its dtype, and `managed` where it lies in managed memory."""
 
 
 def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
     """Its class, its implementation, and that it holds every trained tensor."""
-    asked = assembly.config.training.optimizer
-    defaults = assembly.optimizer.defaults
-    found = str(asked)
-    if type(assembly.optimizer) is not _CLASSES[Optimizer(asked)]:
-        found = type(assembly.optimizer).__name__
-    elif bool(defaults.get("fused")) != (asked is Optimizer.ADAMW_TORCH_FUSED):
-        found = "adamw_torch_fused" if defaults.get("fused") else "adamw_torch"
-    held = {id(parameter) for group in assembly.optimizer.param_groups for parameter in group["params"]}
+    asked = Optimizer(assembly.config.training.optimizer)
+    optimizer = assembly.optimizer
+    parts = list(optimizer.parts.values()) if isinstance(optimizer, ParameterWise) else [optimizer]
+    found = _name(asked, parts[0])
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = sum(id(parameter) not in held for parameter in assembly.trained)
     if missing:
         found = f"{found} without {missing} of the trained tensors"
-    yield Reading("training.optimizer", str(asked), found, f"{type(assembly.optimizer).__name__} groups")
+    yield Reading("training.optimizer", str(asked), found, f"{type(parts[0]).__name__} groups")
+
+
+def _name(asked: Optimizer, optimizer: torch.optim.Optimizer) -> str:
+    """The name of what was built, as far as it differs from what was asked."""
+    wanted = low_bit_class(asked) if asked in LOW_BIT else _CLASSES[asked]
+    if type(optimizer) is not wanted:
+        return type(optimizer).__name__
+    if bool(optimizer.defaults.get("fused")) != (asked is Optimizer.ADAMW_TORCH_FUSED):
+        return "adamw_torch_fused" if optimizer.defaults.get("fused") else "adamw_torch"
+    if isinstance(optimizer, LowRankAdamW) and optimizer.apollo != (asked is Optimizer.APOLLO_ADAMW):
+        return "apollo_adamw" if optimizer.apollo else "galore_adamw"
+    return str(asked)
+
+
+def read_optimizer_in_backward(assembly: Assembly) -> Iterator[Reading]:
+    """Whether each trained tensor has an optimizer of its own, which the step calls in backward."""
+    asked, optimizer = assembly.config.training.optimizer_in_backward, assembly.optimizer
+    own = len(optimizer.parts) if isinstance(optimizer, ParameterWise) else 0
+    found = own == len(assembly.trained) if asked is True else False
+    yield Reading("training.optimizer_in_backward", str(asked), str(found), f"{own} optimizers of one tensor")
+
+
+def read_rounding(assembly: Assembly) -> Iterator[Reading]:
+    """How AnyPrecisionAdamW rounds."""
+    optimizer = assembly.optimizer
+    part = next(iter(optimizer.parts.values())) if isinstance(optimizer, ParameterWise) else optimizer
+    if isinstance(part, AnyPrecisionAdamW):
+        asked = assembly.config.training.rounding or Rounding.STOCHASTIC
+        yield Reading("training.rounding", str(asked), str(part.rounding), "AnyPrecisionAdamW.rounding")
 
 
 def read_optimizer_states(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
     """Names and dtypes of the states, which optimizers make in their first step, and bytes a trained parameter."""
-    asked = Optimizer(assembly.config.training.optimizer)
-    states, trained = assembly.optimizer.state, assembly.trained
-    tensors = [value for item in trained for value in states.get(item, {}).values() if isinstance(value, Tensor)]
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    per_parameter = f"{size / max(1, sum(item.numel() for item in trained)):.2f} bytes a trained parameter"
-    found = ", ".join(_dtypes(assembly))
-    wanted = ", ".join(_expected(assembly, _STATES[asked])) if asked in _STATES else None
-    yield Reading("optimizer states", wanted if wanted is None else wanted or "none", found or "none", per_parameter)
-
-
-def _dtypes(assembly: Assembly) -> Iterator[str]:
-    """`exp_avg float32 x 12` for each state and dtype; the scalar step count is left out."""
-    counted = Counter[tuple[str, torch.dtype]]()
+    found: Counter[_Kind] = Counter()
+    size = 0
     for parameter in assembly.trained:
         for name, value in assembly.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.dim():
-                counted[name, value.dtype] += 1
-    yield from _worded(counted)
+            for inner, tensor in parts_of(value):
+                size += tensor.numel() * tensor.element_size()
+                if tensor.dim():
+                    found[f"{name}.{inner}" if inner else name, _made_of(tensor.dtype, is_managed(tensor))] += 1
+    wanted = Counter(kind for parameter in assembly.trained for kind in _expected(assembly, parameter))
+    per_parameter = f"{size / max(1, sum(item.numel() for item in assembly.trained)):.2f} bytes a trained parameter"
+    yield Reading("optimizer states", _worded(wanted), _worded(found), per_parameter)
 
 
-def _expected(assembly: Assembly, names: tuple[str, ...]) -> Iterator[str]:
-    counted = Counter((name, parameter.dtype) for parameter in assembly.trained for name in names)
-    yield from _worded(counted)
+def read_offloaded_states(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
+    """Where the states are after a step."""
+    asked, optimizer = assembly.config.training.optimizer_offload, assembly.optimizer
+    held = away = 0
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if is_large(value):
+                held += 1
+                away += isinstance(optimizer, ParameterWise) and optimizer.held[parameter].get(name) is value
+    found = str(asked) if away == (0 if asked is OptimizerOffload.NONE else held) else f"{away} of {held} states"
+    yield Reading("training.optimizer_offload", str(asked), found, f"{away} of {held} states off the device")
 
 
-def _worded(counted: Counter[tuple[str, torch.dtype]]) -> Iterator[str]:
-    for name, dtype in sorted(counted, key=str):
-        yield f"{name} {str(dtype).removeprefix('torch.')} x {counted[name, dtype]}"
+def _made_of(dtype: torch.dtype, managed: bool = False) -> str:
+    return str(dtype).removeprefix("torch.") + (" managed" if managed else "")
+
+
+def _worded(counted: Counter[_Kind]) -> str:
+    return ", ".join(f"{name} {kind} x {counted[name, kind]}" for name, kind in sorted(counted)) or "none"
+
+
+def _expected(assembly: Assembly, parameter: Tensor) -> Iterator[_Kind]:
+    """The states that one trained tensor should have after a step."""
+    training, own = assembly.config.training, _made_of(parameter.dtype)
+    match Optimizer(training.optimizer):
+        case Optimizer.SGD:
+            names = ["momentum_buffer"] if training.sgd_momentum else []
+        case Optimizer.ADAFACTOR:
+            own, names = "float32", ["exp_avg_sq_row", "exp_avg_sq_col"] if parameter.dim() > 1 else ["exp_avg_sq"]
+        case Optimizer.LION:
+            names = ["exp_avg"]
+        case Optimizer.SOPHIA:
+            names = ["exp_avg", "hessian"]
+        case Optimizer.SCHEDULE_FREE_ADAMW:
+            names = ["z", "exp_avg_sq"]
+        case Optimizer.ANYPRECISION_ADAMW:
+            compensated = training.rounding is Rounding.KAHAN and parameter.dtype is torch.bfloat16
+            own, names = "bfloat16", ["exp_avg", "exp_avg_sq", *(["compensation"] if compensated else [])]
+        case Optimizer.MUON:
+            names = ["momentum_buffer"] if parameter in hidden_matrices(assembly.model) else ["exp_avg", "exp_avg_sq"]
+        case Optimizer.GALORE_ADAMW:
+            projected = parameter in hidden_matrices(assembly.model) and min(parameter.shape) > training.projection_rank
+            names = ["exp_avg", "exp_avg_sq", *(["projection"] if projected else [])]
+        case choice if choice in LOW_BIT:
+            on_card = assembly.place.kind == "cuda"
+            yield from _expected_codes(LOW_BIT[choice], parameter, on_card)
+            return
+        case _:
+            names = ["exp_avg", "exp_avg_sq"]
+    yield from ((name, own) for name in names)
+
+
+def _expected_codes(row: LowBit, parameter: Tensor, on_card: bool) -> Iterator[_Kind]:
+    coded, paged = row.is_coded(parameter.numel()), on_card and row.is_paged(parameter.numel())
+    if row.even:
+        for name in ("exp_avg", "exp_avg_sq"):
+            inner = [("codes", "uint8"), ("scale", "float32"), ("qmap", "float32")]
+            yield from (
+                ((f"{name}.{part}", kind) for part, kind in inner) if coded else [(name, _made_of(parameter.dtype))]
+            )
+        return
+    for number in range(1, row.states + 1):
+        yield f"state{number}", _made_of(torch.uint8 if coded else torch.float32, paged)
+        if coded:
+            yield f"absmax{number}", "float32"
+            yield f"qmap{number}", "float32"

@@ -1,0 +1,116 @@
+"""Optimizers of bitsandbytes and torchao, whose states are codes of 8 or 4 bits or lie in managed memory."""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from framework.schema.choices import Optimizer
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """What a class keeps for each parameter: `states` tensors of `bits`, a float32 scale for every `block` elements.
+
+    Parameters of fewer than SMALLEST elements, or that `block` does not divide where it must (`even`), keep plain
+    states; `paged` ones are in managed memory from PAGED_FROM elements on.
+    """
+
+    module: str
+    name: str
+    states: int
+    bits: int
+    block: int
+    paged: bool = False
+    even: bool = False
+
+    def is_coded(self, count: int) -> bool:
+        """Whether a parameter of `count` elements has states of few bits."""
+        return self.bits < 32 and count >= SMALLEST and not (self.even and count % self.block)
+
+    def is_paged(self, count: int) -> bool:
+        """Whether its states are in managed memory on a CUDA card."""
+        return self.paged and count >= PAGED_FROM
+
+
+_BNB, _AO = "bitsandbytes.optim", "torchao.optim"
+LOW_BIT: Mapping[Optimizer, LowBit] = {
+    Optimizer.ADAMW_8BIT: LowBit(_BNB, "AdamW8bit", 2, 8, 256),
+    Optimizer.PAGED_ADAMW_8BIT: LowBit(_BNB, "PagedAdamW8bit", 2, 8, 256, paged=True),
+    Optimizer.PAGED_ADAMW_32BIT: LowBit(_BNB, "PagedAdamW32bit", 2, 32, 256, paged=True),
+    Optimizer.LION_8BIT: LowBit(_BNB, "Lion8bit", 1, 8, 256),
+    Optimizer.PAGED_LION_8BIT: LowBit(_BNB, "PagedLion8bit", 1, 8, 256, paged=True),
+    Optimizer.ADAMW_TORCHAO_8BIT: LowBit(_AO, "AdamW8bit", 2, 8, 256, even=True),
+    Optimizer.ADAMW_TORCHAO_4BIT: LowBit(_AO, "AdamW4bit", 2, 4, 128, even=True),
+}
+"""Read from bitsandbytes 0.50.2 and torchao 0.18.0; tests compare with what their classes build."""
+
+SMALLEST, PAGED_FROM = 4096, 100_000
+"""Elements from which states are codes, and from which they are paged (bitsandbytes/optim/optimizer.py)."""
+
+
+def low_bit_class(choice: Optimizer) -> Any:
+    """The library's class. Raises ImportError where the library is not installed: `check` has said so before."""
+    row = LOW_BIT[choice]
+    return getattr(importlib.import_module(row.module), row.name)
+
+
+class RehearsedLowBit(torch.optim.Optimizer):
+    """Stands in a rehearsal for a class of LOW_BIT: the same states at the same moment, no arithmetic.
+
+    The real ones compute in kernels without temporaries (bitsandbytes), or in compiled code whose temporaries are not
+    known (torchao). So a plan needs neither package.
+    """
+
+    def __init__(self, params: Any, lr: float, row: LowBit) -> None:
+        super().__init__(params, {"lr": lr})
+        self.row = row
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make the states of each parameter that has a gradient and has none yet."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    self._make(self.state[parameter], parameter)
+
+    def _make(self, state: dict[str, Any], parameter: Tensor) -> None:
+        row, count = self.row, parameter.numel()
+        coded = row.is_coded(count)
+        plain = parameter.dtype if row.even else torch.float32
+        numbers = range(1, row.states + 1)
+        for number in numbers:
+            if coded and row.even:
+                state[f"state{number}"] = torch.empty(count * row.bits // 8, dtype=torch.uint8, device=parameter.device)
+                state[f"absmax{number}"] = torch.empty(count // row.block, device=parameter.device)
+                state[f"qmap{number}"] = torch.empty(1 << row.bits, device=parameter.device)
+            elif row.is_paged(count):
+                state[f"state{number}"] = managed(parameter.shape, torch.uint8 if coded else torch.float32)
+            else:
+                state[f"state{number}"] = torch.empty_like(parameter, dtype=torch.uint8 if coded else plain)
+        for number in numbers if coded and not row.even else ():
+            state[f"absmax{number}"] = torch.empty(-(-count // row.block), device=parameter.device)
+
+
+def managed(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor that claims to be in managed memory, as bitsandbytes marks its own; it takes none here."""
+    tensor = torch.zeros((), dtype=dtype, device="cpu").expand(shape)
+    tensor.is_paged = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_managed(tensor: Tensor) -> bool:
+    """Whether the tensor lies in managed memory. It says that its device is the CPU."""
+    return bool(getattr(tensor, "is_paged", False))
+
+
+def parts_of(state: Any) -> Iterator[tuple[str, Tensor]]:
+    """(name, plain tensor) of what a state holds: nothing of a number, itself without a name, or its inner tensors."""
+    if hasattr(state, "__tensor_flatten__"):
+        for inner in state.__tensor_flatten__()[0]:
+            yield inner, getattr(state, inner)
+    elif isinstance(state, Tensor):
+        yield "", state

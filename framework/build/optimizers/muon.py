@@ -1,0 +1,68 @@
+"""Muon for the hidden matrices and AdamW for everything else, behind one optimizer."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.build.loss import causal_model
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """torch.optim.Muon (Jordan et al. 2024; rate scaled to AdamW's as in arXiv 2502.16982) beside torch.optim.AdamW.
+
+    `matrices` are the parameters for Muon: one momentum in their dtype. The others have AdamW's two. Both share
+    `param_groups` and `state`, so that schedules and checkpoints see one optimizer.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        momentum: float,
+        matrices: frozenset[Tensor],
+        foreach: bool,
+    ) -> None:
+        groups = list(params)
+        super().__init__([dict(group) for group in groups], {"lr": lr})
+        hidden = [_part(group, True, matrices) for group in groups]
+        others = [_part(group, False, matrices) for group in groups]
+        self._parts: list[torch.optim.Optimizer] = []
+        if hidden := [group for group in hidden if group["params"]]:
+            self._parts.append(torch.optim.Muon(hidden, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+        if others := [group for group in others if group["params"]]:
+            self._parts.append(torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, foreach=foreach))
+        self.state = defaultdict(dict)
+        for part in self._parts:
+            for group in part.param_groups:
+                self.state |= {parameter: part.state[parameter] for parameter in group["params"]}
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for part in self._parts:
+            part.step()
+
+
+def _part(group: dict[str, Any], hidden: bool, matrices: frozenset[Tensor]) -> dict[str, Any]:
+    chosen = [parameter for parameter in group["params"] if (parameter in matrices) == hidden]
+    return {**group, "params": chosen}
+
+
+def hidden_matrices(model: nn.Module) -> frozenset[Tensor]:
+    """The trained matrices inside the blocks: two-dimensional, neither an embedding nor the head."""
+    ends = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    head = causal_model(model).get_output_embeddings()
+    ends |= set(head.parameters()) if head is not None else set()
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() == 2)
+    return frozenset(parameter for parameter in trained if parameter not in ends)

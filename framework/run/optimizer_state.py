@@ -1,0 +1,69 @@
+"""An optimizer's states as plain named tensors and numbers, and back, wherever the optimizer keeps them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.build.assembly import Assembly
+from framework.build.optimizers.low_bit import parts_of
+from framework.build.optimizers.parameter_wise import ParameterWise
+
+_SEPARATOR = "::"
+
+
+def flat_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """States by parameter name: tensors for safetensors, plain numbers for JSON.
+
+    A state of torchao is a tensor made of tensors; each inner one has a name of its own. A state that is the same
+    tensor for every parameter (a code book) is copied, since safetensors holds no tensor twice.
+    """
+    if assembly.place.kind == "cuda":
+        torch.cuda.synchronize()  # states on their way to the host, or paged ones, must have arrived
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, parameter in assembly.model.named_parameters():
+        for key, value in assembly.optimizer.state.get(parameter, {}).items():
+            path = f"{name}{_SEPARATOR}{key}"
+            if not isinstance(value, Tensor):
+                numbers[path] = value
+            for inner, tensor in parts_of(value):
+                shared = tensor.data_ptr() in seen
+                seen.add(tensor.data_ptr())
+                tensors[f"{path}{_SEPARATOR}{inner}" if inner else path] = (
+                    tensor.clone() if shared else tensor.contiguous()
+                )
+    return tensors, numbers
+
+
+def restore_state(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Put what `flat_state` gave back into the optimizer. Its own states, if it has any, are replaced."""
+    parameters, optimizer = dict(assembly.model.named_parameters()), assembly.optimizer
+    for path in (*tensors, *numbers):
+        name, key, *inner = path.split(_SEPARATOR)
+        parameter, value = parameters[name], tensors.get(path, numbers.get(path))
+        state = optimizer.state[parameter]
+        if inner:
+            if key not in state:
+                state[key] = optimizer._new_buffer(parameter, key == "exp_avg")  # type: ignore[attr-defined]
+            getattr(state[key], inner[0]).copy_(value)
+        else:
+            state[key] = _placed(optimizer, parameter, key, value)
+    if isinstance(optimizer, ParameterWise):
+        for stateful in list(optimizer.state):
+            optimizer.stow(stateful)
+
+
+def _placed(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Any) -> Any:
+    """A state on the device it belongs to."""
+    if not isinstance(value, Tensor):
+        return value
+    if key in ("state1", "state2"):  # bitsandbytes decides by size whether a state is paged
+        part = optimizer.parts[parameter] if isinstance(optimizer, ParameterWise) else optimizer
+        buffer: Tensor = part.get_state_buffer(parameter, dtype=value.dtype)  # type: ignore[attr-defined]
+        return buffer.copy_(value)
+    # torch keeps the scalar `step` on the CPU unless the implementation is fused
+    if key != "step" or optimizer.defaults.get("fused"):
+        return value.to(parameter.device)
+    return value

@@ -1,0 +1,95 @@
+"""Every optimizer: it learns, it is what was asked for, and its states are those that are counted on."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from framework.build.verify import FirstStep, verify, verify_first_step
+from framework.errors import VerificationFailed
+from framework.run.step import train_step
+from tests.optimizers import BF16, ON_CPU, WIDE, eager, training  # noqa: F401
+from tests.tiny import tiny_assembly, tiny_config, unequal_rows
+
+SEEN = FirstStep(((8, 24),))
+
+
+def assembled(optimizer, architecture=WIDE, model=None, **more):
+    return tiny_assembly(tiny_config(architecture, training=training(optimizer, **more), model=model or {}))
+
+
+def stepped(assembly, steps=1):
+    return [train_step(assembly, [unequal_rows()], step).loss for step in range(1, steps + 1)]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ON_CPU)
+def test_the_loss_falls_and_everything_is_read_back(optimizer, dtype):
+    assembly = assembled(optimizer, model={"torch_dtype_str": dtype})
+    verify(assembly)
+    first, *_, last = stepped(assembly, 20)
+    assert last < 0.6 * first
+    [states] = [reading for reading in verify_first_step(assembly, SEEN) if reading.key == "optimizer states"]
+    assert states.holds
+    assert "bytes a trained parameter" in states.source
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("optimizer", ON_CPU)
+@pytest.mark.parametrize("lever", [{"optimizer_in_backward": True}, {"optimizer_offload": "host"}])
+def test_updates_in_backward_and_states_on_the_host_learn_the_same(optimizer, lever):
+    """Exact for what treats each parameter by itself; refused pairs are in tests/schema/test_optimizer_rules.py."""
+    low_bit = "bit" in optimizer
+    if low_bit and ("optimizer_offload" in lever or "torchao" in optimizer):
+        pytest.skip("refused")
+    plain = assembled(optimizer, max_grad_norm=0.0)
+    expected = stepped(plain, 3)
+    assembly = assembled(optimizer, max_grad_norm=0.0, **lever)
+    verify(assembly)
+    assert stepped(assembly, 3) == pytest.approx(expected, abs=1e-6)
+    verify_first_step(assembly, SEEN)
+    for one, other in zip(plain.trained, assembly.trained, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_states_of_another_dtype_than_asked_for_stop_the_run():
+    """F03: a low-memory optimizer was rebuilt behind our back as one with larger states."""
+    assembly = assembled("anyprecision_adamw", model=BF16)
+    stepped(assembly)
+    for state in assembly.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float()
+    with pytest.raises(VerificationFailed, match="exp_avg bfloat16 x"):
+        verify_first_step(assembly, SEEN)
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon", "schedule_free_adamw", "galore_adamw"])
+def test_another_class_than_asked_for_stops_the_run(optimizer):
+    assembly = assembled(optimizer)
+    other = torch.optim.Adam(assembly.trained)
+    with pytest.raises(VerificationFailed, match=f"asked {optimizer}, in effect Adam"):
+        verify(dataclasses.replace(assembly, optimizer=other))
+
+
+def test_galore_in_place_of_apollo_stops_the_run():
+    assembly, other = assembled("apollo_adamw"), assembled("galore_adamw")
+    mixed = dataclasses.replace(other, config=assembly.config)
+    with pytest.raises(VerificationFailed, match="asked apollo_adamw, in effect galore_adamw"):
+        verify(mixed)
+
+
+def test_states_that_stayed_on_the_device_stop_the_run():
+    assembly = assembled("adamw_torch", optimizer_offload="host")
+    stepped(assembly)
+    state = next(iter(assembly.optimizer.state.values()))
+    state["exp_avg"] = state["exp_avg"].clone()
+    with pytest.raises(VerificationFailed, match="optimizer_offload: asked host"):
+        verify_first_step(assembly, SEEN)
+
+
+@pytest.mark.parametrize("optimizer", ON_CPU)
+def test_a_recipe_names_it_by_its_group(optimizer):
+    from framework.compose import draft
+
+    words = [f"optimizer={optimizer}", "model=smollm2_135m"]
+    assert str(draft("quickstart", words).config.training.optimizer) == optimizer
