@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from framework.build.activations import checkpoint_blocks
 from framework.build.adapter import Adapter, attach_adapter
+from framework.build.device_cache import DeviceCache
 from framework.build.freeze import Frozen, freeze
 from framework.build.loss import Loss, build_loss
 from framework.build.model import build_model
@@ -50,6 +51,7 @@ class Assembly:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loss_scale: LossScale
+    cache: DeviceCache
     export_dtype: torch.dtype
     """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
     adapter: Adapter | None = None
@@ -99,4 +101,5 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     optimizer = build_optimizer(config, model, place)
     schedule = build_schedule(config.training, total_steps)
     scale = build_loss_scale(config.training, place)
-    return Assembly(config, place, model, frozen, loss, optimizer, schedule, scale, export_dtype, adapter)
+    cache = DeviceCache(place, config.training.empty_device_cache_steps)
+    return Assembly(config, place, model, frozen, loss, optimizer, schedule, scale, cache, export_dtype, adapter)

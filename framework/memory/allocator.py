@@ -1,6 +1,6 @@
 """A replay of torch's CUDA caching allocator, so that reserved memory is predicted by its own rules.
 
-Source of the rules: c10/cuda/CUDACachingAllocator.cpp (torch 2.11 and 2.13), native backend, default settings. What is
+Source of the rules: c10/cuda/CUDACachingAllocator.cpp (torch 2.11 and 2.13), native backend. What is
 counted is what torch counts: `allocated` is the size of the blocks in use, the part of a block that was not worth
 splitting off included; `reserved` is the size of the segments asked from the driver; `requested` is what the
 caller wanted.
@@ -93,21 +93,37 @@ class _Pool:
         del self._keys[bisect_left(self._keys, (block.size, block.address))]
         del self._blocks[block.address]
 
-    def best_fit(self, size: int) -> Block | None:
-        """The smallest free block of at least `size` bytes; of equals the one at the lowest address."""
+    def best_fit(self, size: int, whole_from: int | None = None) -> Block | None:
+        """The smallest free block of at least `size` bytes; of equals the one at the lowest address.
+
+        The end of an expandable segment counts as larger than any other block. From `whole_from` bytes on a block is
+        not split: it serves no smaller request, and no large one that would leave much of it unused.
+        """
         index = bisect_left(self._keys, (size, -1))
-        return self._blocks[self._keys[index][1]] if index < len(self._keys) else None
+        if index + 1 < len(self._keys) and self._blocks[self._keys[index][1]] is self.tail:
+            index += 1
+        block = self._blocks[self._keys[index][1]] if index < len(self._keys) else None
+        if block is None or whole_from is None:
+            return block
+        limit = whole_from if size < whole_from else size + LARGE_BUFFER
+        return block if block.size < limit else None
 
     def whole_segments(self) -> list[Block]:
         return [block for block in self._blocks.values() if block.previous is None and block.next is None]
 
 
 class CachingAllocator:
-    """One device's allocator. `capacity` (bytes that segments may take in all) is unlimited when None."""
+    """One device's allocator. `capacity` (bytes that segments may take in all) is unlimited when None.
 
-    def __init__(self, capacity: int | None = None, expandable_segments: bool = False) -> None:
+    `expandable_segments` and `max_split_size` (bytes) are torch's settings of these names.
+    """
+
+    def __init__(
+        self, capacity: int | None = None, expandable_segments: bool = False, max_split_size: int | None = None
+    ) -> None:
         self.capacity = capacity
         self.expandable_segments = expandable_segments
+        self.max_split_size = max_split_size
         self.allocated = self.reserved = self.requested = 0
         self.retries = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
@@ -119,7 +135,7 @@ class CachingAllocator:
         wanted = round_block(size)
         small = wanted <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), _Pool(small))
-        block = pool.best_fit(wanted)
+        block = pool.best_fit(wanted, self.max_split_size)
         if block is not None:
             pool.take(block)
         elif self.expandable_segments:
@@ -160,7 +176,8 @@ class CachingAllocator:
         """Cut what is not wanted off `block`, where torch finds it worth it (`should_split`)."""
         rest = block.size - wanted
         least = MIN_BLOCK_SIZE if self.expandable_segments or pool.small else SMALL_SIZE + 1
-        if rest < least:
+        is_whole = self.max_split_size is not None and wanted >= self.max_split_size
+        if rest < least or (is_whole and not (self.expandable_segments or pool.small)):
             return
         remainder = Block(rest, block.address + wanted)
         remainder.previous, remainder.next = block, block.next
@@ -192,7 +209,7 @@ class CachingAllocator:
         page = SMALL_BUFFER if pool.small else LARGE_BUFFER
         tail = pool.tail
         missing = wanted - (tail.size if tail is not None and tail.free else 0)
-        added = -(-missing // page) * page
+        added = max(0, -(-missing // page) * page)
         self._reserve(added)
         if tail is not None and tail.free:
             pool.take(tail)

@@ -452,7 +452,42 @@ FREEZING = (
     ),
 )
 
-LEVERS = (*BATCH, *RECOMPUTE, *PRECISION, *OPTIMIZERS, *KERNELS, *ADAPTERS, *FREEZING)
+CACHES = (
+    Lever(
+        "training.allocator.expandable_segments",
+        (Setting(False), Setting(True, "not measured", hardware="cuda")),
+        ("fragmentation",),
+        "allocator_settings",
+        "One growing segment a pool instead of many of fixed sizes: less is reserved beyond what is allocated.",
+    ),
+    Lever(
+        "training.allocator.max_split_size_mb",
+        (Setting(None), Setting(512, "not measured", hardware="cuda")),
+        ("fragmentation",),
+        "allocator_settings",
+        "Blocks from this size on are not split. Helps where small tensors pin large blocks, else reserves more.",
+    ),
+    Lever(
+        "training.allocator.garbage_collection_threshold",
+        (Setting(None), Setting(0.8, "not measured", hardware="cuda")),
+        ("fragmentation",),
+        "allocator_settings",
+        "Above this share of the card, cached blocks that were not used lately are returned. Planned as without it.",
+    ),
+    Lever(
+        "training.empty_device_cache_steps",
+        (
+            Setting(None),
+            Setting(10, "0 % tokens/s (1B); H100, SPEED.md section 3, 2026-11"),
+            Setting(1, "-2.8 % tokens/s (1B); H100, SPEED.md section 3, 2026-11"),
+        ),
+        ("fragmentation",),
+        "emptied_cache",
+        "Returns blocks that nothing uses, between steps. The allocated peak is the same; reserved may even rise.",
+    ),
+)
+
+LEVERS = (*BATCH, *RECOMPUTE, *PRECISION, *OPTIMIZERS, *KERNELS, *ADAPTERS, *FREEZING, *CACHES)
 
 
 def lever(key: str) -> Lever:

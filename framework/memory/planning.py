@@ -92,8 +92,8 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
     context = card.context_bytes or 0
-    peaks = [peak for peak in replay(rehearsal.trace, new_allocator(card)) if peak.phase in PHASES]
-    peaks += [peak for peak in replay(resume_trace(footprint), new_allocator(card)) if peak.phase in PHASES]
+    peaks = [peak for peak in replay(rehearsal.trace, new_allocator(config)) if peak.phase in PHASES]
+    peaks += [peak for peak in replay(resume_trace(footprint), new_allocator(config)) if peak.phase in PHASES]
     band = choose_band(config)
     uncertainty = UNCERTAINTY[band]
     step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]
@@ -117,9 +117,16 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
     )
 
 
-def new_allocator(card: GPUParams) -> CachingAllocator:
-    """The allocator that serves a run on `card`, empty."""
-    return SystemAllocator() if card.name == "cpu" else CachingAllocator()
+def new_allocator(config: TrainingConfig) -> CachingAllocator:
+    """The allocator that serves a run on its card, empty."""
+    if config.gpu.name == "cpu":
+        return SystemAllocator()
+    settings = config.training.allocator
+    largest = settings.max_split_size_mb
+    return CachingAllocator(
+        expandable_segments=settings.expandable_segments is True,
+        max_split_size=largest * MIB if isinstance(largest, int) else None,
+    )
 
 
 def resume_trace(footprint: Footprint) -> Trace:
@@ -270,6 +277,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append("step time: shares of the data sheet's rates as measured on an H100")
     if config.training.compile:
         said.append("compiled code keeps less than the plain code that was planned: an upper end")
+    if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":
+        said.append(f"the cache is emptied every {steps} steps: what is allocated at the peak is the same")
+    if config.training.allocator.garbage_collection_threshold is not None:
+        said.append("garbage collection of cached blocks is not replayed: reserved is an upper end")
     if rehearsal.read_values:
         said.append(f"values read on the host are taken to be as without padding: {', '.join(rehearsal.read_values)}")
     return tuple(said)

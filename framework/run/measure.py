@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
 from framework.build.loss import Batch, causal_model
 from framework.build.model import settle
@@ -53,6 +54,7 @@ def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
     """
     if not torch.cuda.is_available():
         raise RequestError([Problem("--measure", "this machine has no CUDA card to measure on")])
+    choose_allocator(config)
     place = real_place(torch.device("cuda", torch.cuda.current_device()))
     random = config.model_copy(update={"model": config.model.model_copy(update={"load_pretrained_weights": False})})
     torch.manual_seed(config.training.seed)

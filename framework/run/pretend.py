@@ -61,6 +61,7 @@ class PretendedCard(TorchFunctionMode):
         self.device = pretended_device(card)
         self.autocast = Autocast(self.device.type, is_on_card)
         self.read_values: list[str] = []
+        self.on_empty_cache: Callable[[], None] = lambda: None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -305,8 +306,9 @@ class _NoDeviceGuard(contextlib.nullcontext[None]):
         super().__init__()
 
 
-def _patch_cuda(patches: _Patches, card: GPUParams) -> None:
-    """Answer what libraries ask of torch.cuda with the facts of `card`."""
+def _patch_cuda(patches: _Patches, mode: PretendedCard) -> None:
+    """Answer what libraries ask of torch.cuda with the facts of the card."""
+    card = mode.card
     major, minor = capability_of(card.capability) if card.capability is not None else (0, 0)
     properties = types.SimpleNamespace(
         name=card.name,
@@ -325,6 +327,7 @@ def _patch_cuda(patches: _Patches, card: GPUParams) -> None:
         "device": _NoDeviceGuard,
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *args, **kwargs: None,
+        "empty_cache": lambda: mode.on_empty_cache(),
     }
     for name, answer in answers.items():
         patches.set(torch.cuda, name, answer)
@@ -373,7 +376,7 @@ def pretend(card: GPUParams) -> Iterator[PretendedCard]:
     patches = _Patches()
     try:
         if mode.device.type == "cuda":
-            _patch_cuda(patches, card)
+            _patch_cuda(patches, mode)
             for owner, name, value in stand_in():
                 patches.set(owner, name, value)
         _patch_kernels(patches)

@@ -50,6 +50,7 @@ def record(config: TrainingConfig) -> Rehearsal:
         with torch.device(place.device):  # adapters too are made without storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
+        mode.on_empty_cache = tracker.note_emptied_cache
         _load(tracker, assembly)
         with tracker:
             _run(tracker, assembly)
@@ -89,7 +90,8 @@ def _load(tracker: Tracker, assembly: Assembly) -> None:
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:
-    """Evaluation, two steps, evaluation. The first step makes the optimizer's states, the second is like all others.
+    """Evaluation, two steps, evaluation. The first step makes the optimizer's states, the second is like all others
+    (but for those that find the cache emptied, of which one more follows where there are any).
 
     The second of each is not carried out again: it does what the first did, but for what the first has left behind
     (tests/run/test_rehearse.py holds a repeated step to a second one).
@@ -113,6 +115,9 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
     observe("end")
     stepped = len(marks) - 1
     tracker.trace.repeat(evaluated, stepped)
+    if assembly.place.kind == "cuda" and (assembly.cache.steps or 1) > 1:
+        tracker.note_emptied_cache()  # the next step starts without the blocks that others find in the cache
+        tracker.trace.repeat(evaluated, stepped)
     tracker.trace.repeat(before, evaluated)
 
 

@@ -17,6 +17,10 @@ HARMLESS = {
     "training.trackers",
     "training.per_device_eval_batch_size",
     "training.on_oom",
+    "training.empty_device_cache_steps",
+    "training.allocator.expandable_segments",
+    "training.allocator.max_split_size_mb",
+    "training.allocator.garbage_collection_threshold",
     "data.workers",
 }
 """Keys that change neither the weights nor the order of the rows."""

@@ -14,12 +14,20 @@ import transformers
 from accelerate import Accelerator
 from transformers import set_seed
 
+from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import GlobalBatches, eval_batches
 from framework.build.loss import Batch
 from framework.build.place import Place, real_place
 from framework.build.tokenizer import padding_id
-from framework.build.verify import FirstStep, Reading, missing_gradients, verify, verify_first_step
+from framework.build.verify import (
+    FirstStep,
+    Reading,
+    missing_gradients,
+    verify,
+    verify_emptied_cache,
+    verify_first_step,
+)
 from framework.errors import DoesNotFit, Interrupted, NonFinite, Problem, RequestError, VerificationFailed
 from framework.memory.ledger import Plan
 from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
@@ -59,6 +67,10 @@ class Session:
     _shapes: tuple[tuple[int, int], ...] = ()
     _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
     _has_stepped: bool = False
+    _began: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began = self.step + 1
 
     @property
     def total(self) -> int:
@@ -107,7 +119,8 @@ class Session:
     def after_step(self, step: int, result: StepResult) -> None:
         """Log, evaluate, save; leave when the user has asked to. Raises Interrupted, after saving."""
         if not result.skipped:  # a skipped step has made no optimizer states
-            self._verify_first_step()
+            self._verify_first_step(step)
+        self._verify_emptied_cache(step)
         self.step, training = step, self.config.training
         self._log(result)
         if training.eval_steps and step % training.eval_steps == 0 and step < self.total:
@@ -118,11 +131,19 @@ class Session:
             self.save()
             raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
 
-    def _verify_first_step(self) -> None:
+    def _verify_emptied_cache(self, step: int) -> None:
+        """Read back that the cache was emptied, when it first was due. Raises VerificationFailed."""
+        due = self.assembly.cache.steps
+        if due is not None and step % due == 0 and step - self._began < due:
+            for reading in verify_emptied_cache(self.assembly, self._began, step):
+                self.progress.say(f"after step {step}: {reading.key} = {reading.found} ({reading.source})")
+
+    def _verify_first_step(self, step: int) -> None:
         """Read back, once, what the first update made. Raises VerificationFailed before anything is logged or saved."""
         if not self._has_stepped:
             self._has_stepped = True
-            for reading in verify_first_step(self.assembly, FirstStep(self._shapes, tuple(self._eval_shapes))):
+            first = FirstStep(self._shapes, tuple(self._eval_shapes), self._began, step)
+            for reading in verify_first_step(self.assembly, first):
                 self.progress.say(f"after step {self.step + 1}: {reading.key} = {reading.found} ({reading.source})")
 
     def _log(self, result: StepResult) -> None:
@@ -208,6 +229,7 @@ def open_session(
     folder = open_folder(config, name, resume, overwrite)
     newest = checkpoints(folder.path)[-1] if resume else None
     changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
+    choose_allocator(config)
     accelerator = Accelerator(
         cpu=config.gpu.name == "cpu",
         log_with=[str(tracker) for tracker in config.training.trackers] or None,

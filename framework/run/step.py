@@ -70,6 +70,7 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
         assembly.loss_scale.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
     observe("end")
+    assembly.cache.after_step(step)
     tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
     return StepResult(mean_loss, grad_norm, rate, tokens, int(counted), skipped)
 

@@ -56,6 +56,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stretch += 1
         self.trace.enter(phase, empties_cache)
 
+    def note_emptied_cache(self) -> None:
+        """torch.cuda.empty_cache() was called."""
+        self.trace.enter(self.phase, empties_cache=True)
+
     def claim(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Say what `tensors` are for; those not yet known are born now."""
         with torch._C.DisableTorchFunction():

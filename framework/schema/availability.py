@@ -25,7 +25,6 @@ ROWS = (
     Row("training.activation_memory_budget", (None,), "a memory budget for activations"),
     Row("training.activation_offload", (False,), "offloading activations to the host"),
     Row("training.compile", (False,), "torch.compile"),
-    Row("training.empty_device_cache_steps", (None,), "emptying the device cache"),
     Row("training.on_oom", ("stop",), "repairing a run that is out of memory"),
     Row(
         "model.attn_implementation",

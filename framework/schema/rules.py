@@ -159,6 +159,31 @@ def _updates(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(keys, "nvme needs a folder on that disk", "a folder, or optimizer_offload: host")
 
 
+EMPTYING_COSTS_BELOW = 10
+"""Steps between two emptyings from which they cost no time that shows (SPEED.md section 3: 1B on an H100, 2026-11)."""
+
+
+def _device_cache(config: TrainingConfig) -> Iterator[Conflict]:
+    """O13, and settings of an allocator that is not there."""
+    steps, key = config.training.empty_device_cache_steps, "training.empty_device_cache_steps"
+    if steps is not None:
+        message = "returns only blocks that nothing uses: the allocated peak stays as it is"
+        if config.gpu.name == "cpu":
+            message = "the cpu has no cache of blocks: nothing is returned"
+        elif steps < EMPTYING_COSTS_BELOW:
+            message += "; every step costs 2.8 % of speed, every tenth nothing that shows (1B, H100, 2026-11)"
+        nearest = "unset; for less memory training.enable_gradient_checkpointing, model.chunked_loss or fewer rows"
+        yield Conflict((key, "gpu.name"), message, nearest, is_warning=True)
+    allocator = config.training.allocator
+    for name, value in allocator:
+        if isinstance(value, int | float) and not isinstance(value, bool) and config.gpu.name == "cpu":
+            message = "is a setting of CUDA's allocator, and this is the cpu"
+            yield Conflict((f"training.allocator.{name}", "gpu.name"), message, "leave it unset")
+    if allocator.expandable_segments is True and allocator.garbage_collection_threshold is not None:
+        keys = ("training.allocator.garbage_collection_threshold", "training.allocator.expandable_segments")
+        yield Conflict(keys, "has no effect: an expandable segment is never collected", "one of the two", True)
+
+
 def _accumulation(config: TrainingConfig) -> int:
     try:
         return config.batch.accumulation
@@ -431,6 +456,7 @@ RULES = (
     _rounding_away,
     _optimizer,
     _updates,
+    _device_cache,
     _card,
     _half_attention,
     _batch,

@@ -30,6 +30,18 @@ class GradientCheckpointingKwargs(Params):
     """The old variant (true) needs inputs that require gradients and cannot be compiled. No difference in memory."""
 
 
+class AllocatorParams(Params):
+    """Settings of torch's CUDA caching allocator, by their names in `PYTORCH_CUDA_ALLOC_CONF`. They move what is
+    reserved, never what is allocated. Unset: what that variable says, else torch's default."""
+
+    expandable_segments: bool | Auto | None = None
+    """One segment a pool that grows, instead of many of fixed sizes: less is reserved and unused."""
+    max_split_size_mb: Annotated[Integer, Field(ge=20)] | Auto | None = None
+    """Blocks of this many MiB or more are not split, so that small tensors cannot pin a large block."""
+    garbage_collection_threshold: Annotated[Number, Field(gt=0, lt=1)] | Auto | None = None
+    """Share of the card above which cached blocks that were not used lately go back to the driver."""
+
+
 class TrainingParams(Params):
     """How to train. Lever fields (those that trade memory for something else) also take `auto`."""
 
@@ -117,6 +129,8 @@ class TrainingParams(Params):
     """`block` compiles one transformer block and reuses it; `model` compiles the whole, slower to start."""
     empty_device_cache_steps: Positive | None = None
     """Return unused blocks to the driver every n steps. Cannot lower the allocated peak; costs time when small."""
+    allocator: AllocatorParams = AllocatorParams()
+    """Settings of torch's CUDA allocator, given to it before the card is used."""
     use_peft: bool = False
     """Train an adapter instead of the weights: gradients and optimizer states only for the adapter."""
     eval_steps: Positive | None = None

@@ -161,3 +161,25 @@ def test_of_equal_free_blocks_the_one_of_the_newest_segment_is_taken() -> None:
     allocator.free(old)
     allocator.free(new)
     assert allocator.allocate(32 * MIB).address == new.address
+
+
+def test_the_end_of_an_expandable_segment_is_taken_last() -> None:
+    """It counts as large as it can grow, so a hole that is large enough is filled first."""
+    allocator = CachingAllocator(expandable_segments=True)
+    hole, between = allocator.allocate(60 * MIB), allocator.allocate(30 * MIB)
+    allocator.free(allocator.allocate(20 * MIB))
+    allocator.free(hole)
+    assert allocator.allocate(10 * MIB).address == hole.address
+    assert between.address > hole.address
+
+
+def test_blocks_from_the_largest_split_on_stay_whole() -> None:
+    allocator = CachingAllocator(max_split_size=64 * MIB)
+    large = allocator.allocate(80 * MIB)
+    allocator.free(large)
+    assert allocator.allocate(30 * MIB).size == 30 * MIB, "a smaller request leaves it alone"
+    assert allocator.reserved == 110 * MIB
+    assert allocator.allocate(70 * MIB).size == 80 * MIB, "and a large one takes all of it"
+    allocator.free(allocator.allocate(200 * MIB))
+    allocator.allocate(100 * MIB)
+    assert allocator.reserved == (110 + 200 + 100) * MIB, "unless too much of it would be unused"

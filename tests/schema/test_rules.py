@@ -179,3 +179,25 @@ def test_settings_of_a_quantized_base_are_idle_without_one():
     found = [conflict for conflict in find_conflicts(config, Needs()) if "peft.q_lora_bits" in conflict.keys]
     assert [conflict.is_warning for conflict in found] == [True]
     assert found[0].message == "has no effect: peft.q_lora is false"
+
+
+def test_emptying_the_cache_is_said_to_lower_no_peak():
+    """O13."""
+    key, card = "training.empty_device_cache_steps", {"name": "h100_80gb", "capability": "9.0"}
+    often, seldom = (
+        conflicts(gpu=card, training={"empty_device_cache_steps": steps})[key].message for steps in (1, 50)
+    )
+    assert "allocated peak stays" in often
+    assert "2.8 %" in often
+    assert "allocated peak stays" in seldom
+    assert "2.8 %" not in seldom
+    assert "no cache" in conflicts(training={"empty_device_cache_steps": 50})[key].message
+    assert all(item.is_warning for item in conflicts(training={"empty_device_cache_steps": 1}).values())
+
+
+def test_settings_of_the_allocator_need_one():
+    key, card = "training.allocator.max_split_size_mb", {"name": "h100_80gb", "capability": "9.0"}
+    assert not conflicts(training={"allocator": {"max_split_size_mb": 64}})[key].is_warning
+    assert not conflicts(gpu=card, training={"allocator": {"max_split_size_mb": 64}})
+    both = {"expandable_segments": True, "garbage_collection_threshold": 0.8}
+    assert conflicts(gpu=card, training={"allocator": both})["training.allocator.garbage_collection_threshold"]

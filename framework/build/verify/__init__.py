@@ -19,6 +19,7 @@ from framework.build.verify.adapter import (
     read_faster_matrices,
     read_quantized,
 )
+from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
 from framework.build.verify.loss import read_chunked_loss
 from framework.build.verify.optimizer import (
@@ -46,10 +47,12 @@ __all__ = [
     "missing_gradients",
     "table",
     "verify",
+    "verify_emptied_cache",
     "verify_first_step",
 ]
 
 READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
+    "allocator_settings": read_allocator_settings,
     "parameters": read_parameters,
     "weight_dtypes": read_weight_dtypes,
     "autocast": read_autocast,
@@ -79,6 +82,7 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "micro_batches": read_micro_batches,
     "eval_batches": read_eval_batches,
     "longest_row": read_longest_row,
+    "emptied_cache": read_emptied_cache,
 }
 """After step 1: optimizers make their states then, and batches can be seen only as they pass."""
 
@@ -91,6 +95,11 @@ def verify(assembly: Assembly) -> tuple[Reading, ...]:
 def verify_first_step(assembly: Assembly, step: FirstStep) -> tuple[Reading, ...]:
     """The same for what the first optimizer step has made and was given. Raises VerificationFailed."""
     return _holding([reading for read in FIRST_STEP_READERS.values() for reading in read(assembly, step)])
+
+
+def verify_emptied_cache(assembly: Assembly, began: int, step: int) -> tuple[Reading, ...]:
+    """That the cache was emptied as often as it was due in the steps `began` to `step`. Raises VerificationFailed."""
+    return _holding(list(emptied_cache(assembly, began, step)))
 
 
 def _holding(readings: Sequence[Reading]) -> tuple[Reading, ...]:

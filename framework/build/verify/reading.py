@@ -20,10 +20,15 @@ class Reading:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What the first optimizer step was given: (rows, tokens) of its micro batches, and of the evaluation before it."""
+    """What the first optimizer step was given: (rows, tokens) of its micro batches, and of the evaluation before it.
+
+    `began` is the number of the first step that this process made, `number` that of the first that changed weights.
+    """
 
     micro_batches: tuple[tuple[int, int], ...]
     eval_batches: tuple[tuple[int, int], ...] = ()
+    began: int = 1
+    number: int = 1
 
 
 def table(readings: Sequence[Reading]) -> list[str]:
