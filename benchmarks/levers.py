@@ -1,0 +1,389 @@
+"""What each setting of the levers table saves and costs: predicted here, measured on a card, set side by side.
+
+python benchmarks/levers.py rows                                          the rows, and what has none and why
+python benchmarks/levers.py predict predicted.jsonl                       any machine; needs the packages, not the card
+python benchmarks/levers.py measure predicted.jsonl measured.jsonl        a machine with the card
+python benchmarks/levers.py summary predicted.jsonl measured.jsonl results/levers_h100.json
+
+--only WORD: rows whose name has one of the words. --skip-done: not what the output has already. --gpus N: over N cards.
+Every row is one setting over a shape of SPEED.md: m1 is a full fine-tune of the 1B in pure bfloat16 (4 x 2048 tokens),
+m2 a LoRA of the 8B (1 x 2048). It is compared with the row of its lever's first setting, measured in the same call.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.build.refuse import refuse_impossible
+from framework.errors import RequestError
+from framework.memory.cards import read_card
+from framework.memory.levers import LEVERS, Lever, Setting
+from framework.memory.requirements import suits
+from framework.schema.config import TrainingConfig
+from framework.shipped import shipped
+
+CARD = "h100_80gb"
+STEPS = 7
+TIMEOUT = 90
+SHAPES: dict[str, dict[str, Any]] = {
+    "m1": {
+        "model": "llama3.2_1b",
+        "model.torch_dtype_str": "bfloat16",
+        "training.mixed_precision_dtype": "none",
+        "training.optimizer": "adamw_torch_fused",
+        "training.per_device_train_batch_size": 4,
+    },
+    "m2": {
+        "model": "llama3.1_8b",
+        "model.torch_dtype_str": "bfloat16",
+        "training.mixed_precision_dtype": "none",
+        "training.optimizer": "adamw_torch_fused",
+        "training.per_device_train_batch_size": 1,
+        "training.use_peft": True,
+        "peft.lora_r": 16,
+        "peft.lora_alpha": 32,
+        "peft.lora_target_modules": ["all-linear"],
+    },
+}
+M2_TOO = ("checkpointing", "activation_", "training.compile", "chunked_loss", "liger", "base_offload", "fp8")
+"""Parts of the keys outside `peft.` that are measured over both shapes."""
+ONCE = ("peft.peft_method", "peft.lora_modules_to_save")
+"""Keys of adapters that are measured over the 1B alone."""
+WITHOUT_ROW = {
+    "training.per_device_eval_batch_size": "moves evaluation alone, not the step",
+    "training.use_peft": "m2 is the adapter; the 8B in full does not fit the card",
+    "peft.peft_method=pissa": "its start takes minutes (a decomposition of each matrix); its tensors are lora's",
+    "peft.peft_method=rslora": "its tensors and kernels are lora's",
+    "peft.lora_plus_lr_ratio": "its tensors and kernels are lora's",
+    "peft.lora_r": "adapter bytes in proportion to it",
+    "peft.bnb_4bit_quant_type": "another table of 16 numbers for the same bytes",
+    "model.model_max_length=512": "as 1024, in proportion",
+    "training.per_device_train_batch_size=2": "between 4 and 1",
+}
+FLOAT32 = {"model.torch_dtype_str": "float32"}
+SHORT = {"model.model_max_length": 1024}
+WITH: dict[str, dict[str, Any]] = {
+    "training.mixed_precision_dtype": FLOAT32,
+    "training.tf32": FLOAT32,
+    "model.attn_implementation": SHORT,
+    "model.sdpa_backend": SHORT,
+}
+"""What every setting of a key is measured with: scores of 2048 tokens in all heads would not fit the card."""
+
+
+@dataclass
+class Row:
+    """One config to measure. `settings` are those that it stands for, each with the row it is compared with."""
+
+    name: str
+    config: TrainingConfig
+    settings: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Rows:
+    """All rows by their config, so that none is measured twice, and why some settings have none."""
+
+    found: dict[str, Row] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, shape: str, lever: Lever, setting: Setting) -> Row | None:
+        """The row of a setting over a shape; None, with the reason noted, when it can have none."""
+        name = f"{shape}/{lever.key.rpartition('.')[2]}={_word(setting.value)}"
+        try:
+            if not suits(setting.hardware, TrainingConfig(gpu=read_card(CARD)).gpu):
+                raise ValueError(f"needs {setting.hardware}")
+            config = compose(shape, WITH.get(lever.key, {}) | dict(setting.beside) | {lever.key: setting.value})
+            refuse_impossible(config, devices="any")
+        except (RequestError, ValueError) as error:
+            self.missing[name] = str(error)
+            return None
+        return self.found.setdefault(config.model_dump_json(), Row(name, config))
+
+
+def rows() -> Rows:
+    """Every setting of the table over the shapes it belongs to."""
+    made = Rows()
+    for shape in SHAPES:
+        base = compose(shape, {})
+        made.found[base.model_dump_json()] = Row(f"{shape}/base", base)
+    for lever in LEVERS:
+        for shape in _shapes(lever):
+            if (reason := WITHOUT_ROW.get(lever.key)) is not None:
+                made.missing[f"{shape}/{lever.key}"] = reason
+                continue
+            first, *others = lever.settings
+            base_row = made.add(shape, lever, first)
+            for setting in others:
+                reason = WITHOUT_ROW.get(f"{lever.key}={_word(setting.value)}")
+                if reason is not None:
+                    made.missing[f"{shape}/{lever.key}={_word(setting.value)}"] = reason
+                elif (row := made.add(shape, lever, setting)) is not None:
+                    compared = base_row.name if base_row is not None else f"{shape}/base"
+                    row.settings.append({"key": lever.key, "value": _word(setting.value), "base": compared})
+    return made
+
+
+def _shapes(lever: Lever) -> Iterator[str]:
+    """Adapters over the 8B, what changes activations or products over both, everything else over the 1B."""
+    if lever.key.startswith("peft.") and lever.key not in ONCE:
+        yield "m2"
+        return
+    yield "m1"
+    if any(word in lever.key for word in M2_TOO):
+        yield "m2"
+
+
+def compose(shape: str, changes: dict[str, Any]) -> TrainingConfig:
+    """A shape with some keys changed, for the card."""
+    flat = {**SHAPES[shape], **changes}
+    preset = yaml.safe_load((shipped("conf") / "model" / f"{flat.pop('model')}.yaml").read_text())
+    tree: dict[str, Any] = {"gpu": read_card(CARD), "training": {"max_steps": 1000}, "model": preset["model"]}
+    tree["model"] |= {"load_pretrained_weights": False, "model_max_length": 2048}
+    if changes.get("peft.peft_method", "lora") != "lora":
+        flat.pop("peft.lora_target_modules", None)
+    for key, value in flat.items():
+        section, name = key.split(".")
+        tree.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
+    return TrainingConfig.model_validate(tree)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return "+".join(map(_word, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def predict(out: Path, only: list[str]) -> None:
+    """One line a row, written before anything is measured."""
+    chosen = [row for row in rows().found.values() if not only or any(word in row.name for word in only)]
+    with ProcessPoolExecutor(2) as pool, out.open("w") as file:
+        for row, plan in zip(chosen, pool.map(_plan, [row.config for row in chosen]), strict=True):
+            line = {"name": row.name, "settings": row.settings, "config": row.config.model_dump(mode="json")}
+            line |= {"plan": plan, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            print(row.name, json.dumps(plan.get("step_peak") or plan)[:130], flush=True)
+
+
+def _plan(config: TrainingConfig) -> dict[str, Any]:
+    from framework.run.child import plan_in_subprocess
+
+    try:
+        return plan_in_subprocess(config).to_json()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def measure(predicted: Path, out: Path, only: list[str], skip_done: bool, shard: tuple[int, int]) -> None:
+    """Each row in a process forked before CUDA starts, so that imports are paid once. Lines are added as they come."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA in the parent
+    import framework.run.measure  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    asked = [json.loads(line) for line in predicted.read_text().splitlines()]
+    asked = [row for row in asked if not only or any(word in row["name"] for word in only)]
+    done = _lines(out) if skip_done and out.exists() else {}
+    for row in asked[shard[0] :: shard[1]]:
+        if "error" not in done.get(row["name"], {"error": ""}):
+            continue
+        start = time.perf_counter()
+        receive, send = context.Pipe(duplex=False)
+        child = context.Process(target=_measured, args=(row["config"], send))
+        child.start()
+        try:
+            document = receive.recv() if receive.poll(TIMEOUT) else {"error": f"no answer in {TIMEOUT} s"}
+        except EOFError:
+            document = {"error": "the process died"}
+        child.kill()
+        child.join(5)
+        seconds = round(time.perf_counter() - start, 1)
+        with out.open("a") as file:
+            file.write(json.dumps({"name": row["name"], "measured": document, "seconds": seconds}) + "\n")
+        print(row["name"], seconds, document.get("error", ""), flush=True)
+
+
+def _measured(config: dict[str, Any], send: Any) -> None:
+    """The product's own measurement, and what torch's counters of the device do not see: bytes in host memory."""
+    import psutil
+    import torch
+
+    from framework.run.measure import measure as measure_step
+
+    try:
+        before = psutil.Process().memory_info().rss
+        document = measure_step(TrainingConfig.model_validate_json(json.dumps(config)), STEPS).to_json()
+        document["host_growth_bytes"] = _peak_resident() - before
+        pinned = getattr(torch.cuda, "host_memory_stats", dict)()
+        document["pinned_bytes"] = pinned.get("allocated_bytes.peak", pinned.get("allocated_bytes.allocated", 0))
+        document["paged_bytes"] = _paged()
+        document |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "packages": _packages()}
+        send.send(document)
+    except BaseException as error:
+        send.send({"error": f"{type(error).__name__}: {str(error)[:300]}"})
+
+
+def _peak_resident() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
+def _paged() -> int:
+    """Bytes of bitsandbytes' paged states, which are in managed memory."""
+    if "bitsandbytes" not in sys.modules:
+        return 0
+    from bitsandbytes.functional import GlobalPageManager
+
+    return sum(tensor.numel() * tensor.element_size() for tensor in GlobalPageManager.get_instance().paged_tensors)
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "torchao", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _lines(path: Path) -> dict[str, Any]:
+    """What was measured by the row's name; a later success takes the place of a failure, never the other way."""
+    found: dict[str, Any] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        if "error" not in line["measured"] or line["name"] not in found:
+            found[line["name"]] = line["measured"]
+    return found
+
+
+def summary(predicted: Path, measured: Path, out: Path) -> None:
+    """Every setting with what it saves and costs against its base, predicted next to measured; and what has no row."""
+    plans = {row["name"]: row for row in map(json.loads, predicted.read_text().splitlines())}
+    truth = _lines(measured)
+    settings, failed = [], {}
+    for name, row in plans.items():
+        if "error" in row["plan"] or "error" in truth.get(name, {"error": "not run"}):
+            failed[name] = row["plan"].get("error") or truth.get(name, {}).get("error", "not run")
+            continue
+        for setting in row["settings"]:
+            base = setting["base"]
+            if base in plans and "error" not in plans[base]["plan"] and "error" not in truth.get(base, {"error": ""}):
+                both = (plans[base]["plan"], truth[base]), (row["plan"], truth[name])
+                settings.append({**setting, "row": name, **_compared(*both)})
+    good = {name: row for name, row in plans.items() if name not in failed}
+    checked = [{"row": name, **_sides(row["plan"], truth[name])} for name, row in good.items()]
+    errors = sorted(abs(row["allocated_error_per_cent"]) for row in checked)
+    some = truth[next(iter(good))]
+    document = {
+        "machine": some["device_name"],
+        "date": some["date"],
+        "packages": some["packages"],
+        "shapes": SHAPES,
+        "rows": len(checked),
+        "allocated_error_per_cent": {"median": errors[len(errors) // 2], "max": errors[-1]},
+        "within_1_per_cent": round(sum(error <= 1 for error in errors) / len(errors), 3),
+        "not_measured": rows().missing | failed,
+    }
+    head = json.dumps(document, indent=1)[:-2]
+    lists = {"settings": settings, "figures": checked}
+    bodies = ",\n".join(
+        f' "{name}": [\n' + ",\n".join(json.dumps(item) for item in items) + "\n ]" for name, items in lists.items()
+    )
+    out.write_text(f"{head},\n{bodies}\n}}\n")
+    print(json.dumps({name: document[name] for name in ("rows", "allocated_error_per_cent", "within_1_per_cent")}))
+    for name, reason in failed.items():
+        print("no figures:", name, reason[:200])
+
+
+def _compared(
+    base: tuple[dict[str, Any], dict[str, Any]], row: tuple[dict[str, Any], dict[str, Any]]
+) -> dict[str, Any]:
+    """Bytes saved and time cost; figures of time are of tokens, since some settings change how many a step has."""
+    plans, truths = (base[0], row[0]), (base[1], row[1])
+    return {
+        "saved_bytes": truths[0]["allocated_bytes"] - truths[1]["allocated_bytes"],
+        "predicted_saved_bytes": plans[0]["step_peak"]["allocated_bytes"] - plans[1]["step_peak"]["allocated_bytes"],
+        "saved_per_cent": round(100 * (1 - truths[1]["allocated_bytes"] / truths[0]["allocated_bytes"]), 1),
+        "saved_device_bytes": truths[0]["device_bytes"] - truths[1]["device_bytes"],
+        "tokens_per_second_per_cent": round(
+            100 * (truths[1]["tokens_per_second"] / truths[0]["tokens_per_second"] - 1), 1
+        ),
+    }
+
+
+def _sides(plan: dict[str, Any], truth: dict[str, Any]) -> dict[str, Any]:
+    """Both sides of one row. `host_bytes` predicted is the plan's; measured are three counters."""
+    peak = plan["step_peak"]
+    figures: dict[str, Any] = {}
+    for name in ("allocated_bytes", "reserved_bytes", "device_bytes"):
+        figures[name] = {"predicted": peak[name], "measured": truth[name]}
+    error = 100 * (peak["allocated_bytes"] / truth["allocated_bytes"] - 1)
+    figures["allocated_error_per_cent"] = round(error, 3)
+    host = {"predicted": plan["host_bytes"], "pinned": truth["pinned_bytes"], "growth": truth["host_growth_bytes"]}
+    figures |= {
+        "host_bytes": host,
+        "paged_bytes": {"predicted": peak["managed_bytes"], "measured": truth["paged_bytes"]},
+    }
+    figures["covered"] = peak["device_bytes_upper"] >= truth["device_bytes"]
+    return figures | {"step_seconds": truth["step_seconds"], "tokens_per_second": round(truth["tokens_per_second"])}
+
+
+def _over_cards(arguments: argparse.Namespace) -> None:
+    """The same command once a card, each with every n-th row."""
+    if os.path.exists(arguments.files[1]) and not arguments.skip_done:
+        os.remove(arguments.files[1])
+    command = [sys.executable, __file__, "measure", *arguments.files, "--skip-done"]
+    command += ["--only", *arguments.only] if arguments.only else []
+    cards = [
+        subprocess.Popen(
+            [*command, "--shard", str(index), str(arguments.gpus)],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(index)},
+        )
+        for index in range(arguments.gpus)
+    ]
+    for card in cards:
+        card.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("verb", choices=("rows", "predict", "measure", "summary"))
+    parser.add_argument("files", nargs="*")
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--skip-done", action="store_true")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--shard", type=int, nargs=2, default=(0, 1))
+    arguments = parser.parse_args()
+    files = [Path(name) for name in arguments.files]
+    if arguments.verb == "rows":
+        made = rows()
+        for row in made.found.values():
+            print(row.name, " ".join(f"[{setting['key']}, base {setting['base']}]" for setting in row.settings))
+        for name, reason in made.missing.items():
+            print("none:", name, "-", reason)
+        print(len(made.found), "rows")
+    elif arguments.verb == "predict":
+        predict(files[0], arguments.only)
+    elif arguments.verb == "measure" and arguments.gpus > 1:
+        _over_cards(arguments)
+    elif arguments.verb == "measure":
+        measure(files[0], files[1], arguments.only, arguments.skip_done, tuple(arguments.shard))
+    else:
+        summary(*files)
+
+
+if __name__ == "__main__":
+    main()
