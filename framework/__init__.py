@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from framework.compose import load as load
     from framework.compose import to_yaml as to_yaml
     from framework.errors import *  # noqa: F403
+    from framework.memory.explain import Explanation as Explanation
+    from framework.memory.explain import explain as explain
     from framework.run.child import plan_in_subprocess as plan  # noqa: F401
     from framework.run.trainer import train as train
     from framework.schema.choices import *  # noqa: F403
@@ -44,6 +46,7 @@ _ROOMS = {
     ),
     "framework.compose": "load to_yaml",
     "framework.checks": "check",
+    "framework.memory.explain": "Explanation explain",
     "framework.run.child": "plan=plan_in_subprocess",
     "framework.run.trainer": "train",
 }

@@ -1,6 +1,6 @@
 """The verb that prints the table of memory levers."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -46,6 +46,8 @@ def _find(key: str) -> "Lever":
 
 
 def _print_one(row: "Lever") -> None:
+    from framework.memory.levers import word
+
     print(f"{row.key}\n  {row.line}")
     print(f"  shrinks    {', '.join(row.shrinks) or 'nothing by itself'}\n  read back  {row.reader}")
     print("  settings, from free to dear:")
@@ -64,16 +66,13 @@ def _print_one(row: "Lever") -> None:
 
 
 def _values(row: "Lever") -> str:
+    from framework.memory.levers import word
+
     return ", ".join(word(value) for value in row.values)
 
 
 def _exactness(row: "Lever") -> str:
+    from framework.memory.levers import word
+
     changed = [word(setting.value) for setting in row.settings if setting.changes]
     return f"changed by {', '.join(changed)}" if changed else "exact"
-
-
-def word(value: Any) -> str:
-    """A value as it is typed on the command line."""
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(word, value))}]"
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -498,3 +498,10 @@ def lever(key: str) -> Lever:
 def every_setting() -> Iterator[tuple[Lever, Setting]]:
     """All settings of all levers, in the order of the table."""
     return ((row, setting) for row in LEVERS for setting in row.settings)
+
+
+def word(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(word, value))}]"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

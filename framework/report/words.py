@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from framework.memory.ledger import PeakUse, Plan, Terms
+from framework.memory.units import GIB as GIB
+from framework.memory.units import MIB as MIB
+from framework.memory.units import size as size
 
 if TYPE_CHECKING:
     from framework.run.measure import Measured
-
-KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 TERMS: Mapping[str, str] = {
     "weights": "weights",
@@ -163,15 +164,6 @@ def measured_document(measured: "Measured") -> dict[str, object]:
 def phase_name(key: str) -> str:
     """A phase as a reader knows it."""
     return PHASES.get(key, key)
-
-
-def size(count: int) -> str:
-    """Bytes as a person reads them: `12.41 GiB`, `512.0 MiB`, `3.9 KiB`, `512 bytes`."""
-    if abs(count) >= GIB:
-        return f"{count / GIB:,.2f} GiB"
-    if abs(count) >= MIB:
-        return f"{count / MIB:,.1f} MiB"
-    return f"{count / KIB:,.1f} KiB" if abs(count) >= KIB else f"{count} bytes"
 
 
 def signed_size(count: int) -> str:

@@ -1,0 +1,30 @@
+"""The verb that reads a failure. It loads no torch."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from framework.cli.arguments import Json
+from framework.cli.printing import print_json
+
+
+def explain(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A run folder, a log file, or - for standard input.")],
+    run: Annotated[Path | None, typer.Option("--run", help="The folder of the run that a log is of.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say why memory ran out and where, with the arithmetic, and what to change. Exit 2: no failure of a known kind."""
+    from framework.memory.explain import explain_evidence
+    from framework.memory.explain.evidence import Evidence, gather, read_plan, read_standard_input
+    from framework.memory.explain.text import explanation_lines
+
+    if source == "-":
+        evidence = Evidence(read_standard_input(), plan=read_plan(run) if run else None)
+    else:
+        evidence = gather(Path(source), run)
+    explanation = explain_evidence(evidence)
+    if as_json:
+        print_json(explanation.to_json())
+    else:
+        print("\n".join(explanation_lines(explanation)))

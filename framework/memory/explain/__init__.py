@@ -1,0 +1,99 @@
+"""From the text of a failure to its cause, the arithmetic behind it and ranked overrides to paste. No torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.errors import Problem, RequestError
+from framework.memory.explain.causes import Cause, Circumstances, find_cause, held_by_others
+from framework.memory.explain.evidence import Evidence, gather, read_plan
+from framework.memory.explain.frames import is_pinning, makes_states, read_frames, read_phase
+from framework.memory.explain.messages import Message, read_message
+from framework.memory.explain.moves import Move, rank_moves
+from framework.memory.explain.shapes import Kind
+
+__all__ = ["Explanation", "explain", "explain_evidence"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What failed, in which phase (None: the text does not tell), why, and what to do about it.
+
+    `state_bytes` is what the optimizer makes in its first step, from the plan; None elsewhere.
+    """
+
+    message: Message
+    cause: Cause
+    phase: str | None
+    is_first_step: bool
+    circumstances: Circumstances
+    moves: tuple[Move, ...]
+    has_plan: bool
+    planned_bytes: int | None = None
+    """Allocated bytes that the plan predicts for the phase."""
+    state_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `explain --json`."""
+        message = self.message
+        others = held_by_others(message) if self.cause is Cause.OTHER_PROCESS else message.other_process_bytes
+        return {
+            "kind": str(message.kind),
+            "phase": self.phase,
+            "cause": str(self.cause),
+            "request_bytes": message.request_bytes,
+            "capacity_bytes": message.capacity_bytes,
+            "free_bytes": message.free_bytes,
+            "allocated_bytes": message.allocated_bytes,
+            "reserved_unallocated_bytes": message.reserved_unallocated_bytes,
+            "other_process_bytes": others,
+            "moves": [move.to_json() for move in self.moves],
+        }
+
+
+def explain(source: str | Path, run: str | Path | None = None) -> Explanation:
+    """Explain a run folder, a log file, or, where no such file exists, `source` itself as the text.
+
+    `run` is the folder whose `plan.json` holds what each lever saves; a log is looked up beside itself without it.
+    Raises RequestError when the text reports no kind of failure that is known.
+    """
+    folder = Path(run) if run is not None else None
+    if isinstance(source, Path) or ("\n" not in source and len(source) < 1024 and Path(source).exists()):
+        return explain_evidence(gather(Path(source), folder))
+    return explain_evidence(Evidence(source, plan=read_plan(folder) if folder else None))
+
+
+def explain_evidence(evidence: Evidence) -> Explanation:
+    """The explanation of what was gathered. Raises RequestError when the text is of no known kind."""
+    found = read_message(evidence.text)
+    if found is None:
+        reason = "no failure of a known kind in this text: no memory that ran out, no loss that is not finite, no hang"
+        raise RequestError([Problem("", reason, expected="the log with the error message itself")])
+    message, lines = found
+    frames = read_frames(lines, message.line)
+    known, plan = evidence.circumstances, evidence.plan
+    phase = known.phase or read_phase(frames)
+    cause = find_cause(message, known, is_pinning(frames))
+    is_memory = message.kind is Kind.OUT_OF_MEMORY
+    is_first = phase == "optimizer_step" and (known.step == 1 or makes_states(frames))
+    return Explanation(
+        message=message,
+        cause=cause,
+        phase=phase,
+        is_first_step=is_first,
+        circumstances=known,
+        moves=rank_moves(plan, phase, cause) if is_memory else (),
+        has_plan=plan is not None,
+        planned_bytes=_planned(plan, phase, "allocated_bytes") if plan else None,
+        state_bytes=_states(plan) if plan and is_first else None,
+    )
+
+
+def _planned(plan: Any, phase: str | None, name: str) -> int | None:
+    return next((int(entry[name]) for entry in plan["phases"] if entry["name"] == phase), None)
+
+
+def _states(plan: Any) -> int | None:
+    """Bytes of optimizer states on the card, which its first step makes."""
+    entries = {entry["name"]: entry for entry in plan["phases"]}
+    return int(entries["optimizer_step"]["terms"]["optimizer"]) if "optimizer_step" in entries else None

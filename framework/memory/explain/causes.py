@@ -1,0 +1,128 @@
+"""Why memory ran out: the subtraction, and what it leaves as the cause. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from statistics import median
+
+from framework.memory.explain.messages import Message
+from framework.memory.explain.shapes import Kind, Space
+from framework.memory.units import GIB, MIB
+
+LARGE_SHARE, LARGE_BYTES = 0.10, 2 * GIB
+"""Reserved but unused memory is the cause when it would have served the request and is a tenth of the card, or 2 GiB:
+less of it lies about in any healthy run that fills its card."""
+OTHER_SHARE, OTHER_BYTES = 0.05, GIB
+"""The same for what other processes hold."""
+CONTEXT_BYTES = 2 * GIB
+"""More than a process ever holds outside PyTorch's allocator on one card (context, kernels, cuBLAS, NCCL): what is
+taken beyond it is another process's, also when none is named."""
+SEGMENT = 20 * MIB
+"""The allocator asks the driver for up to this much for a smaller request."""
+GROWTH_STEPS, GROWTH_SHARE, GROWTH_BYTES = 8, 0.7, 16 * MIB
+"""The floor grows when it rose in this share of at least so many steps, by so many bytes in all."""
+SPIKE = 1.2
+"""A micro batch is a spike when it has this many times the tokens of the largest before it."""
+
+
+class Cause(StrEnum):
+    """What has to change."""
+
+    CAPACITY = "capacity"
+    FRAGMENTATION = "fragmentation"
+    OTHER_PROCESS = "other_process"
+    GROWTH = "growth"
+    SPIKE = "spike"
+    HOST = "host"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a run knew when it failed; empty for a bare text.
+
+    `floors` are the bytes allocated at the end of the last steps, oldest first; `batch` and `largest_batch` the
+    tokens of the micro batch in hand and of the largest before it.
+    """
+
+    phase: str | None = None
+    step: int | None = None
+    floors: tuple[int, ...] = ()
+    batch: int | None = None
+    largest_batch: int | None = None
+
+
+def find_cause(message: Message, circumstances: Circumstances, is_pinning: bool = False) -> Cause:
+    """The cause by arithmetic on what the message states; `unknown` where that decides nothing."""
+    if message.kind is not Kind.OUT_OF_MEMORY:
+        return Cause.UNKNOWN
+    if message.space is Space.HOST or (is_pinning and message.capacity_bytes is None):
+        return Cause.HOST
+    capacity, request, free = message.capacity_bytes, message.request_bytes, message.free_bytes
+    if capacity is None or request is None:
+        return _cause_by_circumstances(circumstances) or Cause.UNKNOWN
+    if message.allowed_bytes is not None:
+        capacity = min(capacity, message.allowed_bytes)
+        free = max(capacity - _reserved(message), 0)
+    elif free is None and message.outside_bytes is None:
+        free = max(capacity - _reserved(message), 0)
+    if request > capacity:
+        return Cause.CAPACITY
+    if free is not None and free >= request + SEGMENT:
+        return Cause.UNKNOWN  # there was room: what failed is not told by these figures
+    figures = _cause_by_figures(message, capacity, request, free or 0)
+    return figures or _cause_by_circumstances(circumstances) or Cause.CAPACITY
+
+
+def _cause_by_figures(message: Message, capacity: int, request: int, free: int) -> Cause | None:
+    """Other processes or fragmentation, whichever holds more, when the request fits without it."""
+    unused, others = message.reserved_unallocated_bytes or 0, held_by_others(message) or 0
+    candidates = []
+    if others + free >= request and others >= min(OTHER_SHARE * capacity, OTHER_BYTES):
+        candidates.append((others, Cause.OTHER_PROCESS))
+    if unused + free >= request and (unused >= LARGE_SHARE * capacity or unused >= max(LARGE_BYTES, request)):
+        candidates.append((unused, Cause.FRAGMENTATION))
+    return max(candidates)[1] if candidates else None
+
+
+def _cause_by_circumstances(circumstances: Circumstances) -> Cause | None:
+    if growth_per_step(circumstances.floors) is not None:
+        return Cause.GROWTH
+    batch, largest = circumstances.batch, circumstances.largest_batch
+    return Cause.SPIKE if batch and largest and batch >= SPIKE * largest else None
+
+
+def _reserved(message: Message) -> int:
+    return (message.allocated_bytes or 0) + (message.reserved_unallocated_bytes or 0)
+
+
+def held_by_others(message: Message) -> int | None:
+    """Bytes of other processes: as named, else what nobody in this process can hold; None where neither is known."""
+    if message.other_process_bytes is not None:
+        return message.other_process_bytes
+    rest = unaccounted_bytes(message)
+    if rest is None or message.allowed_bytes is not None:
+        return None
+    return rest if rest > CONTEXT_BYTES else None
+
+
+def unaccounted_bytes(message: Message) -> int | None:
+    """What is neither free, nor this process's, nor named: the driver's, and processes that were not named."""
+    if message.capacity_bytes is None or message.free_bytes is None or message.allocated_bytes is None:
+        return None
+    own = message.process_bytes if message.process_bytes is not None else _reserved(message)
+    return max(message.capacity_bytes - message.free_bytes - own - (message.other_process_bytes or 0), 0)
+
+
+def growth_per_step(floors: Sequence[int]) -> int | None:
+    """Bytes by which the floor of allocated memory rises a step; None where it does not grow.
+
+    A floor that goes up and down with lengths is none; neither is one that rose once and stayed.
+    """
+    rises = [after - before for before, after in pairwise(floors)]
+    if len(rises) < GROWTH_STEPS or sum(rises) < GROWTH_BYTES:
+        return None
+    risen = sum(rise > 0 for rise in rises)
+    typical = int(median(rises))
+    return typical if risen >= GROWTH_SHARE * len(rises) and typical > 0 else None

@@ -1,0 +1,74 @@
+"""A log as it was meant: without colours, ranks, times and boxes in front of its lines, one process at a time."""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+_RANK = re.compile(
+    r"\[(?:rank|default)\d+\]:"  # torch.distributed and torchrun --tee
+    r"|\[\d+,\d+\]<std(?:out|err)>:?"  # mpirun --tag-output
+    r"|\([\w.-]+ (?:rank=\d+, )?pid=\d+[^)]*\)"  # Ray
+    r"|\d+: (?=\S)"  # srun --label
+    r"|[\w.-]+\s+\| "  # docker compose
+)
+"""Who wrote a line. Lines that begin alike belong together; the others of a log with several writers do not."""
+_TIME = re.compile(
+    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
+    r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]?"
+    r"|\[\d+\] "  # numbered lines
+    r"|[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\]"  # glog
+)
+_LEVEL = re.compile(r"(?:- )?\[?(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\]?:?(?: -)?(?=\s)")
+_FRAME = re.compile(r"[│║┃▏|>#]+(?=\s|$)")
+_PARTS = (_RANK, _TIME, _LEVEL, _FRAME)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: its number in the log from 0, the writer's mark (empty where there is none) and the text proper."""
+
+    number: int
+    writer: str
+    text: str
+
+
+def clean(text: str) -> list[Line]:
+    """All lines of a log. A carriage return, as progress bars write it, ends a line too."""
+    return [_clean(number, line) for number, line in enumerate(re.split(r"\r\n|\n|\r", text))]
+
+
+def _clean(number: int, line: str) -> Line:
+    writer, text = "", _COLOUR.sub("", line)
+    left = text.lstrip()
+    while found := next((match for part in _PARTS if (match := part.match(left))), None):
+        if found.re is _RANK:
+            writer = writer or found.group().strip()
+        text = left[found.end() :]
+        left = text.lstrip()
+    return Line(number, writer, re.sub(r"[\s│║┃]+$", "", text))
+
+
+def by_writer(lines: Sequence[Line]) -> Iterator[list[Line]]:
+    """The lines of each writer, in order."""
+    for writer in dict.fromkeys(line.writer for line in lines):
+        yield [line for line in lines if line.writer == writer]
+
+
+class Compact:
+    """Lines without any white space and end to end: a message reads the same however a terminal has wrapped it."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = lines
+        self._starts: list[int] = []
+        parts, length = [], 0
+        for line in lines:
+            self._starts.append(length)
+            parts.append("".join(line.text.split()))
+            length += len(parts[-1])
+        self.text = "".join(parts)
+
+    def line_at(self, position: int) -> int:
+        """Index in `lines` of the line that holds a position of `text`."""
+        return bisect_right(self._starts, position) - 1

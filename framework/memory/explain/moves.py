@@ -1,0 +1,109 @@
+"""What to change after a failure, the largest predicted saving in the phase that failed first. No torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from framework.memory.explain.causes import Cause
+from framework.memory.explain.proposals import BATCH, NOT_PROPOSED, OPTIMIZER, costs_of, value_of
+from framework.memory.levers import LEVERS, Lever, Setting, word
+from framework.schema.config import TrainingConfig
+
+HOST = "host"
+"""The key, beside the phases, of what a lever saves of the host's memory."""
+LEAST_SHARE = 0.005
+"""A saving below this share of what the phase allocates is not worth a line: it does not touch the peak."""
+
+TERMS: Mapping[str | None, frozenset[str]] = {
+    "load": frozenset({"weights"}),
+    "optimizer_step": frozenset({"weights", "gradients", "optimizer", "temporaries"}),
+    "eval": frozenset({"weights", "optimizer", "logits_and_loss"}),
+    "save": frozenset({"weights", "optimizer"}),
+    "resume": frozenset({"weights", "optimizer"}),
+}
+"""Terms that can make up the peak of a phase; of forward, loss, backward and an unknown phase it can be any."""
+_EVAL_BATCH = "training.per_device_eval_batch_size"
+_ONLY_IN = {_EVAL_BATCH: ("eval",)}
+_NOT_IN = {BATCH: ("eval",)}
+_DEFAULT = TrainingConfig()
+
+
+@dataclass(frozen=True)
+class Move:
+    """One line to paste. `saves_bytes` is None where nothing has predicted it."""
+
+    override: str
+    saves_bytes: int | None
+    costs: str
+    exact: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "override": self.override,
+            "saves_bytes": self.saves_bytes,
+            "costs": self.costs,
+            "exact": self.exact,
+        }
+
+
+def rank_moves(plan: Mapping[str, Any] | None, phase: str | None, cause: Cause) -> tuple[Move, ...]:
+    """The moves that take something off the peak of `phase`.
+
+    `plan` is the document of a run's `plan.json`: its `levers` hold what each change saves, phase by phase. A lever
+    that was not rehearsed comes last, without a figure; without any plan all are of that kind.
+    """
+    if plan is None or "levers" not in plan:
+        return () if cause is Cause.HOST else _general(phase)
+    if cause is Cause.HOST:
+        return _ranked(plan["levers"], HOST, int(plan["host_bytes"]))
+    phase = phase or str(plan["step_peak"]["phase"])
+    needed = {entry["name"]: int(entry["allocated_bytes"]) for entry in plan["phases"]}
+    return _ranked(plan["levers"], phase, needed.get(phase, 0))
+
+
+def _ranked(levers: Sequence[Mapping[str, Any]], phase: str, needed: int) -> tuple[Move, ...]:
+    found = []
+    for lever in levers:
+        saves = lever["saves"]
+        if saves is None and phase != HOST and touches(lever["key"], phase):
+            found.append(Move(lever["override"], None, lever["costs"], lever["exact"]))
+        elif saves is not None and (saved := saves.get(phase, 0)) > LEAST_SHARE * needed:
+            found.append(Move(lever["override"], saved, lever["costs"], lever["exact"]))
+    return tuple(sorted(found, key=lambda move: (-(move.saves_bytes or 0), not move.exact)))
+
+
+def touches(key: str, phase: str | None) -> bool:
+    """Whether a lever shrinks a term that can be part of the peak of `phase`."""
+    row = next((row for row in LEVERS if row.key == key), None)
+    if row is None or phase in _NOT_IN.get(key, ()) or (key in _ONLY_IN and phase not in _ONLY_IN[key]):
+        return False
+    return phase not in TERMS or bool(TERMS[phase] & set(row.shrinks))
+
+
+def _general(phase: str | None) -> tuple[Move, ...]:
+    """For a text alone: what is known to shrink the phase's terms, those that change no result first."""
+    found = []
+    for row in LEVERS:
+        if row.shrinks and row.key not in NOT_PROPOSED and not row.key.startswith("peft.") and touches(row.key, phase):
+            found += [_plain_move(row, setting) for setting in _settings(row, phase)]
+    return tuple(sorted(found, key=lambda move: not move.exact))
+
+
+def _plain_move(row: Lever, setting: Setting) -> Move:
+    """A setting with what it needs beside it that no recipe has by itself."""
+    beside = setting.beside if row.key != BATCH else {}
+    missing = {key: value for key, value in beside.items() if value_of(_DEFAULT, key) != value}
+    override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **missing}.items())
+    return Move(override, None, costs_of(setting), not setting.changes and not missing)
+
+
+def _settings(row: Lever, phase: str | None) -> tuple[Setting, ...]:
+    """The one setting to try where the present one is not known: of an optimizer those that keep its update rule."""
+    if OPTIMIZER in row.settings[0].beside:
+        return ()  # a detail of one optimizer
+    if row.key == OPTIMIZER:
+        others = (item for item in row.settings[2:] if not item.changes.startswith("another") and not item.beside)
+        return (row.settings[0], *others) if phase == "optimizer_step" else tuple(others)
+    if row.key in (BATCH, _EVAL_BATCH):
+        return row.settings[-1:]
+    return row.settings[1:2]

@@ -1,0 +1,105 @@
+"""What a run could change to need less: one step of each lever, as an override and as the config it makes. No torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from framework.memory.levers import LEVERS, Lever, Setting, word
+from framework.memory.requirements import is_installed, suits, unmet_requirements
+from framework.schema.availability import unavailable
+from framework.schema.config import TrainingConfig
+from framework.schema.rules import Needs, find_conflicts
+
+BATCH = "training.per_device_train_batch_size"
+OPTIMIZER = "training.optimizer"
+NOT_PROPOSED = (
+    "training.mixed_precision_dtype",
+    "model.freeze_layers",
+    "peft.peft_method",
+    "peft.lora_target_modules",
+    "peft.lora_modules_to_save",
+)
+"""Levers whose right setting depends on what is to be learnt, or on the names within a model."""
+LEAST = {"model.model_max_length": 128}
+_ANOTHER = "another optimizer"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One change. `override` is as it is typed, several words where the change needs company; `costs` in words."""
+
+    key: str
+    override: str
+    costs: str
+    exact: bool
+    config: TrainingConfig
+
+
+def propose(config: TrainingConfig) -> tuple[Proposal, ...]:
+    """Every single change of a resolved config that may take less memory and that can run, in the table's order."""
+    rows = [row for row in LEVERS if row.shrinks and row.key not in NOT_PROPOSED]
+    return tuple(proposal for row in rows for proposal in _of(row, config))
+
+
+def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
+    for setting in _next_settings(row, value_of(config, row.key)):
+        if not suits(setting.hardware, config.gpu) or not _has(setting):
+            continue
+        changes = {key: value for key, value in setting.beside.items() if value_of(config, key) != value}
+        if row.key.startswith("peft.") and (changes or not config.training.use_peft):
+            continue  # the adapter as a whole is a proposal of its own
+        if row.key == BATCH:
+            changes = {"training.gradient_accumulation_steps": config.batch.accumulation * 2}
+        changed = _with(config, {row.key: setting.value, **changes})
+        if changed is None:
+            continue
+        shown = {"training.global_batch_size": config.batch.global_size} if row.key == BATCH else changes
+        override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **shown}.items())
+        exact = not setting.changes and (row.key == BATCH or not changes)
+        yield Proposal(row.key, override, costs_of(setting), exact, changed)
+
+
+def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
+    """Of a number its half; of an optimizer every other that keeps its update rule; else the step away from the plain
+    setting, after which the others differ little."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > LEAST.get(row.key, 1):
+        like = row.settings[1]
+        return (Setting(value // 2, like.time, like.changes, like.hardware, like.package),)
+    plain = row.settings[0]
+    if row.key == OPTIMIZER:
+        return tuple(item for item in row.settings if item.value != value and not item.changes.startswith(_ANOTHER))
+    return row.settings[1:2] if word(value) == word(plain.value) else ()
+
+
+def _has(setting: Setting) -> bool:
+    return all(is_installed(name) for name in setting.package.split(", ") if name)
+
+
+def costs_of(setting: Setting) -> str:
+    """What a setting costs in time and in the trajectory of training, in words."""
+    return "; ".join(text for text in (setting.time, setting.changes) if text) or "none"
+
+
+def value_of(config: TrainingConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _with(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig | None:
+    """The config with other values; None where they contradict it, its card or what is built."""
+    document = config.model_dump()
+    for key, value in changes.items():
+        section, name = key.split(".")
+        document[section][name] = value
+    try:
+        changed = TrainingConfig.model_validate(document)
+    except ValidationError:
+        return None
+    conflicts = (*find_conflicts(changed, Needs()), *unmet_requirements(changed, runs_here=True))
+    refused = any(not conflict.is_warning for conflict in conflicts) or any(unavailable(changed, "any"))
+    return None if refused else changed

@@ -1,0 +1,133 @@
+"""The wordings that are known, as tables: of failures without white space, and of whole lines.
+
+Assembled from public reports (tests/memory/explain has one case for each wording) and from the sources behind them:
+PyTorch's allocators for CUDA, XPU, MPS and the CPU, NCCL, bitsandbytes.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+SIZE = r"(\d+(?:\.\d+)?)(bytes|[KMGTPE]i?B)"
+"""A size as the allocators print it. Their KB, MB and GB are powers of 1024 as well."""
+
+
+class Kind(StrEnum):
+    """What has gone wrong."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    NAN = "nan"
+    HANG = "hang"
+
+
+class Space(StrEnum):
+    """What has run out, as far as the wording tells."""
+
+    CARD = "card"
+    HOST = "host"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One wording. `pattern` may capture the size that was asked for, as number and unit."""
+
+    name: str
+    pattern: re.Pattern[str]
+    kind: Kind = Kind.OUT_OF_MEMORY
+    space: Space = Space.CARD
+    is_line: bool = False
+    """Whether the pattern is for one line with its white space, rather than for compact text."""
+
+
+def _card(name: str, pattern: str) -> Shape:
+    return Shape(name, re.compile(pattern, re.IGNORECASE))
+
+
+def _host(name: str, pattern: str) -> Shape:
+    return Shape(name, re.compile(pattern, re.IGNORECASE), space=Space.HOST)
+
+
+def _host_line(name: str, pattern: str) -> Shape:
+    return Shape(name, re.compile(pattern), space=Space.HOST, is_line=True)
+
+
+def _nan(name: str, pattern: str) -> Shape:
+    return Shape(name, re.compile(pattern, re.IGNORECASE), Kind.NAN, Space.UNKNOWN, is_line=True)
+
+
+def _hang(name: str, pattern: str) -> Shape:
+    return Shape(name, re.compile(pattern, re.IGNORECASE), Kind.HANG, Space.UNKNOWN)
+
+
+MPS = re.compile(rf"MPSbackendoutofmemory\(MPSallocated:{SIZE}", re.IGNORECASE)
+ABSURD = re.compile(r"Triedtoallocatemorethan1EBmemory")
+"""A size that was computed wrongly, most often behind another fault."""
+
+SHAPES: tuple[Shape, ...] = (
+    Shape("torch allocator", re.compile(rf"outofmemory[.:!]?Triedtoallocate{SIZE}", re.IGNORECASE)),
+    _card("largest block", rf"cannotallocatememoryblockwithsizelargerthan4GB!Triedtoallocate{SIZE}"),
+    Shape("cut torch message", re.compile(rf"Triedtoallocate{SIZE}(?=\(GPU|\.GPU)")),
+    Shape("mps", MPS),
+    _card("mps", r"MPSbackendoutofmemory(?!\(MPSallocated:\d)"),
+    Shape("absurd size", ABSURD),
+    _card("xla", r"outofmemorywhiletryingtoallocate(\d+)(bytes)"),
+    _card("first torch", r"cudaruntimeerror\(2\):outofmemory"),
+    _card("cuda", r"CUDA(?:driver)?error:?outofmemory"),
+    _card("hip", r"HIPerror:outofmemory|hipErrorOutOfMemory"),
+    _card("cuda", r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|TritonError\[CUDA\]:outofmemory"),
+    _card("cublas", r"(?:CU|HIP)(?:BLAS|SPARSE|SOLVER)_STATUS_ALLOC_FAILED"),
+    _card("cudnn", r"CUDNN_STATUS_ALLOC_FAILED|miopenStatusAllocFailed"),
+    _card("nccl", r"Cudafailure(?:2)?'outofmemory'"),
+    _card("bitsandbytes", r"Erroroutofmemoryat(?:line\d+infile)?"),
+    _card("xpu", r"(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"),
+    _host("cpu allocator", r"DefaultCPUAllocator:(?:can't|notenough)\w+:youtriedtoallocate(\d+)(bytes|GB)"),
+    _host("first cpu allocator", r"posix_memalign\(&data,gAlignment,nbytes\)==0\.12vs0"),
+    _host("mmap", r"unabletommap(\d+)(bytes)fromfile<.{1,300}>:Cannotallocatememory"),
+    _host("numpy", rf"Unabletoallocate{SIZE}foranarray"),
+    _host("arrow", r"ArrowMemoryError:(?:mallocofsize(\d+)failed)?"),
+    _host("pinned", r"cudaHostAlloc.{0,80}outofmemory"),
+    _host("shared memory", r"insufficientsharedmemory\(shm\)|workersareoutofsharedmemory"),
+    _host("shared memory", r"unabletowritetofile</torch_[^>]*>:Nospaceleftondevice"),
+    _host("loader", r"DataLoaderworker\(pid\(?s?\)?\d+\)iskilledbysignal:(?:Killed|Buserror)"),
+    _host("errno", r"\[Errno12\]Cannotallocatememory|std::bad_alloc"),
+    _host("windows", r"WinError1455|pagingfileistoosmallforthisoperation"),
+    _host("kernel", r"outofmemory:Killedprocess\d+"),
+    _host("kernel", r"oom-kill:constraint=|oom_reaper:reapedprocess"),
+    _host("slurm", r"oom[-_]killevents?(?:\(s\))?in|JobState=OUT_OF_MEMORY"),
+    _host("kubernetes", r"OOMKilled|Thenodewaslowonresource:memory"),
+    _host("ray", r"killedduetothenoderunninglowonmemory|killedduetomemorypressure\(OOM\)"),
+    _host("torchelastic", r"exitcode:-9\b|Signal9\(SIGKILL\)receivedbyPID"),
+    _host("launcher", r"(?:returncode|exitstatus|exitcode|exitedwithcode)[=:]?(?:-9|137)(?!\d)|<Signals\.SIGKILL:9>"),
+    _host("notebook", r"triedtoallocatemorememorythanisavailable|crashedafterusingallavailableRAM"),
+    _host_line("killed", r"^\s*(?:.*: line \d+: *)?(?:\[\d+\]\s*[+-]?\s*)?(?:\d+\s+)?[Kk]illed(?:\s+\S.*)?$"),
+    _host_line("slurm", r"\bsrun: error: .*: Out Of Memory"),
+    _host_line("python", r"^\s*(?:[\w.]+\.)?MemoryError\b(?::.*)?$"),
+    _hang("nccl watchdog", r"Watchdogcaughtcollectiveoperationtimeout"),
+    _hang("nccl heartbeat", r"heartbeatmonitortimedout|stuckduetohang"),
+    _hang("barrier", r"failedtopassmonitoredBarrier"),
+    _hang("gloo", r"Timedoutwaiting\d+msfor(?:recv|send)operation"),
+    _hang("store", r"DistStoreError:Timedout|Sockettimeout|waittimeoutafter\d+ms"),
+    _nan("loss", r"(?<![A-Za-z])loss(?:es)?\b.{0,24}?(?:\bis\b|\bbecame\b|[=:])[\s'\"]*(?:infinite or )?(?:nan|inf)\b"),
+    _nan("loss", r"\b(?:nan|non-finite|infinite) (?:training )?loss\b|\bloss is not finite\b"),
+    _nan("ours", r"step \d+: loss [\w.+-]+, gradient norm [\w.+-]+ over \d+ supervised tokens"),
+    _nan("norm", r"grad(?:ient)?[_ ]norm\b['\"]?\s*[:=]\s*['\"]?(?:tensor\()?(?:nan|inf)\b"),
+    _nan("norm", r"total norm .{0,60} is non-finite|gradient norm.{0,20}is (?:nan|not finite|non-finite)"),
+    _nan("scaler", r"Minimum loss scale reached|loss scale already at minimum"),
+    _nan("input", r"NaN or Inf found in input tensor|contains either `inf`, `nan` or element < 0"),
+    _nan("anomaly", r"returned nan values in its \d+th output"),
+)  # fmt: skip
+"""In order of preference for wordings that begin at one and the same place."""
+
+LOOSE = Shape(
+    "other",
+    re.compile(r"(?:Error|Exception|\berror|FATAL).{0,120}\bout[ _-]of[ _-]memory\b", re.IGNORECASE),
+    space=Space.UNKNOWN,
+    is_line=True,
+)
+BARE = Shape(
+    "bare",
+    re.compile(r"\b(?:CUDA|HIP|XPU|NPU|GPU|[Dd]evice)\b.{0,20}\b[Oo]ut [Oo]f [Mm]emory\b\s*(?:[.!:(]|$)"),
+    is_line=True,
+)
+"""What is left of a message when the figures are gone. Looked for when nothing else is found."""

@@ -1,0 +1,140 @@
+"""An explanation as lines for a person: what, where and why, the subtraction, what to do. No torch."""
+
+from collections.abc import Iterator
+
+from framework.memory.explain import Explanation
+from framework.memory.explain.causes import Cause, growth_per_step, held_by_others, unaccounted_bytes
+from framework.memory.explain.messages import Message
+from framework.memory.explain.shapes import Kind
+from framework.memory.units import size
+
+ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+"""Lets the allocator grow its segments instead of leaving holes. Before torch 2.9: PYTORCH_CUDA_ALLOC_CONF."""
+MOST_MOVES = 12
+MOST_WORDS = 400
+_HEADS = {Kind.NAN: "a value is not finite", Kind.HANG: "processes waited for each other in vain"}
+_PHASES = {"optimizer_step": "the optimizer step"}
+_CAUSES = {
+    Cause.CAPACITY: "what is needed at that moment is more than there is",
+    Cause.FRAGMENTATION: "enough is reserved and not in use, but in pieces",
+    Cause.OTHER_PROCESS: "other processes hold what was missing",
+    Cause.GROWTH: "what stays allocated grew from step to step",
+    Cause.SPIKE: "this micro batch is much larger than all before it",
+    Cause.HOST: "the host's memory ran out, not the card's",
+    Cause.UNKNOWN: "the text has no figures that decide why",
+}
+
+
+def explanation_lines(explanation: Explanation) -> list[str]:
+    """All lines, without markup, for any terminal."""
+    lines = [_headline(explanation), f"  {explanation.message.excerpt[:MOST_WORDS]}"]
+    if explanation.message.kind is not Kind.OUT_OF_MEMORY:
+        return [*lines, *_advice_without_memory(explanation.message.kind)]
+    lines += [*_subtraction(explanation.message), *_facts(explanation)]
+    lines += [f"first: {text}" for text in _advice(explanation)]
+    return [*lines, *_move_lines(explanation)]
+
+
+def _headline(explanation: Explanation) -> str:
+    kind, step = explanation.message.kind, explanation.circumstances.step
+    head = _HEADS.get(kind, "out of memory")
+    if explanation.phase is not None:
+        named = _PHASES.get(explanation.phase, explanation.phase)
+        head += f" in {named.replace('the', 'the first') if explanation.is_first_step else named}"
+    if step is not None:
+        head += f" (step {step})"
+    return f"{head}: {_CAUSES[explanation.cause]} [{explanation.cause}]" if kind is Kind.OUT_OF_MEMORY else head
+
+
+def _subtraction(message: Message) -> Iterator[str]:
+    """The card less all that is held, down to what was free and what was missing."""
+    if message.capacity_bytes is None:
+        if message.request_bytes is not None:
+            yield f"  {size(message.request_bytes):>12}  were asked for"
+        return
+    allocated, unused = message.allocated_bytes, message.reserved_unallocated_bytes
+    outside = message.outside_bytes
+    if message.process_bytes is not None and allocated is not None:
+        outside = max(message.process_bytes - allocated - (unused or 0), 0)
+    ids = ", ".join(f"process {number} {size(held)}" for number, held in message.others)
+    held = (
+        (allocated, "in use by PyTorch"),
+        (unused, "reserved by PyTorch, not in use"),
+        (outside, "this process outside PyTorch (context, kernels, libraries)"),
+        (message.other_process_bytes, f"other processes: {ids}"),
+        (unaccounted_bytes(message), "not accounted for: the driver, and processes that are not named"),
+    )
+    yield f"  {size(message.capacity_bytes):>12}  in all"
+    if message.allowed_bytes is not None:
+        yield f"  {size(message.allowed_bytes):>12}  of it allowed to this process"
+    yield from (f"- {size(count):>12}  {what}" for count, what in held if count)
+    if message.free_bytes is not None:
+        yield f"= {size(message.free_bytes):>12}  free"
+    if message.request_bytes is not None:
+        missing = message.request_bytes - (message.free_bytes or 0)
+        more = f", {size(missing)} more than was free" if message.free_bytes is not None and missing > 0 else ""
+        yield f"  {size(message.request_bytes):>12}  were asked for{more}"
+
+
+def _facts(explanation: Explanation) -> Iterator[str]:
+    """What the run knew besides the message."""
+    known, message = explanation.circumstances, explanation.message
+    if explanation.planned_bytes is not None:
+        held = f", {size(message.allocated_bytes)} were in use" if message.allocated_bytes is not None else ""
+        yield f"plan: {size(explanation.planned_bytes)} allocated at the peak of {explanation.phase}{held}"
+    if explanation.state_bytes is not None:
+        free = f"; {size(message.free_bytes)} were free" if message.free_bytes is not None else ""
+        yield f"the optimizer makes its states in its first step: {size(explanation.state_bytes)}{free}"
+    if (growth := growth_per_step(known.floors)) is not None:
+        left = f", {message.free_bytes // growth} steps of it were left" if message.free_bytes else ""
+        yield f"what stays allocated grew by {size(growth)} a step over the last {len(known.floors) - 1} steps{left}"
+    if known.batch and known.largest_batch:
+        yield f"micro batch: {known.batch:,} tokens; the largest before it: {known.largest_batch:,}"
+
+
+def _advice(explanation: Explanation) -> Iterator[str]:
+    """What no override does."""
+    message = explanation.message
+    if explanation.cause is Cause.FRAGMENTATION:
+        yield f"start with {ALLOCATOR}, which changes no result: {size(message.reserved_unallocated_bytes or 0)} idle"
+    elif explanation.cause is Cause.OTHER_PROCESS:
+        held = size(held_by_others(message) or 0)
+        yield f"`nvidia-smi` names who holds up to {held}; end it, or take another card with CUDA_VISIBLE_DEVICES"
+    elif explanation.cause is Cause.GROWTH:
+        yield "find what is kept from step to step, such as losses in a list with their graphs; less memory only delays"
+    elif explanation.cause is Cause.SPIKE:
+        yield "bound the longest rows with model.model_max_length, or halve the micro batch"
+    elif explanation.cause is Cause.HOST:
+        yield from _host_advice(message)
+    elif (message.free_bytes or 0) > (message.request_bytes or 0) > 0:
+        yield "more was free than was asked for: look at limits of the driver (Windows, WSL) and at other processes"
+
+
+def _host_advice(message: Message) -> Iterator[str]:
+    if message.name in ("torchelastic", "launcher", "killed"):
+        yield "a process was killed from outside, most often by the kernel for want of memory: `dmesg` says if it was"
+    if message.name in ("shared memory", "loader"):
+        yield "give the container more shared memory (`--shm-size`, /dev/shm), or set data.workers=0"
+    yield "give the job more host memory, fewer data.workers, and keep nothing on the host that was offloaded there"
+
+
+def _advice_without_memory(kind: Kind) -> Iterator[str]:
+    if kind is Kind.NAN:
+        yield "memory has nothing to do with it: look at the rows of that step, the learning rate, and float16"
+    else:
+        yield "one rank did not come: look for the first error of any rank before this, out of memory or another"
+
+
+def _move_lines(explanation: Explanation) -> Iterator[str]:
+    moves = explanation.moves[:MOST_MOVES]
+    if not moves:
+        return
+    if explanation.has_plan:
+        yield f"overrides to paste, by what each saves in {explanation.phase or 'the peak of the step'}:"
+    else:
+        yield "overrides to paste (without the run's plan.json nothing is known of how much each saves):"
+    width = max(len(move.override) for move in moves)
+    for move in moves:
+        saved = f"{size(move.saves_bytes):>11}" if move.saves_bytes is not None else f"{'?':>11}"
+        result = "same results" if move.exact else "other results"
+        yield f"  {move.override:{width}}  {saved}  {result}; {move.costs}"

@@ -1,0 +1,12 @@
+"""Bytes as a person reads them."""
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def size(count: int) -> str:
+    """Bytes with a unit: `12.41 GiB`, `512.0 MiB`, `3.9 KiB`, `512 bytes`."""
+    if abs(count) >= GIB:
+        return f"{count / GIB:,.2f} GiB"
+    if abs(count) >= MIB:
+        return f"{count / MIB:,.1f} MiB"
+    return f"{count / KIB:,.1f} KiB" if abs(count) >= KIB else f"{count} bytes"

@@ -1,0 +1,97 @@
+"""`tunesmith explain`: run folders, logs and standard input; exit codes and the JSON document."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from framework import explain as explain_here
+from framework.cli import main
+from tests.cli.test_front_rooms import HEAVY, loaded
+from tests.memory.explain.test_moves import FULL, lever, plan
+
+KEYS = {
+    "schema_version", "kind", "phase", "cause", "request_bytes", "capacity_bytes", "free_bytes", "allocated_bytes",
+    "reserved_unallocated_bytes", "other_process_bytes", "moves",
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(capsys):
+    def run_command(*words):
+        code = main(["explain", *map(str, words)])
+        return code, *capsys.readouterr()
+
+    return run_command
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(plan(lever("training.optimizer", {"backward": 2**30}))))
+    (tmp_path / "oom.txt").write_text(f"phase: backward\nstep: 3\n\n{FULL}\n")
+    return tmp_path
+
+
+def test_a_run_folder(run, folder):
+    code, out, _ = run(folder, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document.keys() == KEYS
+    assert (document["phase"], document["cause"], document["request_bytes"]) == ("backward", "capacity", 2 * 2**30)
+    assert document["moves"] == [
+        {"override": "training.optimizer=x", "saves_bytes": 2**30, "costs": "time", "exact": True}
+    ]
+    code, out, _ = run(folder)
+    assert code == 0
+    assert out.startswith("out of memory in backward (step 3): ")
+
+
+def test_a_log_beside_the_plan_of_its_run_or_with_one_named(run, folder, tmp_path_factory):
+    (folder / "train.log").write_text(FULL)
+    elsewhere = tmp_path_factory.mktemp("logs") / "a.log"
+    elsewhere.write_text(FULL)
+    beside, named = run(folder / "train.log", "--json"), run(elsewhere, "--run", folder, "--json")
+    alone = run(elsewhere, "--json")
+    saves = [{move["saves_bytes"] for move in json.loads(out)["moves"]} for _, out, _ in (beside, named, alone)]
+    assert saves == [{2**30}, {2**30}, {None}]
+
+
+def test_a_folder_without_a_report_is_searched_for_logs(run, folder):
+    (folder / "oom.txt").unlink()
+    (folder / "b.log").write_text("all is well\n")
+    code, _, err = run(folder)
+    assert code == 2
+    assert "oom.txt" in err
+    assert "b.log" in err
+    (folder / "c.err").write_text("Killed\n")
+    code, out, _ = run(folder, "--json")
+    assert (code, json.loads(out)["cause"]) == (0, "host")
+
+
+def test_standard_input_with_any_bytes(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe loss\r" + FULL.encode())))
+    code, out, _ = run("-", "--json")
+    assert (code, json.loads(out)["cause"]) == (0, "capacity")
+
+
+def test_an_unknown_text_and_a_missing_file_exit_2(run, tmp_path):
+    (tmp_path / "a.log").write_text("ValueError: no")
+    code, out, _ = run(tmp_path / "a.log", "--json")
+    assert code == 2
+    assert "no failure of a known kind" in json.loads(out)["errors"][0]["message"]
+    code, _, err = run(tmp_path / "b.log")
+    assert code == 2
+    assert "b.log" in err
+
+
+def test_from_python_a_text_is_as_good_as_a_file(folder):
+    assert explain_here(FULL).cause == "capacity"
+    assert explain_here(folder).phase == explain_here(str(folder)).phase == "backward"
+    assert explain_here(FULL, run=folder).moves[0].saves_bytes == 2**30
+
+
+def test_it_loads_neither_torch_nor_hydra(folder):
+    modules = loaded(f"from framework.cli import main; main(['explain', {str(folder)!r}])")
+    assert "framework" in modules
+    assert not modules & {*HEAVY, "hydra", "omegaconf"}

@@ -1,0 +1,84 @@
+"""Every known wording: kind, cause, and each figure exact."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from framework.errors import RequestError
+from framework.memory.explain import explain_evidence
+from framework.memory.explain.evidence import Evidence
+
+CASES = yaml.safe_load(Path(__file__).with_name("messages.yaml").read_text())
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+FIELDS = {
+    "request": "request_bytes",
+    "capacity": "capacity_bytes",
+    "free": "free_bytes",
+    "allocated": "allocated_bytes",
+    "unallocated": "reserved_unallocated_bytes",
+    "others": "other_process_bytes",
+}
+
+
+def size(text: str) -> int:
+    number, unit = text.split()
+    return round(float(number) * UNITS[unit])
+
+
+def expected(case: dict, name: str) -> int | None:
+    """A size, or for `X_of` the first less all others."""
+    if f"{name}_of" in case:
+        first, *rest = map(size, case[f"{name}_of"])
+        return first - sum(rest)
+    return size(case[name]) if name in case else None
+
+
+def test_there_are_enough_and_each_is_named_once():
+    assert len(CASES) >= 60
+    assert len({case["name"] for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_a_wording(case):
+    document = explain_evidence(Evidence(case["text"])).to_json()
+    assert document["kind"] == case.get("kind", "out_of_memory")
+    assert document["cause"] == case["cause"]
+    found = {name: document[field] for name, field in FIELDS.items()}
+    wanted = {name: expected(case, name) for name in FIELDS}
+    for name in FIELDS:  # a difference of rounded sizes may be a byte off the rounded difference
+        assert found[name] == pytest.approx(wanted[name], abs=1 if f"{name}_of" in case else 0), name
+    if "phase" in case:
+        assert document["phase"] == case["phase"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_a_wording_in_the_middle_of_a_log(case):
+    """Lines around it change nothing: neither a run's progress before, nor other errors after."""
+    before = "step 11/40  loss 2.3170  lr 1.00e-05  6,914 tok/s  988 MiB\nSaving model checkpoint to runs/a/step-10\n"
+    after = (
+        "\nwandb: Waiting for W&B process to finish... (failed 1).\nTraceback (most recent call last):\nValueError: x\n"
+    )
+    plain = explain_evidence(Evidence(case["text"])).to_json()
+    assert explain_evidence(Evidence(before + case["text"] + after)).to_json() == plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "ValueError: shapes (3, 4) and (5, 6) do not match",
+        "step 40/500  loss 2.1180  lr 1.90e-05  1,024 tok/s  988 MiB",
+        "Tip: if you encounter CUDA out of memory, try to set --tile with a smaller number.",
+        "kill the process when the memory is not needed any more; loss: 1.2, info: none",
+        "Process finished with exit code 0",
+        "Segmentation fault (core dumped)",
+        "RuntimeError: CUDA error: device-side assert triggered",
+    ],
+)
+def test_a_text_of_no_known_kind_is_refused_without_figures(text):
+    with pytest.raises(RequestError, match="no failure of a known kind") as raised:
+        explain_evidence(Evidence(text))
+    assert raised.value.exit_code == 2
+    assert not re.search(r"\d", str(raised.value))
