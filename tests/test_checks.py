@@ -25,7 +25,7 @@ def test_a_good_request_gives_its_composition(write):
 
 def test_text_meaning_and_availability_are_told_together(write):
     recipe = write(
-        "training:\n  lerning_rate: 1\n  seed: x\n  warmup_steps: 9\n  max_steps: 3\n  compile: true\n"
+        "training:\n  lerning_rate: 1\n  seed: x\n  warmup_steps: 9\n  max_steps: 3\n  compile: auto\n"
         "gpu: {name: t4, capability: '7.5'}\n"
     )
     problems, warnings = report(recipe, "training.mixed_precision_dtype=bf16")
@@ -83,7 +83,7 @@ def test_a_missing_recipe_is_a_report_too():
 
 def test_a_config_made_in_python_is_checked_the_same():
     config = TrainingConfig.model_validate(
-        {"training": {"eval_steps": 3, "compile": True}, "model": {"model_name": "a"}}
+        {"training": {"eval_steps": 3, "compile": "auto"}, "model": {"model_name": "a"}}
     )
     with pytest.raises(RequestError) as caught:
         check(config)

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from framework.build.activations import checkpoint_blocks
 from framework.build.adapter import Adapter, attach_adapter
+from framework.build.compiled import compile_regions
 from framework.build.device_cache import DeviceCache
 from framework.build.freeze import Frozen, freeze
 from framework.build.loss import Loss, build_loss
@@ -98,6 +99,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     adapter = attach_adapter(config.peft, built, place, masters, lost) if config.training.use_peft else None
     model = adapter.model if adapter is not None else model
     loss = build_loss(config.model, model)
+    compile_regions(config, model, place)
     optimizer = build_optimizer(config, model, place)
     schedule = build_schedule(config.training, total_steps)
     scale = build_loss_scale(config.training, place)

@@ -73,6 +73,7 @@ class Lever:
 
 _ADAPTED = {"training.use_peft": True}
 _QUANTIZED = {**_ADAPTED, "peft.q_lora": True}
+_COMPILED = {"training.compile": True}
 _GLOBAL_8 = {"training.global_batch_size": 8}
 _UNCLIPPED = {"training.max_grad_norm": 0.0, "training.global_batch_size": None}
 _PURE_BF16 = {"model.torch_dtype_str": "bfloat16", "training.mixed_precision_dtype": "none"}
@@ -136,6 +137,48 @@ RECOMPUTE = (
         ("activations",),
         "checkpointed_blocks",
         "Keep each block's input alone and compute the block again in backward.",
+    ),
+    Lever(
+        "training.activation_memory_budget",
+        (
+            Setting(1.0, beside=_COMPILED),
+            Setting(0.5, "-4.6 % tokens/s (1B); H100, h100_truth2.jsonl, 2026-11", beside=_COMPILED),
+            Setting(0.3, "not measured", beside=_COMPILED),
+        ),
+        ("activations",),
+        "memory_budget",
+        "Share of a compiled block's activations that are kept; what is cheapest to compute again goes first.",
+    ),
+)
+
+COMPILATION = (
+    Lever(
+        "training.compile",
+        (
+            Setting(False),
+            Setting(
+                True,
+                "+29.7 % tokens/s per block (1B), first step 8 s longer; H100, SPEED.md section 3, 2026-11",
+                hardware="cpu, cuda 7.0",
+            ),
+        ),
+        ("activations", "temporaries"),
+        "compiled_runs",
+        "Fuse the elementwise work of the blocks: fewer kernels, and fewer activations to keep.",
+    ),
+    Lever(
+        "training.compile_scope",
+        (
+            Setting("block", beside=_COMPILED),
+            Setting(
+                "model",
+                "-4.0 % tokens/s against blocks (1B, HF's trainer), first step 42 s; H100, SPEED.md section 3, 2026-11",
+                beside=_COMPILED,
+            ),
+        ),
+        ("activations", "temporaries"),
+        "compiled_regions",
+        "What is compiled at once: a block, whose code all equal blocks share, or the whole model.",
     ),
 )
 
@@ -487,7 +530,7 @@ CACHES = (
     ),
 )
 
-LEVERS = (*BATCH, *RECOMPUTE, *PRECISION, *OPTIMIZERS, *KERNELS, *ADAPTERS, *FREEZING, *CACHES)
+LEVERS = (*BATCH, *RECOMPUTE, *COMPILATION, *PRECISION, *OPTIMIZERS, *KERNELS, *ADAPTERS, *FREEZING, *CACHES)
 
 
 def lever(key: str) -> Lever:

@@ -1,6 +1,8 @@
 """What the chosen settings need of card and machine, by the levers table: found before anything is loaded. No torch."""
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -30,6 +32,25 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
             message = f"{_name(lever, setting)} needs {packages}, not installed here"
             nearest = _nearest(lever, setting, config.gpu)
             yield Conflict((lever.key,), message, f"pip install {' '.join(missing)}, or {nearest}")
+    if runs_here and config.training.compile is True:
+        yield from _missing_compilers(config.gpu)
+
+
+def _missing_compilers(card: GPUParams) -> Iterator[Conflict]:
+    """What torch.compile makes its kernels with: a C++ compiler for the CPU; triton, which calls a C one, for a GPU.
+
+    Where torch and triton look for them: torch/_inductor/config.py (`cpp.cxx`), triton/runtime/build.py.
+    """
+    if card.name == "cpu":
+        variable, names = "CXX", ["g++"]
+    else:
+        variable, names = "CC", ["gcc", "clang"]
+        if not (is_installed("triton") or is_installed("pytorch-triton-rocm")):
+            message = "compile needs triton, not installed here"
+            yield Conflict(("training.compile",), message, "pip install triton, or false")
+    if not any(shutil.which(name) for name in (os.environ.get(variable) or names[0], *names[1:])):
+        message = f"compile needs a {'C++' if card.name == 'cpu' else 'C'} compiler, and there is no {names[0]} here"
+        yield Conflict(("training.compile",), message, f"{' or '.join(names)} installed, or false")
 
 
 def _in_effect(config: TrainingConfig) -> Iterator[tuple[Lever, Setting]]:

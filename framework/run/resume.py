@@ -43,6 +43,9 @@ RISKY = {
     "model.sdpa_backend",
     "training.tf32",
     "model.chunked_loss",
+    "training.compile",
+    "training.compile_scope",
+    "training.activation_memory_budget",
 }
 """Keys that change what is learnt from here on, but leave the checkpoint loadable. Everything else is refused."""
 

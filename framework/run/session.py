@@ -17,6 +17,7 @@ from transformers import set_seed
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import GlobalBatches, eval_batches
+from framework.build.compiled import newly_plain
 from framework.build.loss import Batch
 from framework.build.place import Place, real_place
 from framework.build.tokenizer import padding_id
@@ -127,6 +128,8 @@ class Session:
             self.evaluate()
         if training.save_steps and step % training.save_steps == 0:
             self.save()
+        for line in newly_plain(self.assembly.model):
+            self.progress.say(f"warning   step {step}: {line}")
         if self.interrupt.asked and step < self.total:
             self.save()
             raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")

@@ -105,6 +105,19 @@ def _half_attention(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(keys, f"{kernel} does not compute in float32", "sdpa, or bf16 or fp16 autocast")
 
 
+def _compile(config: TrainingConfig) -> Iterator[Conflict]:
+    training, key = config.training, "training.activation_memory_budget"
+    if training.activation_memory_budget is None:
+        return
+    if training.compile is False:
+        message = "only the compiler can tell which activations of a block are cheap to compute again"
+        yield Conflict((key, "training.compile"), message, "training.compile=true beside it")
+    elif training.enable_gradient_checkpointing is True:
+        message = "blocks are computed again as a whole: the budget is then only for the one block at work"
+        keys = (key, "training.enable_gradient_checkpointing")
+        yield Conflict(keys, message, "one of the two", is_warning=True)
+
+
 BITSANDBYTES = (
     Optimizer.ADAMW_8BIT,
     Optimizer.LION_8BIT,
@@ -325,7 +338,7 @@ IDLE = (
     Idle(("peft.",), "training.use_peft", lambda c: not c.training.use_peft, "training.use_peft is false"),
     Idle(("fsdp.",), "fsdp.enable_fsdp", lambda c: c.fsdp.enable_fsdp is False, "fsdp.enable_fsdp is false"),
     Idle(
-        ("training.compile_scope", "training.activation_memory_budget"),
+        ("training.compile_scope",),
         "training.compile",
         lambda c: c.training.compile is False,
         "training.compile is false",
@@ -457,6 +470,7 @@ RULES = (
     _optimizer,
     _updates,
     _device_cache,
+    _compile,
     _card,
     _half_attention,
     _batch,

@@ -120,13 +120,15 @@ class TrainingParams(Params):
     gradient_checkpointing_kwargs: GradientCheckpointingKwargs = GradientCheckpointingKwargs()
     """Options of checkpointing."""
     activation_memory_budget: Annotated[Number, Field(gt=0, le=1)] | Auto | None = None
-    """Share of a compiled block's activations that may be kept; the rest is recomputed. Needs `compile`."""
+    """Share of a compiled block's activations that may be kept; the rest is recomputed, cheapest first. Unset: all
+    that Inductor would keep (1). Needs `compile`."""
     activation_offload: bool | Auto = False
     """Move saved activations to pinned host memory. Costs host memory and link time."""
     compile: bool | Auto = False
-    """torch.compile: fuses elementwise work, fewer activations, 8-40 s for the first step."""
+    """torch.compile: fuses elementwise work, fewer activations, 8-40 s for the first step and again for a new shape of
+    batch. Evaluation and samples run the plain code."""
     compile_scope: CompileScope = CompileScope.BLOCK
-    """`block` compiles one transformer block and reuses it; `model` compiles the whole, slower to start."""
+    """`block` compiles one transformer block and reuses it; `model` compiles all below the head, slower to start."""
     empty_device_cache_steps: Positive | None = None
     """Return unused blocks to the driver every n steps. Cannot lower the allocated peak; costs time when small."""
     allocator: AllocatorParams = AllocatorParams()

@@ -14,7 +14,7 @@ def refused(devices="any", **sections):
 
 
 def test_what_is_not_built_and_what_contradicts_itself_come_together():
-    training = {"compile": True, "warmup_steps": 9, "max_steps": 5}
+    training = {"compile": "auto", "warmup_steps": 9, "max_steps": 5}
     assert refused(training=training, fsdp={"enable_fsdp": True}) == [
         "training.warmup_steps",
         "training.compile",

@@ -50,6 +50,21 @@ def test_kernels_need_their_cards(capability, model, fits):
     assert fits == (not unmet(gpu=card(capability), model=model))
 
 
+def test_compile_needs_a_compiler_for_its_device(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(requirements.shutil, "which", {"clang": "/bin/clang"}.get)
+    monkeypatch.setattr(requirements, "is_installed", {"triton": True}.get)
+    compiled = {"compile": True}
+    assert "no g++ here" in unmet(here=True, gpu=CPU, training=compiled)["training.compile"].message
+    assert not unmet(here=False, gpu=CPU, training=compiled)
+    assert not unmet(here=True, gpu=card("8.0"), training=compiled)
+    monkeypatch.setattr(requirements, "is_installed", {}.get)
+    assert "needs triton" in unmet(here=True, gpu=card("8.0"), training=compiled)["training.compile"].message
+    monkeypatch.setenv("CXX", "clang")
+    assert not unmet(here=True, gpu=CPU, training=compiled)
+
+
 def test_a_card_known_to_be_no_cuda_card_is_taken_for_one_that_can():
     assert suits("cuda 9.0", GPUParams(name="mi300x_192gb"))
     assert not suits("cuda", GPUParams(name="cpu"))

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch._dynamo.backends.debugging import aot_eager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from framework.build import compiled
 from framework.errors import DoesNotFit, Interrupted, NonFinite, RequestError
 from framework.run import session as session_module
 from framework.run import trainer
@@ -328,7 +330,7 @@ def test_a_tracker_that_is_not_installed_is_an_error(corpus, tmp_path):
 
 def test_an_option_that_is_not_built_is_refused_from_python_too(corpus, tmp_path):
     with pytest.raises(RequestError, match=r"training\.compile: not yet available"):
-        train(config(corpus, tmp_path / "run", training={"compile": True}))
+        train(config(corpus, tmp_path / "run", training={"compile": "auto"}))
     assert not (tmp_path / "run").exists()
 
 
@@ -372,3 +374,20 @@ def test_a_failing_evaluation_does_not_lose_the_export(corpus, tmp_path, monkeyp
         train(config(corpus, tmp_path / "run", training={"max_steps": 2}))
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_run_resumes_as_a_plain_one_and_its_export_is_plain(corpus, tmp_path, monkeypatch):
+    """C05: no saved name shows the compiler; graphs run operator by operator here, which needs no C++ compiler."""
+    monkeypatch.setattr(compiled, "lower", aot_eager)
+    torch._dynamo.reset()
+    plain = {**GPT2, "resid_pdrop": 0.0}
+    two, four = ({"max_steps": steps, "lr_scheduler_type": "constant"} for steps in (2, 4))
+    train(config(corpus, tmp_path / "run", architecture=plain, training={**two, "compile": True}))
+    assert not [name for name in final_weights(tmp_path / "run") if "_orig_mod" in name]
+    train(config(corpus, tmp_path / "run", architecture=plain, training=four), resume=True, allow=ALLOWED)
+    train(config(corpus, tmp_path / "straight", architecture=plain, training=four))
+    assert metrics(tmp_path / "run") == pytest.approx(metrics(tmp_path / "straight"), rel=1e-5)
+
+
+ALLOWED = ("training.compile", "training.max_steps")

@@ -26,7 +26,6 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
     [
         ("training", "task", "reward"),
         ("training", "gradient_checkpointing_kwargs", {"use_reentrant": True}),
-        ("training", "compile", True),
         ("training", "compile", "auto"),
         ("training", "per_device_train_batch_size", "auto"),
         ("model", "attn_implementation", "ring_attention"),
@@ -56,6 +55,8 @@ def test_what_is_not_built_is_refused_by_name(section, key, value):
         ("training", "mixed_precision_dtype", "half"),
         ("model", "torch_dtype_str", "float16"),
         ("training", "enable_gradient_checkpointing", True),
+        ("training", "compile", True),
+        ("training", "activation_memory_budget", 0.5),
         ("training", "run_name", "auto"),
         ("training", "empty_device_cache_steps", 50),
         ("training", "lr_scheduler_type", "cosine_with_min_lr"),

@@ -135,6 +135,12 @@ def test_unscaled_rope_parameters_are_no_excuse():
     assert conflicts(model={"architecture": {**LLAMA, **plain}, "model_max_length": 4096})
 
 
+def test_a_memory_budget_needs_the_compiler_and_names_the_line_to_write():
+    found = conflicts(training={"activation_memory_budget": 0.5})["training.activation_memory_budget"]
+    assert "training.compile=true" in str(found.expected)
+    assert not conflicts(training={"activation_memory_budget": 0.5, "compile": True})
+
+
 @pytest.mark.parametrize(
     ("sections", "key"),
     [

@@ -21,6 +21,7 @@ from framework.build.verify.adapter import (
 )
 from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
+from framework.build.verify.compiled import read_compiled_regions, read_compiled_runs, read_memory_budget
 from framework.build.verify.loss import read_chunked_loss
 from framework.build.verify.optimizer import (
     read_offloaded_states,
@@ -61,6 +62,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "rounding": read_rounding,
     "optimizer_in_backward": read_optimizer_in_backward,
     "checkpointed_blocks": read_checkpointed_blocks,
+    "compiled_regions": read_compiled_regions,
     "attention_kernel": read_attention_kernel,
     "sdpa_kernel": read_sdpa_kernel,
     "chunked_loss": read_chunked_loss,
@@ -83,6 +85,8 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "eval_batches": read_eval_batches,
     "longest_row": read_longest_row,
     "emptied_cache": read_emptied_cache,
+    "compiled_runs": read_compiled_runs,
+    "memory_budget": read_memory_budget,
 }
 """After step 1: optimizers make their states then, and batches can be seen only as they pass."""
 

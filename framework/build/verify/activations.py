@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.build.activations import checkpointed_blocks
 from framework.build.assembly import Assembly
+from framework.build.compiled import plain_code
 from framework.build.hub import one_line
 from framework.build.loss import causal_model, model_inputs
 from framework.build.verify.reading import Reading
@@ -60,7 +61,13 @@ def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
     ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
     devices = [device] if assembly.place.kind == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), assembly.attention, assembly.autocast, _SeenKernels() as seen:
+        with (
+            torch.random.fork_rng(devices),
+            assembly.attention,
+            assembly.autocast,
+            plain_code(assembly.model),
+            _SeenKernels() as seen,
+        ):
             assembly.model(**model_inputs({"input_ids": ids}), use_cache=False)
         found = ", ".join(sorted(seen.kernels)) or "none"
     except RuntimeError as error:  # "No available kernel. Aborting execution."
