@@ -15,12 +15,15 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from framework.build.documents import mark_documents, on_device
 from framework.build.labels import IGNORED
-from framework.build.rows import Row
-from framework.schema.config import Batch
+from framework.build.packing import Packs
+from framework.build.rows import Row, Rows
+from framework.schema.config import Batch, TrainingConfig
 
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
-"""`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike where a row is padded."""
+"""`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike where a row is padded. Where
+rows hold several documents, what `mark_documents` says of them."""
 
 Share: TypeAlias = tuple[tuple[int, ...], bool]
 """Rows of one micro batch on one rank, and whether their labels count. They do not in a stand-in (see `shares`)."""
@@ -41,6 +44,20 @@ def collate(rows: Sequence[Row], pad_token_id: int) -> MicroBatch:
     batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
     if min(lengths) < shape[1]:
         batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).to(torch.int64)
+    if any("documents" in row for row in rows):
+        batch |= mark_documents([row.get("documents") or [len(row["input_ids"])] for row in rows], shape[1])
+    return batch
+
+
+def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
+    """The largest micro batch, with these tokens of shape (rows, `model.model_max_length`): nothing is padded.
+
+    A packed row is a long document and one of a token: a mask as for any, and attention over as many pairs as can be.
+    """
+    rows, length = ids.shape
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if config.data.packing:
+        batch |= on_device(ids.device, mark_documents([[length - 1, 1]] * rows, length))
     return batch
 
 
@@ -83,7 +100,7 @@ class GlobalBatches:
     A smaller last step needs no correction: the loss is a mean over the tokens of its step.
     """
 
-    rows: Sequence[Row]
+    rows: Rows | Packs
     batch: Batch
     seed: int
     pad_token_id: int
@@ -106,8 +123,9 @@ class GlobalBatches:
             yield [next(batches) for _ in step_shares]
 
     def rows_of(self, step: int) -> list[int]:
-        """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first)."""
-        return [index for share, _ in next(self._steps(step)) for index in share]
+        """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first); of a pack, all in it."""
+        taken = [index for share, _ in next(self._steps(step)) for index in share]
+        return [row for index in taken for row in self.rows.rows_of(index)] if isinstance(self.rows, Packs) else taken
 
     def _shares(self, step: int) -> Iterator[Share]:
         for step_shares in self._steps(step):

@@ -1,7 +1,7 @@
 """The rows of a run: read, rendered, tokenised, fitted to the length limit, checked and counted."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from framework.build.chat import Chat, check_chat
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, SplitReport
 from framework.build.labels import Encoded, UnsuitedChat, encode_chats, encode_texts
+from framework.build.packing import Packs, pack
 from framework.build.rows import Rows
 from framework.build.sources import Place, Source, join_sources, read_sources
 from framework.build.tally import RowPolicy, Tally
@@ -24,15 +25,15 @@ ENCODE_BATCH = 256
 """Rows tokenised in one call: enough to keep every core of a big host busy, little memory beside the rows."""
 
 HELD_OUT, TOKENIZER_TEXTS = 1, 2
-"""Streams of random numbers drawn from the run's seed, beside the epochs' (see `epoch_order`)."""
+"""Streams of random numbers drawn from the run's seed, beside the epochs' (see `epoch_order`) and that of packing."""
 
 
 @dataclass(frozen=True)
 class Data:
     """The rows that a run trains and evaluates on, and the account of how they came to be."""
 
-    train: Rows
-    eval: Rows | None
+    train: Rows | Packs
+    eval: Rows | Packs | None
     report: DataReport
 
 
@@ -134,7 +135,7 @@ def _prepare_split(
     everything: bool,
     policy: RowPolicy,
     config: TrainingConfig,
-) -> tuple[Rows, SplitReport]:
+) -> tuple[Rows | Packs, SplitReport]:
     tally = Tally(policy, f"data.{name}")
     for batch in rows.iter(batch_size=ENCODE_BATCH):
         for place, row in _encode(batch, tokenizer, everything):
@@ -151,7 +152,10 @@ def _prepare_split(
         if any(column == "text" for column in rows.column_names):
             expected += "; or training.task=pretrain, which splits long texts instead"
         raise RequestError([Problem("model.model_max_length", _loss_message(report), expected=expected)])
-    return prepared, report
+    if not config.data.packing:
+        return prepared, report
+    packs = pack(prepared, policy.limit, config.training.seed)
+    return packs, replace(report, packs=len(packs), packed_tokens=len(prepared.tokens))
 
 
 def _encode(
@@ -175,8 +179,6 @@ def _refuse_unavailable(data: DataParams) -> None:
     problems = []
     if data.supervise in (Supervise.LAST, Supervise.COMPLETION):
         problems.append(Problem("data.supervise", f"`{data.supervise}` is not yet available"))
-    if data.packing:
-        problems.append(Problem("data.packing", "is not yet available"))
     if data.streaming:
         problems.append(Problem("data.streaming", "is not yet available"))
     if problems:

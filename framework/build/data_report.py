@@ -44,6 +44,15 @@ class SplitReport:
     """Tokens that would be learnt if nothing were lost."""
     supervised_lost: int
     """Of these, tokens that were cut or dropped."""
+    packs: int | None = None
+    """Rows that the kept ones were packed into; None without packing."""
+    packed_tokens: int = 0
+    """Tokens in them."""
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Share of the positions of full packs that hold a token."""
+        return self.packed_tokens / max((self.packs or 0) * self.limit, 1)
 
     @property
     def supervised_lost_share(self) -> float:
@@ -54,15 +63,19 @@ class SplitReport:
         if self.lengths:
             lines.append("  tokens per row: " + ", ".join(_quantile(share, at) for share, at in self.lengths.items()))
         if self.split:
-            lines.append(
-                f"  {self.split} long documents were split into consecutive rows; nothing is lost (no packing)"
-            )
+            unpacked = " (no packing)" if self.packs is None else ""
+            lines.append(f"  {self.split} long documents were split into consecutive rows; nothing is lost{unpacked}")
         lines.extend(f"  dropped {count} rows: {reason}" for reason, count in self.dropped.items())
         lines.append(
             f"  cut {self.cut} rows ({_percent(self.cut, self.read)}); "
             f"lost {_percent(self.tokens_lost, self.tokens)} of the tokens, "
             f"{_percent(self.supervised_lost, self.supervised)} of the supervised tokens"
         )
+        if self.packs is not None:
+            lines.append(
+                f"  packed into {self.packs} rows of {self.limit} tokens, {self.kept / max(self.packs, 1):.1f} rows in "
+                f"each: {self.packing_efficiency:.1%} of the positions hold a token"
+            )
         return "\n".join(lines)
 
 

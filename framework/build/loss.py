@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from framework.build.chunked_loss import chunked_cross_entropy
+from framework.build.documents import MARKS, keep_apart
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
 
@@ -77,19 +78,21 @@ def supervised_tokens(batch: Batch) -> Tensor:
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
-def model_inputs(batch: Batch) -> dict[str, Any]:
-    """What a causal model is given of a batch: the tokens alone.
+def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """What a causal model is given of a batch: the tokens, and what keeps several documents in a row apart.
 
-    No labels, because the loss is ours. No mask, because rows are padded on the right: no token of a row can see the
-    padding behind it, and the padding's own outputs are not supervised. A mask would change nothing that is learnt,
-    cost rows x tokens x tokens bytes, and keep the faster attention kernels from running.
+    No labels, because the loss is ours. No mask of the padding, because rows are padded on the right: no token of a row
+    can see the padding behind it, and the padding's own outputs are not supervised. It would change nothing that is
+    learnt, cost rows x tokens x tokens bytes, and keep the faster attention kernels from running.
     """
-    return {name: tensor for name, tensor in batch.items() if name not in ("labels", "attention_mask")}
+    left_out = ("labels", "attention_mask", *MARKS)
+    tokens = {name: tensor for name, tensor in batch.items() if name not in left_out}
+    return {**tokens, **keep_apart(causal_model(model), batch)}
 
 
 def full_loss(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
     """Cross entropy over the logits of all tokens at once, in float32."""
-    logits = model(**model_inputs(batch), use_cache=False).logits
+    logits = model(**model_inputs(model, batch), use_cache=False).logits
     observe("loss")
     logits = logits[:, -batch["labels"].shape[1] :]  # without the places of a trained prompt before the row
     targets = next_tokens(batch["labels"]).flatten()
@@ -105,7 +108,7 @@ class _Chunked:
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         causal = causal_model(model)
         backbone = causal.base_model
-        hidden = backbone(**model_inputs(batch), use_cache=False).last_hidden_state
+        hidden = backbone(**model_inputs(model, batch), use_cache=False).last_hidden_state
         observe("loss")
         head = causal.get_output_embeddings()
         targets = next_tokens(batch["labels"]).flatten()
@@ -129,7 +132,7 @@ def head_is_last(model: nn.Module, batch: Batch) -> bool:
     handle = head.register_forward_hook(replace)
     try:
         with torch.no_grad():
-            inputs = model_inputs(batch)
+            inputs = model_inputs(model, batch)
             logits = causal(**inputs, use_cache=False).logits
             hidden = causal.base_model(**inputs, use_cache=False).last_hidden_state
     finally:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from framework.build.hub import hub_is_reachable, nearest, one_line
+from framework.build.isolation import refuse_leaks
 from framework.build.place import Place
 from framework.build.quantize import quantization
 from framework.build.tokenizer import END_TOKEN_ID
@@ -29,8 +30,8 @@ TORCH_DTYPES = {
 def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     """The config with everything derived written out, and the model's own config that it was derived from.
 
-    Raises RequestError as `read_architecture` does, and for rows longer than the model has positions, and for a
-    checkpoint's dtype that cannot be trained as it is, or not on this card.
+    Raises RequestError as `read_architecture` does, for rows longer than the model has positions, for a checkpoint's
+    dtype that cannot be trained as it is, or not on this card, and where packed documents would see each other.
     """
     architecture = read_architecture(config)
     settings = architecture.get_text_config().to_dict()
@@ -42,6 +43,7 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in find_derived_conflicts(resolved)]
     if derived:
         raise RequestError(derived)
+    refuse_leaks(resolved, architecture)
     return resolved, architecture
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, overload
+from typing import NotRequired, TypedDict, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ class Row(TypedDict):
 
     input_ids: list[int]
     labels: list[int]
+    documents: NotRequired[list[int]]
+    """Tokens of each document, where several stand end to end in the row."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,6 +124,24 @@ BATCH = (
     ),
 )
 
+ROWS = (
+    Lever(
+        "data.packing",
+        (
+            Setting(False),
+            Setting(
+                True,
+                "no padding is computed; sdpa with a mask is slower than without (not measured)",
+                "a row of the batch is a pack of rows: more tokens a step, fewer steps",
+            ),
+        ),
+        (),
+        "packed_rows",
+        "Rows end to end in packs of full length. Moves no memory of the worst batch but adds the mask of `eager` and "
+        "`sdpa`, rows x length x length.",
+    ),
+)
+
 RECOMPUTE = (
     Lever(
         "training.enable_gradient_checkpointing",
@@ -530,7 +548,7 @@ CACHES = (
     ),
 )
 
-LEVERS = (*BATCH, *RECOMPUTE, *COMPILATION, *PRECISION, *OPTIMIZERS, *KERNELS, *ADAPTERS, *FREEZING, *CACHES)
+LEVERS = (*BATCH, *ROWS, *RECOMPUTE, *COMPILATION, *PRECISION, *OPTIMIZERS, *KERNELS, *ADAPTERS, *FREEZING, *CACHES)
 
 
 def lever(key: str) -> Lever:

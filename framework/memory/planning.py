@@ -1,6 +1,6 @@
 """From the record of a rehearsal to its `Plan`: replay, terms, time, host and disk. Arithmetic only; no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from framework.memory.allocator import CachingAllocator, Peak, SystemAllocator, replay
@@ -256,6 +256,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     config, batch = rehearsal.config, _batch_use(rehearsal.config)
     said = [
         f"every row is {batch.sequence_length} tokens long, {batch.per_device} rows a forward pass: nothing is padded",
+        *_packing(config),
         f"band ({band}): {UNCERTAINTY[band].source}",
         *card_assumptions(config.gpu),
     ]
@@ -282,8 +283,17 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     if config.training.allocator.garbage_collection_threshold is not None:
         said.append("garbage collection of cached blocks is not replayed: reserved is an upper end")
     if rehearsal.read_values:
-        said.append(f"values read on the host are taken to be as without padding: {', '.join(rehearsal.read_values)}")
+        taken = "for packed rows" if config.data.packing else "without padding"
+        said.append(f"values read on the host are taken to be as {taken}: {', '.join(rehearsal.read_values)}")
     return tuple(said)
+
+
+def _packing(config: TrainingConfig) -> Iterator[str]:
+    """What a packed row is taken to hold, which is the worst for memory and time alike."""
+    if config.data.packing:
+        kernel = config.model.attn_implementation or "sdpa"
+        cost = "no mask" if kernel in PACKAGED_ATTENTION else "a mask of rows x tokens x tokens, whatever their number"
+        yield f"each row is a pack, planned as one long document and one of a token: {cost} ({kernel})"
 
 
 def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:

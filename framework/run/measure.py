@@ -17,6 +17,7 @@ import torch
 
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
+from framework.build.batches import full_batch
 from framework.build.loss import Batch, causal_model
 from framework.build.model import settle
 from framework.build.place import real_place
@@ -99,7 +100,7 @@ def synthetic_batches(assembly: Assembly) -> list[Batch]:
     micro_batches: list[Batch] = []
     for _ in range(batch.accumulation):
         ids = torch.randint(0, vocabulary, (batch.per_device, length), device=device)
-        micro_batches.append({"input_ids": ids, "labels": ids.clone()})
+        micro_batches.append(full_batch(config, ids))
     return micro_batches
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from framework.build.assembly import Assembly, assemble
+from framework.build.batches import full_batch
 from framework.build.coverage import said_of_adapter
+from framework.build.isolation import joins_rows
 from framework.build.loss import Batch, Observe
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
@@ -45,7 +47,8 @@ def record(config: TrainingConfig) -> Rehearsal:
     refuse_impossible(config, devices="any")
     config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
-    tracker = Tracker(config.gpu, vocabulary=architecture.get_text_config().vocab_size)
+    vocabulary = architecture.get_text_config().vocab_size
+    tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=joins_rows(config.data) is not None)
     with _no_garbage_collection(), pretend(config.gpu) as mode:
         with torch.device(place.device):  # adapters too are made without storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
@@ -136,11 +139,10 @@ def _step(assembly: Assembly, observe: Observe) -> None:
 
 
 def make_batch(assembly: Assembly, rows: int) -> Batch:
-    """The largest micro batch: every row as long as the longest, so that nothing is padded."""
+    """The largest micro batch: every row as long as the longest."""
     length = assembly.config.model.model_max_length
     assert isinstance(length, int), "a resolved config has a length"
-    tokens = torch.zeros((rows, length), dtype=torch.int64, device=assembly.place.device)
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    return full_batch(assembly.config, torch.zeros((rows, length), dtype=torch.int64, device=assembly.place.device))
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import GlobalBatches, eval_batches
 from framework.build.compiled import newly_plain
+from framework.build.documents import document_lengths, on_device
 from framework.build.loss import Batch
 from framework.build.place import Place, real_place
 from framework.build.tokenizer import padding_id
@@ -65,7 +66,7 @@ class Session:
     interrupt: Interrupt = field(default_factory=Interrupt)
     evals: list[dict[str, float]] = field(default_factory=list)
     _clock: float = 0.0
-    _shapes: tuple[tuple[int, int], ...] = ()
+    _seen: FirstStep | None = None
     _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
     _has_stepped: bool = False
     _began: int = field(init=False)
@@ -99,12 +100,15 @@ class Session:
         """(number, micro batches on the device) of each optimizer step that is left."""
         micro_batches = self.batches.start(self.step)
         for step in range(self.step + 1, self.total + 1):
-            moved = [self._moved(batch) for batch in next(micro_batches)]
-            self._shapes = tuple(map(_shape, moved))
-            yield step, moved
+            made = next(micro_batches)
+            if not self._has_stepped:
+                shapes, documents = tuple(map(_shape, made)), tuple(map(document_lengths, made))
+                joined = all("position_ids" in batch for batch in made)
+                self._seen = FirstStep(shapes, tuple(self._eval_shapes), documents=documents, joined=joined)
+            yield step, [self._moved(batch) for batch in made]
 
     def _moved(self, batch: Batch) -> Batch:
-        return {name: tensor.to(self.assembly.place.device) for name, tensor in batch.items()}
+        return on_device(self.assembly.place.device, batch)
 
     def observe(self, phase: str) -> None:
         """Meter each phase; before the first update, every trained tensor must have a gradient."""
@@ -143,9 +147,9 @@ class Session:
 
     def _verify_first_step(self, step: int) -> None:
         """Read back, once, what the first update made. Raises VerificationFailed before anything is logged or saved."""
-        if not self._has_stepped:
+        if not self._has_stepped and self._seen is not None:
             self._has_stepped = True
-            first = FirstStep(self._shapes, tuple(self._eval_shapes), self._began, step)
+            first = replace(self._seen, began=self._began, number=step)
             for reading in verify_first_step(self.assembly, first):
                 self.progress.say(f"after step {self.step + 1}: {reading.key} = {reading.found} ({reading.source})")
 

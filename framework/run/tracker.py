@@ -29,8 +29,8 @@ _KEEPS_RESULTS = (_FORWARD, "eval")
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dispatch mode. `trace` is what it recorded.
 
-    `vocabulary`: a tensor of this last dimension is a logit. `padded`: whether the batch's attention mask has zeros,
-    which answers the models that ask `mask.all()`.
+    `vocabulary`: a tensor of this last dimension is a logit. `padded`: whether the batch's attention mask has zeros or
+    its rows hold several documents, which answers who asks `mask.all()` and whether all positions are of one document.
     """
 
     def __init__(self, card: GPUParams, vocabulary: int = 0, padded: bool = False) -> None:

@@ -70,7 +70,8 @@ def _announce(session: Session) -> None:
     """What is about to happen, in the open: the batch equation, the schedule, the rows, and each option verified."""
     say = session.progress.say
     say(str(session.inputs.data.report))
-    say(f"batch     {session.config.batch}")
+    packed = f"; a row is a pack of at most {session.config.model.model_max_length} tokens"
+    say(f"batch     {session.config.batch}{packed if session.config.data.packing else ''}")
     say(f"schedule  {session.assembly.schedule}")
     for caution in session.assembly.adapter.cautions if session.assembly.adapter else ():
         say(f"warning   {caution}")

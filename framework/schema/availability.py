@@ -37,7 +37,6 @@ ROWS = (
     Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
     Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),
     Row("gpu.count", (1,), "more than one device"),
-    Row("data.packing", (False,), "packing"),
     Row("data.streaming", (False,), "streaming"),
     Row("data.supervise", (None, "assistant", "all"), "this choice of supervised tokens"),
     Row("data.train.weight", (None,), "weighting sources in a mixture"),

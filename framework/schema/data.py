@@ -39,7 +39,9 @@ class DataParams(Params):
     eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Share of the training rows held out for evaluation when `eval` is empty."""
     packing: bool = False
-    """Put several rows into one of full length. No padding, so fewer steps; memory per step is the full length's."""
+    """Put several rows into one of at most `model.model_max_length` tokens, each a document that does not see the
+    others. Little padding, so fewer steps; a row of the batch sizes is then a pack. `eager` and `sdpa` need a mask of
+    rows x length x length for it, which the fastest kernels do not take; flash_attention_2 needs none."""
     streaming: bool = False
     """Read rows as they are needed instead of all at once. Needs `training.max_steps`."""
     supervise: Supervise | None = None

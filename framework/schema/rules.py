@@ -297,6 +297,9 @@ def _adapter(config: TrainingConfig) -> Iterator[Conflict]:
     if method in _PROMPTS and peft.lora_modules_to_save:
         message = f"peft trains no whole modules beside a {method}"
         yield Conflict((key, "peft.lora_modules_to_save"), message, "another method, or no modules")
+    if method in _PROMPTS and config.data.packing:
+        message = f"a {method} stands before the first document of a row alone"
+        yield Conflict((key, "data.packing"), message, "packing: false, or another method")
     if peft.adapter_dtype is TorchDtype.FLOAT16:
         message = "an adapter in float16 cannot be trained: its small updates vanish and a loss scaler refuses it"
         yield Conflict(("peft.adapter_dtype",), message, "float32 (unset) or bfloat16")

@@ -254,7 +254,7 @@ class TestChecks:
     @pytest.mark.parametrize(
         ("options", "keys"),
         [
-            ({"supervise": "last", "packing": True, "streaming": True}, ["supervise", "packing", "streaming"]),
+            ({"supervise": "last", "streaming": True}, ["supervise", "streaming"]),
             ({"supervise": "assistant"}, ["supervise"]),
         ],
     )

@@ -32,7 +32,6 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
         ("model", "chunked_loss", "auto"),
         ("fsdp", "enable_fsdp", True),
         ("gpu", "count", 2),
-        ("data", "packing", True),
         ("data", "train", [{"path": "a", "weight": 2}]),
         ("data", "supervise", "last"),
     ],
@@ -70,6 +69,7 @@ def test_what_is_not_built_is_refused_by_name(section, key, value):
         ("peft", "peft_save_mode", "merged"),
         ("data", "supervise", "assistant"),
         ("data", "truncation", "drop"),
+        ("data", "packing", True),
     ],
 )
 def test_what_is_built_is_not_refused(section, key, value):

@@ -22,6 +22,7 @@ from framework.build.verify.adapter import (
 from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
 from framework.build.verify.compiled import read_compiled_regions, read_compiled_runs, read_memory_budget
+from framework.build.verify.documents import read_isolation, read_packed_rows
 from framework.build.verify.loss import read_chunked_loss
 from framework.build.verify.optimizer import (
     read_offloaded_states,
@@ -66,6 +67,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "attention_kernel": read_attention_kernel,
     "sdpa_kernel": read_sdpa_kernel,
     "chunked_loss": read_chunked_loss,
+    "isolation": read_isolation,
     "frozen_modules": read_frozen_modules,
     "adapter": read_adapter,
     "adapter_rank": read_adapter_rank,
@@ -76,7 +78,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "quantized": read_quantized,
     "adapter_saved_modules": read_adapter_saved_modules,
 }
-"""Before step 1, in the order of the printed table. `parameters` is no lever: it is always said."""
+"""Before step 1, in the order of the printed table. `parameters` is no lever, it is always said; `isolation` is of
+every lever that puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,
@@ -87,6 +90,7 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "emptied_cache": read_emptied_cache,
     "compiled_runs": read_compiled_runs,
     "memory_budget": read_memory_budget,
+    "packed_rows": read_packed_rows,
 }
 """After step 1: optimizers make their states then, and batches can be seen only as they pass."""
 

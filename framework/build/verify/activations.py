@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.build.activations import checkpointed_blocks
 from framework.build.assembly import Assembly
+from framework.build.batches import full_batch
 from framework.build.compiled import plain_code
 from framework.build.hub import one_line
 from framework.build.loss import causal_model, model_inputs
@@ -58,7 +59,7 @@ def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
         return
     device, length = assembly.place.device, assembly.config.model.model_max_length
     tokens = min(_PROBE_TOKENS, length) if isinstance(length, int) else _PROBE_TOKENS
-    ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
+    batch = full_batch(assembly.config, torch.zeros((1, tokens), dtype=torch.int64, device=device))
     devices = [device] if assembly.place.kind == "cuda" else []
     try:
         with (
@@ -68,7 +69,7 @@ def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
             plain_code(assembly.model),
             _SeenKernels() as seen,
         ):
-            assembly.model(**model_inputs({"input_ids": ids}), use_cache=False)
+            assembly.model(**model_inputs(assembly.model, batch), use_cache=False)
         found = ", ".join(sorted(seen.kernels)) or "none"
     except RuntimeError as error:  # "No available kernel. Aborting execution."
         if "kernel" not in str(error).lower():

@@ -23,12 +23,16 @@ class FirstStep:
     """What the first optimizer step was given: (rows, tokens) of its micro batches, and of the evaluation before it.
 
     `began` is the number of the first step that this process made, `number` that of the first that changed weights.
+    `documents` are the tokens of each document of each row of each micro batch, padding left out. `joined` is whether
+    the micro batches say where documents begin.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
     eval_batches: tuple[tuple[int, int], ...] = ()
     began: int = 1
     number: int = 1
+    documents: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    joined: bool = False
 
 
 def table(readings: Sequence[Reading]) -> list[str]:

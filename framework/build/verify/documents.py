@@ -1,0 +1,33 @@
+"""Rows that hold several documents: that they do, and that the model keeps them apart."""
+
+from collections.abc import Iterator
+
+from framework.build.assembly import Assembly
+from framework.build.compiled import plain_code
+from framework.build.isolation import find_leak, joins_rows
+from framework.build.loss import causal_model
+from framework.build.verify.reading import FirstStep, Reading
+
+
+def read_isolation(assembly: Assembly) -> Iterator[Reading]:
+    """Two short documents through the built model, in one row and alone. Nothing is read where rows are not joined."""
+    key = joins_rows(assembly.config.data)
+    if key is not None:
+        with assembly.attention, assembly.autocast, plain_code(assembly.model):
+            leak = find_leak(assembly.model, assembly.place.device)
+        kernel = causal_model(assembly.model).config._attn_implementation
+        source = f"gradient between two documents, and one of them alone, with {kernel}"
+        yield Reading(key, "documents kept apart", leak or "documents kept apart", source)
+
+
+def read_packed_rows(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
+    """Documents a row of the first step, by the positions that start again in each."""
+    rows = [row for micro_batch in step.documents for row in micro_batch]
+    if not rows:
+        return
+    limit = assembly.config.model.model_max_length
+    assert isinstance(limit, int), "a resolved config has a length"
+    filled = sum(map(sum, rows)) / (len(rows) * limit)
+    source = f"positions of the first step: {sum(map(len, rows))} documents in {len(rows)} rows"
+    asked, found = str(assembly.config.data.packing).lower(), str(step.joined).lower()
+    yield Reading("data.packing", asked, found, f"{source}, {filled:.1%} of {limit} tokens each")
