@@ -1,21 +1,100 @@
-"""What backward keeps of forward: checkpointing of the transformer blocks."""
+"""What backward keeps of forward: how each transformer block runs, and computes again."""
 
-from torch import nn
-from transformers import PreTrainedModel
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from framework.build.loss import causal_model
+from framework.errors import Problem, RequestError
+from framework.schema.choices import CheckpointingPolicy
 from framework.schema.training import TrainingParams
 
-
-def checkpoint_blocks(training: TrainingParams, model: PreTrainedModel) -> None:
-    """Recompute each block in backward instead of keeping its activations, when asked to."""
-    if training.enable_gradient_checkpointing is True:
-        # transformers 5.20 renamed the method; the positional mapping is the same in both
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable(training.gradient_checkpointing_kwargs.model_dump())
+PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_mm", "gemm_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
+"""Operators of linear layers, packed ones and experts included; not `bmm`, which makes attention's scores."""
 
 
-def checkpointed_blocks(model: nn.Module) -> tuple[int, int]:
-    """(blocks that recompute, blocks there are), read from the built model in train mode."""
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return sum(block.gradient_checkpointing and block.training for block in blocks), len(blocks)
+@dataclass(frozen=True)
+class Recompute:
+    """Runs one block so that backward computes it again, from its inputs and from what `policy` keeps.
+
+    `trains`: whether the block itself has a trained weight. A block that needs no gradient keeps nothing anyway.
+    """
+
+    policy: CheckpointingPolicy
+    reentrant: bool
+    trains: bool
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """`function(*inputs)`; transformers binds the block and its keywords to `function`."""
+        given = (*inputs, *getattr(function, "keywords", {}).values())
+        if not (self.trains or any(isinstance(item, Tensor) and item.requires_grad for item in given)):
+            return function(*inputs)
+        if self.reentrant:
+            return checkpoint(function, *_asking_for_gradients(inputs), use_reentrant=True)
+        if self.policy is CheckpointingPolicy.FULL:
+            return checkpoint(function, *inputs, use_reentrant=False)
+        contexts = partial(create_selective_checkpoint_contexts, partial(_keep_or_recompute, self.policy))
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+def _asking_for_gradients(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The re-entrant checkpoint gives weights no gradients unless an input asks for one (torch.utils.checkpoint)."""
+    tensors = [item for item in inputs if isinstance(item, Tensor)]
+    if any(tensor.requires_grad for tensor in tensors):
+        return inputs
+    first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    if first is None:
+        return inputs
+    return tuple(first.detach().requires_grad_() if item is first else item for item in inputs)
+
+
+@cache
+def keeps(policy: CheckpointingPolicy, operator: str) -> bool:
+    """Whether a checkpointed block keeps the results of an operator: `mm`, or as torch names it, `aten::mm`."""
+    if policy is CheckpointingPolicy.FULL:
+        return False
+    if "attention" in operator or "flash_attn" in operator:
+        return True
+    return policy is CheckpointingPolicy.SAVE_MATMULS and operator.rpartition("::")[2].partition(".")[0] in PRODUCTS
+
+
+def _keep_or_recompute(policy: CheckpointingPolicy, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    return CheckpointPolicy.MUST_SAVE if keeps(policy, operator.name()) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def transformer_blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The repeated blocks of the model, in the order they run."""
+    return [module for module in causal_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def checkpoint_blocks(training: TrainingParams, model: nn.Module) -> None:
+    """Recompute every n-th block in backward instead of keeping its activations, when asked to.
+
+    Call it when it is settled which weights are trained. Raises RequestError for a model without such blocks.
+    """
+    if training.enable_gradient_checkpointing is not True:
+        return
+    blocks = transformer_blocks(model)
+    if not blocks:
+        message = f"{type(causal_model(model)).__name__} has no blocks that can be checkpointed"
+        raise RequestError([Problem("training.enable_gradient_checkpointing", message, expected="false")])
+    for block in blocks[:: int(training.gradient_checkpointing_every)]:
+        trains = any(parameter.requires_grad for parameter in block.parameters())
+        policy = CheckpointingPolicy(training.gradient_checkpointing_policy)
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = Recompute(
+            policy, training.gradient_checkpointing_kwargs.use_reentrant, trains
+        )
+
+
+def recomputing(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, Recompute]]:
+    """The blocks that compute again in backward, in train mode, each with what runs it."""
+    for block in transformer_blocks(model):
+        runner = getattr(block, "_gradient_checkpointing_func", None)
+        if block.gradient_checkpointing and block.training and isinstance(runner, Recompute):
+            yield block, runner

@@ -94,10 +94,10 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
     model: nn.Module = built
     frozen = freeze(model, config.model.freeze_layers)
-    checkpoint_blocks(config.training, model)
     masters = autocast is not None
     adapter = attach_adapter(config.peft, built, place, masters, lost) if config.training.use_peft else None
     model = adapter.model if adapter is not None else model
+    checkpoint_blocks(config.training, model)
     loss = build_loss(config.model, model)
     compile_regions(config, model, place)
     optimizer = build_optimizer(config, model, place)

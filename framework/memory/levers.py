@@ -74,6 +74,7 @@ class Lever:
 _ADAPTED = {"training.use_peft": True}
 _QUANTIZED = {**_ADAPTED, "peft.q_lora": True}
 _COMPILED = {"training.compile": True}
+_CHECKPOINTED = {"training.enable_gradient_checkpointing": True}
 _GLOBAL_8 = {"training.global_batch_size": 8}
 _UNCLIPPED = {"training.max_grad_norm": 0.0, "training.global_batch_size": None}
 _PURE_BF16 = {"model.torch_dtype_str": "bfloat16", "training.mixed_precision_dtype": "none"}
@@ -155,6 +156,28 @@ RECOMPUTE = (
         ("activations",),
         "checkpointed_blocks",
         "Keep each block's input alone and compute the block again in backward.",
+    ),
+    Lever(
+        "training.gradient_checkpointing_every",
+        (
+            Setting(4, beside=_CHECKPOINTED),
+            Setting(2, "twice as many blocks computed twice (not measured)", beside=_CHECKPOINTED),
+            Setting(1, "every block computed twice (not measured)", beside=_CHECKPOINTED),
+        ),
+        ("activations",),
+        "checkpointed_blocks",
+        "Checkpoint each n-th block only; the others keep their activations.",
+    ),
+    Lever(
+        "training.gradient_checkpointing_policy",
+        (
+            Setting("save_matmuls", beside=_CHECKPOINTED),
+            Setting("save_attention", "linear layers are computed twice (not measured)", beside=_CHECKPOINTED),
+            Setting("full", "attention is computed twice too (not measured)", beside=_CHECKPOINTED),
+        ),
+        ("activations",),
+        "checkpointed_blocks",
+        "What a checkpointed block keeps besides its input: results of its products and attention, or of attention.",
     ),
     Lever(
         "training.activation_memory_budget",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from framework.build.activations import keeps
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
 from framework.build.coverage import said_of_adapter
@@ -22,15 +23,16 @@ from framework.build.loss import Batch, Observe
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
 from framework.build.refuse import refuse_impossible
-from framework.errors import RequestError
+from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import Rehearsal, make_plan
-from framework.memory.trace import Kind, Space
+from framework.memory.trace import Kind, Space, Trace
 from framework.run.evaluate import evaluate
 from framework.run.footprint import held_tensors, read_footprint, state_space, state_tensors
 from framework.run.pretend import pretend
 from framework.run.step import train_step
 from framework.run.tracker import Tracker
+from framework.schema.choices import CheckpointingPolicy
 from framework.schema.config import TrainingConfig
 
 REHEARSED_MICRO_BATCHES = 2
@@ -60,10 +62,22 @@ def record(config: TrainingConfig) -> Rehearsal:
         tracker.observe("save")
         footprint = read_footprint(assembly)
         trace = tracker.finish()
+    _refuse_idle_policy(config, trace)
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said_of_adapter(assembly), cautions)
+
+
+def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:
+    """A policy that would keep nothing of what the model runs on this card, as attention made of small operators."""
+    training, policy = config.training, CheckpointingPolicy(config.training.gradient_checkpointing_policy)
+    if training.enable_gradient_checkpointing is not True or policy is CheckpointingPolicy.FULL:
+        return
+    if not any(keeps(policy, operation.name) for operation in trace.operations):
+        message = f"{policy} keeps nothing: attention runs on {config.gpu.name} as many small operators"
+        key = "training.gradient_checkpointing_policy"
+        raise RequestError([Problem(key, message, expected="save_matmuls, full, or half precision")])
 
 
 @contextlib.contextmanager

@@ -140,6 +140,14 @@ class Scheduler(Choice):
         return {"constant_with_warmup": "constant"}
 
 
+class CheckpointingPolicy(Choice):
+    """What a checkpointed block keeps besides its input."""
+
+    FULL = "full"
+    SAVE_ATTENTION = "save_attention"
+    SAVE_MATMULS = "save_matmuls"
+
+
 class CompileScope(Choice):
     """What torch.compile sees at once."""
 

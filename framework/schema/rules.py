@@ -11,12 +11,14 @@ from typing import Any, Literal
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import (
     Attention,
+    CheckpointingPolicy,
     MixedPrecision,
     Optimizer,
     OptimizerOffload,
     PeftMethod,
     PeftSaveMode,
     Scheduler,
+    SdpaBackend,
     TorchDtype,
 )
 from framework.schema.config import TrainingConfig
@@ -197,6 +199,35 @@ def _device_cache(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(keys, "has no effect: an expandable segment is never collected", "one of the two", True)
 
 
+_VARIANT = "training.gradient_checkpointing_kwargs.use_reentrant"
+
+
+def _recompute(config: TrainingConfig) -> Iterator[Conflict]:
+    """What a checkpoint's policy cannot keep."""
+    training, model = config.training, config.model
+    policy, key = training.gradient_checkpointing_policy, "training.gradient_checkpointing_policy"
+    reentrant = training.gradient_checkpointing_kwargs.use_reentrant
+    if training.enable_gradient_checkpointing is not True:
+        return
+    if reentrant and training.compile is True:
+        yield Conflict((_VARIANT, "training.compile"), "the re-entrant checkpoint cannot be compiled", "false")
+    if policy in (CheckpointingPolicy.FULL, "auto"):
+        return
+    if reentrant:
+        message = "the re-entrant checkpoint keeps inputs alone"
+        yield Conflict((key, _VARIANT), message, "use_reentrant: false, or full")
+    if training.compile is True:
+        message = "what compiled code keeps is decided when it is compiled, by training.activation_memory_budget"
+        yield Conflict((key, "training.compile"), message, "full")
+    if model.attn_implementation is Attention.FLEX_ATTENTION:
+        message = "flex_attention runs as compiled code, whose results a policy cannot keep"
+        yield Conflict((key, "model.attn_implementation"), message, "sdpa, or full")
+    in_parts = Attention.EAGER is model.attn_implementation or SdpaBackend.MATH is model.sdpa_backend
+    if policy is CheckpointingPolicy.SAVE_ATTENTION and in_parts:
+        message = "this attention is many small operators: no one result of it could be kept"
+        yield Conflict((key, "model.attn_implementation", "model.sdpa_backend"), message, "a fused kernel, or full")
+
+
 def _accumulation(config: TrainingConfig) -> int:
     try:
         return config.batch.accumulation
@@ -347,6 +378,16 @@ IDLE = (
         "training.compile is false",
     ),
     Idle(
+        (
+            "training.gradient_checkpointing_every",
+            "training.gradient_checkpointing_policy",
+            "training.gradient_checkpointing_kwargs.use_reentrant",
+        ),
+        "training.enable_gradient_checkpointing",
+        lambda c: c.training.enable_gradient_checkpointing is False,
+        "training.enable_gradient_checkpointing is false",
+    ),
+    Idle(
         ("peft.q_lora_bits", "peft.bnb_4bit_quant_type", "peft.use_bnb_nested_quant"),
         "peft.q_lora",
         lambda c: not c.peft.q_lora,
@@ -474,6 +515,7 @@ RULES = (
     _updates,
     _device_cache,
     _compile,
+    _recompute,
     _card,
     _half_attention,
     _batch,

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from framework.schema.choices import (
+    CheckpointingPolicy,
     CompileScope,
     MixedPrecision,
     OnOutOfMemory,
@@ -27,7 +28,7 @@ class GradientCheckpointingKwargs(Params):
     """The options of `torch.utils.checkpoint` that a recipe may set."""
 
     use_reentrant: bool = False
-    """The old variant (true) needs inputs that require gradients and cannot be compiled. No difference in memory."""
+    """The old variant (true) recomputes under an inner backward pass and keeps no policy. No difference in memory."""
 
 
 class AllocatorParams(Params):
@@ -117,6 +118,12 @@ class TrainingParams(Params):
     """Let the card round float32 matrix products to tf32 (10 bits), many times faster. No memory. Unset: not."""
     enable_gradient_checkpointing: bool | Auto = False
     """Keep only each block's input and recompute the rest in backward: most activations go, for 15-40 % of speed."""
+    gradient_checkpointing_every: Positive | Auto = 1
+    """Checkpoint every n-th block: 1 all of them, 2 each second one. The others keep their activations and are not
+    computed twice."""
+    gradient_checkpointing_policy: CheckpointingPolicy | Auto = CheckpointingPolicy.FULL
+    """What a checkpointed block keeps: `full` its input alone, `save_attention` the result of attention too,
+    `save_matmuls` the results of its linear layers and attention, so that only cheap operators run twice."""
     gradient_checkpointing_kwargs: GradientCheckpointingKwargs = GradientCheckpointingKwargs()
     """Options of checkpointing."""
     activation_memory_budget: Annotated[Number, Field(gt=0, le=1)] | Auto | None = None

@@ -25,7 +25,6 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
     ("section", "key", "value"),
     [
         ("training", "task", "reward"),
-        ("training", "gradient_checkpointing_kwargs", {"use_reentrant": True}),
         ("training", "compile", "auto"),
         ("training", "per_device_train_batch_size", "auto"),
         ("model", "attn_implementation", "ring_attention"),

@@ -207,3 +207,32 @@ def test_settings_of_the_allocator_need_one():
     assert not conflicts(gpu=card, training={"allocator": {"max_split_size_mb": 64}})
     both = {"expandable_segments": True, "garbage_collection_threshold": 0.8}
     assert conflicts(gpu=card, training={"allocator": both})["training.allocator.garbage_collection_threshold"]
+
+
+@pytest.mark.parametrize(
+    ("training", "model", "clashes"),
+    [
+        ({}, {}, False),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, {}, True),
+        ({}, {"attn_implementation": "flex_attention"}, True),
+        ({"compile": True}, {}, True),
+        ({}, {"attn_implementation": "eager"}, True),
+        ({}, {"sdpa_backend": "math"}, True),
+        ({"gradient_checkpointing_policy": "save_matmuls"}, {"attn_implementation": "eager"}, False),
+        ({"gradient_checkpointing_policy": "full"}, {"attn_implementation": "eager"}, False),
+    ],
+)
+def test_a_policy_that_cannot_be_kept_is_refused(training, model, clashes):
+    policy = {"enable_gradient_checkpointing": True, "gradient_checkpointing_policy": "save_attention"}
+    found = conflicts(training={**policy, **training}, model=model)
+    assert ("training.gradient_checkpointing_policy" in found) == clashes
+
+
+def test_options_of_checkpointing_are_idle_without_it():
+    options = {"gradient_checkpointing_every": 2, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    found = conflicts(training=options)
+    assert set(found) == {
+        "training.gradient_checkpointing_every",
+        "training.gradient_checkpointing_kwargs.use_reentrant",
+    }
+    assert all(conflict.is_warning for conflict in found.values())

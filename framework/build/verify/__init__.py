@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from framework.build.assembly import Assembly
 from framework.build.optimizers.parameter_wise import ParameterWise
-from framework.build.verify.activations import read_attention_kernel, read_checkpointed_blocks, read_sdpa_kernel
+from framework.build.verify.activations import (
+    read_attention_kernel,
+    read_checkpointed_blocks,
+    read_keeping_blocks,
+    read_sdpa_kernel,
+)
 from framework.build.verify.adapter import (
     read_adapter,
     read_adapter_dropout,
@@ -64,6 +69,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "optimizer_in_backward": read_optimizer_in_backward,
     "checkpointed_blocks": read_checkpointed_blocks,
     "compiled_regions": read_compiled_regions,
+    "keeping_blocks": read_keeping_blocks,
     "attention_kernel": read_attention_kernel,
     "sdpa_kernel": read_sdpa_kernel,
     "chunked_loss": read_chunked_loss,
@@ -78,8 +84,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "quantized": read_quantized,
     "adapter_saved_modules": read_adapter_saved_modules,
 }
-"""Before step 1, in the order of the printed table. `parameters` is no lever, it is always said; `isolation` is of
-every lever that puts several documents in a row."""
+"""Before step 1, in the order of the printed table. `parameters` and `keeping_blocks` are no levers: they are said for
+every run they are about; `isolation` is of every lever that puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,

@@ -1,28 +1,43 @@
 """What the blocks really do: recomputation and attention."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from framework.build.activations import checkpointed_blocks
+from framework.build.activations import keeps, recomputing, transformer_blocks
 from framework.build.assembly import Assembly
-from framework.build.batches import full_batch
-from framework.build.compiled import plain_code
-from framework.build.hub import one_line
-from framework.build.loss import causal_model, model_inputs
+from framework.build.loss import causal_model
+from framework.build.verify.probe import PROBE_TOKENS, probe
 from framework.build.verify.reading import Reading
+from framework.schema.choices import CheckpointingPolicy
 
 
 def read_checkpointed_blocks(assembly: Assembly) -> Iterator[Reading]:
-    """n/n blocks recompute in train mode; none when it was not asked for."""
-    done, blocks = checkpointed_blocks(assembly.model)
-    key, asks = "training.enable_gradient_checkpointing", assembly.config.training.enable_gradient_checkpointing
-    if asks and not blocks:
-        yield Reading(key, "every block", "0/0", "this model class has no blocks that can be checkpointed")
-    else:
-        yield Reading(key, f"{blocks if asks else 0}/{blocks}", f"{done}/{blocks}", "blocks in train mode")
+    """The blocks that recompute: asked for, in train mode, and seen to go through their checkpoint."""
+    training, blocks = assembly.config.training, transformer_blocks(assembly.model)
+    key, every = "training.enable_gradient_checkpointing", int(training.gradient_checkpointing_every)
+    asks = training.enable_gradient_checkpointing is True
+    done = {id(block): runner for block, runner in recomputing(assembly.model)}
+    if not asks:
+        yield Reading(key, f"0/{len(blocks)}", f"{len(done)}/{len(blocks)}", "blocks in train mode")
+        return
+    seen = probe(assembly)
+    ran = [block for index, block in enumerate(blocks) if id(block) in done and index in seen.checkpointed]
+    source = seen.failure or f"blocks in train mode, {PROBE_TOKENS} tokens forward"
+    yield Reading(key, f"{len(blocks[::every])}/{len(blocks)}", f"{len(ran)}/{len(blocks)}", source)
+    policy = CheckpointingPolicy(training.gradient_checkpointing_policy)
+    found = {str(runner.policy) for runner in done.values()}
+    if policy is not CheckpointingPolicy.FULL and not any(keeps(policy, operator) for operator in seen.operators):
+        found = {"nothing to keep: no operator of this policy ran"}
+    yield Reading("training.gradient_checkpointing_policy", str(policy), ", ".join(sorted(found)), source)
+
+
+def read_keeping_blocks(assembly: Assembly) -> Iterator[Reading]:
+    """How many blocks keep anything for backward: none of those that run before the first trained weight."""
+    if all(parameter.requires_grad for parameter in assembly.model.parameters()):
+        return
+    blocks, seen = transformer_blocks(assembly.model), probe(assembly)
+    if blocks and seen.failure is None:
+        found, source = f"{len(seen.keeping)}/{len(blocks)}", f"requires_grad of their outputs, {PROBE_TOKENS} tokens"
+        yield Reading("blocks that keep activations", None, found, source)
 
 
 _KERNELS = {
@@ -33,21 +48,6 @@ _KERNELS = {
     "_safe_softmax": "math",
 }
 """The operator that tells each kernel of scaled_dot_product_attention."""
-_PROBE_TOKENS = 16
-
-
-class _SeenKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which of those operators run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kernels: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.kernels |= {_KERNELS[name] for name in (func.overloadpacket.__name__,) if name in _KERNELS}
-        return func(*args, **(kwargs or {}))
 
 
 def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
@@ -57,25 +57,11 @@ def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
         if asked is not None:
             yield Reading("model.sdpa_backend", str(asked), "none: this model does not use sdpa", "model.config")
         return
-    device, length = assembly.place.device, assembly.config.model.model_max_length
-    tokens = min(_PROBE_TOKENS, length) if isinstance(length, int) else _PROBE_TOKENS
-    batch = full_batch(assembly.config, torch.zeros((1, tokens), dtype=torch.int64, device=device))
-    devices = [device] if assembly.place.kind == "cuda" else []
-    try:
-        with (
-            torch.random.fork_rng(devices),
-            assembly.attention,
-            assembly.autocast,
-            plain_code(assembly.model),
-            _SeenKernels() as seen,
-        ):
-            assembly.model(**model_inputs(assembly.model, batch), use_cache=False)
-        found = ", ".join(sorted(seen.kernels)) or "none"
-    except RuntimeError as error:  # "No available kernel. Aborting execution."
-        if "kernel" not in str(error).lower():
-            raise
-        found = f"none ({one_line(error)})"
-    yield Reading("model.sdpa_backend", str(asked) if asked else None, found, f"operators of {tokens} tokens forward")
+    seen = probe(assembly)
+    names = {operator.rpartition("::")[2].partition(".")[0] for operator in seen.operators}
+    found = f"none ({seen.failure})" if seen.failure else ", ".join(sorted({_KERNELS[n] for n in names & {*_KERNELS}}))
+    source = f"operators of {PROBE_TOKENS} tokens forward"
+    yield Reading("model.sdpa_backend", str(asked) if asked else None, found or "none", source)
 
 
 def read_attention_kernel(assembly: Assembly) -> Iterator[Reading]:

@@ -1,0 +1,104 @@
+"""What really runs when a few tokens go forward as in training: attention kernels, and what the blocks keep."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.build.activations import transformer_blocks
+from framework.build.assembly import Assembly
+from framework.build.batches import full_batch
+from framework.build.compiled import plain_code
+from framework.build.hub import one_line
+from framework.build.loss import model_inputs
+
+PROBE_TOKENS = 16
+
+
+@dataclass
+class Seen:
+    """`operators` that ran, with how often; of the blocks, by their place: which asked for gradients of their output,
+    so that they keep activations, and which went through the function that checkpoints them."""
+
+    operators: Counter[str] = field(default_factory=Counter)
+    keeping: set[int] = field(default_factory=set)
+    checkpointed: set[int] = field(default_factory=set)
+    failure: str | None = None
+    """Why the forward pass did not come to its end: no kernel could serve it."""
+
+
+def probe(assembly: Assembly) -> Seen:
+    """Run a few tokens forward, without backward and without compiled code."""
+    device, length = assembly.place.device, assembly.config.model.model_max_length
+    tokens = min(PROBE_TOKENS, length) if isinstance(length, int) else PROBE_TOKENS
+    batch = full_batch(assembly.config, torch.zeros((1, tokens), dtype=torch.int64, device=device))
+    devices = [device] if assembly.place.kind == "cuda" else []
+    seen = Seen()
+    is_flex = assembly.config.model.attn_implementation == "flex_attention"
+    uncompiled = torch.compiler.set_stance("force_eager") if is_flex else nullcontext()
+    with torch.random.fork_rng(devices), uncompiled, plain_code(assembly.model), _watched(assembly.model, seen):
+        try:
+            with assembly.attention, assembly.autocast, Operators(seen):
+                assembly.model(**model_inputs(assembly.model, batch), use_cache=False)
+        except RuntimeError as error:  # "No available kernel. Aborting execution."
+            if "kernel" not in str(error).lower():
+                raise
+            seen.failure = one_line(error)
+    return seen
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that run."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._seen.operators[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _watched(model: nn.Module, seen: Seen) -> Iterator[None]:
+    """Within the block, note what each transformer block does."""
+    blocks = transformer_blocks(model)
+    runners = {index: block._gradient_checkpointing_func for index, block in enumerate(blocks) if _has_runner(block)}
+    handles = [block.register_forward_hook(_output_noted(index, seen)) for index, block in enumerate(blocks)]
+    for index, runner in runners.items():
+        blocks[index]._gradient_checkpointing_func = _call_noted(index, runner, seen)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for index, runner in runners.items():
+            blocks[index]._gradient_checkpointing_func = runner
+
+
+def _has_runner(block: nn.Module) -> bool:
+    return hasattr(block, "_gradient_checkpointing_func")
+
+
+def _call_noted(index: int, runner: Callable[..., Any], seen: Seen) -> Callable[..., Any]:
+    def run(function: Callable[..., Any], *inputs: Any) -> Any:
+        seen.checkpointed.add(index)
+        return runner(function, *inputs)
+
+    return run
+
+
+def _output_noted(index: int, seen: Seen) -> Callable[[nn.Module, Any, Any], None]:
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+            seen.keeping.add(index)
+
+    return note
