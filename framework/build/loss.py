@@ -94,7 +94,8 @@ def full_loss(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
     """Cross entropy over the logits of all tokens at once, in float32."""
     logits = model(**model_inputs(model, batch), use_cache=False).logits
     observe("loss")
-    logits = logits[:, -batch["labels"].shape[1] :]  # without the places of a trained prompt before the row
+    if logits.shape[1] != batch["labels"].shape[1]:  # places of a trained prompt before the row
+        logits = logits[:, -batch["labels"].shape[1] :]  # whose backward takes one more tensor like the logits
     targets = next_tokens(batch["labels"]).flatten()
     return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
 

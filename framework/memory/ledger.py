@@ -173,6 +173,8 @@ class Plan:
     phases: tuple[PhaseUse, ...]
     host_bytes: int
     disk_bytes: int
+    checkpoint_bytes: int
+    """What one checkpoint holds: trained weights and optimizer states."""
     step: StepCost | None
     run_hours: float | None
     batch: BatchUse
@@ -198,6 +200,7 @@ class Plan:
             "phases": [phase.to_json() for phase in self.phases],
             "host_bytes": self.host_bytes,
             "disk_bytes": self.disk_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
             "step": self.step.to_json() if self.step is not None else None,
             "run_hours": self.run_hours,
             "batch": self.batch.to_json(),
@@ -218,6 +221,7 @@ class Plan:
             phases=tuple(PhaseUse(**{**phase, "terms": Terms(**phase["terms"])}) for phase in document["phases"]),
             host_bytes=document["host_bytes"],
             disk_bytes=document["disk_bytes"],
+            checkpoint_bytes=document["checkpoint_bytes"],
             step=StepCost(**step) if step is not None else None,
             run_hours=document["run_hours"],
             batch=BatchUse(**batch),

@@ -107,6 +107,7 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
         phases=phase_uses(peaks, context),
         host_bytes=_host_bytes(card, footprint, peaks),
         disk_bytes=_disk_bytes(config, footprint),
+        checkpoint_bytes=footprint.checkpoint_bytes,
         step=step,
         run_hours=step.seconds * steps / 3600 if step is not None and steps else None,
         batch=_batch_use(config),

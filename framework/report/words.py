@@ -124,7 +124,8 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         counters = f"{size(plan.peak.allocated_bytes)} allocated, {size(plan.peak.reserved_bytes)} reserved"
         found.append(("torch counters", counters))
     found.append(("host memory", f"{size(plan.host_bytes)} for each process"))
-    found.append(("disk", f"{size(plan.disk_bytes)}: checkpoints at their most numerous, and the export"))
+    each = f"checkpoints of {size(plan.checkpoint_bytes)} at their most, and the export"
+    found.append(("disk", f"{size(plan.disk_bytes)}: {each}"))
     return found
 
 

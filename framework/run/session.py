@@ -40,6 +40,7 @@ from framework.run.meter import Meter
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder, clear, environment, make, open_folder
 from framework.run.resume import check_resume
+from framework.run.room import require_room
 from framework.run.step import StepResult
 from framework.schema.config import TrainingConfig
 
@@ -234,6 +235,8 @@ def open_session(
     if plan is not None and not plan.fits:
         raise DoesNotFit(_too_large(plan))
     folder = open_folder(config, name, resume, overwrite)
+    if plan is not None:
+        require_room(plan, folder.path)
     newest = checkpoints(folder.path)[-1] if resume else None
     changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
     choose_allocator(config)

@@ -30,7 +30,18 @@ PEAK = {
 }
 KEYS = {
     "": {
-        *("schema_version", "device", "fits", "peak", "terms", "step_peak", "phases", "host_bytes", "disk_bytes"),
+        *(
+            "schema_version",
+            "device",
+            "fits",
+            "peak",
+            "terms",
+            "step_peak",
+            "phases",
+            "host_bytes",
+            "disk_bytes",
+            "checkpoint_bytes",
+        ),
         *("step", "run_hours", "batch", "parameters", "assumptions", "warnings"),
     },
     "device": {"name", "count", "capacity_bytes", "usable_bytes"},

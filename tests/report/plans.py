@@ -37,6 +37,7 @@ PLAN = Plan(
     phases=(phase("load", LOAD), phase("backward", BACKWARD), phase("optimizer_step", STEP)),
     host_bytes=3 * GIB,
     disk_bytes=5 * GIB // 2,
+    checkpoint_bytes=GIB,
     step=StepCost(0.5, 4096.0, 10**13, "compute"),
     run_hours=2.5,
     batch=BatchUse(2, 4, 1, 1024),

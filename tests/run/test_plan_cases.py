@@ -101,6 +101,7 @@ def test_a_checkpoint_of_8_billion_parameters() -> None:
     made = plan(
         {**layers(LLAMA_70B, 1), "dtype": "bfloat16"}, 16, training=training, model={"torch_dtype_str": "float32"}
     )
+    assert made.checkpoint_bytes == pytest.approx(12 * made.total_parameters, rel=0.001)
     assert made.disk_bytes == pytest.approx((3 * 12 + 2) * made.total_parameters, rel=0.001)
     assert pytest.approx(89.7, rel=0.01) == 12 * 8.03e9 / GIB
 

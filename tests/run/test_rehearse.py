@@ -60,7 +60,18 @@ def test_the_document_is_the_contract_and_reads_back() -> None:
     document = made.to_json()
     assert Plan.from_json(document) == made
     assert set(document) >= {
-        *("schema_version", "device", "fits", "peak", "terms", "step_peak", "phases", "host_bytes", "disk_bytes"),
+        *(
+            "schema_version",
+            "device",
+            "fits",
+            "peak",
+            "terms",
+            "step_peak",
+            "phases",
+            "host_bytes",
+            "disk_bytes",
+            "checkpoint_bytes",
+        ),
         *("step", "batch", "parameters", "assumptions", "warnings"),
     }
     assert set(document["terms"]) == {

@@ -1,0 +1,59 @@
+"""Whether this machine has the disk and the host memory that the plan asks for, before anything is loaded."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from framework.errors import DoesNotFit
+from framework.memory.ledger import Plan
+from framework.run.record import OURS
+
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
+_GIB = 1 << 30
+
+
+def require_room(plan: Plan, folder: Path) -> None:
+    """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it."""
+    short = [*_short_of_disk(plan, folder), *_short_of_host_memory(plan)]
+    if short:
+        raise DoesNotFit("; ".join(short) + ". Nothing was loaded.")
+
+
+def _short_of_disk(plan: Plan, folder: Path) -> Iterator[str]:
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free + _held(folder)
+    if plan.disk_bytes > free:
+        yield (
+            f"the run writes up to {_gib(plan.disk_bytes)} ({_gib(plan.checkpoint_bytes)} a checkpoint), "
+            f"{existing} has {_gib(free)} free: lower training.save_total_limit, raise training.save_steps "
+            "or choose another training.output_dir"
+        )
+
+
+def _short_of_host_memory(plan: Plan) -> Iterator[str]:
+    held = psutil.Process().memory_info().rss
+    missing, free = plan.host_bytes - held, available_host_bytes()
+    if missing > free:
+        yield f"the run needs up to {_gib(plan.host_bytes)} of host memory, {_gib(held + free)} can be had"
+
+
+def available_host_bytes() -> int:
+    """Host memory that a new allocation can still get: the system's, or what the container's limit leaves."""
+    system = int(psutil.virtual_memory().available)
+    try:
+        return min(system, int(_MEMORY_LIMIT.read_text()) - int(_MEMORY_USED.read_text()))
+    except (OSError, ValueError):  # no limit, or no such file
+        return system
+
+
+def _held(folder: Path) -> int:
+    """Bytes of an earlier or interrupted run in the folder, which new saves replace."""
+    files = (file for entry in OURS for file in (folder / entry, *(folder / entry).rglob("*")))
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"

@@ -1,0 +1,67 @@
+"""Disk and host memory are compared with the plan before anything is loaded (C07, O01)."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from framework.errors import DoesNotFit
+from framework.run import room
+from tests.report.plans import GIB, PLAN
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk of which `free` bytes are left."""
+    usage = SimpleNamespace(free=200 * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    return usage
+
+
+@pytest.fixture(autouse=True)
+def _ample_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 1 << 50)
+
+
+def test_c07_three_checkpoints_of_90_gib_do_not_go_into_200(tmp_path: Path, disk: SimpleNamespace) -> None:
+    plan = replace(PLAN, checkpoint_bytes=90 * GIB, disk_bytes=285 * GIB)
+    with pytest.raises(DoesNotFit, match=r"up to 285.0 GiB \(90.0 GiB a checkpoint\), .* has 200.0 GiB free") as raised:
+        room.require_room(plan, tmp_path / "not" / "yet" / "made")
+    assert "training.save_total_limit" in str(raised.value)
+    room.require_room(replace(plan, disk_bytes=199 * GIB), tmp_path)
+
+
+def test_what_an_earlier_run_holds_in_the_folder_is_room(tmp_path: Path, disk: SimpleNamespace) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "weights").write_bytes(bytes(2000))
+    (tmp_path / "notes.txt").write_bytes(bytes(5000))  # not ours: stays
+    disk.free = 1000
+    room.require_room(replace(PLAN, disk_bytes=3000), tmp_path)
+    with pytest.raises(DoesNotFit):
+        room.require_room(replace(PLAN, disk_bytes=3001), tmp_path)
+
+
+def test_both_shortages_are_said_at_once(
+    tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "available_host_bytes", lambda: GIB)
+    disk.free = 0
+    with pytest.raises(DoesNotFit, match=r"has 0.0 GiB free.*needs up to 1280.0 GiB of host memory"):
+        room.require_room(replace(PLAN, host_bytes=1280 * GIB), tmp_path)
+
+
+def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    limit, used = tmp_path / "max", tmp_path / "current"
+    monkeypatch.setattr(room, "_MEMORY_LIMIT", limit)
+    monkeypatch.setattr(room, "_MEMORY_USED", used)
+    system = room.available_host_bytes()
+    used.write_text("300\n")
+    limit.write_text("1000\n")
+    assert room.available_host_bytes() == 700
+    limit.write_text("max\n")
+    assert room.available_host_bytes() > 700
+    assert system > 700
