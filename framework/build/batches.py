@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from framework.build.documents import mark_documents, on_device
+from framework.build.documents import end_to_end, mark_documents, on_device
 from framework.build.labels import IGNORED
 from framework.build.packing import Packs
 from framework.build.rows import Row, Rows
@@ -24,6 +24,12 @@ from framework.schema.config import Batch, TrainingConfig
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
 """`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike where a row is padded. Where
 rows hold several documents, what `mark_documents` says of them."""
+
+GROUPED_STEPS = 50
+"""Steps whose rows are sorted together: the lengths in a step are a fiftieth of all lengths."""
+
+_STEPS_STREAM = 1
+"""Stream of random numbers for the order of grouped steps, beside the epoch's own."""
 
 Share: TypeAlias = tuple[tuple[int, ...], bool]
 """Rows of one micro batch on one rank, and whether their labels count. They do not in a stand-in (see `shares`)."""
@@ -53,17 +59,43 @@ def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
     """The largest micro batch, with these tokens of shape (rows, `model.model_max_length`): nothing is padded.
 
     A packed row is a long document and one of a token: a mask as for any, and attention over as many pairs as can be.
+    Without padding the rows are the documents of one.
     """
     rows, length = ids.shape
     batch = {"input_ids": ids, "labels": ids.clone()}
     if config.data.packing:
         batch |= on_device(ids.device, mark_documents([[length - 1, 1]] * rows, length))
+    if config.data.padding_free:
+        batch = {name: tensor.view(1, -1) for name, tensor in batch.items()}
+        batch |= on_device(ids.device, mark_documents([[length] * rows], rows * length))
     return batch
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """The order of the rows in one epoch: a permutation of range(rows)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(rows)
+
+
+def order_by_length(lengths: npt.NDArray[np.int64], size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of the rows in one epoch where the `size` rows of a step are of about the same length.
+
+    A random order is cut into stretches of `GROUPED_STEPS` steps; in each the rows are sorted, longest first, and the
+    steps that they then make are shuffled. The rows that are left for a smaller last step stay last, sorted too.
+    """
+    order = epoch_order(len(lengths), seed, epoch)
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, _STEPS_STREAM])))
+    whole = len(order) // size * size
+    found = []
+    for start in range(0, len(order), GROUPED_STEPS * size):
+        stretch = order[start : start + GROUPED_STEPS * size]
+        left = stretch[max(0, whole - start) :]
+        steps = _longest_first(stretch[: len(stretch) - len(left)], lengths).reshape(-1, size)
+        found += [steps[generator.permutation(len(steps))].ravel(), _longest_first(left, lengths)]
+    return np.concatenate(found)
+
+
+def _longest_first(rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return rows[np.argsort(-lengths[rows], kind="stable")]
 
 
 def shares(rows: Sequence[int], per_device: int, world: int, rank: int) -> list[Share]:
@@ -86,10 +118,12 @@ class MicroBatches(Dataset[MicroBatch]):
 
     rows: Sequence[Row]
     pad_token_id: int
+    padding_free: bool = False
 
     def __getitem__(self, share: Share) -> MicroBatch:
         indices, counts = share
-        batch = collate([self.rows[index] for index in indices], self.pad_token_id)
+        rows = [self.rows[index] for index in indices]
+        batch = collate([end_to_end(rows)] if self.padding_free else rows, self.pad_token_id)
         return batch if counts else {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
 
 
@@ -106,6 +140,8 @@ class GlobalBatches:
     pad_token_id: int
     rank: int = 0
     workers: int = 0
+    by_length: bool = False
+    padding_free: bool = False
 
     @property
     def steps_per_epoch(self) -> int:
@@ -118,7 +154,7 @@ class GlobalBatches:
         """
         if not self.rows:
             raise ValueError("there are no rows to make batches of")
-        batches = load(MicroBatches(self.rows, self.pad_token_id), self._shares(step), self.workers)
+        batches = load(self._micro_batches, self._shares(step), self.workers)
         for step_shares in self._steps(step):
             yield [next(batches) for _ in step_shares]
 
@@ -126,6 +162,15 @@ class GlobalBatches:
         """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first); of a pack, all in it."""
         taken = [index for share, _ in next(self._steps(step)) for index in share]
         return [row for index in taken for row in self.rows.rows_of(index)] if isinstance(self.rows, Packs) else taken
+
+    @property
+    def _micro_batches(self) -> MicroBatches:
+        return MicroBatches(self.rows, self.pad_token_id, self.padding_free)
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        if not self.by_length:
+            return epoch_order(len(self.rows), self.seed, epoch)
+        return order_by_length(self.rows.lengths, self.batch.global_size, self.seed, epoch)
 
     def _shares(self, step: int) -> Iterator[Share]:
         for step_shares in self._steps(step):
@@ -135,7 +180,7 @@ class GlobalBatches:
         first_epoch, skipped = divmod(step, self.steps_per_epoch)
         size = self.batch.global_size
         for epoch in count(first_epoch):
-            order = epoch_order(len(self.rows), self.seed, epoch)
+            order = self._order(epoch)
             for start in range(skipped * size, len(order), size):
                 indices = order[start : start + size].tolist()
                 yield shares(indices, self.batch.per_device, self.batch.world, self.rank)
@@ -143,10 +188,15 @@ class GlobalBatches:
 
 
 def eval_batches(
-    rows: Sequence[Row], per_device: int, pad_token_id: int, rank: int = 0, world: int = 1
+    rows: Sequence[Row],
+    per_device: int,
+    pad_token_id: int,
+    rank: int = 0,
+    world: int = 1,
+    padding_free: bool = False,
 ) -> Iterator[MicroBatch]:
     """Every row once, in order; each rank gets the same number of batches."""
-    batches = MicroBatches(rows, pad_token_id)
+    batches = MicroBatches(rows, pad_token_id, padding_free)
     return (batches[share] for share in shares(range(len(rows)), per_device, world, rank))
 
 

@@ -42,9 +42,11 @@ _SMALL = {
 """What a model of the same kind is cut down to; where a config has a smaller value, or none, it keeps that."""
 
 
-def joins_rows(data: DataParams) -> str | None:
+def joining_key(data: DataParams) -> str | None:
     """The key that asked for several documents in a row, if one did."""
-    return "data.packing" if data.packing else None
+    if not data.joins_rows:
+        return None
+    return "data.packing" if data.packing else "data.padding_free"
 
 
 def refuse_leaks(config: TrainingConfig, architecture: PretrainedConfig) -> None:
@@ -52,7 +54,7 @@ def refuse_leaks(config: TrainingConfig, architecture: PretrainedConfig) -> None
 
     Kinds that cannot be cut down this way, and kernels that need a GPU, are left to the built model's own reading.
     """
-    key, kernel = joins_rows(config.data), config.model.attn_implementation
+    key, kernel = joining_key(config.data), config.model.attn_implementation
     if key is None or kernel not in (None, Attention.EAGER, Attention.SDPA):
         return
     with torch.random.fork_rng(devices=[]):

@@ -141,6 +141,24 @@ ROWS = (
         "Rows end to end in packs of full length. Moves no memory of the worst batch but adds the mask of `eager` and "
         "`sdpa`, rows x length x length.",
     ),
+    Lever(
+        "data.padding_free",
+        (
+            Setting(False),
+            Setting(True, "no padding is computed; slower in `sdpa`, whose mask is of all tokens (not measured)"),
+        ),
+        (),
+        "rows_end_to_end",
+        "Rows of a micro batch end to end in one. The worst batch has no padding to save; the mask of `eager` and "
+        "`sdpa` grows with the square of all its tokens.",
+    ),
+    Lever(
+        "data.group_by_length",
+        (Setting(False), Setting(True, "less padding is computed (not measured)", "which rows meet in a step")),
+        (),
+        "grouped_rows",
+        "Steps of rows of about the same length. Moves no memory of the worst batch.",
+    ),
 )
 
 RECOMPUTE = (

@@ -284,17 +284,21 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     if config.training.allocator.garbage_collection_threshold is not None:
         said.append("garbage collection of cached blocks is not replayed: reserved is an upper end")
     if rehearsal.read_values:
-        taken = "for packed rows" if config.data.packing else "without padding"
+        taken = "for several documents in a row" if config.data.joins_rows else "without padding"
         said.append(f"values read on the host are taken to be as {taken}: {', '.join(rehearsal.read_values)}")
     return tuple(said)
 
 
 def _packing(config: TrainingConfig) -> Iterator[str]:
     """What a packed row is taken to hold, which is the worst for memory and time alike."""
+    kernel = config.model.attn_implementation or "sdpa"
+    has_mask = kernel not in PACKAGED_ATTENTION
     if config.data.packing:
-        kernel = config.model.attn_implementation or "sdpa"
-        cost = "no mask" if kernel in PACKAGED_ATTENTION else "a mask of rows x tokens x tokens, whatever their number"
+        cost = "a mask of rows x tokens x tokens, whatever their number" if has_mask else "no mask"
         yield f"each row is a pack, planned as one long document and one of a token: {cost} ({kernel})"
+    if config.data.padding_free:
+        cost = "a mask of all their tokens x all their tokens" if has_mask else "no mask"
+        yield f"the rows of a forward pass are the documents of one, end to end: {cost} ({kernel})"
 
 
 def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from framework.build.activations import keeps
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
 from framework.build.coverage import said_of_adapter
-from framework.build.isolation import joins_rows
 from framework.build.loss import Batch, Observe
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
@@ -50,7 +49,7 @@ def record(config: TrainingConfig) -> Rehearsal:
     config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     vocabulary = architecture.get_text_config().vocab_size
-    tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=joins_rows(config.data) is not None)
+    tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=_joins_rows(config))
     with _no_garbage_collection(), pretend(config.gpu) as mode:
         with torch.device(place.device):  # adapters too are made without storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
@@ -78,6 +77,12 @@ def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:
         message = f"{policy} keeps nothing: attention runs on {config.gpu.name} as many small operators"
         key = "training.gradient_checkpointing_policy"
         raise RequestError([Problem(key, message, expected="save_matmuls, full, or half precision")])
+
+
+def _joins_rows(config: TrainingConfig) -> bool:
+    """Whether some micro batch has a row of several documents."""
+    rows = max(config.batch.per_device, int(config.training.per_device_eval_batch_size))
+    return config.data.packing or (config.data.padding_free and rows > 1)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ RISKY = {
     "model.sdpa_backend",
     "training.tf32",
     "model.chunked_loss",
+    "data.padding_free",
     "training.compile",
     "training.compile_scope",
     "training.activation_memory_budget",

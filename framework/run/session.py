@@ -103,10 +103,17 @@ class Session:
         for step in range(self.step + 1, self.total + 1):
             made = next(micro_batches)
             if not self._has_stepped:
-                shapes, documents = tuple(map(_shape, made)), tuple(map(document_lengths, made))
-                joined = all("position_ids" in batch for batch in made)
-                self._seen = FirstStep(shapes, tuple(self._eval_shapes), documents=documents, joined=joined)
+                self._seen = self._look(made)
             yield step, [self._moved(batch) for batch in made]
+
+    def _look(self, made: Sequence[Batch]) -> FirstStep:
+        """What a step is given, read while it is on the host."""
+        return FirstStep(
+            tuple(_shape(batch, self.config.data.padding_free) for batch in made),
+            tuple(self._eval_shapes),
+            documents=tuple(map(document_lengths, made)),
+            joined=all("position_ids" in batch for batch in made),
+        )
 
     def _moved(self, batch: Batch) -> Batch:
         return on_device(self.assembly.place.device, batch)
@@ -189,7 +196,9 @@ class Session:
         size = int(self.config.training.per_device_eval_batch_size)
         pad = self.batches.pad_token_id
         self._eval_shapes.clear()
-        batches = (self._moved(self._noted(batch)) for batch in eval_batches(self.inputs.data.eval, size, pad))
+        joined = self.config.data.padding_free
+        made = eval_batches(self.inputs.data.eval, size, pad, padding_free=joined)
+        batches = (self._moved(self._noted(batch)) for batch in made)
         values = evaluate(self.assembly, batches, self.meter.observe)
         self.evals.append({"step": self.step, **values})
         self.folder.append_metrics(self.evals[-1])
@@ -198,7 +207,7 @@ class Session:
         self._clock = time.perf_counter()
 
     def _noted(self, batch: Batch) -> Batch:
-        self._eval_shapes.append(_shape(batch))
+        self._eval_shapes.append(_shape(batch, self.config.data.padding_free))
         return batch
 
     def save(self) -> None:
@@ -248,13 +257,7 @@ def open_session(
     place = real_place(accelerator.device)
     meter = Meter(place)
     set_seed(config.training.seed)
-    batches = GlobalBatches(
-        inputs.data.train,
-        config.batch,
-        seed=config.training.seed,
-        pad_token_id=padding_id(inputs.tokenizer),
-        workers=config.data.workers,
-    )
+    batches = _training_batches(config, inputs)
     assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
     readings = verify(assembly)
     _empty_cache(place)
@@ -278,6 +281,18 @@ def open_session(
     )
 
 
+def _training_batches(config: TrainingConfig, inputs: Inputs) -> GlobalBatches:
+    return GlobalBatches(
+        inputs.data.train,
+        config.batch,
+        seed=config.training.seed,
+        pad_token_id=padding_id(inputs.tokenizer),
+        workers=config.data.workers,
+        by_length=config.data.group_by_length,
+        padding_free=config.data.padding_free,
+    )
+
+
 def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:
     """The last step of the checkpoint that was loaded, 0 without one."""
     if checkpoint is None:
@@ -288,7 +303,11 @@ def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:
     return step
 
 
-def _shape(batch: Batch) -> tuple[int, int]:
+def _shape(batch: Batch, padding_free: bool) -> tuple[int, int]:
+    """Rows and the tokens of the longest; without padding the rows are the documents of one."""
+    if padding_free:
+        (lengths,) = document_lengths(batch)
+        return len(lengths), max(lengths)
     rows, tokens = batch["input_ids"].shape
     return rows, tokens
 

@@ -42,6 +42,12 @@ class DataParams(Params):
     """Put several rows into one of at most `model.model_max_length` tokens, each a document that does not see the
     others. Little padding, so fewer steps; a row of the batch sizes is then a pack. `eager` and `sdpa` need a mask of
     rows x length x length for it, which the fastest kernels do not take; flash_attention_2 needs none."""
+    padding_free: bool = False
+    """Put the rows of a micro batch end to end, so that nothing is padded: the same step from fewer positions. For
+    flash_attention_2 and flex_attention; `eager` and `sdpa` need a mask of all tokens x all tokens for it."""
+    group_by_length: bool = False
+    """Make steps of rows of about the same length, so that less is padded. The order stays random from step to step;
+    which rows meet in a step is no longer. No memory."""
     streaming: bool = False
     """Read rows as they are needed instead of all at once. Needs `training.max_steps`."""
     supervise: Supervise | None = None
@@ -50,3 +56,8 @@ class DataParams(Params):
     """What happens to a row longer than `model.model_max_length`."""
     workers: Count = 0
     """Processes that prepare batches. Each costs host memory."""
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether a row of a batch may hold several rows of the data."""
+        return self.packing or self.padding_free

@@ -328,9 +328,10 @@ def _adapter(config: TrainingConfig) -> Iterator[Conflict]:
     if method in _PROMPTS and peft.lora_modules_to_save:
         message = f"peft trains no whole modules beside a {method}"
         yield Conflict((key, "peft.lora_modules_to_save"), message, "another method, or no modules")
-    if method in _PROMPTS and config.data.packing:
+    joins = "packing" if config.data.packing else "padding_free"
+    if method in _PROMPTS and config.data.joins_rows:
         message = f"a {method} stands before the first document of a row alone"
-        yield Conflict((key, "data.packing"), message, "packing: false, or another method")
+        yield Conflict((key, f"data.{joins}"), message, f"{joins}: false, or another method")
     if peft.adapter_dtype is TorchDtype.FLOAT16:
         message = "an adapter in float16 cannot be trained: its small updates vanish and a loss scaler refuses it"
         yield Conflict(("peft.adapter_dtype",), message, "float32 (unset) or bfloat16")
@@ -340,6 +341,18 @@ def _adapter(config: TrainingConfig) -> Iterator[Conflict]:
     if method in (PeftMethod.PISSA, PeftMethod.OLORA) and peft.q_lora:
         message = f"{method} moves a part of each weight into the adapter, which a quantised weight cannot lose exactly"
         yield Conflict((key, "peft.q_lora"), message, "lora or loftq")
+
+
+def _rows(config: TrainingConfig) -> Iterator[Conflict]:
+    """Rows that are put together."""
+    data, kernel = config.data, config.model.attn_implementation
+    if data.packing and data.padding_free:
+        message = "packs are full rows already: end to end they would only need a larger mask"
+        yield Conflict(("data.padding_free", "data.packing"), message, "one of the two")
+    if data.padding_free and kernel in (None, Attention.EAGER, Attention.SDPA):
+        message = f"{kernel or 'sdpa'} needs a mask of all tokens of a micro batch x all its tokens for it"
+        keys = ("data.padding_free", "model.attn_implementation")
+        yield Conflict(keys, message, "flash_attention_2 or flex_attention", is_warning=True)
 
 
 def _finite(config: TrainingConfig) -> Iterator[Conflict]:
@@ -523,6 +536,7 @@ RULES = (
     _model,
     _tokenizer,
     _adapter,
+    _rows,
     _finite,
     _idle,
 )

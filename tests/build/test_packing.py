@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from framework.build.batches import GlobalBatches, MicroBatch, collate
+from framework.build.batches import GlobalBatches, MicroBatch, collate, epoch_order, eval_batches, order_by_length
 from framework.build.documents import document_lengths, end_to_end, mark_documents
 from framework.build.isolation import find_leak, refuse_leaks
 from framework.build.labels import IGNORED, Encoded
@@ -221,6 +221,67 @@ class TestRefusals:
         monkeypatch.setattr("framework.build.loss.keep_apart", without_positions)
         with pytest.raises(VerificationFailed, match="positions do not restart"):
             verify(assembly)
+
+
+class TestPaddingFree:
+    """The rows of a micro batch end to end: the same step."""
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    def test_the_step_is_the_padded_one(self, attention: str) -> None:
+        """Four micro batches, the last of one row."""
+        rows, stepped = join_rows(encoded(9, 12, 1, 10, 20, 11, 31)), []
+        for joined in (False, True):
+            data = {"padding_free": joined}
+            assembly = tiny_assembly(tiny_config(data=data, model={"attn_implementation": attention}))
+            batches = GlobalBatches(rows, Batch(2, 4, 1), seed=3, pad_token_id=0, padding_free=joined)
+            micro_batches = next(batches.start(0))
+            stepped.append(train_step(assembly, micro_batches, 1))
+        assert [len(batch["input_ids"]) for batch in micro_batches] == [1, 1, 1, 1]
+        assert stepped[1].loss == pytest.approx(stepped[0].loss, rel=1e-5)
+        assert stepped[1].grad_norm == pytest.approx(stepped[0].grad_norm, rel=1e-4)
+        assert stepped[1].supervised_tokens == stepped[0].supervised_tokens
+        assert stepped[1].tokens == 94 < stepped[0].tokens
+
+    def test_evaluation_too(self) -> None:
+        rows = join_rows(encoded(9, 12, 1, 10, 20))
+        made = list(eval_batches(rows, 2, 0, padding_free=True))
+        assert [document_lengths(batch) for batch in made] == [((9, 12),), ((1, 10),), ((20,),)]
+
+
+class TestGrouping:
+    LENGTHS = np.random.default_rng(0).integers(1, 500, 1003)
+
+    def test_every_row_once_an_epoch_with_few_lengths_in_a_step(self) -> None:
+        order = order_by_length(self.LENGTHS, 8, seed=1, epoch=0)
+        assert sorted(order.tolist()) == list(range(1003))
+        steps = [self.LENGTHS[order[start : start + 8]] for start in range(0, 1003, 8)]
+        assert len(steps[-1]) == 3
+        assert all((np.diff(step) <= 0).all() for step in steps)
+        padding = sum(int((step.max() - step).sum()) for step in steps) / self.LENGTHS.sum()
+        plain = [self.LENGTHS[epoch_order(1003, 1, 0)[start : start + 8]] for start in range(0, 1003, 8)]
+        assert padding < 0.03 < 0.5 < sum(int((step.max() - step).sum()) for step in plain) / self.LENGTHS.sum()
+
+    def test_steps_stay_random(self) -> None:
+        """No trend of the lengths from step to step, another order each epoch, and the same again for the same seed."""
+        orders = [order_by_length(self.LENGTHS, 8, seed, epoch).tolist() for seed, epoch in ((1, 0), (1, 0), (1, 1))]
+        assert orders[0] == orders[1] != orders[2]
+        means = [self.LENGTHS[orders[0][start : start + 8]].mean() for start in range(0, 1000, 8)]
+        assert abs(np.corrcoef(means, range(len(means)))[0, 1]) < 0.3
+
+    @pytest.mark.parametrize("split", [(8, 1), (2, 4), (1, 8)])
+    def test_every_split_of_a_step_has_the_same_rows(self, split: tuple[int, int]) -> None:
+        rows = join_rows(encoded(*self.LENGTHS[:50].tolist()))
+        whole, parts = (
+            GlobalBatches(rows, Batch(*sizes, 1), seed=3, pad_token_id=0, by_length=True) for sizes in ((8, 1), split)
+        )
+        assert [whole.rows_of(step) for step in range(9)] == [parts.rows_of(step) for step in range(9)]
+
+    def test_it_goes_on_in_the_middle_of_an_epoch(self) -> None:
+        rows = join_rows(encoded(*self.LENGTHS[:50].tolist()))
+        batches = GlobalBatches(rows, Batch(2, 2, 1), seed=3, pad_token_id=0, by_length=True)
+        straight, resumed = list(islice(batches.start(0), 20)), list(islice(batches.start(9), 11))
+        for one, other in zip(straight[9:], resumed, strict=True):
+            assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True))
 
 
 def test_the_mask_of_sdpa_is_made_once_in_the_dtype_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,3 +236,21 @@ def test_options_of_checkpointing_are_idle_without_it():
         "training.gradient_checkpointing_kwargs.use_reentrant",
     }
     assert all(conflict.is_warning for conflict in found.values())
+
+
+def test_rows_that_are_put_together_say_what_they_do_not_go_with():
+    both = conflicts(data={"packing": True, "padding_free": True}, model={"attn_implementation": "flash_attention_2"})
+    assert both["data.padding_free"].expected == "one of the two"
+    warned = conflicts(data={"padding_free": True})["data.padding_free"]
+    assert warned.is_warning
+    assert warned.expected == "flash_attention_2 or flex_attention"
+    flash = {"attn_implementation": "flash_attention_2", "torch_dtype_str": "bfloat16"}
+    assert "data.padding_free" not in conflicts(data={"padding_free": True}, model=flash)
+    assert not conflicts(data={"packing": True, "group_by_length": True})
+
+
+@pytest.mark.parametrize("key", ["packing", "padding_free"])
+@pytest.mark.parametrize("method", ["prefix", "prompt"])
+def test_a_trained_prompt_does_not_go_with_several_documents_in_a_row(key, method):
+    found = conflicts(data={key: True}, training={"use_peft": True}, peft={"peft_method": method})
+    assert found["peft.peft_method"].keys == ("peft.peft_method", f"data.{key}")

@@ -27,7 +27,12 @@ from framework.build.verify.adapter import (
 from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
 from framework.build.verify.compiled import read_compiled_regions, read_compiled_runs, read_memory_budget
-from framework.build.verify.documents import read_isolation, read_packed_rows
+from framework.build.verify.documents import (
+    read_grouped_rows,
+    read_isolation,
+    read_packed_rows,
+    read_rows_end_to_end,
+)
 from framework.build.verify.loss import read_chunked_loss
 from framework.build.verify.optimizer import (
     read_offloaded_states,
@@ -97,6 +102,8 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "compiled_runs": read_compiled_runs,
     "memory_budget": read_memory_budget,
     "packed_rows": read_packed_rows,
+    "rows_end_to_end": read_rows_end_to_end,
+    "grouped_rows": read_grouped_rows,
 }
 """After step 1: optimizers make their states then, and batches can be seen only as they pass."""
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 from framework.build.assembly import Assembly
 from framework.build.compiled import plain_code
-from framework.build.isolation import find_leak, joins_rows
+from framework.build.isolation import find_leak, joining_key
 from framework.build.loss import causal_model
 from framework.build.verify.reading import FirstStep, Reading
 
 
 def read_isolation(assembly: Assembly) -> Iterator[Reading]:
     """Two short documents through the built model, in one row and alone. Nothing is read where rows are not joined."""
-    key = joins_rows(assembly.config.data)
+    key = joining_key(assembly.config.data)
     if key is not None:
         with assembly.attention, assembly.autocast, plain_code(assembly.model):
             leak = find_leak(assembly.model, assembly.place.device)
@@ -20,10 +20,31 @@ def read_isolation(assembly: Assembly) -> Iterator[Reading]:
         yield Reading(key, "documents kept apart", leak or "documents kept apart", source)
 
 
+def read_rows_end_to_end(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
+    """Each micro batch of the first step is one row of documents, when that was asked for."""
+    if assembly.config.data.padding_free and step.documents:
+        alone = step.joined and all(len(micro_batch) == 1 for micro_batch in step.documents)
+        rows = sum(len(row) for micro_batch in step.documents for row in micro_batch)
+        source = f"positions of the first step: {rows} rows in {len(step.documents)} without padding"
+        yield Reading("data.padding_free", "true", str(alone).lower(), source)
+
+
+def read_grouped_rows(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
+    """The rows of the first step come longest first, when they were to be grouped by length."""
+    if assembly.config.data.group_by_length and step.documents:
+        one_each = assembly.config.data.padding_free
+        rows = [row for micro_batch in step.documents for row in micro_batch]
+        lengths = [length for row in rows for length in row] if one_each else list(map(sum, rows))
+        found = str(lengths == sorted(lengths, reverse=True)).lower()
+        yield Reading(
+            "data.group_by_length", "true", found, f"rows of the first step: {lengths[0]} to {lengths[-1]} tokens"
+        )
+
+
 def read_packed_rows(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
     """Documents a row of the first step, by the positions that start again in each."""
     rows = [row for micro_batch in step.documents for row in micro_batch]
-    if not rows:
+    if not rows or assembly.config.data.padding_free:
         return
     limit = assembly.config.model.model_max_length
     assert isinstance(limit, int), "a resolved config has a length"
