@@ -93,7 +93,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
     model: nn.Module = built
-    frozen = freeze(model, config.model.freeze_layers)
+    frozen = freeze(config.model, built)
     masters = autocast is not None
     adapter = attach_adapter(config.peft, built, place, masters, lost) if config.training.use_peft else None
     model = adapter.model if adapter is not None else model

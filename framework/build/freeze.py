@@ -1,22 +1,36 @@
-"""`model.freeze_layers`: which parameters are not trained."""
+"""`model.freeze_layers` and `model.freeze_first_blocks`: which parameters are not trained."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from framework.build.activations import transformer_blocks
 from framework.errors import Problem, RequestError
+from framework.schema.model import ModelParams
+
+EMBEDDINGS = "embeddings"
+"""The word that means every embedding, whatever the family calls it."""
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """What one pattern of `model.freeze_layers` matched."""
+    """What one pattern, or `first 8 blocks`, matched: parameters by their names in the model as it was built."""
 
+    key: str
     pattern: str
+    names: frozenset[str]
     parameters: int
     bytes: int
+    shares_head: bool = False
+    """Whether the head's weight is among them, because it is an embedding's."""
+
+    def __str__(self) -> str:
+        tied = ", the head among them" if self.shares_head else ""
+        return f"frozen by {self.pattern}: {self.parameters:,} parameters, {self.bytes / 2**20:,.1f} MiB{tied}"
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -29,26 +43,62 @@ def matches(pattern: str, name: str) -> bool:
     return any(all(map(fnmatchcase, given[start:], wanted)) for start in starts)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> tuple[Frozen, ...]:
-    """Switch off the gradients of every parameter that a pattern matches.
+def freeze(params: ModelParams, model: PreTrainedModel) -> tuple[Frozen, ...]:
+    """Switch off the gradients of every parameter that a pattern matches or that is in the first blocks.
 
     Raises RequestError naming each pattern that matches nothing, or when nothing is left to train.
     """
     found, problems = [], []
-    parameters = dict(model.named_parameters())
-    for index, pattern in enumerate(patterns):
-        hits = [parameter for name, parameter in parameters.items() if matches(pattern, name)]
-        if not hits:
-            problems.append(_no_match(f"model.freeze_layers[{index}]", pattern, model))
-        for parameter in hits:
-            parameter.requires_grad_(False)
-        size = sum(hit.numel() * hit.element_size() for hit in hits)
-        found.append(Frozen(pattern, sum(hit.numel() for hit in hits), size))
-    if patterns and not problems and not any(parameter.requires_grad for parameter in parameters.values()):
-        problems.append(Problem("model.freeze_layers", "freezes every parameter: nothing is left to train"))
+    if params.freeze_first_blocks:
+        blocks, count = transformer_blocks(model), params.freeze_first_blocks
+        if count > len(blocks):
+            message = f"the model has {len(blocks)} blocks"
+            problems.append(Problem("model.freeze_first_blocks", message, expected=f"at most {len(blocks)}"))
+        inside = {id(parameter) for block in blocks[:count] for parameter in block.parameters()}
+        names = [name for name, parameter in model.named_parameters() if id(parameter) in inside]
+        found.append(_freeze("model.freeze_first_blocks", f"first {count} blocks", names, model))
+    for index, pattern in enumerate(params.freeze_layers):
+        key = f"model.freeze_layers[{index}]"
+        names = [name for name, _ in model.named_parameters() if matches(pattern, name)]
+        names += _embeddings(model) if pattern == EMBEDDINGS else []
+        if not names:
+            problems.append(_no_match(key, pattern, model))
+        found.append(_freeze(key, pattern, names, model))
+    if found and not problems and not any(parameter.requires_grad for parameter in model.parameters()):
+        problems.append(Problem(found[0].key.partition("[")[0], "freezes every parameter: nothing is left to train"))
     if problems:
         raise RequestError(problems)
     return tuple(found)
+
+
+def _freeze(key: str, pattern: str, names: Iterable[str], model: PreTrainedModel) -> Frozen:
+    parameters = [model.get_parameter(name) for name in sorted(set(names))]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    head, embedding = (
+        getattr(part, "weight", None) for part in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
+    shares = head is embedding and any(parameter is head for parameter in parameters)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return Frozen(key, pattern, frozenset(names), sum(parameter.numel() for parameter in parameters), size, shares)
+
+
+def _embeddings(model: nn.Module) -> list[str]:
+    return [
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        for part, _ in module.named_parameters(recurse=False)
+    ]
+
+
+def still_frozen(model: nn.Module, names: frozenset[str]) -> int:
+    """How many parameters of those names have no gradient now, in the model or under its adapter."""
+    return sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if name.removeprefix("base_model.model.").replace(".base_layer.", ".") in names and not parameter.requires_grad
+    )
 
 
 def _no_match(key: str, pattern: str, model: nn.Module) -> Problem:

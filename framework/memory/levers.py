@@ -546,6 +546,13 @@ ADAPTERS = (
 
 FREEZING = (
     Lever(
+        "model.freeze_first_blocks",
+        (Setting(0), Setting(1, "faster (not measured)", "the blocks are not trained")),
+        ("gradients", "optimizer", "temporaries", "activations"),
+        "frozen_modules",
+        "The first n blocks are not trained; with frozen embeddings before them they keep no activations either.",
+    ),
+    Lever(
         "model.freeze_layers",
         (Setting(()), Setting(("embed_tokens", "layers.0"), "faster (not measured)", "the layers are not trained")),
         ("gradients", "optimizer", "temporaries", "activations"),

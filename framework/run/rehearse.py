@@ -65,7 +65,8 @@ def record(config: TrainingConfig) -> Rehearsal:
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
-    return Rehearsal(config, trace, footprint, micro_batches, read_values, said_of_adapter(assembly), cautions)
+    said = (*map(str, assembly.frozen), *said_of_adapter(assembly))
+    return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 
 def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from framework.schema.choices import Attention, SdpaBackend, TorchDtype
 from framework.schema.params import Auto, FrozenMapping, Integer, Params, Strings
-from framework.schema.training import Positive
+from framework.schema.training import Count, Positive
 
 
 class TokenizerTraining(Params):
@@ -43,7 +43,11 @@ class ModelParams(Params):
     model_max_length: Positive | Auto | None = None
     """Longest row in tokens. Activations grow in proportion. Unset: the smaller of 2048 and the model's positions."""
     freeze_layers: Strings = ()
-    """Modules that are not trained, by prefix (`layers.1` is not `layers.10`). Saves their gradients and states."""
+    """Modules that are not trained, by name or glob (`layers.1` is not `layers.10`); `embeddings` means all of them.
+    Saves their gradients and states."""
+    freeze_first_blocks: Count = 0
+    """The first n transformer blocks are not trained. With `freeze_layers: [embeddings]` beside it they keep no
+    activations either."""
     tokenizer_name: str | None = None
     """Hub id or folder of the tokenizer. Unset: the model's."""
     tokenizer: TokenizerTraining | None = None

@@ -383,6 +383,12 @@ def _is_none_of(names: str) -> Callable[[TrainingConfig], bool]:
 
 IDLE = (
     Idle(("peft.",), "training.use_peft", lambda c: not c.training.use_peft, "training.use_peft is false"),
+    Idle(
+        ("model.freeze_layers", "model.freeze_first_blocks"),
+        "training.use_peft",
+        lambda c: c.training.use_peft,
+        "an adapter leaves the whole model frozen; peft.lora_target_modules says where it is",
+    ),
     Idle(("fsdp.",), "fsdp.enable_fsdp", lambda c: c.fsdp.enable_fsdp is False, "fsdp.enable_fsdp is false"),
     Idle(
         ("training.compile_scope",),

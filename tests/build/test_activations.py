@@ -31,7 +31,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "chunked": {"model": {"chunked_loss": 16}},
     "autocast": {"training": {"mixed_precision_dtype": "bf16"}},
     "lora": {"training": {"use_peft": True, "learning_rate": 1e-2}, "peft": {"lora_target_modules": ["all-linear"]}},
-    "frozen": {"model": {"freeze_layers": ["embed_tokens", "layers.0", "layers.1"]}},
+    "frozen": {"model": {"freeze_layers": ["embeddings"], "freeze_first_blocks": 2}},
 }
 
 
@@ -199,9 +199,8 @@ def test_kept_bytes_grow_by_each_block_that_is_not_checkpointed() -> None:
 @pytest.mark.parametrize("lever", [{}, ON, LEVERS["matmuls"], LEVERS["reentrant"]], ids=["none", "full", "mm", "re"])
 def test_a_frozen_beginning_costs_no_bytes(lever: dict[str, Any]) -> None:
     """6 of 8 blocks frozen keep what a model of 2 blocks would."""
-    prefix = ("embed_tokens", *(f"layers.{index}" for index in range(6)))
     short = kept(rehearsed(lever, architecture={**WIDE, "num_hidden_layers": 2}, freeze_layers=("embed_tokens",)))
-    assert kept(rehearsed(lever, freeze_layers=prefix)) == short
+    assert kept(rehearsed(lever, freeze_layers=("embeddings",), freeze_first_blocks=6)) == short
 
 
 def test_a_policy_that_keeps_nothing_on_the_card_is_refused_by_the_plan() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from framework.build.assembly import AUTOCAST_DTYPES, Assembly
-from framework.build.freeze import matches
+from framework.build.freeze import still_frozen
 from framework.build.loss import causal_model
 from framework.build.model import TORCH_DTYPES
 from framework.build.verify.reading import Reading
@@ -87,14 +87,11 @@ def read_float32_products(assembly: Assembly) -> Iterator[Reading]:
 
 def read_frozen_modules(assembly: Assembly) -> Iterator[Reading]:
     """What each pattern matched is still without gradients."""
-    for index, item in enumerate(assembly.frozen):
-        now = sum(
-            parameter.numel()
-            for name, parameter in assembly.model.named_parameters()
-            if matches(item.pattern, name.replace(".base_layer.", ".")) and not parameter.requires_grad
-        )
-        asked, found = (f"{item.pattern}: {count:,} frozen" for count in (item.parameters, now))
-        yield Reading(f"model.freeze_layers[{index}]", asked, found, f"requires_grad; {item.bytes / 2**20:,.1f} MiB")
+    for item in assembly.frozen:
+        counts = (item.parameters, still_frozen(assembly.model, item.names))
+        asked, found = (f"{item.pattern}: {count:,} frozen" for count in counts)
+        tied = "; the head shares them" if item.shares_head else ""
+        yield Reading(item.key, asked, found, f"requires_grad; {item.bytes / 2**20:,.1f} MiB{tied}")
 
 
 def _name(dtype: torch.dtype) -> str:
