@@ -102,7 +102,7 @@ class Rows:
 
     def add(self, shape: str, lever: Lever, setting: Setting) -> Row | None:
         """The row of a setting over a shape; None, with the reason noted, when it can have none."""
-        name = f"{shape}/{lever.key.rpartition('.')[2]}={_word(setting.value)}"
+        name = f"{shape}/{lever.key.partition('.')[2]}={_word(setting.value)}"
         try:
             if not suits(setting.hardware, TrainingConfig(gpu=read_card(CARD)).gpu):
                 raise ValueError(f"needs {setting.hardware}")
@@ -156,8 +156,11 @@ def compose(shape: str, changes: dict[str, Any]) -> TrainingConfig:
     if changes.get("peft.peft_method", "lora") != "lora":
         flat.pop("peft.lora_target_modules", None)
     for key, value in flat.items():
-        section, name = key.split(".")
-        tree.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
+        *sections, name = key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = list(value) if isinstance(value, tuple) else value
     return TrainingConfig.model_validate(tree)
 
 
