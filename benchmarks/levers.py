@@ -72,6 +72,15 @@ WITHOUT_ROW = {
     "peft.bnb_4bit_quant_type": "another table of 16 numbers for the same bytes",
     "model.model_max_length=512": "as 1024, in proportion",
     "training.per_device_train_batch_size=2": "between 4 and 1",
+    "data.packing": "the rows of the shapes are single documents",
+    "data.padding_free": "the rows of the shapes have one length, so nothing is padded",
+    "data.group_by_length": "the rows of the shapes have one length",
+    "model.freeze_first_blocks": "the same as model.freeze_layers with their names",
+    "m2/model.chunked_loss=256": "measured over m1",
+    "m2/training.compile_scope=model": "measured over m1",
+    "m2/training.activation_memory_budget=0.3": "measured over m1",
+    "m2/training.gradient_checkpointing_every=4": "measured over m1",
+    "m2/training.gradient_checkpointing_policy=save_matmuls": "measured over m1",
 }
 FLOAT32 = {"model.torch_dtype_str": "float32"}
 SHORT = {"model.model_max_length": 1024}
@@ -102,8 +111,12 @@ class Rows:
 
     def add(self, shape: str, lever: Lever, setting: Setting) -> Row | None:
         """The row of a setting over a shape; None, with the reason noted, when it can have none."""
-        name = f"{shape}/{lever.key.partition('.')[2]}={_word(setting.value)}"
+        setting_name = f"{lever.key}={_word(setting.value)}"
+        name = f"{shape}/{setting_name.partition('.')[2]}"
+        reason = WITHOUT_ROW.get(setting_name) or WITHOUT_ROW.get(f"{shape}/{setting_name}")
         try:
+            if reason is not None:
+                raise ValueError(reason)
             if not suits(setting.hardware, TrainingConfig(gpu=read_card(CARD)).gpu):
                 raise ValueError(f"needs {setting.hardware}")
             config = compose(shape, WITH.get(lever.key, {}) | dict(setting.beside) | {lever.key: setting.value})
@@ -125,14 +138,10 @@ def rows() -> Rows:
             if (reason := WITHOUT_ROW.get(lever.key)) is not None:
                 made.missing[f"{shape}/{lever.key}"] = reason
                 continue
-            first, *others = lever.settings
-            base_row = made.add(shape, lever, first)
-            for setting in others:
-                reason = WITHOUT_ROW.get(f"{lever.key}={_word(setting.value)}")
-                if reason is not None:
-                    made.missing[f"{shape}/{lever.key}={_word(setting.value)}"] = reason
-                elif (row := made.add(shape, lever, setting)) is not None:
-                    compared = base_row.name if base_row is not None else f"{shape}/base"
+            base_row = made.add(shape, lever, lever.settings[0])
+            compared = base_row.name if base_row is not None else f"{shape}/base"
+            for setting in lever.settings[1 if base_row is not None else 0 :]:
+                if (row := made.add(shape, lever, setting)) is not None:
                     row.settings.append({"key": lever.key, "value": _word(setting.value), "base": compared})
     return made
 
@@ -282,10 +291,14 @@ def summary(predicted: Path, measured: Path, out: Path) -> None:
             failed[name] = row["plan"].get("error") or truth.get(name, {}).get("error", "not run")
             continue
         for setting in row["settings"]:
-            base = setting["base"]
-            if base in plans and "error" not in plans[base]["plan"] and "error" not in truth.get(base, {"error": ""}):
-                both = (plans[base]["plan"], truth[base]), (row["plan"], truth[name])
-                settings.append({**setting, "row": name, **_compared(*both)})
+            figures: dict[str, Any] = {**setting, "row": name}
+            plain = f"{name.partition('/')[0]}/base"
+            for label, base in (("against_first", setting["base"]), ("against_shape", plain)):
+                is_known = "error" not in plans.get(base, {"plan": {"error": ""}})["plan"]
+                is_known = is_known and "error" not in truth.get(base, {"error": ""})
+                if is_known and not (label == "against_shape" and setting["key"] in WITH):
+                    figures[label] = _compared((plans[base]["plan"], truth[base]), (row["plan"], truth[name]))
+            settings.append(figures)
     good = {name: row for name, row in plans.items() if name not in failed}
     checked = [{"row": name, **_sides(row["plan"], truth[name])} for name, row in good.items()]
     errors = sorted(abs(row["allocated_error_per_cent"]) for row in checked)
