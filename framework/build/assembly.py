@@ -22,6 +22,7 @@ from framework.build.products import choose_float32_products
 from framework.build.quantize import quantize, require_bitsandbytes
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
+from framework.build.streamed_base import StreamedBase, loading_place
 from framework.schema.choices import MixedPrecision, SdpaBackend
 from framework.schema.config import TrainingConfig
 from framework.schema.training import TrainingParams
@@ -56,6 +57,7 @@ class Assembly:
     export_dtype: torch.dtype
     """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
     adapter: Adapter | None = None
+    streamed: StreamedBase | None = None
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -89,19 +91,24 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     if quantized:
         require_bitsandbytes()
     autocast = autocast_dtype(config.training)
-    built = build_model(config, architecture, place, autocast)
+    streams = config.model.offload_frozen_base is True
+    loaded_at = loading_place(place) if streams else place
+    built = build_model(config, architecture, loaded_at, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
     model: nn.Module = built
     frozen = freeze(config.model, built)
     masters = autocast is not None
-    adapter = attach_adapter(config.peft, built, place, masters, lost) if config.training.use_peft else None
+    adapter = attach_adapter(config.peft, built, loaded_at, masters, lost) if config.training.use_peft else None
     model = adapter.model if adapter is not None else model
     checkpoint_blocks(config.training, model)
+    streamed = StreamedBase(model, place) if streams else None
     loss = build_loss(config.model, model)
     compile_regions(config, model, place)
     optimizer = build_optimizer(config, model, place)
     schedule = build_schedule(config.training, total_steps)
     scale = build_loss_scale(config.training, place)
     cache = DeviceCache(place, config.training.empty_device_cache_steps)
-    return Assembly(config, place, model, frozen, loss, optimizer, schedule, scale, cache, export_dtype, adapter)
+    return Assembly(
+        config, place, model, frozen, loss, optimizer, schedule, scale, cache, export_dtype, adapter, streamed
+    )

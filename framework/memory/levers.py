@@ -563,6 +563,20 @@ FREEZING = (
 
 CACHES = (
     Lever(
+        "model.offload_frozen_base",
+        (
+            Setting(False, beside=_ADAPTED),
+            Setting(
+                True,
+                "blocks cross the link in forward and in backward, beside the compute of others (not measured)",
+                beside=_ADAPTED,
+            ),
+        ),
+        ("weights",),
+        "offloaded_base",
+        "Frozen weights of the blocks stay in host memory; the device holds two blocks of them at a time.",
+    ),
+    Lever(
         "training.allocator.expandable_segments",
         (Setting(False), Setting(True, "not measured", hardware="cuda")),
         ("fragmentation",),

@@ -1,7 +1,7 @@
 """From the record of a rehearsal to its `Plan`: replay, terms, time, host and disk. Arithmetic only; no torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from framework.memory.allocator import CachingAllocator, Peak, SystemAllocator, replay
 from framework.memory.cards import assumptions as card_assumptions
@@ -63,6 +63,8 @@ class Footprint:
     export_bytes: int
     trained_products: int
     frozen_products: int
+    streamed_bytes: int = 0
+    """What crosses the link from the host in one micro batch: blocks of a base that is kept there."""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -192,6 +194,20 @@ def step_time(rehearsal: Rehearsal) -> StepTime | None:
     return repeat_micro_batches(rehearsed, one_more, accumulation - rehearsal.micro_batches)
 
 
+LINK_SHARE = 0.87
+"""Share of the link's rate that copies from pinned memory reach: 5.5e10 of 6.3e10 bytes a second on an H100 with PCIe
+5.0 (conf/gpu/h100_80gb.yaml)."""
+
+
+def beside_the_link(time: StepTime, rehearsal: Rehearsal) -> StepTime:
+    """The step whose blocks come from the host while others compute: as long as the slower of the two."""
+    link, streamed = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint.streamed_bytes
+    if not streamed or link is None:
+        return time
+    copies = rehearsal.config.batch.accumulation * streamed / (link * LINK_SHARE)
+    return replace(time, seconds=max(time.seconds, copies), communication=copies)
+
+
 def _in_tf32(operation: Operation) -> Operation:
     """A float32 matrix product at the rate of tf32; anything else as it is."""
     is_product = operation.shape and operation.dtype == "float32"
@@ -202,6 +218,7 @@ def _step_cost(rehearsal: Rehearsal) -> StepCost | None:
     time = step_time(rehearsal)
     if time is None:
         return None
+    time = beside_the_link(time, rehearsal)
     batch = _batch_use(rehearsal.config)
     tokens = batch.per_device * batch.accumulation * batch.sequence_length
     return StepCost(time.seconds, tokens / time.seconds, model_flops(rehearsal), time.bound_by)
@@ -232,12 +249,14 @@ def _batch_use(config: TrainingConfig) -> BatchUse:
 
 
 def _host_bytes(card: GPUParams, footprint: Footprint, peaks: Sequence[Peak]) -> int:
-    """Host memory of one rank. A load streams one tensor at a time; a save holds a whole file's tensors."""
+    """Host memory of one rank. A load streams one tensor at a time; a save holds a whole file's tensors, beside a base
+    that stays there."""
     offloaded = max(peak.host for peak in peaks)
+    base = max((peak.host for peak in peaks if peak.phase == "load"), default=0)
     saved = max(sum(footprint.trained_sizes), sum(footprint.state_sizes), footprint.export_bytes)
     if card.name == "cpu":
         return HOST_BASE_BYTES + max(peak.reserved for peak in peaks)
-    return HOST_BASE_BYTES + max(offloaded, saved, max(footprint.weight_sizes, default=0))
+    return HOST_BASE_BYTES + max(offloaded, base + saved, max(footprint.weight_sizes, default=0))
 
 
 def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
@@ -281,6 +300,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append("compiled code keeps less than the plain code that was planned: an upper end")
     if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":
         said.append(f"the cache is emptied every {steps} steps: what is allocated at the peak is the same")
+    if streamed := rehearsal.footprint.streamed_bytes:
+        said.append(f"{streamed / GIB:.2f} GiB of blocks cross the link a micro batch, beside the compute of others")
+        if config.gpu.host_link_bytes_per_second is None:
+            said.append("the rate of the link is not known: step time is without it")
     if config.training.allocator.garbage_collection_threshold is not None:
         said.append("garbage collection of cached blocks is not replayed: reserved is an upper end")
     if rehearsal.read_values:

@@ -31,6 +31,8 @@ def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path)
     over. Raises SaveFailed when the folder cannot be written or does not read back.
     """
     take_average(assembly.optimizer)
+    if assembly.streamed is not None:
+        assembly.streamed.dissolve(assembly.model)
     mode = assembly.config.peft.peft_save_mode
     with written_aside(target) as aside:
         if assembly.adapter is None:

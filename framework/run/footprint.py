@@ -18,8 +18,12 @@ from framework.schema.choices import OptimizerOffload
 
 
 def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """Parameters and buffers of the model, each once, and what packed weights keep beside them."""
-    return [*assembly.model.parameters(), *assembly.model.buffers(), *scale_tensors(assembly.model)]
+    """What the device holds of the model, each once: parameters and buffers, what packed weights keep beside them, and
+    the slots of a streamed base in place of its weights."""
+    model, streamed = assembly.model, assembly.streamed
+    elsewhere = streamed.parameters if streamed is not None else set()
+    held = [parameter for parameter in model.parameters() if parameter not in elsewhere]
+    return [*held, *model.buffers(), *scale_tensors(model), *(streamed.slots if streamed is not None else [])]
 
 
 def state_tensors(assembly: Assembly) -> list[torch.Tensor]:
@@ -52,6 +56,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
         export_bytes=_export_bytes(assembly),
         trained_products=trained_products,
         frozen_products=frozen_products,
+        streamed_bytes=assembly.streamed.bytes_per_micro_batch if assembly.streamed is not None else 0,
     )
 
 

@@ -106,7 +106,8 @@ def _base_of_run(config: TrainingConfig, adapter: Path) -> tuple[PreTrainedModel
     if (adapter / BASE_FOLDER).exists():
         model = _loaded(str(adapter / BASE_FOLDER))
     else:
-        place = real_place(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        is_too_large = config.model.offload_frozen_base is True
+        place = real_place(torch.device("cuda" if torch.cuda.is_available() and not is_too_large else "cpu"))
         set_seed(config.training.seed)  # random weights come out as they did for the run
         autocast = autocast_dtype(config.training)
         model = build_model(config, architecture, place, autocast)

@@ -104,7 +104,12 @@ def _load(tracker: Tracker, assembly: Assembly) -> None:
     """
     tracker.observe("load")
     weights = held_tensors(assembly)
-    if assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
+    homes = assembly.streamed.homes if assembly.streamed is not None else []
+    if assembly.place.kind == "cpu":
+        tracker.claim(homes, Kind.WEIGHTS)
+    for home in homes:
+        tracker.claim_elsewhere(home, Kind.WEIGHTS, Space.HOST)
+    if assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda" and not homes:
         total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
         tracker.trace.bury(tracker.trace.bear(total, Kind.TEMPORARIES))
     tracker.claim(weights, Kind.WEIGHTS)

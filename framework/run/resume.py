@@ -44,6 +44,7 @@ RISKY = {
     "training.gradient_accumulation_steps",
     "model.attn_implementation",
     "model.sdpa_backend",
+    "model.offload_frozen_base",
     "training.tf32",
     "model.chunked_loss",
     "data.padding_free",

@@ -248,12 +248,7 @@ def open_session(
         require_room(plan, folder.path)
     newest = checkpoints(folder.path)[-1] if resume else None
     changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
-    choose_allocator(config)
-    accelerator = Accelerator(
-        cpu=config.gpu.name == "cpu",
-        log_with=[str(tracker) for tracker in config.training.trackers] or None,
-        project_dir=str(folder.path),
-    )
+    accelerator = _start_device(config, folder)
     place = real_place(accelerator.device)
     meter = Meter(place)
     set_seed(config.training.seed)
@@ -290,6 +285,16 @@ def _training_batches(config: TrainingConfig, inputs: Inputs) -> GlobalBatches:
         workers=config.data.workers,
         by_length=config.data.group_by_length,
         padding_free=config.data.padding_free,
+    )
+
+
+def _start_device(config: TrainingConfig, folder: RunFolder) -> Accelerator:
+    """The device of this process, with the trackers; its allocator has its settings before anything is on it."""
+    choose_allocator(config)
+    return Accelerator(
+        cpu=config.gpu.name == "cpu",
+        log_with=[str(tracker) for tracker in config.training.trackers] or None,
+        project_dir=str(folder.path),
     )
 
 

@@ -42,6 +42,10 @@ class ModelParams(Params):
     """Compute head and loss over this many tokens at a time (true: 1024), so that the logits never exist in full."""
     model_max_length: Positive | Auto | None = None
     """Longest row in tokens. Activations grow in proportion. Unset: the smaller of 2048 and the model's positions."""
+    offload_frozen_base: bool | Auto = False
+    """Keep the blocks' frozen weights in host memory (pinned on a GPU) and two blocks of them at a time on the device,
+    so that a model larger than the card can be adapted. Costs host memory and one copy of the blocks over the link in
+    forward and one in backward. Needs `training.use_peft`."""
     freeze_layers: Strings = ()
     """Modules that are not trained, by name or glob (`layers.1` is not `layers.10`); `embeddings` means all of them.
     Saves their gradients and states."""

@@ -228,6 +228,36 @@ def _recompute(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict((key, "model.attn_implementation", "model.sdpa_backend"), message, "a fused kernel, or full")
 
 
+def _offloaded_base(config: TrainingConfig) -> Iterator[Conflict]:
+    training, key = config.training, "model.offload_frozen_base"
+    if config.model.offload_frozen_base is not True:
+        return
+    if not training.use_peft:
+        message = "only frozen weights can stay on the host, and here the weights are trained"
+        yield Conflict(
+            (key, "training.use_peft"), message, "training.use_peft=true, or training.optimizer_offload=host"
+        )
+    if training.use_peft and config.peft.q_lora:
+        message = "packed weights are not streamed: their scales are no part of them"
+        yield Conflict((key, "peft.q_lora"), message, "peft.q_lora: false, or q_lora alone, a quarter of the size")
+    if training.compile is True:
+        message = "a compiled block does not see its weights come and go"
+        yield Conflict((key, "training.compile"), message, "training.compile: false")
+    if config.fsdp.enable_fsdp is True:
+        yield Conflict((key, "fsdp.enable_fsdp"), "sharded weights are not streamed", "fsdp.cpu_offload=true")
+    if training.activation_offload is True:
+        message = "views of streamed weights would be offloaded with the activations"
+        yield Conflict((key, "training.activation_offload"), message, "training.enable_gradient_checkpointing=true")
+    if config.gpu.name == "cpu":
+        message = "on the cpu saves nothing: two blocks are held twice in the same memory"
+        yield Conflict((key, "gpu.name"), message, "false", is_warning=True)
+    is_cast = training.mixed_precision_dtype in (MixedPrecision.BF16, MixedPrecision.FP16)
+    if is_cast and config.model.torch_dtype_str == TorchDtype.FLOAT32 and not training.enable_gradient_checkpointing:
+        message = "autocast's half-precision copies of every block stay on the device until backward"
+        nearest = "model.torch_dtype_str=bfloat16, or training.enable_gradient_checkpointing=true"
+        yield Conflict((key, "model.torch_dtype_str"), message, nearest, is_warning=True)
+
+
 def _accumulation(config: TrainingConfig) -> int:
     try:
         return config.batch.accumulation
@@ -535,6 +565,7 @@ RULES = (
     _device_cache,
     _compile,
     _recompute,
+    _offloaded_base,
     _card,
     _half_attention,
     _batch,

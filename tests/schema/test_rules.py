@@ -254,3 +254,34 @@ def test_rows_that_are_put_together_say_what_they_do_not_go_with():
 def test_a_trained_prompt_does_not_go_with_several_documents_in_a_row(key, method):
     found = conflicts(data={key: True}, training={"use_peft": True}, peft={"peft_method": method})
     assert found["peft.peft_method"].keys == ("peft.peft_method", f"data.{key}")
+
+
+@pytest.mark.parametrize(
+    ("sections", "other"),
+    [
+        ({}, "training.use_peft"),
+        ({"training": {"use_peft": True}, "peft": {"q_lora": True}}, "peft.q_lora"),
+        ({"training": {"use_peft": True, "compile": True}}, "training.compile"),
+        ({"training": {"use_peft": True}, "fsdp": {"enable_fsdp": True}}, "fsdp.enable_fsdp"),
+        ({"training": {"use_peft": True, "activation_offload": True}}, "training.activation_offload"),
+    ],
+    ids=lambda part: str(part),
+)
+def test_a_base_on_the_host_is_refused_with_what_it_does_not_go_with(sections, other):
+    card = {"name": "h100_80gb", "capability": "9.0"}
+    model = {"offload_frozen_base": True}
+    found = find_conflicts(TrainingConfig.model_validate({**sections, "model": model, "gpu": card}), Needs())
+    (clash,) = [item for item in found if item.keys[0] == "model.offload_frozen_base"]
+    assert other in clash.keys
+    assert clash.expected
+    assert not clash.is_warning
+    plain = TrainingConfig.model_validate({"training": {"use_peft": True}, "model": model, "gpu": card})
+    assert not find_conflicts(plain, Needs())
+
+
+def test_copies_of_a_float32_base_under_autocast_are_said():
+    card = {"name": "h100_80gb", "capability": "9.0"}
+    training = {"use_peft": True, "mixed_precision_dtype": "bf16"}
+    model = {"offload_frozen_base": True, "torch_dtype_str": "float32"}
+    assert conflicts(gpu=card, model=model, training=training)["model.offload_frozen_base"].is_warning
+    assert not conflicts(gpu=card, model=model, training={**training, "enable_gradient_checkpointing": True})

@@ -34,6 +34,7 @@ from framework.build.verify.documents import (
     read_rows_end_to_end,
 )
 from framework.build.verify.loss import read_chunked_loss
+from framework.build.verify.offloaded_base import read_offloaded_base, read_offloaded_base_again
 from framework.build.verify.optimizer import (
     read_offloaded_states,
     read_optimizer,
@@ -80,6 +81,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "chunked_loss": read_chunked_loss,
     "isolation": read_isolation,
     "frozen_modules": read_frozen_modules,
+    "offloaded_base": read_offloaded_base,
     "adapter": read_adapter,
     "adapter_rank": read_adapter_rank,
     "adapter_targets": read_adapter_targets,
@@ -104,6 +106,7 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "packed_rows": read_packed_rows,
     "rows_end_to_end": read_rows_end_to_end,
     "grouped_rows": read_grouped_rows,
+    "offloaded_base": read_offloaded_base_again,
 }
 """After step 1: optimizers make their states then, and batches can be seen only as they pass."""
 
