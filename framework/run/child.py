@@ -34,7 +34,12 @@ def _read(finished: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(finished.stdout)
         return document
     except ValueError as error:
-        last = next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), str(error))
-        failure = TunesmithError(f"the rehearsal failed: {last} (--debug shows where; please report it)")
-        failure.add_note(finished.stderr[-_TAIL:])
-        raise failure from None
+        raise failed(finished.stderr, str(error)) from None
+
+
+def failed(complaints: str, otherwise: str) -> TunesmithError:
+    """What a rehearsing process that has failed said last; `otherwise` where it said nothing."""
+    last = next((line for line in reversed(complaints.splitlines()) if line.strip()), otherwise)
+    failure = TunesmithError(f"the rehearsal failed: {last} (--debug shows where; please report it)")
+    failure.add_note(complaints[-_TAIL:])
+    return failure

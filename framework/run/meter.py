@@ -27,6 +27,11 @@ class Meter:
     def __post_init__(self) -> None:
         self.baseline = 0 if self.place.kind == "cuda" else resident_bytes()
 
+    @property
+    def phase(self) -> str:
+        """The phase that is running."""
+        return self._phase
+
     def observe(self, phase: str) -> None:
         """Close the phase that was running, note its peak, and begin `phase`."""
         self._close()

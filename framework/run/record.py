@@ -26,6 +26,7 @@ OURS = (
     "metrics.jsonl",
     "memory.json",
     "oom.txt",
+    "oom_snapshot.pickle",
     "checkpoints",
     "final",
 )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from framework.errors import DoesNotFit, Interrupted, NonFinite, Problem, Reques
 from framework.memory.ledger import Plan
 from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from framework.run.evaluate import evaluate
+from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs, read_inputs
 from framework.run.interrupt import Interrupt, watched_interrupt
 from framework.run.meter import Meter
+from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder, clear, environment, make, open_folder
 from framework.run.resume import check_resume
@@ -44,8 +47,10 @@ from framework.run.room import require_room
 from framework.run.step import StepResult
 from framework.schema.config import TrainingConfig
 
-Planner = Callable[[TrainingConfig], Plan]
-"""What predicts a run before it is loaded; `run.child.plan_in_subprocess` is the product's."""
+Planner = Callable[[TrainingConfig], Forecast]
+"""What predicts a run before it is loaded; `run.forecast.forecast_in_subprocess` is the product's."""
+LAST_SECONDS = 10.0
+"""How long a run that is done waits for what the levers would have saved: small models are rehearsed by then."""
 
 
 @dataclass
@@ -61,7 +66,8 @@ class Session:
     accelerator: Accelerator
     progress: ProgressLine
     meter: Meter
-    plan: Plan | None
+    forecast: Forecast | None
+    watch: Watch
     step: int = 0
     saved: int = -1
     interrupt: Interrupt = field(default_factory=Interrupt)
@@ -76,6 +82,11 @@ class Session:
         self._began = self.step + 1
 
     @property
+    def plan(self) -> Plan | None:
+        """What was predicted."""
+        return self.forecast.plan if self.forecast is not None else None
+
+    @property
     def total(self) -> int:
         """Optimizer steps of the whole run."""
         return self.assembly.schedule.total
@@ -87,7 +98,8 @@ class Session:
         if training.trackers:
             project = training.run_name or self.folder.path.name
             self.accelerator.init_trackers(project, config=_flat(self.config.model_dump(mode="json")))
-        with self.progress, watched_interrupt() as self.interrupt:
+        explained = explained_failures(self.watch, self.forecast, self.folder.path)
+        with explained, recorded_memory(self.assembly.place), self.progress, watched_interrupt() as self.interrupt:
             if self.step == 0:
                 self.evaluate()
             self._clock = time.perf_counter()
@@ -97,11 +109,17 @@ class Session:
                 raise NonFinite(f"{error} Training rows of this step: {self.batches.rows_of(self.step)}.") from None
         self.accelerator.end_training()
 
+    def close(self, after: float = 0.0) -> None:
+        """End what still goes on beside the run, `after` so many seconds at the latest."""
+        if self.forecast is not None:
+            self.forecast.stop(after)
+
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """(number, micro batches on the device) of each optimizer step that is left."""
         micro_batches = self.batches.start(self.step)
         for step in range(self.step + 1, self.total + 1):
             made = next(micro_batches)
+            self.watch.begin(step, tuple(map(_shape, made)))
             if not self._has_stepped:
                 self._seen = self._look(made)
             yield step, [self._moved(batch) for batch in made]
@@ -135,6 +153,7 @@ class Session:
             self._verify_first_step(step)
         self._verify_emptied_cache(step)
         self.step, training = step, self.config.training
+        self.watch.end()
         self._log(result)
         if training.eval_steps and step % training.eval_steps == 0 and step < self.total:
             self.evaluate()
@@ -232,20 +251,48 @@ def open_session(
     """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
 
     Raises RequestError for what cannot be done, DoesNotFit when the plan is over the card, VerificationFailed for an
-    option that is not in effect.
+    option that is not in effect, OutOfMemory. Close the session when it is done with.
     """
     _check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
-    with ThreadPoolExecutor(1) as beside:  # the plan is made in a process of its own while the rows are read
+    inputs, forecast = _read_and_plan(config, planner)
+    try:
+        if forecast is not None and not forecast.plan.fits:
+            raise DoesNotFit(_too_large(forecast.plan))
+        return _build(inputs, forecast, name, resume, overwrite, allow, quiet)
+    except BaseException:
+        if forecast is not None:
+            forecast.stop()
+        raise
+
+
+def _read_and_plan(config: TrainingConfig, planner: Planner | None) -> tuple[Inputs, Forecast | None]:
+    """The rows, and the plan, which a process of its own makes in the meantime."""
+    with ThreadPoolExecutor(1) as beside:
         planned = beside.submit(planner, config) if planner is not None else None
-        inputs = read_inputs(config)
-        plan = planned.result() if planned is not None else None
+        try:
+            inputs = read_inputs(config)
+        except BaseException:
+            if planned is not None and planned.exception() is None:
+                planned.result().stop()
+            raise
+        return inputs, planned.result() if planned is not None else None
+
+
+def _build(
+    inputs: Inputs,
+    forecast: Forecast | None,
+    name: str,
+    resume: bool,
+    overwrite: bool,
+    allow: Sequence[str],
+    quiet: bool,
+) -> Session:
+    """The session around what was read and planned."""
     config = inputs.config
-    if plan is not None and not plan.fits:
-        raise DoesNotFit(_too_large(plan))
     folder = open_folder(config, name, resume, overwrite)
-    if plan is not None:
-        require_room(plan, folder.path)
+    if forecast is not None:
+        require_room(forecast.plan, folder.path)
     newest = checkpoints(folder.path)[-1] if resume else None
     changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
     accelerator = _start_device(config, folder)
@@ -253,10 +300,12 @@ def open_session(
     meter = Meter(place)
     set_seed(config.training.seed)
     batches = _training_batches(config, inputs)
-    assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
-    readings = verify(assembly)
-    _empty_cache(place)
-    step = _resumed(newest, assembly, meter)
+    watch = Watch(meter)
+    with explained_failures(watch, forecast, None):
+        assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
+        readings = verify(assembly)
+        _empty_cache(place)
+        step = _resumed(newest, assembly, meter)
     progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
     for line in changes:
         progress.say(f"resumed with {line}")
@@ -270,7 +319,8 @@ def open_session(
         accelerator,
         progress,
         meter,
-        plan,
+        forecast,
+        watch,
         step,
         saved=step if newest else -1,
     )
@@ -334,8 +384,8 @@ def begin(session: Session, overwrite: bool) -> None:
         session.folder.write_config(session.config)
     device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
     session.folder.write_json("environment.json", {**environment(), **device})
-    if session.plan is not None:
-        session.folder.write_json("plan.json", session.plan.to_json())
+    if session.forecast is not None:
+        session.forecast.keep(partial(session.folder.write_json, "plan.json"))
 
 
 def _too_large(plan: Plan) -> str:

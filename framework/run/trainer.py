@@ -1,6 +1,7 @@
 """The loop: one function between the command and the train step."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from framework.build.coverage import said_at_save
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
 from framework.build.verify import table
-from framework.run.child import plan_in_subprocess
 from framework.run.comparison import compare, last_line
 from framework.run.export import export
-from framework.run.session import Planner, Session, begin, open_session
+from framework.run.forecast import forecast_in_subprocess
+from framework.run.session import LAST_SECONDS, Planner, Session, begin, open_session
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 
@@ -44,26 +45,29 @@ def train(
     dry_run: bool = False,
     allow: Sequence[str] = (),
     quiet: bool = False,
-    planner: Planner | None = plan_in_subprocess,
+    planner: Planner | None = forecast_in_subprocess,
 ) -> RunResult:
     """Train what `config` asks for and return where it is.
 
     `name` gives the default folder `runs/<name>`; `allow` names changed keys that a resumed run may differ in. With
     `dry_run` everything is read, built and verified, and nothing is written.
     `planner` predicts the memory first (None: nothing is predicted).
-    Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, SaveFailed or Interrupted.
+    Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
     refuse_impossible(config, devices="one")
     session = open_session(config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet, planner=planner)
-    _announce(session)
-    if dry_run:
-        return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
-    begin(session, overwrite)
-    with session.running():
-        for step, micro_batches in session.steps():
-            session.after_step(step, train_step(session.assembly, micro_batches, step, session.observe))
-        session.save()
-        return _finish(session)
+    with closing(session):
+        _announce(session)
+        if dry_run:
+            return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
+        begin(session, overwrite)
+        with session.running():
+            for step, micro_batches in session.steps():
+                session.after_step(step, train_step(session.assembly, micro_batches, step, session.observe))
+            session.save()
+            result = _finish(session)
+        session.close(after=LAST_SECONDS)
+        return result
 
 
 def _announce(session: Session) -> None:

@@ -17,6 +17,8 @@ from framework.errors import DoesNotFit, Interrupted, NonFinite, RequestError
 from framework.run import session as session_module
 from framework.run import trainer
 from framework.run.checkpoint import checkpoints
+from framework.run.child import plan_in_subprocess
+from framework.run.forecast import Forecast
 from framework.schema.config import TrainingConfig
 from tests.tiny import GPT2, LLAMA
 
@@ -336,7 +338,7 @@ def test_an_option_that_is_not_built_is_refused_from_python_too(corpus, tmp_path
 
 def test_what_was_predicted_stands_next_to_what_was_measured(corpus, tmp_path):
     """The real planner, for the CPU: what came into resident memory with the model."""
-    result = train(config(corpus, tmp_path / "run", training={"max_steps": 2}), planner=trainer.plan_in_subprocess)
+    result = train(config(corpus, tmp_path / "run", training={"max_steps": 2}), planner=trainer.forecast_in_subprocess)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     predicted, measured = memory["predicted"]["peak"]["allocated_bytes"], memory["measured"]
     own = measured["allocated_bytes"] - measured["baseline_bytes"]
@@ -352,11 +354,11 @@ def compare_bytes(predicted, own, phases):
 
 
 def test_a_run_over_the_card_is_refused_before_anything_is_loaded(corpus, tmp_path, monkeypatch):
-    plan = trainer.plan_in_subprocess(config(corpus, tmp_path / "run"))
+    plan = plan_in_subprocess(config(corpus, tmp_path / "run"))
     small = dataclasses.replace(plan, device=dataclasses.replace(plan.device, name="toaster", usable_bytes=1000))
     monkeypatch.setattr(session_module, "assemble", lambda *_: pytest.fail("weights were made"))
     with pytest.raises(DoesNotFit, match=r"toaster has 0\.00 GiB usable; most is"):
-        train(config(corpus, tmp_path / "run"), planner=lambda _: small)
+        train(config(corpus, tmp_path / "run"), planner=lambda _: Forecast(small))
     assert not (tmp_path / "run").exists()
 
 

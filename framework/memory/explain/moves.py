@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.memory.explain.causes import Cause
-from framework.memory.explain.proposals import BATCH, NOT_PROPOSED, OPTIMIZER, costs_of, value_of
-from framework.memory.levers import LEVERS, Lever, Setting, word
+from framework.memory.explain.proposals import BATCH, OPTIMIZER, costs_of, movable, value_of
+from framework.memory.levers import LEVERS, Lever, Setting, lever, word
 from framework.schema.config import TrainingConfig
 
 HOST = "host"
@@ -26,6 +26,7 @@ _EVAL_BATCH = "training.per_device_eval_batch_size"
 _ONLY_IN = {_EVAL_BATCH: ("eval",)}
 _NOT_IN = {BATCH: ("eval",)}
 _DEFAULT = TrainingConfig()
+_GROWING = "training.allocator.expandable_segments=true"
 
 
 @dataclass(frozen=True)
@@ -50,25 +51,28 @@ def rank_moves(plan: Mapping[str, Any] | None, phase: str | None, cause: Cause) 
     """The moves that take something off the peak of `phase`.
 
     `plan` is the document of a run's `plan.json`: its `levers` hold what each change saves, phase by phase. A lever
-    that was not rehearsed comes last, without a figure; without any plan all are of that kind.
+    that was not rehearsed comes last, without a figure; without any plan all are of that kind. Memory in pieces
+    is mended first, by what no plan can tell the gain of.
     """
+    pieces = lever(_GROWING.partition("=")[0]).settings[1]
+    first = (Move(_GROWING, None, costs_of(pieces), True),) if cause is Cause.FRAGMENTATION else ()
     if plan is None or "levers" not in plan:
-        return () if cause is Cause.HOST else _general(phase)
+        return () if cause is Cause.HOST else (*first, *_general(phase))
     if cause is Cause.HOST:
         return _ranked(plan["levers"], HOST, int(plan["host_bytes"]))
     phase = phase or str(plan["step_peak"]["phase"])
     needed = {entry["name"]: int(entry["allocated_bytes"]) for entry in plan["phases"]}
-    return _ranked(plan["levers"], phase, needed.get(phase, 0))
+    return (*first, *_ranked(plan["levers"], phase, needed.get(phase, 0)))
 
 
-def _ranked(levers: Sequence[Mapping[str, Any]], phase: str, needed: int) -> tuple[Move, ...]:
+def _ranked(entries: Sequence[Mapping[str, Any]], phase: str, needed: int) -> tuple[Move, ...]:
     found = []
-    for lever in levers:
-        saves = lever["saves"]
-        if saves is None and phase != HOST and touches(lever["key"], phase):
-            found.append(Move(lever["override"], None, lever["costs"], lever["exact"]))
+    for entry in entries:
+        saves = entry["saves"]
+        if saves is None and phase != HOST and touches(entry["key"], phase):
+            found.append(Move(entry["override"], None, entry["costs"], entry["exact"]))
         elif saves is not None and (saved := saves.get(phase, 0)) > LEAST_SHARE * needed:
-            found.append(Move(lever["override"], saved, lever["costs"], lever["exact"]))
+            found.append(Move(entry["override"], saved, entry["costs"], entry["exact"]))
     return tuple(sorted(found, key=lambda move: (-(move.saves_bytes or 0), not move.exact)))
 
 
@@ -83,8 +87,8 @@ def touches(key: str, phase: str | None) -> bool:
 def _general(phase: str | None) -> tuple[Move, ...]:
     """For a text alone: what is known to shrink the phase's terms, those that change no result first."""
     found = []
-    for row in LEVERS:
-        if row.shrinks and row.key not in NOT_PROPOSED and not row.key.startswith("peft.") and touches(row.key, phase):
+    for row in movable():
+        if not row.key.startswith("peft.") and touches(row.key, phase):
             found += [_plain_move(row, setting) for setting in _settings(row, phase)]
     return tuple(sorted(found, key=lambda move: not move.exact))
 

@@ -35,12 +35,18 @@ class Proposal:
     costs: str
     exact: bool
     config: TrainingConfig
+    shrinks: tuple[str, ...] = ()
+    """Terms of the ledger that it can make smaller."""
 
 
 def propose(config: TrainingConfig) -> tuple[Proposal, ...]:
     """Every single change of a resolved config that may take less memory and that can run, in the table's order."""
-    rows = [row for row in LEVERS if row.shrinks and row.key not in NOT_PROPOSED]
-    return tuple(proposal for row in rows for proposal in _of(row, config))
+    return tuple(proposal for row in movable() for proposal in _of(row, config))
+
+
+def movable() -> Iterator[Lever]:
+    """The levers that can take something off what is allocated; those that move the cache alone cannot."""
+    return (row for row in LEVERS if set(row.shrinks) - {"fragmentation"} and row.key not in NOT_PROPOSED)
 
 
 def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
@@ -58,7 +64,7 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
         shown = {"training.global_batch_size": config.batch.global_size} if row.key == BATCH else changes
         override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **shown}.items())
         exact = not setting.changes and (row.key == BATCH or not changes)
-        yield Proposal(row.key, override, costs_of(setting), exact, changed)
+        yield Proposal(row.key, override, costs_of(setting), exact, changed, row.shrinks)
 
 
 def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
@@ -94,8 +100,11 @@ def _with(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig 
     """The config with other values; None where they contradict it, its card or what is built."""
     document = config.model_dump()
     for key, value in changes.items():
-        section, name = key.split(".")
-        document[section][name] = value
+        *sections, name = key.split(".")
+        section = document
+        for part in sections:
+            section = section[part]
+        section[name] = value
     try:
         changed = TrainingConfig.model_validate(document)
     except ValidationError:

@@ -96,7 +96,8 @@ def _advice(explanation: Explanation) -> Iterator[str]:
     """What no override does."""
     message = explanation.message
     if explanation.cause is Cause.FRAGMENTATION:
-        yield f"start with {ALLOCATOR}, which changes no result: {size(message.reserved_unallocated_bytes or 0)} idle"
+        idle = size(message.reserved_unallocated_bytes or 0)
+        yield f"segments that grow can use the {idle} that are idle: the first override, elsewhere {ALLOCATOR}"
     elif explanation.cause is Cause.OTHER_PROCESS:
         held = size(held_by_others(message) or 0)
         yield f"`nvidia-smi` names who holds up to {held}; end it, or take another card with CUDA_VISIBLE_DEVICES"

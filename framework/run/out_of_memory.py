@@ -1,0 +1,131 @@
+"""When memory runs out: what is kept of the moment, and what the user is told."""
+
+import contextlib
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from framework.build.place import Place
+from framework.errors import OutOfMemory
+from framework.memory.explain import explain_evidence
+from framework.memory.explain.causes import Circumstances
+from framework.memory.explain.evidence import REPORT, Evidence, write_circumstances
+from framework.memory.explain.messages import is_out_of_memory
+from framework.memory.explain.text import explanation_lines
+from framework.memory.ledger import PHASES
+from framework.run.forecast import Forecast
+from framework.run.meter import Meter, resident_bytes
+
+SNAPSHOT = "oom_snapshot.pickle"
+"""Opens in PyTorch's viewer (pytorch.org/memory_viz)."""
+HISTORY = 50_000
+"""Allocations and frees that a snapshot goes back: a few steps of a large model, some 10 MB."""
+FLOORS = 40
+"""Steps whose allocated floor a report shows."""
+PATIENCE = 60.0
+"""Seconds that a run which has failed waits for the rehearsals of what would have helped."""
+
+
+@dataclass
+class Watch:
+    """What a run knows of its memory from one step to the next. `shapes` are (rows, tokens) of the step in hand."""
+
+    meter: Meter
+    step: int | None = None
+    shapes: Sequence[tuple[int, int]] = ()
+    floors: deque[int] = field(default_factory=lambda: deque(maxlen=FLOORS))
+    largest: int = 0
+
+    def begin(self, step: int, shapes: Sequence[tuple[int, int]]) -> None:
+        """A step begins with micro batches of these shapes."""
+        self.step, self.shapes = step, shapes
+
+    def end(self) -> None:
+        """The step is done: note what stays allocated."""
+        self.floors.append(held_bytes(self.meter.place))
+        self.largest = max(self.largest, _tokens(self.shapes))
+
+    def circumstances(self) -> Circumstances:
+        """What is known at this moment."""
+        phase = self.meter.phase if self.meter.phase in PHASES else None
+        batch = _tokens(self.shapes) if phase in ("forward", "loss", "backward") else 0
+        return Circumstances(phase, self.step, tuple(self.floors), batch or None, self.largest or None)
+
+
+def _tokens(shapes: Sequence[tuple[int, int]]) -> int:
+    return max((rows * tokens for rows, tokens in shapes), default=0)
+
+
+def held_bytes(place: Place) -> int:
+    """What is allocated now: on the card, or on the CPU the process's resident memory."""
+    return torch.cuda.memory_allocated(place.device) if place.kind == "cuda" else resident_bytes()
+
+
+def is_memory_failure(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, the card's or the host's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and is_out_of_memory(f"RuntimeError: {error}")
+
+
+@contextlib.contextmanager
+def recorded_memory(place: Place) -> Iterator[None]:
+    """Have the allocator remember its latest events, so that a snapshot shows how memory filled up.
+
+    Without stack traces: they cost time at every allocation, and Python's, together with checkpointing and compiled
+    blocks, have ended a run (torch 2.11, an H100: "SystemError: ... returned NULL").
+    """
+    if place.kind != "cuda":
+        yield
+        return
+    remember = torch.cuda.memory._record_memory_history
+    remember(enabled="all", context=None, stacks="python", max_entries=HISTORY)
+    try:
+        yield
+    finally:
+        remember(enabled=None)
+
+
+@contextlib.contextmanager
+def explained_failures(watch: Watch, forecast: Forecast | None, folder: Path | None) -> Iterator[None]:
+    """Within the block, memory that runs out is reported, kept in `folder` (None: there is none yet) and explained.
+
+    Raises OutOfMemory in its place.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_memory_failure(error):
+            raise
+        raise _explained(error, watch, forecast, folder) from None
+
+
+def _explained(error: Exception, watch: Watch, forecast: Forecast | None, folder: Path | None) -> OutOfMemory:
+    circumstances = watch.circumstances()
+    text = "".join(traceback.format_exception(error))
+    kept = _keep(text, circumstances, watch.meter.place, folder) if folder is not None else []
+    if forecast is not None:
+        forecast.wait(PATIENCE)
+    plan = forecast.document if forecast is not None else None
+    lines = explanation_lines(explain_evidence(Evidence(text, circumstances, plan)))
+    if kept:
+        lines.append(f"kept in {folder}: {', '.join(kept)}; `tunesmith explain {folder}` says this again")
+    return OutOfMemory("\n".join(lines))
+
+
+def _keep(text: str, circumstances: Circumstances, place: Place, folder: Path) -> list[str]:
+    """Write what is left of the moment; names of the files. A disk that is full must not hide the failure itself."""
+    summary = torch.cuda.memory_summary(place.device) if place.kind == "cuda" else ""
+    kept = []
+    with contextlib.suppress(OSError):
+        (folder / REPORT).write_text(f"{write_circumstances(circumstances)}\n{text}\n{summary}")
+        kept.append(REPORT)
+    if place.kind == "cuda":
+        with contextlib.suppress(OSError, RuntimeError):
+            torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))  # type: ignore[no-untyped-call]
+            kept.append(SNAPSHOT)
+    return kept
