@@ -364,11 +364,11 @@ def test_a_run_over_the_card_is_refused_before_anything_is_loaded(corpus, tmp_pa
 
 def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_loaded(corpus, tmp_path, monkeypatch):
     """C07, through `train`."""
-    plan = trainer.plan_in_subprocess(config(corpus, tmp_path / "run"))
+    plan = plan_in_subprocess(config(corpus, tmp_path / "run"))
     large = dataclasses.replace(plan, disk_bytes=1 << 60)
     monkeypatch.setattr(session_module, "assemble", lambda *_: pytest.fail("weights were made"))
     with pytest.raises(DoesNotFit, match=r"writes up to 1073741824\.0 GiB"):
-        train(config(corpus, tmp_path / "run"), planner=lambda _: large)
+        train(config(corpus, tmp_path / "run"), planner=lambda _: Forecast(large))
     assert not (tmp_path / "run").exists()
 
 
