@@ -32,32 +32,28 @@ PATIENCE = 60.0
 
 @dataclass
 class Watch:
-    """What a run knows of its memory from one step to the next. `shapes` are (rows, tokens) of the step in hand."""
+    """What a run knows of its memory from one step to the next. `tokens` are those of each micro batch in hand."""
 
     meter: Meter
     step: int | None = None
-    shapes: Sequence[tuple[int, int]] = ()
+    tokens: Sequence[int] = ()
     floors: deque[int] = field(default_factory=lambda: deque(maxlen=FLOORS))
     largest: int = 0
 
-    def begin(self, step: int, shapes: Sequence[tuple[int, int]]) -> None:
-        """A step begins with micro batches of these shapes."""
-        self.step, self.shapes = step, shapes
+    def begin(self, step: int, tokens: Sequence[int]) -> None:
+        """A step begins with micro batches of so many tokens, padding included."""
+        self.step, self.tokens = step, tokens
 
     def end(self) -> None:
         """The step is done: note what stays allocated."""
         self.floors.append(held_bytes(self.meter.place))
-        self.largest = max(self.largest, _tokens(self.shapes))
+        self.largest = max(self.largest, *self.tokens)
 
     def circumstances(self) -> Circumstances:
         """What is known at this moment."""
         phase = self.meter.phase if self.meter.phase in PHASES else None
-        batch = _tokens(self.shapes) if phase in ("forward", "loss", "backward") else 0
+        batch = max(self.tokens, default=0) if phase in ("forward", "loss", "backward") else 0
         return Circumstances(phase, self.step, tuple(self.floors), batch or None, self.largest or None)
-
-
-def _tokens(shapes: Sequence[tuple[int, int]]) -> int:
-    return max((rows * tokens for rows, tokens in shapes), default=0)
 
 
 def held_bytes(place: Place) -> int:

@@ -119,7 +119,7 @@ class Session:
         micro_batches = self.batches.start(self.step)
         for step in range(self.step + 1, self.total + 1):
             made = next(micro_batches)
-            self.watch.begin(step, tuple(map(_shape, made)))
+            self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
             if not self._has_stepped:
                 self._seen = self._look(made)
             yield step, [self._moved(batch) for batch in made]

@@ -111,9 +111,9 @@ def test_another_error_passes_unchanged():
 def test_a_larger_micro_batch_than_any_before_is_a_spike(tmp_path):
     watch = Watch(Meter(real_place(torch.device("cpu"))))
     for step in (1, 2, 3):
-        watch.begin(step, [(4, 100)])
+        watch.begin(step, [400])
         watch.end()
-    watch.begin(4, [(4, 100), (4, 511)])
+    watch.begin(4, [400, 2044])
     watch.meter.observe("backward")
     with pytest.raises(OutOfMemory, match=r"\[spike\]"), explained_failures(watch, None, tmp_path):
         raise torch.OutOfMemoryError(FULL)
