@@ -10,6 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from framework.build.loss import causal_model
+from framework.build.offload import Offload
+from framework.build.place import Place
 from framework.errors import Problem, RequestError
 from framework.schema.choices import CheckpointingPolicy
 from framework.schema.training import TrainingParams
@@ -72,29 +74,63 @@ def transformer_blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [module for module in causal_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_blocks(training: TrainingParams, model: nn.Module) -> None:
-    """Recompute every n-th block in backward instead of keeping its activations, when asked to.
+@dataclass(frozen=True)
+class Offloaded:
+    """Runs one block, as `inner` says, and sends what it keeps to the host."""
+
+    offload: Offload
+    inner: Recompute | None
+    is_last: bool
+
+    def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """`function(*inputs)`; transformers binds the block and its keywords to `function`."""
+        with self.offload.block(function, self.is_last):
+            return function(*inputs) if self.inner is None else self.inner(function, *inputs)
+
+
+def arrange_blocks(training: TrainingParams, model: nn.Module, place: Place) -> None:
+    """Recompute every n-th block in backward instead of keeping its activations, and offload what is kept, as asked.
 
     Call it when it is settled which weights are trained. Raises RequestError for a model without such blocks.
     """
-    if training.enable_gradient_checkpointing is not True:
+    recomputes, offloads = training.enable_gradient_checkpointing is True, training.activation_offload is True
+    if not (recomputes or offloads):
         return
     blocks = transformer_blocks(model)
     if not blocks:
-        message = f"{type(causal_model(model)).__name__} has no blocks that can be checkpointed"
-        raise RequestError([Problem("training.enable_gradient_checkpointing", message, expected="false")])
-    for block in blocks[:: int(training.gradient_checkpointing_every)]:
-        trains = any(parameter.requires_grad for parameter in block.parameters())
-        policy = CheckpointingPolicy(training.gradient_checkpointing_policy)
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = Recompute(
-            policy, training.gradient_checkpointing_kwargs.use_reentrant, trains
-        )
+        key = "training.enable_gradient_checkpointing" if recomputes else "training.activation_offload"
+        message = f"{type(causal_model(model)).__name__} has no blocks that transformers knows of"
+        raise RequestError([Problem(key, message, expected="false")])
+    offload = Offload(place) if offloads else None
+    every = int(training.gradient_checkpointing_every) if recomputes else 0
+    for index, block in enumerate(blocks):
+        inner = _recompute(training, block) if every and index % every == 0 else None
+        runner = Offloaded(offload, inner, block is blocks[-1]) if offload is not None else inner
+        if runner is not None:
+            block.gradient_checkpointing = True  # the flag by which transformers hands the block to its function
+            block._gradient_checkpointing_func = runner
+
+
+def _recompute(training: TrainingParams, block: nn.Module) -> Recompute:
+    trains = any(parameter.requires_grad for parameter in block.parameters())
+    policy = CheckpointingPolicy(training.gradient_checkpointing_policy)
+    return Recompute(policy, training.gradient_checkpointing_kwargs.use_reentrant, trains)
 
 
 def recomputing(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, Recompute]]:
     """The blocks that compute again in backward, in train mode, each with what runs it."""
+    for block, runner in _runners(model):
+        inner = runner.inner if isinstance(runner, Offloaded) else runner
+        if isinstance(inner, Recompute):
+            yield block, inner
+
+
+def offloading(model: nn.Module) -> list[Offload]:
+    """For each block in train mode that sends what it keeps to the host, what moves it."""
+    return [runner.offload for _, runner in _runners(model) if isinstance(runner, Offloaded)]
+
+
+def _runners(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, Any]]:
     for block in transformer_blocks(model):
-        runner = getattr(block, "_gradient_checkpointing_func", None)
-        if block.gradient_checkpointing and block.training and isinstance(runner, Recompute):
-            yield block, runner
+        if block.gradient_checkpointing and block.training:
+            yield block, getattr(block, "_gradient_checkpointing_func", None)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig
 
-from framework.build.activations import checkpoint_blocks
+from framework.build.activations import arrange_blocks
 from framework.build.adapter import Adapter, attach_adapter
 from framework.build.compiled import compile_regions
 from framework.build.device_cache import DeviceCache
@@ -101,7 +101,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     masters = autocast is not None
     adapter = attach_adapter(config.peft, built, loaded_at, masters, lost) if config.training.use_peft else None
     model = adapter.model if adapter is not None else model
-    checkpoint_blocks(config.training, model)
+    arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if streams else None
     loss = build_loss(config.model, model)
     compile_regions(config, model, place)

@@ -198,6 +198,13 @@ RECOMPUTE = (
         "What a checkpointed block keeps besides its input: results of its products and attention, or of attention.",
     ),
     Lever(
+        "training.activation_offload",
+        (Setting(False), Setting(True, "the time of two copies that compute does not hide (not measured)")),
+        ("activations",),
+        "offloaded_activations",
+        "What blocks keep goes to pinned host memory and comes back for backward; with checkpointing, their inputs.",
+    ),
+    Lever(
         "training.activation_memory_budget",
         (
             Setting(1.0, beside=_COMPILED),

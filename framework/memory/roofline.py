@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from framework.memory.trace import RECOMPUTED, Operation
+from framework.memory.trace import RECOMPUTED, TRANSFER, Operation
 from framework.schema.gpu import GPUParams
 
 _TENSOR_CORE = ("bfloat16", "float16", "tf32")
@@ -48,6 +48,8 @@ class Efficiency:
     """Host time of handing a saved tensor back through a checkpoint's hooks, which shows as a `detach` in backward."""
     step_seconds: float
     """Host time between two steps: batch, schedule, the wait for the loss."""
+    link: float = 5.5 / 6.3
+    """Of the rate between host and card, for pinned memory (framework/run/calibrate.py)."""
 
 
 CALIBRATED = Efficiency(
@@ -99,10 +101,13 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
     if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
         raise ValueError(f"the rates of {card.name} are not known")
     host = efficiency.step_seconds
-    compute = memory = done = 0.0
+    compute = memory = communication = done = 0.0
     for operation in operations:
         host += _host_seconds(operation, efficiency)
         if not operation.bytes:
+            continue
+        if operation.name == TRANSFER:
+            communication += operation.bytes / ((card.host_link_bytes_per_second or math.inf) * efficiency.link)
             continue
         arithmetic = _arithmetic_seconds(operation, card, efficiency)
         traffic = operation.bytes / (card.bandwidth_bytes_per_second * efficiency.bandwidth)
@@ -114,7 +119,7 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
         else:
             memory += kernel
         done = max(done, host) + kernel
-    return StepTime(max(done, host), compute, memory, host)
+    return StepTime(max(done, host, communication), compute, memory, host, communication)
 
 
 def repeat_micro_batches(step: StepTime, one_more: StepTime, times: int) -> StepTime:

@@ -33,6 +33,9 @@ class Space(StrEnum):
 RECOMPUTED = "recompute"
 """`Operation.phase` of what a checkpoint computes again during backward."""
 
+TRANSFER = "transfer"
+"""`Operation.name` of a copy between host and device, beside which the device computes."""
+
 
 class Operation(NamedTuple):
     """One operator call, for the roofline. `shape` is (batch, m, n, k) of a matrix product and empty otherwise.

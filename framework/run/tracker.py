@@ -7,13 +7,13 @@ forward was a temporary, and `claim` names weights, gradients and optimizer stat
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.memory.trace import RECOMPUTED, Kind, Operation, Space, Trace
+from framework.memory.trace import RECOMPUTED, TRANSFER, Kind, Operation, Space, Trace
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
 from framework.run.packed import is_packed_product, packed_result, packed_shape, packed_workspace
@@ -188,6 +188,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
             packet = func._overloadpacket
+            if packet is aten.empty and kwargs.get("pin_memory"):
+                return self._pin(args[0], kwargs.get("dtype") or torch.get_default_dtype())
             if packet in _READS:
                 answer = self._answer(packet, args, kwargs)
                 if answer is not NotImplemented:
@@ -280,6 +282,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet is aten.copy_:
             source = args[1]
             if tensor.device.type == "cpu" and source.device.type == "meta":
+                self._note_transfer(tensor)
+                return tensor
+            if tensor.device.type == "meta" and self._is_offloaded(source):
+                self.claim([tensor], Kind.ACTIVATIONS)
+                self._note_transfer(tensor)
                 return tensor
             return NotImplemented
         if tensor.device.type != "meta":
@@ -288,6 +295,21 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.dtype == torch.bool or packet is aten.is_nonzero:
             return not self._padded
         return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _pin(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Pinned host memory, which takes none here; what comes back from it to the device are activations."""
+        pinned = torch.zeros((), dtype=dtype).expand(size)
+        block = self.trace.bear(math.prod(size) * dtype.itemsize, Kind.ACTIVATIONS, Space.PINNED)
+        self._bind(pinned.untyped_storage(), block)
+        return pinned
+
+    def _is_offloaded(self, tensor: torch.Tensor) -> bool:
+        block = self._blocks.get(tensor.untyped_storage()._cdata, -1)
+        return block >= 0 and (self.trace.spaces[block], self.trace.kinds[block]) == (Space.PINNED, Kind.ACTIVATIONS)
+
+    def _note_transfer(self, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, size, ""))
 
     def _copy_to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """One shared zero of the right shape: it takes no memory here, and its full size in the trace's host space."""

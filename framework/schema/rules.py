@@ -207,6 +207,10 @@ def _recompute(config: TrainingConfig) -> Iterator[Conflict]:
     training, model = config.training, config.model
     policy, key = training.gradient_checkpointing_policy, "training.gradient_checkpointing_policy"
     reentrant = training.gradient_checkpointing_kwargs.use_reentrant
+    if training.activation_offload is True and training.compile is True:
+        message = "compiled code hands nothing it keeps to the offload"
+        nearest = "compile: false, or training.activation_memory_budget"
+        yield Conflict(("training.activation_offload", "training.compile"), message, nearest)
     if training.enable_gradient_checkpointing is not True:
         return
     if reentrant and training.compile is True:
@@ -346,6 +350,9 @@ def _adapter(config: TrainingConfig) -> Iterator[Conflict]:
     if not training.use_peft:
         return
     key = "peft.peft_method"
+    if method is PeftMethod.PREFIX and training.activation_offload is True:
+        message = "a trained prefix is a cache of keys and values, which offloaded blocks drop"
+        yield Conflict((key, "training.activation_offload"), message, "prompt, or no offload")
     if method is PeftMethod.PREFIX and training.enable_gradient_checkpointing is True:
         message = "a trained prefix is a cache of keys and values, which checkpointed blocks drop"
         yield Conflict((key, "training.enable_gradient_checkpointing"), message, "prompt, or no checkpointing")

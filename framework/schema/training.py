@@ -130,7 +130,8 @@ class TrainingParams(Params):
     """Share of a compiled block's activations that may be kept; the rest is recomputed, cheapest first. Unset: all
     that Inductor would keep (1). Needs `compile`."""
     activation_offload: bool | Auto = False
-    """Move saved activations to pinned host memory. Costs host memory and link time."""
+    """Move what blocks keep for backward to pinned host memory while others compute: with checkpointing their inputs,
+    without it all activations of 1 MiB or more. Costs host memory, rounded up to powers of two, and link time."""
     compile: bool | Auto = False
     """torch.compile: fuses elementwise work, fewer activations, 8-40 s for the first step and again for a new shape of
     batch. Evaluation and samples run the plain code."""

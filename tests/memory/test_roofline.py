@@ -66,3 +66,13 @@ def test_what_a_checkpoint_recomputes_costs_more_of_the_host_than_forward() -> N
         return estimate_step([Operation("mul", phase, 0, 1000, "bfloat16")] * 1000, CARD).host
 
     assert host("recompute") > 1.5 * host("forward")
+
+
+def test_transfers_go_beside_the_work_and_bound_the_step_when_they_are_slower() -> None:
+    card = CARD.model_copy(update={"host_link_bytes_per_second": 1e10})
+    work = [product(8192)] * 10
+    hidden = estimate_step([*work, Operation("transfer", "forward", 0, 10**6, "")], card)
+    assert hidden.seconds == pytest.approx(estimate_step(work, card).seconds, rel=0.01)
+    slow = estimate_step([*work, Operation("transfer", "forward", 0, 10**11, "")], card)
+    assert slow.bound_by == "communication"
+    assert slow.seconds == pytest.approx(10 / CALIBRATED.link)

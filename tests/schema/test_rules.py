@@ -285,3 +285,11 @@ def test_copies_of_a_float32_base_under_autocast_are_said():
     model = {"offload_frozen_base": True, "torch_dtype_str": "float32"}
     assert conflicts(gpu=card, model=model, training=training)["model.offload_frozen_base"].is_warning
     assert not conflicts(gpu=card, model=model, training={**training, "enable_gradient_checkpointing": True})
+
+
+def test_offloaded_activations_go_with_neither_compiled_code_nor_a_prefix():
+    key = "training.activation_offload"
+    assert key in conflicts(training={"activation_offload": True, "compile": True})
+    prefix = conflicts(training={"activation_offload": True, "use_peft": True}, peft={"peft_method": "prefix"})
+    assert prefix["peft.peft_method"].keys[1] == key
+    assert not conflicts(training={"activation_offload": True})

@@ -12,6 +12,7 @@ from framework.build.verify.activations import (
     read_attention_kernel,
     read_checkpointed_blocks,
     read_keeping_blocks,
+    read_offloaded_activations,
     read_sdpa_kernel,
 )
 from framework.build.verify.adapter import (
@@ -97,6 +98,7 @@ every run they are about; `isolation` is of every lever that puts several docume
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,
     "offloaded_states": read_offloaded_states,
+    "offloaded_activations": read_offloaded_activations,
     "micro_batches": read_micro_batches,
     "eval_batches": read_eval_batches,
     "longest_row": read_longest_row,

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from framework.build.activations import keeps, recomputing, transformer_blocks
+from framework.build.activations import keeps, offloading, recomputing, transformer_blocks
 from framework.build.assembly import Assembly
 from framework.build.loss import causal_model
+from framework.build.offload import LEAST_BYTES
 from framework.build.verify.probe import PROBE_TOKENS, probe
-from framework.build.verify.reading import Reading
+from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CheckpointingPolicy
 
 
@@ -38,6 +39,19 @@ def read_keeping_blocks(assembly: Assembly) -> Iterator[Reading]:
     if blocks and seen.failure is None:
         found, source = f"{len(seen.keeping)}/{len(blocks)}", f"requires_grad of their outputs, {PROBE_TOKENS} tokens"
         yield Reading("blocks that keep activations", None, found, source)
+
+
+def read_offloaded_activations(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
+    """The blocks that send what they keep to the host, and what has gone there until after the first step."""
+    asks, blocks = assembly.config.training.activation_offload is True, transformer_blocks(assembly.model)
+    offloads = offloading(assembly.model)
+    moved = sum(offload.moved_bytes for offload in set(offloads))
+    source = f"{moved / 2**20:,.1f} MiB moved in the first step"
+    if asks and not moved:
+        source += f": no tensor of a block has {LEAST_BYTES / 2**20:g} MiB"
+    asked, found = (f"{count}/{len(blocks)} blocks" for count in (len(blocks) if asks else 0, len(offloads)))
+    if asks or offloads:
+        yield Reading("training.activation_offload", asked, found, source)
 
 
 _KERNELS = {
