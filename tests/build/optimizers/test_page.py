@@ -1,0 +1,33 @@
+"""docs/optimizers.md says of every optimizer what the built one holds."""
+
+import pytest
+
+from benchmarks.optimizers_page import EIGHTH, PAGE, ROWS, bytes_of, page, stepped, stood_in
+from framework.build.optimizers.low_bit import LOW_BIT
+from framework.schema.choices import Optimizer
+from framework.schema.rules import PAGED, TORCHAO
+from tests.optimizers import eager, needs  # noqa: F401
+
+
+def test_the_page_is_what_the_built_optimizers_say():
+    assert PAGE.read_text() == page(), "run: python benchmarks/optimizers_page.py"
+
+
+def test_every_optimizer_has_a_line():
+    assert {row.optimizer for row in ROWS} == set(Optimizer)
+
+
+ON_CPU = [row for row in ROWS if row.optimizer in LOW_BIT and row.optimizer not in PAGED]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=needs("torchao" if row.optimizer in TORCHAO else "bitsandbytes"), id=row.optimizer)
+        for row in ON_CPU
+    ],
+)
+def test_what_stands_in_for_a_library_holds_the_bytes_of_its_class(row, dtype):
+    assert bytes_of(*stood_in(row, dtype, EIGHTH)) == pytest.approx(bytes_of(*stepped(row, dtype)), rel=1e-3)
