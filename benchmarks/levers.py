@@ -58,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "peft.lora_target_modules": ["all-linear"],
     },
 }
-M2_TOO = ("checkpointing", "activation_", "training.compile", "chunked_loss", "liger", "base_offload", "fp8")
+M2_TOO = ("checkpointing", "activation_", "training.compile", "chunked_loss", "liger", "frozen_base", "fp8")
 """Parts of the keys outside `peft.` that are measured over both shapes."""
 ONCE = ("peft.peft_method", "peft.lora_modules_to_save")
 """Keys of adapters that are measured over the 1B alone."""
