@@ -23,6 +23,12 @@ from framework.build.rows import Row
 MARKS = ("position_ids", "cu_seq_lens", "longest_document")
 """Entries of a batch that say where its documents are; `keep_apart` turns them into arguments."""
 
+HIDDEN = -65504.0
+"""Added to scores that must not count: their weight is exactly 0 in every dtype. Not -inf, of which a whole tile makes
+some versions of cuDNN lose a mask or return NaN; torch gives cuDNN this number too (attention.cpp)."""
+ALIGNMENT = 8
+"""Numbers that a line of an additive mask is rounded up to (`preprocess_mask` in attention.cpp)."""
+
 
 def end_to_end(rows: Sequence[Row]) -> Row:
     """The rows as the documents of one. The first token of each is not predicted from the document before it."""
@@ -88,9 +94,14 @@ def keep_apart(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str,
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """0 where a boolean mask lets through and -inf elsewhere, in the dtype that attention is computed in."""
+    """0 where a boolean mask lets through and HIDDEN elsewhere, in the dtype that attention is computed in.
+
+    Each line of it begins at a multiple of ALIGNMENT, where the kernels want it: else every layer would copy it.
+    """
     if mask is None or mask.dtype != torch.bool:
         return mask
     kind = "cpu" if mask.device.type == "cpu" else "cuda"
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    *lines, keys = mask.shape
+    aligned = torch.zeros((*lines, -(-keys // ALIGNMENT) * ALIGNMENT), dtype=dtype, device=mask.device)
+    return aligned[..., :keys].masked_fill_(mask.logical_not(), HIDDEN)

@@ -188,7 +188,7 @@ def attend(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
         return output[..., : call.head_dim] if padding else output
-    bias = _bias(attn_mask, query, key)
+    bias = _bias(attn_mask, query, key, aligned=backend is Backend.EFFICIENT)
     if backend is Backend.CUDNN:
         output, *_ = aten._scaled_dot_product_cudnn_attention(
             query, key, value, bias, call.requires_grad, dropout_p, is_causal, False, scale=scale
@@ -248,12 +248,17 @@ def _attend_by_definition(
     return (weights @ value).to(dtype)
 
 
-def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """A boolean mask as an additive one of the queries' dtype, expanded to (batch, heads, queries, keys)."""
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, aligned: bool) -> torch.Tensor | None:
+    """A boolean mask as an additive one of the queries' dtype, expanded to (batch, heads, queries, keys).
+
+    The efficient kernel wants it `aligned`: lines that do not begin at multiples of 8 are copied (`preprocess_mask`).
+    """
     if mask is None:
         return None
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+    if aligned and (mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1])):
+        mask = functional.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 

@@ -299,10 +299,12 @@ def test_the_mask_of_sdpa_is_made_once_in_the_dtype_it_computes_in(monkeypatch: 
     for autocast, dtype in (("none", torch.float32), ("bf16", torch.bfloat16)):
         masks.clear()
         config = tiny_config(data={"packing": True}, training={"mixed_precision_dtype": autocast})
-        train_step(tiny_assembly(config), [packed(9, 12, 1, 10)[1]], 1)
+        train_step(tiny_assembly(config), [packed(9, 12, 1, 9)[1]], 1)
         assert len(masks) == 2
         assert len({mask.data_ptr() for mask in masks}) == 1
         assert {mask.dtype for mask in masks} == {dtype}
+        assert all(stride % 8 == 0 for stride in masks[0].stride()[:-1])
+        assert bool(masks[0].isfinite().all())
 
 
 def test_marks_count_padding_as_a_document_of_its_own() -> None:

@@ -128,11 +128,11 @@ SHAPE = {**LLAMA, "num_hidden_layers": 4, "hidden_size": 64, "max_position_embed
 
 
 class TestPlan:
-    def plan(self, packing: bool = True, padding_free: bool = False, **model: Any) -> Any:
+    def plan(self, packing: bool = True, padding_free: bool = False, card: Any = H100, **model: Any) -> Any:
         sizes = {"per_device_train_batch_size": 2, "global_batch_size": 4, "mixed_precision_dtype": "bf16"}
         sections = {"training": sizes, "model": {"model_max_length": 512, **model}}
         return make_plan(
-            record(tiny_config(SHAPE, gpu=H100, data={"packing": packing, "padding_free": padding_free}, **sections))
+            record(tiny_config(SHAPE, gpu=card, data={"packing": packing, "padding_free": padding_free}, **sections))
         )
 
     def test_sdpa_holds_one_mask_for_all_layers(self) -> None:
@@ -148,6 +148,14 @@ class TestPlan:
         assumptions = self.plan().assumptions
         assert "attention runs as scaled_dot_product_cudnn_attention" in assumptions
         assert any("one long document and one of a token: a mask of rows x tokens" in line for line in assumptions)
+
+    def test_a_length_that_kernels_do_not_align_to_costs_no_copies(self) -> None:
+        """The efficient kernel, which serves masks on an A100, copies a mask of 509 a line in every layer, unless each
+        line begins at a multiple of 8 already."""
+        a100 = H100.model_copy(update={"name": "a100", "capability": "8.0"})
+        odd, even = (self.plan(card=a100, model_max_length=length) for length in (509, 512))
+        assert "attention runs as scaled_dot_product_efficient_attention" in odd.assumptions
+        assert odd.step_peak.terms.activations <= even.step_peak.terms.activations
 
     def test_rows_end_to_end_need_a_mask_of_all_their_tokens(self) -> None:
         """(2 x 512) squared in bfloat16; flash-attn needs none."""
