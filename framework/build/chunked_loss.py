@@ -44,17 +44,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             rows, wanted = hidden[part].to(dtype), targets[part]
-            logits = rows @ computed.t()
+            scores = rows @ computed.t()
             if bias is not None:
-                logits += bias
-            loss, grad = _chunk(logits, wanted, of_hidden or of_weight)
-            total += loss
-            if hidden_grad is not None:
-                hidden_grad[part] = grad.to(dtype) @ computed
-            if weight_grad is not None:
-                weight_grad += grad.to(dtype).t() @ rows
+                scores += bias
+            scores = scores.float()  # one name, so that no chunk outlives its use
+            total += _chunk(scores, wanted, of_hidden or of_weight)
             if bias_grad is not None:
-                bias_grad += grad.sum(0)
+                bias_grad += scores.sum(0)
+            if not (of_hidden or of_weight):
+                continue
+            grad = scores.to(dtype)
+            del scores
+            if hidden_grad is not None:
+                hidden_grad[part] = grad @ computed
+            if weight_grad is not None and weight_grad.dtype == dtype:
+                weight_grad.addmm_(grad.t(), rows)  # without a product as large as the weight
+            elif weight_grad is not None:
+                weight_grad += grad.t() @ rows
+            del grad
         ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         return total
 
@@ -64,15 +71,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-def _chunk(logits: Tensor, targets: Tensor, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Loss sum of one chunk and d loss / d logits, which reuses the memory of the float32 logits."""
-    scores = logits.float()
+def _chunk(scores: Tensor, targets: Tensor, with_grad: bool) -> Tensor:
+    """Loss sum of one chunk. Its float32 logits become d loss / d logits, in place."""
     supervised = targets != -100
     picked = targets.clamp_min(0).unsqueeze(1)
     log_sum = scores.logsumexp(1)
-    loss = ((log_sum - scores.gather(1, picked).squeeze(1)) * supervised).sum()
-    if not with_grad:
-        return loss, scores
-    grad = scores.sub_(log_sum.unsqueeze(1)).exp_()
-    grad.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=grad.dtype))
-    return loss, grad.mul_(supervised.unsqueeze(1))
+    loss: Tensor = ((log_sum - scores.gather(1, picked).squeeze(1)) * supervised).sum()
+    if with_grad:
+        scores.sub_(log_sum.unsqueeze(1)).exp_()
+        scores.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=scores.dtype))
+        scores.mul_(supervised.unsqueeze(1))
+    return loss

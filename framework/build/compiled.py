@@ -1,13 +1,14 @@
 """torch.compile of each transformer block, or of the whole model, and what tells that compiled code really ran.
 
 Only passes that train run compiled code. Evaluation, samples and probes see rows of many shapes and keep no
-activations: they run the plain code, and cost no compilation. Checkpointing wraps the compiled call of a block, since
-`GradientCheckpointingLayer.__call__` ends in `nn.Module.__call__`. Names of parameters stay as they are (C05).
+activations: they run the plain code, and cost no compilation. A checkpoint is always around the compiled code of a
+block, never in it, so that what is kept is the block's input. Names of parameters stay as they are (C05).
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -66,6 +67,10 @@ def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Run:
     return cast(Run, compiled)
 
 
+CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
+"""Whether a block checkpoints inside its call, as since transformers 5.2x, and not around it."""
+
+
 class Region:
     """The call of one compiled module. `compiled` is what a rehearsal puts its own in the place of.
 
@@ -75,6 +80,7 @@ class Region:
 
     def __init__(self, name: str, module: nn.Module, compiler: Compiler, compiled: Run) -> None:
         self.name = name
+        self.module = module
         self.compiler = compiler
         self.plain: Run = module._call_impl
         self.compiled = compiled
@@ -83,8 +89,23 @@ class Region:
         self.is_reported = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module
         if not (self.is_on and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
+        checkpoints = self.name != WHOLE and getattr(module, "gradient_checkpointing", False) and module.training
+        if CHECKPOINTS_IN_FORWARD and checkpoints:
+            return module._gradient_checkpointing_func(partial(self._run_without_checkpoint, **kwargs), *args)
+        return self._run(*args, **kwargs)
+
+    def _run_without_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module
+        module.gradient_checkpointing = False
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            module.gradient_checkpointing = True
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         before = self.compiler.runs
         try:
             result = self.compiled(*args, **kwargs)

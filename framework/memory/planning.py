@@ -296,8 +296,6 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")
     if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):
         said.append("step time: shares of the data sheet's rates as measured on an H100")
-    if config.training.compile:
-        said.append("compiled code keeps less than the plain code that was planned: an upper end")
     if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":
         said.append(f"the cache is emptied every {steps} steps: what is allocated at the peak is the same")
     if streamed := rehearsal.footprint.streamed_bytes:

@@ -46,6 +46,8 @@ class Efficiency:
     """Host time of a call that launches nothing."""
     unpack_seconds: float
     """Host time of handing a saved tensor back through a checkpoint's hooks, which shows as a `detach` in backward."""
+    compiled_seconds: float
+    """Host time of a kernel that generated code launches, with neither autograd nor modules around it."""
     step_seconds: float
     """Host time between two steps: batch, schedule, the wait for the loss."""
     link: float = 5.5 / 6.3
@@ -70,11 +72,13 @@ CALIBRATED = Efficiency(
     recompute_view_seconds=24.4e-6,
     backward_view_seconds=4.9e-6,
     unpack_seconds=26.7e-6,
+    compiled_seconds=10e-6,
     step_seconds=8.8e-3,
 )
 """Fitted to step times on an H100 80GB HBM3 (torch 2.11+cu130, driver 580, 2026-11): the rows of
 tests/calibration/h100_plain_step.json and the seeded half of h100_product_step.json; judged on the other half
-(docs/planner.md). One process on an otherwise idle machine; a slower processor makes the host's times longer."""
+(docs/planner.md). One process on an otherwise idle machine; a slower processor makes the host's times longer.
+`compiled_seconds` alone is no fit: every compiled row that was measured waits for the card."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ def _is_attention(operation: Operation) -> bool:
 
 def _host_seconds(operation: Operation, efficiency: Efficiency) -> float:
     phase = operation.phase
+    if operation.compiled and operation.bytes:
+        return efficiency.compiled_seconds
     if not operation.bytes:
         if phase == "backward":
             return efficiency.unpack_seconds if operation.name == "detach" else efficiency.backward_view_seconds

@@ -49,6 +49,8 @@ class Operation(NamedTuple):
     bytes: int
     dtype: str
     shape: tuple[int, ...] = ()
+    compiled: bool = False
+    """Called by generated code, which costs the host little."""
 
 
 class Mark(NamedTuple):

@@ -62,6 +62,8 @@ class PretendedCard(TorchFunctionMode):
         self.autocast = Autocast(self.device.type, is_on_card)
         self.read_values: list[str] = []
         self.on_empty_cache: Callable[[], None] = lambda: None
+        self.tracing = False
+        """Whether torch captures a graph just now, into which backward must not bring the mode."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -356,7 +358,7 @@ def _patch_autograd(patches: _Patches, mode: PretendedCard) -> None:
 
     def run_in_mode(*args: Any, **kwargs: Any) -> Any:
         active = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if any(entered is mode for entered in active):
+        if mode.tracing or any(entered is mode for entered in active):
             return run_backward(*args, **kwargs)
         with mode:
             return run_backward(*args, **kwargs)

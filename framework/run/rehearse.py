@@ -50,11 +50,15 @@ def record(config: TrainingConfig) -> Rehearsal:
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     vocabulary = architecture.get_text_config().vocab_size
     tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=_joins_rows(config))
+    is_compiled = config.training.compile is True
+    if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
+        from framework.run import compiled_blocks
     with _no_garbage_collection(), pretend(config.gpu) as mode:
         with torch.device(place.device):  # adapters too are made without storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
         mode.on_empty_cache = tracker.note_emptied_cache
+        blocks = compiled_blocks.plan_compiled_blocks(assembly, mode, tracker) if is_compiled else None
         _load(tracker, assembly)
         with tracker:
             _run(tracker, assembly)
@@ -65,7 +69,8 @@ def record(config: TrainingConfig) -> Rehearsal:
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
-    said = (*map(str, assembly.frozen), *said_of_adapter(assembly))
+    planned = blocks.said if blocks is not None else ()
+    said = (*map(str, assembly.frozen), *said_of_adapter(assembly), *planned)
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 

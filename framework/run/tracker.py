@@ -5,9 +5,10 @@ hold. Kinds are decided at birth by phase and shape and corrected when more is k
 forward was a temporary, and `claim` names weights, gradients and optimizer states from the real objects.
 """
 
+import contextlib
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sums: dict[int, tuple[int, int]] = {}  # older gradient's block -> (sum's block, index of its birth)
         self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of the workspaces taken
         self._resize = torch.UntypedStorage.resize_
+        self._in_forward_code = False
+        self._is_compiled = False
 
     # -- what the step tells
     def observe(self, phase: str, empties_cache: bool = False) -> None:
@@ -121,7 +124,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if phase in _KEEPS_RESULTS or phase == _BETWEEN:
             return Kind.ACTIVATIONS
         if phase == _BACKWARD:  # autograd runs without grad mode, recomputation of a checkpoint with it
-            return Kind.ACTIVATIONS if torch.is_grad_enabled() else Kind.TEMPORARIES
+            return Kind.ACTIVATIONS if self._recomputes() else Kind.TEMPORARIES
         return Kind.TEMPORARIES if phase == _OPTIMIZER else Kind.UNATTRIBUTED
 
     # -- autograd's sums
@@ -156,6 +159,33 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._finalizers[sum_block]
         self._bind(storage, older)
         return True
+
+    # -- compiled code
+    @contextlib.contextmanager
+    def compiled_code(self, of_forward: bool) -> Iterator[None]:
+        """Within the block, what is recorded is compiled code, of forward even where backward runs it again."""
+        before = self._is_compiled, self._in_forward_code
+        self._is_compiled, self._in_forward_code = True, of_forward
+        try:
+            yield
+        finally:
+            self._is_compiled, self._in_forward_code = before
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is one of the recorded blocks."""
+        return storage._cdata in self._blocks
+
+    def record_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """A library's kernel was called, with this result."""
+        self._record(func, func._overloadpacket, args, kwargs, result)
+
+    def record_result(self, tensor: torch.Tensor) -> None:
+        """Generated code has written `tensor`."""
+        self._track(tensor)
+
+    def record_kernel(self, name: str, moved: int) -> None:
+        """A generated kernel that moves `moved` bytes was launched."""
+        self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, "", (), True))
 
     # -- torch calls
     def __enter__(self) -> "Tracker":
@@ -229,7 +259,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _operation_phase(self) -> str:
         """The phase, but for what a checkpoint runs again in backward: that is Python code, as slow as forward's."""
-        return RECOMPUTED if self.phase == _BACKWARD and torch.is_grad_enabled() else self.phase
+        return RECOMPUTED if self.phase == _BACKWARD and self._recomputes() else self.phase
+
+    def _recomputes(self) -> bool:
+        """Whether forward is run again just now, in backward."""
+        return torch.is_grad_enabled() or self._in_forward_code
 
     def _take_cublas_workspace(self, with_bias: bool) -> None:
         """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own.
@@ -257,6 +291,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
             dtype=_DTYPE_NAMES.get(floating, ""),
             shape=kernels.product_shape(packet, args),
+            compiled=self._is_compiled,
         )
         if is_packed_product(packet):
             shape = packed_shape(packet, args)
