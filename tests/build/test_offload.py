@@ -89,7 +89,7 @@ def test_weights_stay_and_each_storage_goes_once(lever: dict[str, Any], least: i
         return send(self, tensor, elements)
 
     monkeypatch.setattr(Offload, "_send", noted)
-    for beside in (BESIDE["plain"], BESIDE["autocast"]):
+    for beside in (BESIDE["plain"], BESIDE["autocast"], BESIDE["lora"]):
         sent.clear()
         assembly = tiny_assembly(config({**lever, **OFF}, **beside))
         held = {t.untyped_storage()._cdata for t in (*assembly.model.parameters(), *assembly.model.buffers())}
