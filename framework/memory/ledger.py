@@ -113,15 +113,20 @@ class PeakUse:
 
 @dataclass(frozen=True)
 class PhaseUse:
-    """Most use within one phase of the run. `terms` add up to `device_bytes`."""
+    """Most use within one phase of the run. `terms` add up to `device_bytes`.
+
+    `host_bytes` are tensors in host memory, pinned or not; on the CPU those of the device are all there are.
+    """
 
     name: str
     allocated_bytes: int
     device_bytes: int
     terms: Terms
+    host_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         sizes = {"allocated_bytes": self.allocated_bytes, "device_bytes": self.device_bytes}
+        sizes["host_bytes"] = self.host_bytes
         return {"name": self.name, **sizes, "terms": self.terms.to_json()}
 
 
@@ -274,5 +279,5 @@ def phase_uses(peaks: Sequence[Peak], context: int) -> tuple[PhaseUse, ...]:
             top = max(own, key=lambda peak: peak.allocated)
             fullest = max(own, key=lambda peak: peak.reserved + peak.managed)
             terms = _terms(top, fullest.reserved, fullest.managed, context)
-            found.append(PhaseUse(name, top.allocated, terms.total, terms))
+            found.append(PhaseUse(name, top.allocated, terms.total, terms, max(peak.host for peak in own)))
     return tuple(found)

@@ -18,11 +18,10 @@ from framework.memory.ledger import (
     peak_use,
     phase_uses,
 )
-from framework.memory.roofline import StepTime, estimate_step, repeat_micro_batches
+from framework.memory.roofline import CALIBRATED, StepTime, estimate_step, repeat_micro_batches
 from framework.memory.trace import Kind, Operation, Space, Trace
 from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
-from framework.schema.gpu import GPUParams
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST_BASE_BYTES = 2500 * MIB
@@ -63,8 +62,10 @@ class Footprint:
     export_bytes: int
     trained_products: int
     frozen_products: int
+    home_sizes: tuple[int, ...] = ()
+    """Blocks of a base that is kept in host memory."""
     streamed_bytes: int = 0
-    """What crosses the link from the host in one micro batch: blocks of a base that is kept there."""
+    """What crosses the link from there in one micro batch."""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -107,7 +108,7 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
         peak=peak,
         step_peak=peak_use(step_peaks, context, uncertainty),
         phases=phase_uses(peaks, context),
-        host_bytes=_host_bytes(card, footprint, peaks),
+        host_bytes=_host_bytes(rehearsal, peaks),
         disk_bytes=_disk_bytes(config, footprint),
         checkpoint_bytes=footprint.checkpoint_bytes,
         step=step,
@@ -141,6 +142,8 @@ def resume_trace(footprint: Footprint) -> Trace:
     trace.enter("resume")
     for size in footprint.weight_sizes:
         trace.bear(size, Kind.WEIGHTS)
+    for size in footprint.home_sizes:
+        trace.bear(size, Kind.WEIGHTS, Space.HOST)
     stored = [trace.bear(size, Kind.TEMPORARIES) for size in footprint.trained_sizes]
     for block in stored:
         trace.bury(block)
@@ -194,17 +197,12 @@ def step_time(rehearsal: Rehearsal) -> StepTime | None:
     return repeat_micro_batches(rehearsed, one_more, accumulation - rehearsal.micro_batches)
 
 
-LINK_SHARE = 0.87
-"""Share of the link's rate that copies from pinned memory reach: 5.5e10 of 6.3e10 bytes a second on an H100 with PCIe
-5.0 (conf/gpu/h100_80gb.yaml)."""
-
-
 def beside_the_link(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     """The step whose blocks come from the host while others compute: as long as the slower of the two."""
     link, streamed = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint.streamed_bytes
     if not streamed or link is None:
         return time
-    copies = rehearsal.config.batch.accumulation * streamed / (link * LINK_SHARE)
+    copies = rehearsal.config.batch.accumulation * streamed / (link * CALIBRATED.link)
     return replace(time, seconds=max(time.seconds, copies), communication=copies)
 
 
@@ -248,14 +246,15 @@ def _batch_use(config: TrainingConfig) -> BatchUse:
     return BatchUse(config.batch.per_device, config.batch.accumulation, config.batch.world, length)
 
 
-def _host_bytes(card: GPUParams, footprint: Footprint, peaks: Sequence[Peak]) -> int:
+def _host_bytes(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> int:
     """Host memory of one rank. A load streams one tensor at a time; a save holds a whole file's tensors, beside a base
     that stays there."""
-    offloaded = max(peak.host for peak in peaks)
-    base = max((peak.host for peak in peaks if peak.phase == "load"), default=0)
-    saved = max(sum(footprint.trained_sizes), sum(footprint.state_sizes), footprint.export_bytes)
-    if card.name == "cpu":
+    if rehearsal.config.gpu.name == "cpu":
         return HOST_BASE_BYTES + max(peak.reserved for peak in peaks)
+    footprint = rehearsal.footprint
+    base = sum(footprint.home_sizes)
+    saved = max(sum(footprint.trained_sizes), sum(footprint.state_sizes), footprint.export_bytes)
+    offloaded = max(peak.host for peak in peaks)
     return HOST_BASE_BYTES + max(offloaded, base + saved, max(footprint.weight_sizes, default=0))
 
 
@@ -298,6 +297,8 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append("step time: shares of the data sheet's rates as measured on an H100")
     if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":
         said.append(f"the cache is emptied every {steps} steps: what is allocated at the peak is the same")
+    if config.model.load_pretrained_weights and config.gpu.name != "cpu":
+        said.append("files are mapped while they load: the system may take their pages back, host bytes leave them out")
     if streamed := rehearsal.footprint.streamed_bytes:
         said.append(f"{streamed / GIB:.2f} GiB of blocks cross the link a micro batch, beside the compute of others")
         if config.gpu.host_link_bytes_per_second is None:

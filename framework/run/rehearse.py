@@ -27,7 +27,8 @@ from framework.memory.ledger import Plan
 from framework.memory.planning import Rehearsal, make_plan
 from framework.memory.trace import Kind, Space, Trace
 from framework.run.evaluate import evaluate
-from framework.run.footprint import held_tensors, read_footprint, state_space, state_tensors
+from framework.run.footprint import read_footprint, state_space, state_tensors
+from framework.run.loading import record_load
 from framework.run.pretend import pretend
 from framework.run.step import train_step
 from framework.run.tracker import Tracker
@@ -59,7 +60,7 @@ def record(config: TrainingConfig) -> Rehearsal:
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
         mode.on_empty_cache = tracker.note_emptied_cache
         blocks = compiled_blocks.plan_compiled_blocks(assembly, mode, tracker) if is_compiled else None
-        _load(tracker, assembly)
+        record_load(tracker, assembly)
         with tracker:
             _run(tracker, assembly)
         tracker.observe("save")
@@ -99,27 +100,6 @@ def _no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _load(tracker: Tracker, assembly: Assembly) -> None:
-    """The weights arrive.
-
-    For pretrained ones transformers first asks for one block of their total size and gives it back, so that the
-    weights share its segment (caching_allocator_warmup in transformers/modeling_utils.py, 5.24).
-    """
-    tracker.observe("load")
-    weights = held_tensors(assembly)
-    homes = assembly.streamed.homes if assembly.streamed is not None else []
-    if assembly.place.kind == "cpu":
-        tracker.claim(homes, Kind.WEIGHTS)
-    for home in homes:
-        tracker.claim_elsewhere(home, Kind.WEIGHTS, Space.HOST)
-    if assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda" and not homes:
-        total = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-        tracker.trace.bury(tracker.trace.bear(total, Kind.TEMPORARIES))
-    tracker.claim(weights, Kind.WEIGHTS)
-    tracker.observe("end", empties_cache=True)  # as the trainer does before its first step
-    tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:

@@ -95,7 +95,9 @@ def command(*words):
 
 def check_document(document, added=()):
     assert {key: set(document[key] if key else document) for key in KEYS} == {**KEYS, "": KEYS[""] | set(added)}
-    assert all(set(phase) == {"name", "allocated_bytes", "device_bytes", "terms"} for phase in document["phases"])
+    assert all(
+        set(phase) == {"name", "allocated_bytes", "device_bytes", "host_bytes", "terms"} for phase in document["phases"]
+    )
     assert sum(document["terms"].values()) == document["peak"]["device_bytes"]
     assert sum(document["step_peak"]["terms"].values()) == document["step_peak"]["device_bytes"]
     assert all(sum(phase["terms"].values()) == phase["device_bytes"] for phase in document["phases"])

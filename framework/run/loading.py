@@ -1,0 +1,71 @@
+"""How the weights arrive, recorded: what transformers asks of card and host while it reads a checkpoint.
+
+Follows `caching_allocator_warmup` (transformers/modeling_utils.py) and `convert_and_load_state_dict_in_model`
+(transformers/core_model_loading.py) of transformers 5.24. The files are mapped: their pages are the system's to take
+back, and are not counted.
+"""
+
+import heapq
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from framework.build.assembly import Assembly
+from framework.build.model import is_packed_when_loaded
+from framework.build.quantize import weight_count
+from framework.build.streamed_base import StreamedBase
+from framework.memory.trace import Kind, Space
+from framework.run.footprint import held_tensors
+from framework.run.tracker import Tracker
+
+LOADERS = 4
+"""Threads that read tensors and bring them to the device (GLOBAL_WORKERS); one while they are packed on arrival."""
+SPARED_BY_WARMUP = int(1.2 * 2**30)
+"""Bytes of the card that the first large request leaves."""
+
+
+def record_load(tracker: Tracker, assembly: Assembly) -> None:
+    """The weights arrive, and the cache is emptied, as the trainer does before its first step."""
+    tracker.observe("load")
+    weights = held_tensors(assembly)
+    if assembly.streamed is not None:
+        _stay_on_host(tracker, assembly.streamed)
+    if assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
+        _read_checkpoint(tracker, assembly, weights)
+    tracker.claim(weights, Kind.WEIGHTS)
+    tracker.observe("end", empties_cache=True)
+    tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
+
+
+def _stay_on_host(tracker: Tracker, streamed: StreamedBase) -> None:
+    """Each block's weights move into one run of bytes: beside them, one block at a time is there twice."""
+    if streamed.place.kind == "cpu":
+        tracker.claim(streamed.homes, Kind.WEIGHTS)
+        return
+    for home in streamed.homes:
+        tracker.claim_elsewhere(home, Kind.WEIGHTS, Space.HOST)
+    _pass(tracker, max(len(home) for home in streamed.homes), Space.HOST)
+
+
+def _read_checkpoint(tracker: Tracker, assembly: Assembly, held: Sequence[Tensor]) -> None:
+    """What is on host and card for a moment. A dtype is converted on the host, by each thread for its own tensor."""
+    is_base = [isinstance(t, nn.Parameter) and (assembly.adapter is None or not t.requires_grad) for t in held]
+    base = [tensor for tensor, counts in zip(held, is_base, strict=True) if counts]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in base]
+    peft = assembly.config.peft
+    is_packed = assembly.config.training.use_peft and peft.q_lora
+    if is_packed and not is_packed_when_loaded(assembly.config):
+        width = assembly.export_dtype.itemsize
+        _pass(tracker, sum(weight_count(tensor) * width for tensor in base), Space.HOST)
+        return
+    if is_packed or any(t.is_floating_point() and t.dtype != assembly.export_dtype for t in base):
+        _pass(tracker, sum(heapq.nlargest(1 if is_packed else LOADERS, sizes)), Space.HOST)
+    if assembly.streamed is None:
+        capacity = assembly.config.gpu.capacity_bytes
+        limit = capacity - SPARED_BY_WARMUP if capacity is not None else sum(sizes)
+        _pass(tracker, max(0, min(sum(sizes), limit)), Space.DEVICE)
+
+
+def _pass(tracker: Tracker, size: int, space: Space) -> None:
+    """Memory that is taken and given back at once."""
+    tracker.trace.bury(tracker.trace.bear(size, Kind.TEMPORARIES, space))
