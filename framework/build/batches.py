@@ -35,13 +35,15 @@ Share: TypeAlias = tuple[tuple[int, ...], bool]
 """Rows of one micro batch on one rank, and whether their labels count. They do not in a stand-in (see `shares`)."""
 
 
-def collate(rows: Sequence[Row], pad_token_id: int) -> MicroBatch:
+def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroBatch:
     """Rows as one rectangle, padded on the right with labels of -100, whatever side the tokenizer pads on (P07).
+
+    It is as wide as the longest row, rounded up to a multiple of `multiple`.
 
     Without padding there is no `attention_mask`: a mask of ones says nothing and costs the faster attention kernels.
     """
     lengths = [len(row["input_ids"]) for row in rows]
-    shape = (len(rows), max(lengths))
+    shape = (len(rows), -(-max(lengths) // multiple) * multiple)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)
     for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -56,7 +58,7 @@ def collate(rows: Sequence[Row], pad_token_id: int) -> MicroBatch:
 
 
 def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
-    """The largest micro batch, with these tokens of shape (rows, `model.model_max_length`): nothing is padded.
+    """The largest micro batch, with these tokens of shape (rows, `TrainingConfig.longest`), all supervised.
 
     A packed row is a long document and one of a token: a mask as for any, and attention over as many pairs as can be.
     Without padding the rows are the documents of one.
@@ -119,11 +121,12 @@ class MicroBatches(Dataset[MicroBatch]):
     rows: Sequence[Row]
     pad_token_id: int
     padding_free: bool = False
+    multiple: int = 1
 
     def __getitem__(self, share: Share) -> MicroBatch:
         indices, counts = share
         rows = [self.rows[index] for index in indices]
-        batch = collate([end_to_end(rows)] if self.padding_free else rows, self.pad_token_id)
+        batch = collate([end_to_end(rows)] if self.padding_free else rows, self.pad_token_id, self.multiple)
         return batch if counts else {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
 
 
@@ -142,6 +145,7 @@ class GlobalBatches:
     workers: int = 0
     by_length: bool = False
     padding_free: bool = False
+    multiple: int = 1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -165,7 +169,7 @@ class GlobalBatches:
 
     @property
     def _micro_batches(self) -> MicroBatches:
-        return MicroBatches(self.rows, self.pad_token_id, self.padding_free)
+        return MicroBatches(self.rows, self.pad_token_id, self.padding_free, self.multiple)
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self.by_length:
@@ -194,9 +198,10 @@ def eval_batches(
     rank: int = 0,
     world: int = 1,
     padding_free: bool = False,
+    multiple: int = 1,
 ) -> Iterator[MicroBatch]:
     """Every row once, in order; each rank gets the same number of batches."""
-    batches = MicroBatches(rows, pad_token_id, padding_free)
+    batches = MicroBatches(rows, pad_token_id, padding_free, multiple)
     return (batches[share] for share in shares(range(len(rows)), per_device, world, rank))
 
 

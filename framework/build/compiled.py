@@ -146,7 +146,10 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
 
 def possible_lengths(config: TrainingConfig) -> int:
     """How many lengths a micro batch can have when rows are padded to a multiple; 0: any length."""
-    return 0
+    multiple, length = config.data.pad_to_multiple_of, config.model.model_max_length
+    if multiple is None or not isinstance(length, int):
+        return 0
+    return config.longest // multiple
 
 
 def _budget(config: TrainingConfig) -> float | None:

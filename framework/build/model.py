@@ -18,7 +18,7 @@ from framework.memory.resolve import resolve
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import PeftMethod, TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.rules import find_derived_conflicts
+from framework.schema.rules import find_derived_conflicts, too_long
 
 TORCH_DTYPES = {
     TorchDtype.FLOAT32: torch.float32,
@@ -37,10 +37,10 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     settings = architecture.get_text_config().to_dict()
     resolved = resolve(config, settings)
     length, positions = resolved.model.model_max_length, position_count(settings)
-    if isinstance(length, int) and positions is not None and length > positions and not scales_positions(settings):
-        message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
-        raise RequestError([Problem("model.model_max_length", message, expected=f"at most {positions}")])
-    derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in find_derived_conflicts(resolved)]
+    found = find_derived_conflicts(resolved)
+    if isinstance(length, int) and positions is not None and not scales_positions(settings):
+        found = list(too_long(resolved, length, positions)) or found
+    derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in found]
     if derived:
         raise RequestError(derived)
     refuse_leaks(resolved, architecture)

@@ -153,6 +153,13 @@ ROWS = (
         "`sdpa` grows with the square of all its tokens.",
     ),
     Lever(
+        "data.pad_to_multiple_of",
+        (Setting(None), Setting(64, "the padding; under `compile` fewer compilations (not measured)")),
+        (),
+        "padded_lengths",
+        "Widths of micro batches in few sizes. Moves no memory of the worst batch where it divides the longest row.",
+    ),
+    Lever(
         "data.group_by_length",
         (Setting(False), Setting(True, "less padding is computed (not measured)", "which rows meet in a step")),
         (),

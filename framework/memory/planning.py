@@ -241,9 +241,7 @@ def model_flops(rehearsal: Rehearsal) -> int:
 
 
 def _batch_use(config: TrainingConfig) -> BatchUse:
-    length = config.model.model_max_length
-    assert isinstance(length, int), "make_plan() takes a resolved config"
-    return BatchUse(config.batch.per_device, config.batch.accumulation, config.batch.world, length)
+    return BatchUse(config.batch.per_device, config.batch.accumulation, config.batch.world, config.longest)
 
 
 def _host_bytes(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> int:

@@ -92,10 +92,9 @@ def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
 
 
 def synthetic_batches(assembly: Assembly) -> list[Batch]:
-    """The micro batches of one worst step: every row `model_max_length` random tokens, all supervised."""
+    """The micro batches of one worst step: every row as many random tokens as the longest, all supervised."""
     config, device = assembly.config, assembly.place.device
-    batch, length = config.batch, config.model.model_max_length
-    assert isinstance(length, int), "measure() takes a resolved config"
+    batch, length = config.batch, config.longest
     vocabulary = causal_model(assembly.model).config.get_text_config().vocab_size
     micro_batches: list[Batch] = []
     for _ in range(batch.accumulation):

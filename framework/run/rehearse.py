@@ -150,9 +150,8 @@ def _step(assembly: Assembly, observe: Observe) -> None:
 
 def make_batch(assembly: Assembly, rows: int) -> Batch:
     """The largest micro batch: every row as long as the longest."""
-    length = assembly.config.model.model_max_length
-    assert isinstance(length, int), "a resolved config has a length"
-    return full_batch(assembly.config, torch.zeros((rows, length), dtype=torch.int64, device=assembly.place.device))
+    shape, device = (rows, assembly.config.longest), assembly.place.device
+    return full_batch(assembly.config, torch.zeros(shape, dtype=torch.int64, device=device))
 
 
 def main() -> int:

@@ -49,6 +49,7 @@ RISKY = {
     "training.tf32",
     "model.chunked_loss",
     "data.padding_free",
+    "data.pad_to_multiple_of",
     "training.compile",
     "training.compile_scope",
     "training.activation_memory_budget",

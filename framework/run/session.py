@@ -215,8 +215,8 @@ class Session:
         size = int(self.config.training.per_device_eval_batch_size)
         pad = self.batches.pad_token_id
         self._eval_shapes.clear()
-        joined = self.config.data.padding_free
-        made = eval_batches(self.inputs.data.eval, size, pad, padding_free=joined)
+        joined, multiple = self.config.data.padding_free, self.config.data.padded(1)
+        made = eval_batches(self.inputs.data.eval, size, pad, padding_free=joined, multiple=multiple)
         batches = (self._moved(self._noted(batch)) for batch in made)
         values = evaluate(self.assembly, batches, self.meter.observe)
         self.evals.append({"step": self.step, **values})
@@ -335,6 +335,7 @@ def _training_batches(config: TrainingConfig, inputs: Inputs) -> GlobalBatches:
         workers=config.data.workers,
         by_length=config.data.group_by_length,
         padding_free=config.data.padding_free,
+        multiple=config.data.padded(1),
     )
 
 

@@ -52,6 +52,14 @@ class TrainingConfig(Params):
     """The card to fit."""
 
     @property
+    def longest(self) -> int:
+        """Tokens in a row of the largest micro batch, padding included. Raises ValueError while the limit is open."""
+        length = self.model.model_max_length
+        if not isinstance(length, int):
+            raise ValueError("the longest row is not known before model.model_max_length is resolved")
+        return self.data.padded(length)
+
+    @property
     def batch(self) -> Batch:
         """The batch equation. Raises ValueError when the global batch does not divide, or a size is still `auto`."""
         training, world = self.training, self.gpu.count

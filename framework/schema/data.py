@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from framework.schema.choices import RowFormat, Supervise, Truncation
 from framework.schema.params import FrozenMapping, Number, Params, parse_sequence
-from framework.schema.training import Count
+from framework.schema.training import Count, Positive
 
 
 class DatasetParams(Params):
@@ -48,6 +48,10 @@ class DataParams(Params):
     group_by_length: bool = False
     """Make steps of rows of about the same length, so that less is padded. The order stays random from step to step;
     which rows meet in a step is no longer. No memory."""
+    pad_to_multiple_of: Positive | None = None
+    """Pad each micro batch to a multiple of this many tokens, so that few lengths occur: compiled code is made for each
+    (up to 8 lengths; else for one that varies). Costs the padding, in the worst batch too when it divides no
+    `model.model_max_length`. Unset: to the longest row."""
     streaming: bool = False
     """Read rows as they are needed instead of all at once. Needs `training.max_steps`."""
     supervise: Supervise | None = None
@@ -56,6 +60,11 @@ class DataParams(Params):
     """What happens to a row longer than `model.model_max_length`."""
     workers: Count = 0
     """Processes that prepare batches. Each costs host memory."""
+
+    def padded(self, tokens: int) -> int:
+        """The length of a micro batch whose longest row has `tokens`."""
+        multiple = self.pad_to_multiple_of or 1
+        return -(-tokens // multiple) * multiple
 
     @property
     def joins_rows(self) -> bool:

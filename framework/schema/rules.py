@@ -107,6 +107,12 @@ def _half_attention(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(keys, f"{kernel} does not compute in float32", "sdpa, or bf16 or fp16 autocast")
 
 
+def _padding(config: TrainingConfig) -> Iterator[Conflict]:
+    if config.data.padding_free and config.data.pad_to_multiple_of is not None:
+        message = "rows that are put end to end are not padded"
+        yield Conflict(("data.pad_to_multiple_of", "data.padding_free"), message, "one of the two")
+
+
 def _compile(config: TrainingConfig) -> Iterator[Conflict]:
     training, key = config.training, "training.activation_memory_budget"
     if training.activation_memory_budget is None:
@@ -323,9 +329,23 @@ def _model(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("model.load_pretrained_weights", "model.architecture"), message, "model.architecture or model=")
     written: Mapping[str, Any] = architecture or {}
     positions, length = position_count(written), model.model_max_length
-    if positions and isinstance(length, int) and length > positions and not scales_positions(written):
+    if positions and isinstance(length, int) and not scales_positions(written):
+        yield from too_long(config, length, positions)
+
+
+def too_long(config: TrainingConfig, length: int, positions: int) -> Iterator[Conflict]:
+    """Rows of `length` tokens, and what they are padded to, against the positions that a model has."""
+    padded = config.data.padded(length)
+    if length > positions:
         message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
         yield Conflict(("model.model_max_length", "model.architecture"), message, f"at most {positions}")
+    elif padded > positions:
+        multiple = config.data.pad_to_multiple_of or 1
+        message = f"rows of {length} tokens are padded to {padded}, more than the model's {positions} positions"
+        keys = ("data.pad_to_multiple_of", "model.model_max_length")
+        fitting = positions // multiple * multiple
+        expected = f"model.model_max_length={fitting}, or unset" if fitting else "unset"
+        yield Conflict(keys, message, expected)
 
 
 def _tokenizer(config: TrainingConfig) -> Iterator[Conflict]:
@@ -570,6 +590,7 @@ RULES = (
     _optimizer,
     _updates,
     _device_cache,
+    _padding,
     _compile,
     _recompute,
     _offloaded_base,

@@ -141,3 +141,12 @@ def test_eval_gives_each_rank_the_same_number_of_batches() -> None:
     assert len(first) == len(second) == 2
     counted = [micro for micro in [*first, *second] if (micro["labels"] != IGNORED).any()]
     assert sorted(row_numbers(counted)) == list(range(7))
+
+
+def test_rows_are_padded_to_a_multiple():
+    rows = [{"input_ids": [1] * n, "labels": [1] * n} for n in (5, 8, 9)]
+    assert [collate([row], 0, 8)["input_ids"].shape[1] for row in rows] == [8, 8, 16]
+    batch = collate(rows[:1], 0, 8)
+    assert batch["labels"][0].tolist() == [1] * 5 + [-100] * 3
+    assert batch["attention_mask"][0].tolist() == [1] * 5 + [0] * 3
+    assert "attention_mask" not in collate(rows[1:2], 0, 8)

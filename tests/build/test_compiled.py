@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from framework.build import compiled
-from framework.build.compiled import compiled_regions, newly_plain
+from framework.build.compiled import compiled_regions, newly_plain, possible_lengths
 from framework.build.verify import FirstStep, verify, verify_first_step
 from framework.errors import RequestError, VerificationFailed
 from framework.run.step import eval_step, train_step
@@ -141,6 +141,20 @@ def test_rows_of_other_lengths_share_one_more_graph(uncompiled):
         train_step(assembly, [batch], step)
     assert compiled_regions(assembly.model)[0].compiler.graphs == 2
     assert not newly_plain(assembly.model)
+
+
+def test_few_lengths_get_code_of_their_own(uncompiled):
+    """Multiples of 8 up to 24: three lengths, so shapes are static; a fourth shape is one more row count."""
+    training = {"compile": True, "per_device_train_batch_size": 8}
+    sections = {"model": {"model_max_length": 24}, "data": {"pad_to_multiple_of": 8}}
+    config = tiny_config(training=training, **sections)
+    assert possible_lengths(config) == 3
+    assert possible_lengths(tiny_config(training=training)) == 0
+    assembly = tiny_assembly(config)
+    for step, length in enumerate((24, 16, 8, 16), 1):
+        batch = {name: tensor[:, -length:] for name, tensor in unequal_rows().items()}
+        train_step(assembly, [batch], step)
+    assert compiled_regions(assembly.model)[0].compiler.graphs == 3
 
 
 def test_a_model_without_known_blocks_can_only_be_compiled_whole(monkeypatch):

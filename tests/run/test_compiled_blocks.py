@@ -109,6 +109,15 @@ def test_a_block_that_cannot_be_captured_is_planned_as_plain_code(monkeypatch: p
     assert choose_band(found.config) is Band.COMPILED
 
 
+def test_the_worst_batch_is_padded_too() -> None:
+    plans = []
+    for multiple in (None, 64, 48):
+        sections = {"model": {"model_max_length": 64}, "data": {"pad_to_multiple_of": multiple}}
+        plans.append(make_plan(record(tiny_config(gpu=H100, **sections))))
+    assert [plan.batch.sequence_length for plan in plans] == [64, 64, 96]
+    assert plans[0].peak.allocated_bytes == plans[1].peak.allocated_bytes < plans[2].peak.allocated_bytes
+
+
 def test_a_model_compiled_as_a_whole_is_planned_block_by_block_and_says_so() -> None:
     whole = rehearsed(compile=True, compile_scope="model")
     assert kept(whole) == kept(rehearsed(compile=True))

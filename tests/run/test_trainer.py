@@ -13,7 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from framework.build import compiled
-from framework.errors import DoesNotFit, Interrupted, NonFinite, RequestError
+from framework.errors import DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
 from framework.run import session as session_module
 from framework.run import trainer
 from framework.run.checkpoint import checkpoints
@@ -403,3 +403,25 @@ def test_a_compiled_run_resumes_as_a_plain_one_and_its_export_is_plain(corpus, t
 
 
 ALLOWED = ("training.compile", "training.max_steps")
+
+
+def test_rows_padded_to_a_multiple_learn_the_same_and_are_read_back(corpus, tmp_path, capfd):
+    plain = {**GPT2, "resid_pdrop": 0.0}
+    train(config(corpus, tmp_path / "a", architecture=plain, training={"max_steps": 3}))
+    padded = config(
+        corpus, tmp_path / "b", architecture=plain, training={"max_steps": 3}, data={"pad_to_multiple_of": 16}
+    )
+    train(padded, quiet=False)
+    assert metrics(tmp_path / "b") == pytest.approx(metrics(tmp_path / "a"), rel=1e-5)
+    assert "data.pad_to_multiple_of = 16" in "".join(capfd.readouterr())
+    assert all(tokens % 32 == 0 for step, tokens in metrics(tmp_path / "b", "tokens").items() if step)
+
+
+def test_a_width_that_is_no_multiple_stops_the_run(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(session_module, "_training_batches", _unpadded(session_module._training_batches))
+    with pytest.raises(VerificationFailed, match=r"data.pad_to_multiple_of: asked 32, in effect"):
+        train(config(corpus, tmp_path / "run", data={"pad_to_multiple_of": 32}, model={"model_max_length": 31}))
+
+
+def _unpadded(original):
+    return lambda *arguments: dataclasses.replace(original(*arguments), multiple=1)

@@ -135,6 +135,17 @@ def test_unscaled_rope_parameters_are_no_excuse():
     assert conflicts(model={"architecture": {**LLAMA, **plain}, "model_max_length": 4096})
 
 
+def test_padding_to_a_multiple_stays_within_the_models_positions():
+    def found(multiple, length):
+        model = {"architecture": {**LLAMA, "max_position_embeddings": 100}, "model_max_length": length}
+        return conflicts(model=model, data={"pad_to_multiple_of": multiple})
+
+    assert not found(64, 64)
+    assert found(64, 65)["data.pad_to_multiple_of"].expected == "model.model_max_length=64, or unset"
+    assert found(128, 65)["data.pad_to_multiple_of"].expected == "unset"
+    assert "data.pad_to_multiple_of" in conflicts(data={"pad_to_multiple_of": 8, "padding_free": True})
+
+
 def test_a_memory_budget_needs_the_compiler_and_names_the_line_to_write():
     found = conflicts(training={"activation_memory_budget": 0.5})["training.activation_memory_budget"]
     assert "training.compile=true" in str(found.expected)

@@ -26,7 +26,7 @@ from framework.build.verify.adapter import (
     read_quantized,
 )
 from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
-from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches
+from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches, read_padded_lengths
 from framework.build.verify.compiled import read_compiled_regions, read_compiled_runs, read_memory_budget
 from framework.build.verify.documents import (
     read_grouped_rows,
@@ -102,6 +102,7 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "micro_batches": read_micro_batches,
     "eval_batches": read_eval_batches,
     "longest_row": read_longest_row,
+    "padded_lengths": read_padded_lengths,
     "emptied_cache": read_emptied_cache,
     "compiled_runs": read_compiled_runs,
     "memory_budget": read_memory_budget,

@@ -1,5 +1,6 @@
 """What the first step was fed."""
 
+import math
 from collections.abc import Iterator
 
 from framework.build.assembly import Assembly
@@ -29,10 +30,20 @@ def read_eval_batches(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
 
 def read_longest_row(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
     """No row is longer than asked."""
-    limit, longest = assembly.config.model.model_max_length, max(tokens for _, tokens in step.micro_batches)
+    limit, longest = assembly.config.longest, max(tokens for _, tokens in step.micro_batches)
     asked = f"at most {limit}"
-    found = asked if isinstance(limit, int) and longest <= limit else str(longest)
+    found = asked if longest <= limit else str(longest)
     yield Reading("model.model_max_length", asked, found, f"longest row of the first step: {longest} tokens")
+
+
+def read_padded_lengths(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
+    """Widths of the micro batches: multiples of what was asked for."""
+    multiple = assembly.config.data.pad_to_multiple_of
+    if multiple is not None and step.micro_batches:
+        found = math.gcd(*(tokens for _, tokens in step.micro_batches))
+        said = multiple if found % multiple == 0 else found
+        source = f"widths of the first step's micro batches: {_shapes(step.micro_batches)}"
+        yield Reading("data.pad_to_multiple_of", str(multiple), str(said), source)
 
 
 def _shapes(batches: tuple[tuple[int, int], ...]) -> str:
