@@ -1,6 +1,7 @@
 """Memory that runs out in a run: what is told, what is kept, and what the levers would have saved."""
 
 import json
+import pickle
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,19 +12,21 @@ import torch
 from framework.build.place import real_place
 from framework.cli import main
 from framework.errors import OutOfMemory, RequestError, TunesmithError
+from framework.memory.cards import read_card
 from framework.memory.explain import explain
 from framework.memory.explain.proposals import propose
+from framework.memory.installed import detect
 from framework.memory.planning import make_plan
 from framework.run import out_of_memory
 from framework.run import step as step_module
 from framework.run.forecast import Forecast, forecast_in_subprocess
 from framework.run.meter import Meter
-from framework.run.out_of_memory import Watch, explained_failures, is_memory_failure
+from framework.run.out_of_memory import SNAPSHOT, Watch, explained_failures, is_memory_failure
 from framework.run.rehearse import record
 from framework.run.savings import MOST_SECONDS, documents
 from tests.cli.test_train import RECIPE
 from tests.run.test_trainer import config, corpus, train  # noqa: F401
-from tests.tiny import tiny_config
+from tests.tiny import GPT2, tiny_config
 
 FULL = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.50 GiB is "
@@ -207,3 +210,31 @@ def test_a_plan_made_by_hand_has_no_levers():
     kept = []
     Forecast(plan).keep(kept.append)
     assert kept == [plan.to_json()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_card_that_really_runs_out(corpus, tmp_path, checkpointing):  # noqa: F811
+    """O10 on a card that is made small: weights and gradients of 100M parameters fit, AdamW's states do not."""
+    name = detect()
+    assert name is not None, "an unknown card"
+    shape = {**GPT2, "n_embd": 1024, "n_layer": 8, "n_head": 16}
+    settings = {"enable_gradient_checkpointing": checkpointing, "optimizer": "adamw_torch_fused"}
+    asked = config(corpus, tmp_path / "run", architecture=shape, training=settings)
+    asked = asked.model_copy(update={"gpu": read_card(name)})
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.25 * 2**30 / total)
+    try:
+        with pytest.raises(OutOfMemory, match=r"^out of memory in the first optimizer step \(step 1\): "):
+            train(asked)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    found = explain(tmp_path / "run")
+    assert (found.phase, found.cause, found.is_first_step) == ("optimizer_step", "capacity", True)
+    assert found.message.allowed_bytes == pytest.approx(1.25 * 2**30, rel=0.01)
+    assert "PyTorch CUDA memory summary" in (tmp_path / "run" / "oom.txt").read_text()
+    with (tmp_path / "run" / SNAPSHOT).open("rb") as file:
+        snapshot = pickle.load(file)
+    assert snapshot["segments"]
+    actions = {event["action"] for trace in snapshot["device_traces"] for event in trace}
+    assert {"alloc", "oom"} <= actions

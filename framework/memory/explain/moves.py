@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.memory.explain.causes import Cause
-from framework.memory.explain.proposals import BATCH, OPTIMIZER, costs_of, movable, value_of
+from framework.memory.explain.proposals import BATCH, OPTIMIZER, costs_of, is_detail, movable, value_of
 from framework.memory.levers import LEVERS, Lever, Setting, lever, word
 from framework.schema.config import TrainingConfig
 
@@ -16,16 +16,20 @@ LEAST_SHARE = 0.005
 
 TERMS: Mapping[str | None, frozenset[str]] = {
     "load": frozenset({"weights"}),
-    "optimizer_step": frozenset({"weights", "gradients", "optimizer", "temporaries"}),
+    "optimizer_step": frozenset({"weights", "gradients", "optimizer"}),
     "eval": frozenset({"weights", "optimizer", "logits_and_loss"}),
     "save": frozenset({"weights", "optimizer"}),
     "resume": frozenset({"weights", "optimizer"}),
 }
-"""Terms that can make up the peak of a phase; of forward, loss, backward and an unknown phase it can be any."""
+"""Terms that can make up the peak of a phase; of forward, loss, backward and an unknown phase it can be any. The
+temporaries of an optimizer's step are the optimizer's, and no other lever's."""
 _EVAL_BATCH = "training.per_device_eval_batch_size"
 _ONLY_IN = {_EVAL_BATCH: ("eval",)}
 _NOT_IN = {BATCH: ("eval",)}
 _DEFAULT = TrainingConfig()
+_QUANTIZED, _ADAPTED = "peft.q_lora", {"training.use_peft": True}
+_DETAILS = ("model.sdpa_backend",)
+"""Levers whose plain setting nobody has by default."""
 _GROWING = "training.allocator.expandable_segments=true"
 
 
@@ -88,8 +92,13 @@ def _general(phase: str | None) -> tuple[Move, ...]:
     """For a text alone: what is known to shrink the phase's terms, those that change no result first."""
     found = []
     for row in movable():
-        if not row.key.startswith("peft.") and touches(row.key, phase):
-            found += [_plain_move(row, setting) for setting in _settings(row, phase)]
+        is_of_adapter = row.key.startswith("peft.") and row.key != _QUANTIZED
+        if row.key not in _DETAILS and not is_of_adapter and touches(row.key, phase):
+            found += [
+                _plain_move(row, setting)
+                for setting in _settings(row, phase)
+                if setting.beside == _ADAPTED or not is_detail(row.key, setting.beside)
+            ]
     return tuple(sorted(found, key=lambda move: not move.exact))
 
 

@@ -56,6 +56,8 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
         changes = {key: value for key, value in setting.beside.items() if value_of(config, key) != value}
         if row.key.startswith("peft.") and (changes or not config.training.use_peft):
             continue  # the adapter as a whole is a proposal of its own
+        if is_detail(row.key, changes):
+            continue
         if row.key == BATCH:
             changes = {"training.gradient_accumulation_steps": config.batch.accumulation * 2}
         changed = _with(config, {row.key: setting.value, **changes})
@@ -65,6 +67,11 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
         override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **shown}.items())
         exact = not setting.changes and (row.key == BATCH or not changes)
         yield Proposal(row.key, override, costs_of(setting), exact, changed, row.shrinks)
+
+
+def is_detail(key: str, beside: Mapping[str, Any]) -> bool:
+    """Whether a setting needs another lever moved, which is a proposal of its own: how to compile, what to keep."""
+    return key not in (OPTIMIZER, BATCH) and any(row.key in beside for row in movable() if row.key != key)
 
 
 def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
