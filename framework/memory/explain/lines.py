@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
@@ -22,6 +22,8 @@ _TIME = re.compile(
 )
 _LEVEL = re.compile(r"(?:- )?\[?(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\]?:?(?: -)?(?=\s)")
 _FRAME = re.compile(r"[│║┃▏|>#]+(?=\s|$)")
+BEFORE, AFTER = 400, 60
+"""Lines in front of a message that may hold its stack, and after it that may hold the rest of it."""
 _PARTS = (_RANK, _TIME, _LEVEL, _FRAME)
 
 
@@ -34,9 +36,17 @@ class Line:
     text: str
 
 
-def clean(text: str) -> list[Line]:
-    """All lines of a log. A carriage return, as progress bars write it, ends a line too."""
-    return [_clean(number, line) for number, line in enumerate(re.split(r"\r\n|\n|\r", text))]
+def clean(text: str, is_telling: Callable[[str], bool]) -> list[Line]:
+    """The lines of a log within reach of a telling one; a log may have a million others.
+
+    A carriage return, as progress bars write it, ends a line too.
+    """
+    raw = re.split(r"\r\n|\n|\r", text)
+    wanted: set[int] = set()
+    for number, line in enumerate(raw):
+        if is_telling(line):
+            wanted.update(range(max(number - BEFORE, 0), min(number + AFTER, len(raw))))
+    return [_clean(number, raw[number]) for number in sorted(wanted)]
 
 
 def _clean(number: int, line: str) -> Line:

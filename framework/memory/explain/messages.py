@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from framework.memory.explain.lines import Compact, Line, by_writer, clean
-from framework.memory.explain.shapes import ABSURD, BARE, LOOSE, MPS, SHAPES, SIZE, Kind, Shape, Space
+from framework.memory.explain.shapes import ABSURD, BARE, LOOSE, MPS, SHAPES, SIZE, Kind, Shape, Space, is_telling
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50, "E": 2**60}
 _LONGEST = 6000
@@ -52,7 +52,7 @@ def read_message(text: str) -> tuple[Message, tuple[Line, ...]] | None:
     nothing ran out of memory, since a rank that has died leaves the others waiting; a size beyond all measure is an
     echo itself.
     """
-    lines = clean(text)
+    lines = clean(text, is_telling)
     groups = [Compact(group) for group in by_writer(lines)]
     found = [hit for group in groups for shape in SHAPES if (hit := _find(shape, group))]
     found = found or [hit for group in groups for shape in (BARE, LOOSE) if (hit := _find(shape, group))]

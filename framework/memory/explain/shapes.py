@@ -119,6 +119,19 @@ SHAPES: tuple[Shape, ...] = (
 )  # fmt: skip
 """In order of preference for wordings that begin at one and the same place."""
 
+_WORDS = (
+    *("alloc", "memory", "kill", "oom", "mmap", "winerror", "errno", "nan", "finite", "minimum", "timed out"),
+    *("timedout", "timeout", "waiting", "hang", "barrier", "resources"),
+)
+_RARE = re.compile(r"\binf\b|(?:code|status)\W{0,12}(?:9|137)\b")
+
+
+def is_telling(line: str) -> bool:
+    """Whether a line may belong to a message, however it is wrapped: every message above has such a line."""
+    text = line.lower()
+    return any(word in text for word in _WORDS) or _RARE.search(text) is not None
+
+
 LOOSE = Shape(
     "other",
     re.compile(r"(?:Error|Exception|\berror|FATAL).{0,120}\bout[ _-]of[ _-]memory\b", re.IGNORECASE),

@@ -82,3 +82,10 @@ def test_a_text_of_no_known_kind_is_refused_without_figures(text):
         explain_evidence(Evidence(text))
     assert raised.value.exit_code == 2
     assert not re.search(r"\d", str(raised.value))
+
+
+def test_a_long_log_is_read_to_its_message_and_its_stack():
+    progress = "step 3/9  loss 2.3170  lr 1.00e-05  6,914 tok/s  988 MiB\n" * 20_000
+    stack = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    loss.backward()\n'
+    found = explain_evidence(Evidence(progress + stack + CASES[0]["text"]))
+    assert (found.message.line, found.phase) == (20_003, "backward")
