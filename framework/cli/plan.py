@@ -1,6 +1,8 @@
 """The verb that says what a run will cost."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,14 +61,22 @@ def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> 
 
 
 def planned(composition: "Composition") -> "Plan":
-    """The plan of a request. Raises RequestError, each problem with the place where its key was written."""
+    """The plan of a request. Raises RequestError, each problem with the place where its key was written.
+
+    A quantised base is planned without quantisation too, and it is a warning when that needs no more.
+    """
     from framework.checks import located
+    from framework.memory.unquantized import unquantized, without_gain
     from framework.run.child import plan_in_subprocess
 
+    configs = [config for config in (composition.config, unquantized(composition.config)) if config is not None]
     try:
-        return plan_in_subprocess(composition.config)
+        with ThreadPoolExecutor(len(configs)) as pool:
+            made, *plain = pool.map(plan_in_subprocess, configs)
     except RequestError as error:
         raise RequestError(located(error.problems, composition.origins)) from None
+    warning = without_gain(made, plain[0]) if plain else None
+    return replace(made, warnings=(*made.warnings, warning)) if warning else made
 
 
 def check_writable(file: Path, option: str) -> None:

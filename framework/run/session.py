@@ -39,6 +39,7 @@ from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs, read_inputs
 from framework.run.interrupt import Interrupt, watched_interrupt
 from framework.run.meter import Meter
+from framework.run.moved import SPAN, MovedElements, caution
 from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder, clear, environment, make, open_folder
@@ -76,6 +77,7 @@ class Session:
     _seen: FirstStep | None = None
     _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
     _has_stepped: bool = False
+    _moved_elements: MovedElements | None = None
     _began: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +104,7 @@ class Session:
         with explained, recorded_memory(self.assembly.place), self.progress, watched_interrupt() as self.interrupt:
             if self.step == 0:
                 self.evaluate()
+            self._moved_elements = MovedElements(self.assembly.trained)
             self._clock = time.perf_counter()
             try:
                 yield
@@ -197,6 +200,8 @@ class Session:
             "peak_allocated_bytes": self.meter.allocated,
             "peak_reserved_bytes": self.meter.reserved,
         }
+        if self._moved_elements is not None and (self.step - self._began + 1) % SPAN == 0:
+            values |= self._look_at_moved(self._moved_elements)
         scale = self.assembly.loss_scale
         if scale.enabled:
             values |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped}
@@ -207,6 +212,14 @@ class Session:
         self.folder.append_metrics(values)
         self.accelerator.log({name: value for name, value in values.items() if value is not None}, step=self.step)
         self.progress.step(self.step, result.loss, result.learning_rate, speed, self.meter.allocated)
+
+    def _look_at_moved(self, elements: MovedElements) -> dict[str, float | None]:
+        """The shares of elements that changed, for the metrics; said when they are tiny. No part of a step's time."""
+        moved = elements.look()
+        if line := caution(moved, self.config):
+            self.progress.say(f"{line} (step {self.step})")
+        self._clock = time.perf_counter()
+        return {"changed_share": moved.all, "changed_share_vectors": moved.vectors}
 
     def evaluate(self) -> None:
         """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line."""
