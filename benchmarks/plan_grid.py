@@ -213,11 +213,11 @@ llama3.2_1b 4 2048 lora bf16 gc
 """
 
 
-def configs() -> dict[str, TrainingConfig]:
+def configs(card: str = CARD) -> dict[str, TrainingConfig]:
     """Every config of the grid by its name."""
     found = {}
     for name in row_names():
-        found[name] = _config(name.split("-"))
+        found[name] = _config(name.split("-"), card)
     return found
 
 
@@ -235,7 +235,7 @@ def row_names(grid: str = GRID + FRESH) -> list[str]:
     return ["-".join(cell.split()) for line in grid.split("\n") if line for cell in line.split("|")]
 
 
-def _config(words: list[str]) -> TrainingConfig:
+def _config(words: list[str], card: str) -> TrainingConfig:
     name, rows, tokens, *levers = words
     model: dict[str, Any] = {"architecture": ARCHITECTURES[name]} if name in ARCHITECTURES else _model(name)
     model |= {"load_pretrained_weights": False, "model_max_length": int(tokens)}
@@ -243,7 +243,7 @@ def _config(words: list[str]) -> TrainingConfig:
     peft: dict[str, Any] = {}
     for word in levers:
         _apply(word, model, training, peft)
-    return TrainingConfig(training=training, model=model, peft=peft, gpu=read_card(CARD))
+    return TrainingConfig(training=training, model=model, peft=peft, gpu=read_card(card))
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Attention:
     causal: bool
     dropout: float
     requires_grad: bool
+    broadcast: bool = False
+    """Fewer key heads than query heads and no `enable_gqa`, as Falcon calls it: no fused kernel broadcasts heads."""
 
     @property
     def same_head_dim(self) -> bool:
@@ -65,7 +67,9 @@ def _as_set(backend: Backend) -> Backend:
 
 def _able(card: GPUParams, call: Attention) -> Iterator[Backend]:
     """Kernels that can serve `call`, in torch's order."""
-    if card.capability is None:
+    if call.broadcast:  # check_batch_size_and_num_heads_dense in sdp_utils_cpp.h
+        yield Backend.MATH
+    elif card.capability is None:
         yield from _able_without_cuda(card, call)
     else:
         capability = capability_of(card.capability)

@@ -22,6 +22,7 @@ class Band(StrEnum):
     PLAIN = "plain"
     LOW_BIT_OPTIMIZER = "low_bit_optimizer"
     COMPILED = "compiled"
+    MATHEMATICAL = "mathematical_attention"
     UNMEASURED = "unmeasured"
 
 
@@ -50,6 +51,9 @@ UNCERTAINTY: Mapping[Band, Uncertainty] = {
     ),
     Band.COMPILED: Uncertainty(
         0.02, 0.07, 16 * _MIB, "4 rows on an H100: allocated -0.0 %, reserved -6.4 % at worst; 2026-11"
+    ),
+    Band.MATHEMATICAL: Uncertainty(
+        0.01, 0.065, 16 * _MIB, "7 rows on an H100 and an H200: reserved -5.7 % (Falcon) and -3.4 % at worst; 2026-11"
     ),
     Band.UNMEASURED: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of such a card yet: twice the band of the H100"),
 }

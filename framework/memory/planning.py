@@ -97,7 +97,7 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
     context = card.context_bytes or 0
     peaks = [peak for peak in replay(rehearsal.trace, new_allocator(config)) if peak.phase in PHASES]
     peaks += [peak for peak in replay(resume_trace(footprint), new_allocator(config)) if peak.phase in PHASES]
-    band = choose_band(config)
+    band = choose_band(config, _is_mathematical(rehearsal.trace))
     uncertainty = UNCERTAINTY[band]
     step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]
     peak = peak_use(peaks, context, uncertainty)
@@ -152,13 +152,19 @@ def resume_trace(footprint: Footprint) -> Trace:
     return trace
 
 
-def choose_band(config: TrainingConfig) -> Band:
-    """The class of uncertainty that the run falls in."""
+def choose_band(config: TrainingConfig, is_mathematical: bool) -> Band:
+    """The class of uncertainty that the run falls in. `is_mathematical`: sdpa has found no fused kernel."""
     if config.training.compile:
         return Band.COMPILED
     if config.training.optimizer in _LOW_BIT:
         return Band.LOW_BIT_OPTIMIZER
-    return Band.PLAIN if config.gpu.capability == _MEASURED_CAPABILITY else Band.UNMEASURED
+    if config.gpu.capability != _MEASURED_CAPABILITY:
+        return Band.UNMEASURED
+    return Band.MATHEMATICAL if is_mathematical else Band.PLAIN
+
+
+def _is_mathematical(trace: Trace) -> bool:
+    return any(item.name == "_safe_softmax" for item in trace.operations)
 
 
 def steady_step(trace: Trace) -> list[Operation]:
@@ -287,7 +293,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     said += rehearsal.said
     kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
     forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
-    forward += ["math"] if any(item.name == "_safe_softmax" for item in rehearsal.trace.operations) else []
+    forward += ["math"] if _is_mathematical(rehearsal.trace) else []
     said += [f"attention runs as {name}" for name in forward]
     if config.model.attn_implementation in PACKAGED_ATTENTION:
         said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")

@@ -180,5 +180,6 @@ _WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
         args[0].numel(), args[0].numel() // args[0].shape[-1], args[0].element_size()
     ),
     aten._safe_softmax: lambda args: rules.safe_softmax(args[0].numel(), args[0].numel() // args[0].shape[-1]),
+    aten._softmax_backward_data: lambda args: [args[1].numel() * args[1].element_size()],  # `grad * output`, SoftMax.cu
     aten.sort: lambda args: rules.sort(args[0].numel()),
 }

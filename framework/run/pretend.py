@@ -165,7 +165,7 @@ def attend(
     the preparation of inputs that aten/src/ATen/native/transformers/attention.cpp makes for it. Raises RequestError
     when none of the kernels that `torch.nn.attention.sdpa_kernel` left switched on can serve the call.
     """
-    call = describe_attention(query, key, value, attn_mask, dropout_p, is_causal)
+    call = describe_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     allowed = frozenset(backend for backend, is_on in _SWITCHES.items() if is_on())
     backend = choose_backend(card, call, allowed)
     if backend is None:
@@ -174,7 +174,7 @@ def attend(
         nearest = choose_backend(card, call)
         raise RequestError([Problem("model.sdpa_backend", message, expected=f"{nearest}, or leave it unset")])
     if backend is Backend.MATH:
-        return _attend_by_definition(card, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _attend_by_definition(card, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     aten: Any = torch.ops.aten
     output: torch.Tensor
     scale = 1 / math.sqrt(call.head_dim) if scale is None else scale
@@ -226,18 +226,19 @@ def _attend_by_definition(
     dropout: float,
     causal: bool,
     scale: float | None,
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """_scaled_dot_product_attention_math (attention.cpp), which under any mode adds the mask out of place: here not."""
     dtype, heads = query.dtype, query.shape[1]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = _additive(mask, dtype)
     if dtype in HALF_DTYPES:
         query, key, value = query.float(), key.float(), value.float()
     factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
     query = query * factor
     if causal:
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=META).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
-    if key.shape[1] != heads:
+        mask = _additive(torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=META).tril(), query.dtype)
+    if enable_gqa and key.shape[1] != heads:
         key, value = (tensor.repeat_interleave(heads // key.shape[1], 1) for tensor in (key, value))
     scores = query @ (key.transpose(-2, -1) * factor)
     if mask is not None:
@@ -247,7 +248,15 @@ def _attend_by_definition(
     if dropout:
         on_cpu = card.name == CPU
         weights = torch.dropout(weights, dropout, True) if on_cpu else torch.native_dropout(weights, dropout, True)[0]
-    return (weights @ value).to(dtype)
+    returned = weights.to(dtype)  # beside the result, and made before it
+    result = (weights @ value).to(dtype)
+    del returned
+    return result
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """convert_boolean_attn_mask (attention.cpp)."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, aligned: bool) -> torch.Tensor | None:
@@ -258,7 +267,7 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, ali
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+        mask = _additive(mask, query.dtype)
     if aligned and (mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1])):
         mask = functional.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -271,6 +280,7 @@ def describe_attention(
     mask: torch.Tensor | None,
     dropout: float,
     causal: bool,
+    enable_gqa: bool,
 ) -> Attention:
     """The facts of one attention call that decide kernel and workspace."""
     batch, heads, queries, head_dim = query.shape
@@ -288,6 +298,7 @@ def describe_attention(
         causal=causal,
         dropout=dropout,
         requires_grad=any(tensor.requires_grad for tensor in (query, key, value)),
+        broadcast=key.shape[1] != heads and not enable_gqa,
     )
 
 

@@ -316,6 +316,7 @@ def _build(
     watch = Watch(meter)
     with explained_failures(watch, forecast, None):
         assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
+        meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
         _empty_cache(place)
         step = _resumed(newest, assembly, meter)

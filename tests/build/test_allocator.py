@@ -22,6 +22,9 @@ def config(**settings):
 def _plain_environment(monkeypatch):
     for name in allocator.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    if torch.cuda.is_available():  # there the one test runs in a process of its own; torch 2.11 has no such getter
+        yield
+        return
     before = torch._C._accelerator_getAllocatorSettings()
     yield
     torch._C._accelerator_setAllocatorSettings(before)

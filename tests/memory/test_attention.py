@@ -36,6 +36,9 @@ def card(capability: str | None, name: str = "card") -> GPUParams:
     [
         ("9.0", {}, Backend.CUDNN),
         ("9.0", {"masked": True}, Backend.CUDNN),
+        ("9.0", {"kv_heads": 2}, Backend.CUDNN),
+        ("9.0", {"kv_heads": 1, "broadcast": True}, Backend.MATH),
+        ("8.0", {"kv_heads": 1, "broadcast": True}, Backend.MATH),
         ("9.0", {"head_dim": 256, "value_dim": 256}, Backend.CUDNN),
         ("10.0", {"head_dim": 256, "value_dim": 256}, Backend.FLASH),
         ("9.0", {"half_precision": False, "bfloat16": False}, Backend.EFFICIENT),

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.attention
 import torch.nn.functional as functional
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,6 +105,26 @@ def test_attention_takes_the_kernel_of_the_card(card: GPUParams, kernel: str) ->
         functional.scaled_dot_product_attention(query, key, key, is_causal=True).sum().backward()
     assert kernel in operators.names()
     assert f"{kernel}_backward" in operators.names()
+
+
+def test_heads_that_no_kernel_broadcasts_are_multiplied_out_as_torch_does_it() -> None:
+    """Falcon's multi-query attention: one key head, no `enable_gqa`. The same operators as C++ runs on the CPU."""
+
+    def attend(device: str) -> list[tuple[str, torch.dtype | None]]:
+        make = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+        query, key = torch.zeros(2, 4, 32, 16, **make), torch.zeros(2, 1, 32, 16, **make)
+        mask = torch.ones(2, 1, 32, 32, dtype=torch.bool, device=device)
+        with Operators() as operators:
+            functional.scaled_dot_product_attention(query, key, key, attn_mask=mask).sum().backward()
+        products = ("bmm", "_safe_softmax", "_softmax_backward_data")
+        copies = [seen for seen in operators.seen if seen[0] in (*products, "_to_copy")]
+        assert operators.names().count("_safe_softmax") == 1
+        return copies
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = attend("cpu")
+    with pretend(H100):
+        assert attend("meta") == expected
 
 
 def test_attention_pads_a_head_that_flash_does_not_take() -> None:
