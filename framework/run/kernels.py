@@ -103,6 +103,8 @@ def workspace(packet: Any, args: Sequence[Any], card: GPUParams) -> list[int]:
     """Bytes of the buffers that this operator's kernel on `card` allocates and frees inside one call."""
     if packet is aten.sum:
         return _sum_workspace(args, card)
+    if packet is aten._softmax_backward_data:
+        return [args[1].numel() * args[1].element_size()] if card.capability else []  # `grad * output` in SoftMax.cu
     rule = _WORKSPACES.get(packet)
     return [size for size in rule(args) if size > 0] if rule is not None else []
 
@@ -180,6 +182,5 @@ _WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
         args[0].numel(), args[0].numel() // args[0].shape[-1], args[0].element_size()
     ),
     aten._safe_softmax: lambda args: rules.safe_softmax(args[0].numel(), args[0].numel() // args[0].shape[-1]),
-    aten._softmax_backward_data: lambda args: [args[1].numel() * args[1].element_size()],  # `grad * output`, SoftMax.cu
     aten.sort: lambda args: rules.sort(args[0].numel()),
 }
