@@ -13,6 +13,7 @@ from framework.build.activations import arrange_blocks
 from framework.build.adapter import Adapter, attach_adapter
 from framework.build.compiled import compile_regions
 from framework.build.device_cache import DeviceCache
+from framework.build.float8 import convert_products
 from framework.build.freeze import Frozen, freeze
 from framework.build.loss import Loss, build_loss
 from framework.build.model import build_model
@@ -101,6 +102,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     masters = autocast is not None
     adapter = attach_adapter(config.peft, built, loaded_at, masters, lost) if config.training.use_peft else None
     model = adapter.model if adapter is not None else model
+    convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if streams else None
     loss = build_loss(config.model, model)

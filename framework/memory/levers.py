@@ -303,6 +303,35 @@ PRECISION = (
     ),
 )
 
+FP8 = (
+    Lever(
+        "training.fp8",
+        (
+            Setting("none"),
+            Setting(
+                "tensorwise",
+                "+12 % tokens/s beside compiled blocks as a prototype (1B); H100, SPEED.md section 6, 2026-11",
+                "operands of products round to 3 bits (gradients to 2), one scale each",
+                "cuda 8.9",
+                "torchao",
+                beside=_PURE_BF16,
+            ),
+            Setting(
+                "rowwise",
+                "slower than tensorwise (not measured)",
+                "operands of products round to 3 bits, one scale a row",
+                "cuda 8.9",
+                "torchao",
+                beside=_PURE_BF16,
+            ),
+        ),
+        (),
+        "float8_products",
+        "Linear layers of the blocks multiply in 8-bit floats; embeddings, head, norms and attention do not. Without "
+        "`training.compile` the casts are kernels of their own and cost more than the products save.",
+    ),
+)
+
 OPTIMIZERS = (
     Lever(
         "training.optimizer",
@@ -624,7 +653,19 @@ CACHES = (
     ),
 )
 
-LEVERS = (*BATCH, *ROWS, *RECOMPUTE, *COMPILATION, *PRECISION, *OPTIMIZERS, *KERNELS, *ADAPTERS, *FREEZING, *CACHES)
+LEVERS = (
+    *BATCH,
+    *ROWS,
+    *RECOMPUTE,
+    *COMPILATION,
+    *PRECISION,
+    *FP8,
+    *OPTIMIZERS,
+    *KERNELS,
+    *ADAPTERS,
+    *FREEZING,
+    *CACHES,
+)
 
 
 def lever(key: str) -> Lever:

@@ -20,7 +20,7 @@ from framework.memory.ledger import (
 )
 from framework.memory.roofline import CALIBRATED, StepTime, estimate_step, repeat_micro_batches
 from framework.memory.trace import Kind, Operation, Space, Trace
-from framework.schema.choices import Optimizer
+from framework.schema.choices import Fp8, Optimizer
 from framework.schema.config import TrainingConfig
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -297,6 +297,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     said += [f"attention runs as {name}" for name in forward]
     if config.model.attn_implementation in PACKAGED_ATTENTION:
         said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")
+    if config.training.fp8 is not Fp8.NONE:
+        said.append(
+            "fp8: torchao's own layers are rehearsed; their peak and the rate of their products are not measured"
+        )
     if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):
         said.append("step time: shares of the data sheet's rates as measured on an H100")
     if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from framework.memory.trace import RECOMPUTED, TRANSFER, Operation
 from framework.schema.gpu import GPUParams
 
-_TENSOR_CORE = ("bfloat16", "float16", "tf32")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_TENSOR_CORE = ("bfloat16", "float16", "tf32", *_FP8)
 _TILE = (128, 256)
 _SMALL_TILE, _SMALL_TILE_SHARE = (128, 128), 0.9
 """Tiles of the output that one multiprocessor computes at a time, as cuBLAS chooses them on Hopper and Ampere."""
@@ -173,6 +174,7 @@ def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Effic
 
 def _rate(dtype: str, card: GPUParams) -> float:
     rates = {"bfloat16": card.bf16_flops, "float16": card.fp16_flops, "tf32": card.tf32_flops}
+    rates |= dict.fromkeys(_FP8, card.fp8_flops)
     rate = rates.get(dtype) or card.fp32_flops  # torch computes float32 products without tf32 unless told otherwise
     assert rate is not None
     return rate

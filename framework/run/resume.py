@@ -47,6 +47,7 @@ RISKY = {
     "model.sdpa_backend",
     "model.offload_frozen_base",
     "training.tf32",
+    "training.fp8",
     "model.chunked_loss",
     "data.padding_free",
     "data.pad_to_multiple_of",

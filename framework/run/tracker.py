@@ -358,6 +358,8 @@ _DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
     torch.float32: "float32",
     torch.float64: "float64",
     torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
     torch.float16: "float16",
 }
 _IN_PLACE_IN_BACKWARD = frozenset({aten.add, aten.index_put})

@@ -90,6 +90,14 @@ class Rounding(Choice):
     STOCHASTIC = "stochastic"
 
 
+class Fp8(Choice):
+    """Which matrix products run in 8-bit floats, by how many scales an operand has."""
+
+    NONE = "none"
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+
+
 class OptimizerOffload(Choice):
     """Where optimizer states stay between two steps."""
 

@@ -12,6 +12,7 @@ from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import (
     Attention,
     CheckpointingPolicy,
+    Fp8,
     MixedPrecision,
     Optimizer,
     OptimizerOffload,
@@ -96,6 +97,24 @@ def _rounding_away(config: TrainingConfig) -> Iterator[Conflict]:
         )
         expected = "model.torch_dtype_str=float32 (masters: 8 bytes a parameter more with AdamW)"
         yield Conflict(("model.torch_dtype_str", "training.learning_rate"), message, expected, is_warning=True)
+
+
+def _fp8(config: TrainingConfig) -> Iterator[Conflict]:
+    """What torchao's linear layers can be beside."""
+    training, key = config.training, "training.fp8"
+    if training.fp8 not in (Fp8.TENSORWISE, Fp8.ROWWISE):
+        return
+    if training.use_peft:
+        message = "torchao computes the gradients of frozen weights too, which an adapter is there to avoid"
+        yield Conflict((key, "training.use_peft"), message, "fp8: none, or full fine-tuning")
+    held, computed = config.model.torch_dtype_str, training.mixed_precision_dtype
+    in_float32 = held == TorchDtype.FLOAT32 and computed == MixedPrecision.NONE
+    if computed == MixedPrecision.FP16 or in_float32:
+        keys = (key, "training.mixed_precision_dtype", "model.torch_dtype_str")
+        yield Conflict(keys, "fp8 products take and give bfloat16", "bf16 autocast, or bfloat16 weights")
+    if training.compile is False:
+        message = "without compilation the casts to fp8 are kernels of their own, and cost more than is saved"
+        yield Conflict((key, "training.compile"), message, "training.compile=true", is_warning=True)
 
 
 def _half_attention(config: TrainingConfig) -> Iterator[Conflict]:
@@ -596,6 +615,7 @@ RULES = (
     _offloaded_base,
     _card,
     _half_attention,
+    _fp8,
     _batch,
     _steps,
     _model,

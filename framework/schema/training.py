@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 from framework.schema.choices import (
     CheckpointingPolicy,
     CompileScope,
+    Fp8,
     MixedPrecision,
     OnOutOfMemory,
     Optimizer,
@@ -116,6 +117,10 @@ class TrainingParams(Params):
     the card's best when weights are trained in float32 (bf16, else fp16; none on the CPU)."""
     tf32: bool | None = None
     """Let the card round float32 matrix products to tf32 (10 bits), many times faster. No memory. Unset: not."""
+    fp8: Fp8 | Auto = Fp8.NONE
+    """Multiply in 8-bit floats in the linear layers of the blocks (torchao; cards from capability 8.9). Faster where
+    the model is compiled; every product rounds its operands to 3 bits (2 for gradients), with one scale an operand
+    (`tensorwise`) or a row (`rowwise`, closer). Weights, states and what is kept for backward stay as they are."""
     enable_gradient_checkpointing: bool | Auto = False
     """Keep only each block's input and recompute the rest in backward: most activations go, for 15-40 % of speed."""
     gradient_checkpointing_every: Positive | Auto = 1

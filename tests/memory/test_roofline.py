@@ -24,6 +24,12 @@ def test_a_large_product_is_bound_by_arithmetic_in_its_dtype() -> None:
     assert full.compute == pytest.approx(10 * half.compute * share, rel=0.01)
 
 
+def test_products_of_eight_bits_run_at_the_rate_of_the_card_for_them() -> None:
+    card = CARD.model_copy(update={"fp8_flops": 2e14})
+    half, eighth = (estimate_step([product(8192, dtype)] * 10, card) for dtype in ("bfloat16", "float8_e4m3fn"))
+    assert eighth.compute == pytest.approx(half.compute / 2, rel=0.02)
+
+
 def test_a_large_copy_is_bound_by_traffic() -> None:
     time = estimate_step([Operation("mul", "forward", 0, 10**10, "bfloat16")] * 10, CARD)
     assert time.bound_by == "memory"

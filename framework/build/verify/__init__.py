@@ -43,6 +43,7 @@ from framework.build.verify.optimizer import (
     read_optimizer_states,
     read_rounding,
 )
+from framework.build.verify.products import read_float8_products
 from framework.build.verify.reading import FirstStep, Reading, table
 from framework.build.verify.weights import (
     read_autocast,
@@ -71,6 +72,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "weight_dtypes": read_weight_dtypes,
     "autocast": read_autocast,
     "float32_products": read_float32_products,
+    "float8_products": read_float8_products,
     "optimizer": read_optimizer,
     "rounding": read_rounding,
     "optimizer_in_backward": read_optimizer_in_backward,

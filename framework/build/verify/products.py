@@ -1,0 +1,23 @@
+"""Which linear layers multiply in 8-bit floats."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from framework.build.assembly import Assembly
+from framework.build.float8 import linear_layers
+from framework.build.verify.reading import Reading
+from framework.schema.choices import Fp8
+
+
+def read_float8_products(assembly: Assembly) -> Iterator[Reading]:
+    """The layers of torchao's class, with how many scales an operand has; asked of all that could be of it."""
+    asked = assembly.config.training.fp8
+    linear: list[Any] = [module for module in assembly.model.modules() if isinstance(module, nn.Linear)]
+    converted = [module for module in linear if type(module).__name__ == "Float8Linear"]
+    found = Counter(str(module.config.cast_config_input.scaling_granularity.value) for module in converted)
+    words = [f"{kind.replace('axiswise', 'rowwise')} in {count} layers" for kind, count in found.items()]
+    wanted = "none" if asked is Fp8.NONE else f"{asked} in {len(linear_layers(assembly.model))} layers"
+    yield Reading("training.fp8", wanted, ", ".join(words) or "none", f"class of {len(linear)} linear layers")
