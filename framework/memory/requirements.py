@@ -68,10 +68,9 @@ def _name(lever: Lever, setting: Setting) -> str:
 
 
 def _nearest(lever: Lever, setting: Setting, card: GPUParams) -> str:
-    """The setting before this one that needs no package and suits the card, one that changes no training if any."""
+    """The setting before this one in the table that needs no package and suits the card."""
     before = lever.settings[: lever.settings.index(setting)]
-    working = [item for item in reversed(before) if not item.package and suits(item.hardware, card)]
-    found = next((item.value for item in sorted(working, key=lambda item: bool(item.changes))), None)
+    found = next((item.value for item in reversed(before) if not item.package and suits(item.hardware, card)), None)
     return "leave it unset" if found is None else str(found).lower() if isinstance(found, bool) else str(found)
 
 
