@@ -64,7 +64,8 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
     Raises RequestError listing every difference that needs `--allow KEY`, or that no checkpoint can survive.
     """
     lines, problems = [], []
-    for key, before, now in _differences(saved, config.model_dump(mode="json"), ""):
+    known = _with_defaults(saved, TrainingConfig().model_dump(mode="json"))
+    for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
         if key in HARMLESS or key.startswith("gpu.") or (key in allow and key in RISKY):
             lines.append(f"{key} {change}")
@@ -75,6 +76,15 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
     if problems:
         raise RequestError(problems)
     return lines
+
+
+def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What an older version saved, with the defaults of the keys that it did not know: it ran without them."""
+    filled = {**defaults, **saved}
+    for name, default in defaults.items():
+        if isinstance(default, Mapping) and isinstance(filled[name], Mapping):
+            filled[name] = _with_defaults(filled[name], default)
+    return filled
 
 
 def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
