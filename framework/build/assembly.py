@@ -2,7 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -10,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig
 
 from framework.build.activations import arrange_blocks
-from framework.build.adapter import Adapter, attach_adapter
 from framework.build.compiled import compile_regions
 from framework.build.device_cache import DeviceCache
 from framework.build.float8 import convert_products
@@ -27,6 +26,9 @@ from framework.build.streamed_base import StreamedBase, loading_place
 from framework.schema.choices import MixedPrecision, SdpaBackend
 from framework.schema.config import TrainingConfig
 from framework.schema.training import TrainingParams
+
+if TYPE_CHECKING:
+    from framework.build.adapter import Adapter
 
 AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16}
 SDPA_BACKENDS = {
@@ -57,7 +59,7 @@ class Assembly:
     cache: DeviceCache
     export_dtype: torch.dtype
     """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
-    adapter: Adapter | None = None
+    adapter: "Adapter | None" = None
     streamed: StreamedBase | None = None
 
     @property
@@ -100,8 +102,12 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     model: nn.Module = built
     frozen = freeze(config.model, built)
     masters = autocast is not None
-    adapter = attach_adapter(config.peft, built, loaded_at, masters, lost) if config.training.use_peft else None
-    model = adapter.model if adapter is not None else model
+    adapter = None
+    if config.training.use_peft:
+        from framework.build.adapter import attach_adapter  # peft takes seconds to import
+
+        adapter = attach_adapter(config.peft, built, loaded_at, masters, lost)
+        model = adapter.model
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if streams else None

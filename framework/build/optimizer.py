@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.optimization import Adafactor
 
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW, Kernel
 from framework.build.optimizers.lion import Lion
@@ -74,6 +73,8 @@ def _make(training: TrainingParams, groups: list[dict[str, Any]], facts: _Facts)
         case Optimizer.SGD:
             return torch.optim.SGD(groups, lr=rate, momentum=training.sgd_momentum, foreach=foreach)
         case Optimizer.ADAFACTOR:
+            from transformers.optimization import Adafactor  # behind it, peft: seconds to import
+
             adafactor: torch.optim.Optimizer = Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
             return adafactor
         case Optimizer.LION:

@@ -13,6 +13,8 @@ from framework.cli.printing import print_json, print_warnings, stdout
 from framework.errors import OutOfMemory, Problem, RequestError
 
 if TYPE_CHECKING:
+    from subprocess import Popen
+
     from framework.compose import Composition
     from framework.memory.ledger import Plan
     from framework.run.measure import Measured
@@ -31,11 +33,14 @@ def plan(
     nproc: Processes = None,
 ) -> int:
     """Say what the run will cost on its card, phase by phase, without weights, data or a GPU. Exit 3: does not fit."""
-    composition = checked(recipe, overrides or (), nproc)
-    if html is not None:
-        check_writable(html, "--html")
-    measured, failure = _measured(composition) if measure else (None, None)
-    made = planned(composition)
+    from framework.run.child import rehearsing_process
+
+    with rehearsing_process() as process:
+        composition = checked(recipe, overrides or (), nproc)
+        if html is not None:
+            check_writable(html, "--html")
+        measured, failure = _measured(composition) if measure else (None, None)
+        made = planned(composition, process)
     if html is not None:
         from framework.report.page import plan_page
 
@@ -60,9 +65,10 @@ def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> 
     return report.composition
 
 
-def planned(composition: "Composition") -> "Plan":
-    """The plan of a request. Raises RequestError, each problem with the place where its key was written.
+def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "Plan":
+    """The plan of a request, made in the process that has begun, else in one of its own.
 
+    Raises RequestError, each problem with the place where its key was written.
     A quantised base is planned without quantisation too, and it is a warning when that needs no more.
     """
     from framework.checks import located
@@ -72,7 +78,7 @@ def planned(composition: "Composition") -> "Plan":
     configs = [config for config in (composition.config, unquantized(composition.config)) if config is not None]
     try:
         with ThreadPoolExecutor(len(configs)) as pool:
-            made, *plain = pool.map(plan_in_subprocess, configs)
+            made, *plain = pool.map(plan_in_subprocess, configs, (begun, None))
     except RequestError as error:
         raise RequestError(located(error.problems, composition.origins)) from None
     warning = without_gain(made, plain[0]) if plain else None

@@ -36,6 +36,11 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
         yield from _missing_compilers(config.gpu)
 
 
+def needs_package(config: TrainingConfig, name: str) -> bool:
+    """Whether a setting in effect is one that this package carries out."""
+    return any(name in setting.package.split(", ") for _, setting in _in_effect(config))
+
+
 def _missing_compilers(card: GPUParams) -> Iterator[Conflict]:
     """What torch.compile makes its kernels with: a C++ compiler for the CPU; triton, which calls a C one, for a GPU.
 

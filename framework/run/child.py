@@ -1,8 +1,10 @@
 """Rehearse in a process of its own, because a rehearsal patches torch. This module itself loads no torch."""
 
+import contextlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from framework.errors import Problem, RequestError, TunesmithError
@@ -15,13 +17,25 @@ _COMMAND = (sys.executable, "-W", "ignore", "-c", _CODE)
 _TAIL = 2000
 
 
-def plan_in_subprocess(config: TrainingConfig) -> Plan:
-    """The plan of a composed config.
+@contextlib.contextmanager
+def rehearsing_process() -> Iterator[subprocess.Popen[str]]:
+    """A process that imports what one rehearsal needs, while its config is perhaps still being composed."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def plan_in_subprocess(config: TrainingConfig, begun: subprocess.Popen[str] | None = None) -> Plan:
+    """The plan of a composed config, made in a process that has `begun`, else in a new one.
 
     Raises RequestError with the problems that the rehearsal found, TunesmithError when the child itself failed.
     """
-    finished = subprocess.run(_COMMAND, input=config.model_dump_json(), capture_output=True, text=True, check=False)
-    document = _read(finished)
+    with contextlib.nullcontext(begun) if begun is not None else rehearsing_process() as process:
+        stdout, stderr = process.communicate(config.model_dump_json())
+        document = _read(subprocess.CompletedProcess(_COMMAND, process.returncode, stdout, stderr))
     if "errors" in document:
         raise RequestError([Problem(**problem) for problem in document["errors"]])
     return Plan.from_json(document["plan"])

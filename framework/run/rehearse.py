@@ -17,7 +17,6 @@ import torch
 from framework.build.activations import keeps
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
-from framework.build.coverage import said_of_adapter
 from framework.build.loss import Batch, Observe
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
@@ -25,6 +24,7 @@ from framework.build.refuse import refuse_impossible
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import Rehearsal, make_plan
+from framework.memory.requirements import needs_package
 from framework.memory.trace import Kind, Space, Trace
 from framework.run.evaluate import evaluate
 from framework.run.footprint import read_footprint, state_space, state_tensors
@@ -51,7 +51,9 @@ def record(config: TrainingConfig) -> Rehearsal:
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     vocabulary = architecture.get_text_config().vocab_size
     tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=_joins_rows(config))
-    is_compiled = config.training.compile is True
+    is_compiled, is_adapted = config.training.compile is True, config.training.use_peft
+    if is_adapted:  # before torch is patched, too
+        from framework.build.coverage import said_of_adapter
     if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
         from framework.run import compiled_blocks
     with _no_garbage_collection(), pretend(config.gpu) as mode:
@@ -71,7 +73,8 @@ def record(config: TrainingConfig) -> Rehearsal:
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
     planned = blocks.said if blocks is not None else ()
-    said = (*map(str, assembly.frozen), *said_of_adapter(assembly), *planned)
+    covered = said_of_adapter(assembly) if is_adapted else ()
+    said = (*map(str, assembly.frozen), *covered, *planned)
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 
@@ -159,6 +162,8 @@ def main() -> int:
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the document
     config = TrainingConfig.model_validate(json.load(sys.stdin))
+    if not needs_package(config, "bitsandbytes"):  # else peft imports it wherever it is installed, for two seconds
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
     document: dict[str, Any]
     try:
         document = {"plan": rehearse(config).to_json()}

@@ -73,7 +73,7 @@ def planner(monkeypatch):
     configs = []
 
     def use_plan(made):
-        def plan_config(config):
+        def plan_config(config, begun=None):
             configs.append(config)
             if isinstance(made, Exception):
                 raise made
