@@ -184,7 +184,7 @@ def _word(value: Any) -> str:
 def predict(out: Path, only: list[str]) -> None:
     """One line a row, written before anything is measured."""
     chosen = [row for row in rows().found.values() if not only or any(word in row.name for word in only)]
-    with ProcessPoolExecutor(2) as pool, out.open("w") as file:
+    with ProcessPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool, out.open("w") as file:
         for row, plan in zip(chosen, pool.map(_plan, [row.config for row in chosen]), strict=True):
             line = {"name": row.name, "settings": row.settings, "config": row.config.model_dump(mode="json")}
             line |= {"plan": plan, "date": datetime.now(UTC).isoformat(timespec="seconds")}
