@@ -205,9 +205,12 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
 def measure(predicted: Path, out: Path, only: list[str], skip_done: bool, shard: tuple[int, int]) -> None:
     """Each row in a process forked before CUDA starts, so that imports are paid once. Lines are added as they come."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA in the parent
+    import torch
+
     import framework.run.measure  # noqa: F401
 
-    context = multiprocessing.get_context("fork")
+    # torchao, which peft imports where it is installed, may start CUDA by itself: then a fork could not use the card.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
     asked = [json.loads(line) for line in predicted.read_text().splitlines()]
     asked = [row for row in asked if not only or any(word in row["name"] for word in only)]
     done = _lines(out) if skip_done and out.exists() else {}

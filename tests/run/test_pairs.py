@@ -190,7 +190,8 @@ def test_a_pair_that_needs_a_card_trains_and_resumes(tmp_path, pair):
     """Each in a process without a started CUDA, since an allocator takes its settings only then."""
     if missing(*pair):
         pytest.skip(f"{', '.join(missing(*pair))} not installed")
-    context = multiprocessing.get_context("forkserver")
+    # Where torchao is installed, peft's import of it may start CUDA: each process then imports for itself.
+    context = multiprocessing.get_context("spawn" if is_installed("torchao") else "forkserver")
     context.set_forkserver_preload(["tests.run.test_pairs"])
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_send_fault, args=(send, tmp_path, pair))
