@@ -93,10 +93,19 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
             whole = torch.float32 if masters else model.dtype  # peft's own layers cast what they are given
             dtype = whole if ".modules_to_save." in name else adapter_dtype(params, model)
             parameter.data = parameter.data.to(dtype)
+    if params.peft_method is PeftMethod.VERA:
+        _cast_projections(adapted, adapter_dtype(params, model))
     started = sum(_start_from(layer, factors) for layer, factors in _layers(adapted, lost))
     moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed
     initial = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(adapted)} if moved else {}
     return Adapter(adapted, targets, initial, started)
+
+
+def _cast_projections(adapted: PeftModel, dtype: torch.dtype) -> None:
+    """VeRA's shared random matrices in the dtype of the vectors between them, which peft 0.21 does not see to."""
+    for shared in (adapted.base_model.vera_A, adapted.base_model.vera_B):
+        for name in list(shared.keys()):
+            shared[name] = shared[name].to(dtype)
 
 
 def _layers(adapted: PeftModel, lost: Factors) -> Iterator[tuple[nn.Module, tuple[Tensor, Tensor]]]:

@@ -379,6 +379,8 @@ def _tokenizer(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(keys, "pretrained weights do not know a new tokenizer's ids", "load_pretrained_weights: false")
 
 
+_HEADS = ("lm_head", "embed_out", "output_projection")
+"""Names that families of transformers give the matrix of the logits; others are found when the model is built."""
 _PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
 _NO_MATRICES = (PeftMethod.IA3, *_PROMPTS)
 _NOT_LORA = (PeftMethod.VERA, *_NO_MATRICES)
@@ -398,6 +400,13 @@ def _adapter(config: TrainingConfig) -> Iterator[Conflict]:
     if method in _PROMPTS and config.model.chunked_loss not in (False, "auto"):
         message = f"the chunked loss runs the model without its {method}"
         yield Conflict((key, "model.chunked_loss"), message, "chunked_loss: false")
+    for name in ("lora_modules_to_save", "lora_target_modules"):
+        written = getattr(peft, name)  # a text is a regular expression: what it matches only the model tells
+        items = () if written is None or isinstance(written, str) else written
+        on_head = [item for item in items if item.rpartition(".")[2] in _HEADS]
+        if on_head and method not in _PROMPTS and config.model.chunked_loss not in (False, "auto"):
+            message = f"the chunked loss multiplies by the head itself, without what {on_head[0]} trains beside it"
+            yield Conflict((f"peft.{name}", "model.chunked_loss"), message, "chunked_loss: false, or not the head")
     if method in _PROMPTS and peft.peft_save_mode is PeftSaveMode.MERGED:
         message = f"a {method} is tokens before the row: there is nothing to add to the weights"
         yield Conflict((key, "peft.peft_save_mode"), message, "adapter_only or adapter_and_base_model")

@@ -150,7 +150,13 @@ def resume_fault(config: TrainingConfig) -> str | None:
 
 
 RUNNABLE = [pair for pair in PAIRS if on_cpu(*pair) and not missing(*pair)]
-QUICK = set(random.Random(SEED).sample([pair for pair in RUNNABLE if not compiles(*pair)], SAMPLE))
+FAILED_ONCE = {
+    ("model.chunked_loss=256", "peft.lora_modules_to_save=[lm_head]"),
+    ("peft.peft_method=vera", "peft.adapter_dtype=bfloat16"),
+}
+"""Pairs whose faults this test has found: they are always in the sample."""
+QUICK = {pair for pair in RUNNABLE if (NAMES[pair[0]], NAMES[pair[1]]) in FAILED_ONCE}
+QUICK |= set(random.Random(SEED).sample([pair for pair in RUNNABLE if not compiles(*pair)], SAMPLE - len(QUICK)))
 PARAMETERS = [
     pytest.param(pair, id=" ".join(NAMES[number] for number in pair), marks=() if pair in QUICK else pytest.mark.slow)
     for pair in RUNNABLE
