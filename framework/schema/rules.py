@@ -99,6 +99,14 @@ def _rounding_away(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("model.torch_dtype_str", "training.learning_rate"), message, expected, is_warning=True)
 
 
+def _sdpa_backend(config: TrainingConfig) -> Iterator[Conflict]:
+    """The kernel behind sdpa is asked for where another is."""
+    kernel, backend = config.model.attn_implementation, config.model.sdpa_backend
+    if backend not in (None, "auto") and kernel not in (None, "auto", Attention.SDPA):
+        message = f"{backend} is a kernel of sdpa, and {kernel} is asked for"
+        yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "attn_implementation: sdpa")
+
+
 def _fp8(config: TrainingConfig) -> Iterator[Conflict]:
     """What torchao's linear layers can be beside."""
     training, key = config.training, "training.fp8"
@@ -423,6 +431,9 @@ def _adapter(config: TrainingConfig) -> Iterator[Conflict]:
     if method is PeftMethod.LOFTQ and not peft.q_lora:
         message = "loftq starts the adapter from what quantisation loses, and nothing is quantised"
         yield Conflict((key, "peft.q_lora"), message, "peft.q_lora: true, or another method")
+    if method is PeftMethod.DORA and peft.q_lora and peft.q_lora_bits == 8 and config.gpu.name == "cpu":
+        message = "peft 0.21 loses the scales of 8-bit weights when dora reads them on a CPU"
+        yield Conflict((key, "peft.q_lora_bits", "gpu.name"), message, "4 bits, lora, or a CUDA GPU")
     if method in (PeftMethod.PISSA, PeftMethod.OLORA) and peft.q_lora:
         message = f"{method} moves a part of each weight into the adapter, which a quantised weight cannot lose exactly"
         yield Conflict((key, "peft.q_lora"), message, "lora or loftq")
@@ -522,12 +533,6 @@ IDLE = (
         "peft.peft_method is neither prefix nor prompt",
     ),
     Idle(
-        ("model.sdpa_backend",),
-        "model.attn_implementation",
-        lambda c: c.model.attn_implementation not in (None, "auto", Attention.SDPA),
-        "model.attn_implementation is not sdpa",
-    ),
-    Idle(
         ("training.min_learning_rate",),
         "training.lr_scheduler_type",
         lambda c: c.training.lr_scheduler_type != Scheduler.COSINE_WITH_MIN_LR,
@@ -624,6 +629,7 @@ RULES = (
     _offloaded_base,
     _card,
     _half_attention,
+    _sdpa_backend,
     _fp8,
     _batch,
     _steps,
