@@ -14,6 +14,7 @@ from framework.build.compiled import compile_regions
 from framework.build.device_cache import DeviceCache
 from framework.build.float8 import convert_products
 from framework.build.freeze import Frozen, freeze
+from framework.build.liger import use_liger_kernels
 from framework.build.loss import Loss, build_loss
 from framework.build.model import build_model
 from framework.build.optimizer import build_optimizer
@@ -99,6 +100,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     built = build_model(config, architecture, loaded_at, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
+    use_liger_kernels(config.model, built)
     model: nn.Module = built
     frozen = freeze(config.model, built)
     masters = autocast is not None

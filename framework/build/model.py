@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 
 from framework.build.hub import hub_is_reachable, nearest, one_line
 from framework.build.isolation import refuse_leaks
+from framework.build.liger import refuse_unknown_to_liger
 from framework.build.place import Place
 from framework.build.quantize import quantization
 from framework.build.tokenizer import END_TOKEN_ID
@@ -43,6 +44,7 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in found]
     if derived:
         raise RequestError(derived)
+    refuse_unknown_to_liger(resolved.model, architecture)
     refuse_leaks(resolved, architecture)
     return resolved, architecture
 

@@ -445,6 +445,22 @@ KERNELS = (
         "Which kernel `sdpa` must take; unset, torch picks by card, dtype and head width. `math` keeps all scores.",
     ),
     Lever(
+        "model.enable_liger_kernel",
+        (
+            Setting(False),
+            Setting(
+                True,
+                "not measured alone (+28.5 % tokens/s with Liger's loss, 1B; H100, SPEED.md section 3, 2026-11)",
+                hardware="cuda 7.0",
+                package="liger-kernel, triton",
+            ),
+        ),
+        ("activations", "temporaries"),
+        "liger_kernels",
+        "Norms, MLPs and rotary positions as one Triton kernel each, which keep less for backward. Not the loss: "
+        "`model.chunked_loss` never builds the logits, faster than Liger's own.",
+    ),
+    Lever(
         "model.chunked_loss",
         (
             Setting(False),

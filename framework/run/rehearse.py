@@ -56,7 +56,12 @@ def record(config: TrainingConfig) -> Rehearsal:
         from framework.build.coverage import said_of_adapter
     if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
         from framework.run import compiled_blocks
-    with _no_garbage_collection(), pretend(config.gpu) as mode:
+    launches = contextlib.nullcontext()
+    if config.model.enable_liger_kernel is True:
+        from framework.run.launches import noted_launches
+
+        launches = noted_launches(tracker.record_launch)
+    with _no_garbage_collection(), pretend(config.gpu) as mode, launches:
         with torch.device(place.device):  # adapters too are made without storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)

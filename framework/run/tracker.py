@@ -187,6 +187,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A generated kernel that moves `moved` bytes was launched."""
         self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, "", (), True))
 
+    def record_launch(self, name: str, moved: int) -> None:
+        """Python code has launched a kernel that is no operator of torch's."""
+        self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, ""))
+
     # -- torch calls
     def __enter__(self) -> "Tracker":
         resize, tracker = self._resize, self

@@ -30,7 +30,6 @@ ROWS = (
         ),
         "attention over several devices",
     ),
-    Row("model.enable_liger_kernel", (False,), "Liger kernels"),
     Row("fsdp.enable_fsdp", (False,), "sharding"),
     Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
     Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),

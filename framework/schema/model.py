@@ -37,7 +37,8 @@ class ModelParams(Params):
     """The kernel that `sdpa` must take: `cudnn`, `flash`, `efficient` or `math`, which keeps sequence x sequence scores
     per head. Unset: torch's choice for the card. One that cannot serve the model is an error."""
     enable_liger_kernel: bool | Auto = False
-    """Fused Triton kernels and a loss that never builds the logits. Needs the package liger-kernel and a GPU."""
+    """Liger's fused kernels for norms, MLPs and rotary positions: fewer activations and launches. Needs a GPU and the
+    packages liger-kernel and triton. The loss that never builds the logits is `chunked_loss`, on or off beside it."""
     chunked_loss: bool | Auto | Positive = False
     """Compute head and loss over this many tokens at a time (true: 1024), so that the logits never exist in full."""
     model_max_length: Positive | Auto | None = None

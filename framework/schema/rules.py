@@ -265,6 +265,23 @@ def _recompute(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict((key, "model.attn_implementation", "model.sdpa_backend"), message, "a fused kernel, or full")
 
 
+def _liger(config: TrainingConfig) -> Iterator[Conflict]:
+    """What Liger's kernels do not go with: they are closed to the compiler, and write over what a policy would keep."""
+    training, key = config.training, "model.enable_liger_kernel"
+    if config.model.enable_liger_kernel is not True:
+        return
+    if training.compile is True:
+        message = "the compiler fuses the same work itself, and cannot see into Liger's kernels"
+        yield Conflict((key, "training.compile"), message, "one of the two; compile=true is as fast (SPEED.md)")
+    policy = training.gradient_checkpointing_policy
+    if training.enable_gradient_checkpointing is True and policy is CheckpointingPolicy.SAVE_MATMULS:
+        message = "Liger rotates queries and keys where their products were kept: they would be rotated twice"
+        yield Conflict((key, "training.gradient_checkpointing_policy"), message, "full or save_attention")
+    if config.model.chunked_loss is False:
+        message = "its kernels are all but the loss: the logits are built in full"
+        yield Conflict((key, "model.chunked_loss"), message, "model.chunked_loss=true beside it", is_warning=True)
+
+
 def _offloaded_base(config: TrainingConfig) -> Iterator[Conflict]:
     training, key = config.training, "model.offload_frozen_base"
     if config.model.offload_frozen_base is not True:
@@ -626,6 +643,7 @@ RULES = (
     _padding,
     _compile,
     _recompute,
+    _liger,
     _offloaded_base,
     _card,
     _half_attention,

@@ -34,6 +34,7 @@ from framework.build.verify.documents import (
     read_packed_rows,
     read_rows_end_to_end,
 )
+from framework.build.verify.liger import read_liger_kernels
 from framework.build.verify.loss import read_chunked_loss
 from framework.build.verify.offloaded_base import read_offloaded_base, read_offloaded_base_again
 from framework.build.verify.optimizer import (
@@ -81,6 +82,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "keeping_blocks": read_keeping_blocks,
     "attention_kernel": read_attention_kernel,
     "sdpa_kernel": read_sdpa_kernel,
+    "liger_kernels": read_liger_kernels,
     "chunked_loss": read_chunked_loss,
     "isolation": read_isolation,
     "frozen_modules": read_frozen_modules,

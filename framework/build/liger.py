@@ -1,0 +1,157 @@
+"""Liger's Triton kernels for the norms, MLPs and rotary positions of one model, and of no other.
+
+Liger replaces names in transformers' files: classes, and the function that rotates queries and keys, which every model
+of the process would find from then on. Here each such name is put back, and the modules of this model that call a
+replaced function get a forward of their own that finds Liger's.
+
+What Liger has and is left out:
+- its loss. Ours is a sum that is divided by the tokens of the global batch, and `model.chunked_loss` never builds the
+  logits either, on any device, 12 ms (1B, 8,192 tokens) to 51 ms (0.6B, 16,384) faster on an H100 (SPEED.md section 4);
+- its experts, which know neither autocast nor frozen weights and wait for the host: transformers' grouped product stays.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from framework.build.hub import one_line
+from framework.errors import Problem, RequestError
+from framework.schema.model import ModelParams
+
+KEY = "model.enable_liger_kernel"
+INSTEAD = "false; training.compile=true fuses the same work in any model, and model.chunked_loss=true the loss"
+_PACKAGE = "liger_kernel"
+_ACTIVATIONS = {"SwiGLU": "silu", "Top2MLP": "silu", "GEGLU": "gelu_pytorch_tanh"}
+"""Part of the name of Liger's MLP -> the activation that its kernel computes, whatever the model's own is."""
+
+
+def refuse_unknown_to_liger(params: ModelParams, architecture: PretrainedConfig) -> None:
+    """Raises RequestError, before anything is built, where Liger is not installed or has nothing for this model."""
+    if params.enable_liger_kernel is not True:
+        return
+    missing = [name for name in (_PACKAGE, "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing).replace("_", "-")
+        message = f"the real package is run, in a plan too, and {names} is not installed"
+        raise RequestError([Problem(KEY, message, expected=f"pip install liger-kernel triton, or {INSTEAD}")])
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if architecture.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        message = f"liger-kernel {version('liger-kernel')} has no kernels for {architecture.model_type}"
+        raise RequestError([Problem(KEY, message, expected=INSTEAD)])
+
+
+def use_liger_kernels(params: ModelParams, model: PreTrainedModel) -> None:
+    """Give the modules of `model` Liger's kernels, when that was asked for. Names and weights stay as they are.
+
+    Raises RequestError for a model whose MLPs compute something else than Liger's would.
+    """
+    if params.enable_liger_kernel is not True:
+        return
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    try:
+        with _names_put_back() as replaced:
+            _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
+        message = f"liger-kernel {version('liger-kernel')} does not fit this {model.config.model_type}"
+        raise RequestError([Problem(KEY, f"{message}: {one_line(error)}", expected=INSTEAD)]) from None
+    for module in model.modules():
+        name = _origin(module.forward) or ""
+        if name.endswith("Experts"):
+            for attribute in ("forward", "_get_name"):
+                vars(module).pop(attribute, None)
+        _refuse_other_activation(module, name)
+        functions = {key: value for key, value in replaced.get(type(module).__module__, {}).items() if _is_read(module, key)}
+        if functions and "forward" not in vars(module):
+            forward = _finding(type(module).forward, functions)
+            vars(module)["forward"] = MethodType(forward, module)
+
+
+@contextlib.contextmanager
+def _names_put_back() -> Iterator[dict[str, dict[str, Any]]]:
+    """At the end of the block, transformers' files and torch.nn have the names they had before.
+
+    Yields what was replaced: file -> name of a function -> its replacement.
+    """
+    replaced: dict[str, dict[str, Any]] = {}
+    files = [file for name, file in sys.modules.items() if name.startswith("transformers.models.")]
+    owners: list[ModuleType] = [file for file in (*files, nn, nn.functional) if isinstance(file, ModuleType)]
+    before = [dict(vars(owner)) for owner in owners]
+    activations = dict(dict.items(ACT2FN))  # its own items() make an instance of each
+    try:
+        yield replaced
+    finally:
+        for owner, names in zip(owners, before, strict=True):
+            for name, value in names.items():
+                new = vars(owner).get(name)
+                if new is not value:
+                    setattr(owner, name, value)
+                    if inspect.isfunction(new):
+                        replaced.setdefault(owner.__name__, {})[name] = new
+        ACT2FN.update(activations)
+
+
+def _is_read(module: nn.Module, name: str) -> bool:
+    return name in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+def _finding(function: Any, names: Mapping[str, Any]) -> Any:
+    """A copy of `function` that finds `names` where it would look for those of its file; decorators are copied too."""
+    inner = getattr(function, "__wrapped__", None)
+    cells: tuple[CellType, ...] = function.__closure__ or ()
+    found = function.__globals__ if inner is not None else {**function.__globals__, **names}
+    if inner is not None:
+        copied = _finding(inner, names)
+        cells = tuple(CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
+    copy = FunctionType(function.__code__, found, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__, copy.__qualname__, copy.__doc__ = function.__kwdefaults__, function.__qualname__, function.__doc__
+    vars(copy).update(vars(function))
+    if inner is not None and any(cell.cell_contents is copied for cell in cells):
+        vars(copy)["__wrapped__"] = copied  # else the decorator calls the old one, which a reader is to see
+    return copy
+
+
+def _refuse_other_activation(module: nn.Module, name: str) -> None:
+    own = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    computed = next((activation for part, activation in _ACTIVATIONS.items() if part in name), None)
+    if own is None or computed is None or type(own) is type(ACT2FN[computed]):
+        return
+    message = f"Liger's MLP computes {computed}, and this model's activation is {type(own).__name__}"
+    raise RequestError([Problem(KEY, message, expected=INSTEAD)])
+
+
+def liger_kernels(module: nn.Module) -> Counter[str]:
+    """Names of Liger's classes and functions that the forwards of `module` and of all in it run, with how often."""
+    return Counter(name for inner in module.modules() for name in _names_in(inner))
+
+
+def _names_in(module: nn.Module) -> Iterator[str]:
+    origin = _origin(module.forward)
+    if origin is not None:
+        yield origin
+        return
+    function = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
+    if not isinstance(function, FunctionType):
+        return
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if inspect.isfunction(called) and called.__module__.startswith(f"{_PACKAGE}."):
+            yield called.__name__
+
+
+def _origin(forward: Any) -> str | None:
+    """The class of Liger that a forward is of; None for one that is not Liger's."""
+    function = getattr(forward, "__func__", forward)
+    of_liger = str(getattr(function, "__module__", "")).startswith(f"{_PACKAGE}.")
+    return str(function.__qualname__).partition(".")[0] if of_liger else None
