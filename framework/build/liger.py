@@ -7,12 +7,13 @@ replaced function get a forward of their own that finds Liger's.
 What Liger has and is left out:
 - its loss. Ours is a sum that is divided by the tokens of the global batch, and `model.chunked_loss` never builds the
   logits either, on any device, 12 ms (1B, 8,192 tokens) to 51 ms (0.6B, 16,384) faster on an H100 (SPEED.md section 4);
-- its experts, which know neither autocast nor frozen weights and wait for the host: transformers' grouped product stays.
+- its experts, which know neither autocast nor frozen weights and wait for the host: transformers' own stay.
 """
 
 import contextlib
 import importlib.util
 import inspect
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,8 @@ def use_liger_kernels(params: ModelParams, model: PreTrainedModel) -> None:
         return
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
+    # at its first rotation it lists, as warnings, what the kernels of other vendors lack
+    logging.getLogger("liger_kernel.backends.registry").setLevel(logging.ERROR)
     try:
         with _names_put_back() as replaced:
             _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
@@ -67,15 +70,14 @@ def use_liger_kernels(params: ModelParams, model: PreTrainedModel) -> None:
         message = f"liger-kernel {version('liger-kernel')} does not fit this {model.config.model_type}"
         raise RequestError([Problem(KEY, f"{message}: {one_line(error)}", expected=INSTEAD)]) from None
     for module in model.modules():
-        name = _origin(module.forward) or ""
-        if name.endswith("Experts"):
+        kernel = _origin(module.forward)
+        if kernel is None:
+            _call_replaced(module, replaced.get(type(module).__module__, {}))
+        elif kernel.endswith("Experts"):
             for attribute in ("forward", "_get_name"):
                 vars(module).pop(attribute, None)
-        _refuse_other_activation(module, name)
-        functions = {key: value for key, value in replaced.get(type(module).__module__, {}).items() if _is_read(module, key)}
-        if functions and "forward" not in vars(module):
-            forward = _finding(type(module).forward, functions)
-            vars(module)["forward"] = MethodType(forward, module)
+        else:
+            _refuse_other_activation(module, kernel)
 
 
 @contextlib.contextmanager
@@ -102,8 +104,13 @@ def _names_put_back() -> Iterator[dict[str, dict[str, Any]]]:
         ACT2FN.update(activations)
 
 
-def _is_read(module: nn.Module, name: str) -> bool:
-    return name in inspect.unwrap(type(module).forward).__code__.co_names
+def _call_replaced(module: nn.Module, replaced: Mapping[str, Any]) -> None:
+    """Let the forward of `module` alone find the replacements of the functions that it calls."""
+    forward: Any = type(module).forward
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    called = {name: value for name, value in replaced.items() if code is not None and name in code.co_names}
+    if called:
+        vars(module)["forward"] = MethodType(_finding(forward, called), module)
 
 
 def _finding(function: Any, names: Mapping[str, Any]) -> Any:
@@ -115,7 +122,7 @@ def _finding(function: Any, names: Mapping[str, Any]) -> Any:
         copied = _finding(inner, names)
         cells = tuple(CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
     copy = FunctionType(function.__code__, found, function.__name__, function.__defaults__, cells)
-    copy.__kwdefaults__, copy.__qualname__, copy.__doc__ = function.__kwdefaults__, function.__qualname__, function.__doc__
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
     vars(copy).update(vars(function))
     if inner is not None and any(cell.cell_contents is copied for cell in cells):
         vars(copy)["__wrapped__"] = copied  # else the decorator calls the old one, which a reader is to see

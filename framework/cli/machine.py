@@ -21,6 +21,7 @@ PACKAGES = (
     "torch",
     "torchao",
     "transformers",
+    "triton",
     "wandb",
 )
 """Those that a recipe can need."""

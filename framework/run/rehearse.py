@@ -56,11 +56,12 @@ def record(config: TrainingConfig) -> Rehearsal:
         from framework.build.coverage import said_of_adapter
     if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
         from framework.run import compiled_blocks
-    launches = contextlib.nullcontext()
+    launches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    launched: tuple[str, ...] = ()
     if config.model.enable_liger_kernel is True:
-        from framework.run.launches import noted_launches
+        from framework.run.launches import SAID, noted_launches
 
-        launches = noted_launches(tracker.record_launch)
+        launches, launched = noted_launches(tracker.record_launch), (SAID,)
     with _no_garbage_collection(), pretend(config.gpu) as mode, launches:
         with torch.device(place.device):  # adapters too are made without storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
@@ -79,7 +80,7 @@ def record(config: TrainingConfig) -> Rehearsal:
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
     planned = blocks.said if blocks is not None else ()
     covered = said_of_adapter(assembly) if is_adapted else ()
-    said = (*map(str, assembly.frozen), *covered, *planned)
+    said = (*map(str, assembly.frozen), *covered, *planned, *launched)
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 

@@ -116,3 +116,12 @@ def test_kernels_of_the_flash_package_do_not_compute_in_float32(kernel):
     }
     with pytest.raises(RequestError, match="does not compute in float32"):
         check(TrainingConfig.model_validate(config), PLAN)
+
+
+def test_ligers_kernels_need_a_card_and_two_packages(monkeypatch):
+    model, key = {"enable_liger_kernel": True}, "model.enable_liger_kernel"
+    assert "this is the cpu" in unmet(model=model, gpu=CPU)[key].message
+    assert "capability 7.0" in unmet(model=model, gpu=card("6.1"))[key].message
+    monkeypatch.setattr(requirements, "is_installed", lambda name: False)
+    assert "needs liger-kernel and triton" in unmet(here=True, model=model, gpu=card("7.0"))[key].message
+    assert key not in unmet(model=model, gpu=card("7.0"))

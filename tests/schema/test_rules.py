@@ -304,3 +304,30 @@ def test_offloaded_activations_go_with_neither_compiled_code_nor_a_prefix():
     prefix = conflicts(training={"activation_offload": True, "use_peft": True}, peft={"peft_method": "prefix"})
     assert prefix["peft.peft_method"].keys[1] == key
     assert not conflicts(training={"activation_offload": True})
+
+
+@pytest.mark.parametrize(
+    ("training", "other"),
+    [
+        ({"compile": True}, "training.compile"),
+        (
+            {"enable_gradient_checkpointing": True, "gradient_checkpointing_policy": "save_matmuls"},
+            "training.gradient_checkpointing_policy",
+        ),
+    ],
+)
+def test_ligers_kernels_are_refused_with_what_they_do_not_go_with(training, other):
+    key, card = "model.enable_liger_kernel", {"name": "h100_80gb", "capability": "9.0"}
+    model = {"enable_liger_kernel": True, "chunked_loss": True}
+    clash = conflicts(gpu=card, model=model, training=training)[key]
+    assert clash.keys == (key, other)
+    assert clash.expected
+    assert not clash.is_warning
+    allowed = {**training, "compile": False, "gradient_checkpointing_policy": "full"}
+    assert key not in conflicts(gpu=card, model=model, training=allowed)
+
+
+def test_ligers_kernels_without_the_loss_that_builds_no_logits_are_said():
+    found = conflicts(model={"enable_liger_kernel": True})["model.enable_liger_kernel"]
+    assert found.is_warning
+    assert found.expected == "model.chunked_loss=true beside it"
