@@ -23,7 +23,9 @@ from framework.schema.choices import (
     TorchDtype,
 )
 from framework.schema.config import TrainingConfig
+from framework.schema.conflict import Conflict
 from framework.schema.keys import dotted, values
+from framework.schema.liger_rules import find_liger_conflicts
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,6 @@ class Needs:
     data: Literal["unneeded", "advised", "required"] = "unneeded"
     devices: Literal["one", "any"] = "one"
     """`any` for a verb that looks at one device's share and runs nothing."""
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Keys that do not go together, the one to change first, and why."""
-
-    keys: tuple[str, ...]
-    message: str
-    expected: str | None = None
-    is_warning: bool = False
 
 
 def find_conflicts(config: TrainingConfig, needs: Needs) -> list[Conflict]:
@@ -263,23 +255,6 @@ def _recompute(config: TrainingConfig) -> Iterator[Conflict]:
     if policy is CheckpointingPolicy.SAVE_ATTENTION and in_parts:
         message = "this attention is many small operators: no one result of it could be kept"
         yield Conflict((key, "model.attn_implementation", "model.sdpa_backend"), message, "a fused kernel, or full")
-
-
-def _liger(config: TrainingConfig) -> Iterator[Conflict]:
-    """What Liger's kernels do not go with: they are closed to the compiler, and write over what a policy would keep."""
-    training, key = config.training, "model.enable_liger_kernel"
-    if config.model.enable_liger_kernel is not True:
-        return
-    if training.compile is True:
-        message = "the compiler fuses the same work itself, and cannot see into Liger's kernels"
-        yield Conflict((key, "training.compile"), message, "one of the two; compile=true is as fast (SPEED.md)")
-    policy = training.gradient_checkpointing_policy
-    if training.enable_gradient_checkpointing is True and policy is CheckpointingPolicy.SAVE_MATMULS:
-        message = "Liger rotates queries and keys where their products were kept: they would be rotated twice"
-        yield Conflict((key, "training.gradient_checkpointing_policy"), message, "full or save_attention")
-    if config.model.chunked_loss is False:
-        message = "its kernels are all but the loss: the logits are built in full"
-        yield Conflict((key, "model.chunked_loss"), message, "model.chunked_loss=true beside it", is_warning=True)
 
 
 def _offloaded_base(config: TrainingConfig) -> Iterator[Conflict]:
@@ -643,7 +618,7 @@ RULES = (
     _padding,
     _compile,
     _recompute,
-    _liger,
+    find_liger_conflicts,
     _offloaded_base,
     _card,
     _half_attention,

@@ -23,8 +23,9 @@ from framework.memory.levers import every_setting, word
 from framework.memory.requirements import is_installed, suits
 from framework.run import trainer
 from framework.schema.config import TrainingConfig
+from framework.schema.conflict import Conflict
 from framework.schema.gpu import GPUParams
-from framework.schema.rules import TORCHAO, Conflict, Needs, find_conflicts
+from framework.schema.rules import TORCHAO, Needs, find_conflicts
 from tests.optimizers import LOW_RANK, WIDE
 from tests.settings import sections
 
