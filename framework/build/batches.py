@@ -164,8 +164,13 @@ class GlobalBatches:
 
     def rows_of(self, step: int) -> list[int]:
         """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first); of a pack, all in it."""
-        taken = [index for share, _ in next(self._steps(step)) for index in share]
-        return [row for index in taken for row in self.rows.rows_of(index)] if isinstance(self.rows, Packs) else taken
+        return [row for share in self.shares_of(step) for row in share]
+
+    def shares_of(self, step: int) -> list[list[int]]:
+        """The same for each of its micro batches."""
+        shares = [list(share) for share, _ in next(self._steps(step))]
+        packs = self.rows if isinstance(self.rows, Packs) else None
+        return [[row for pack in share for row in packs.rows_of(pack)] for share in shares] if packs else shares
 
     @property
     def _micro_batches(self) -> MicroBatches:

@@ -39,6 +39,11 @@ class LossScale:
         self.skipped += 1
         return True
 
+    def forget_step(self) -> None:
+        """Have a step that failed half way leave no note that its gradients were unscaled."""
+        if self.enabled:
+            self.scaler._per_optimizer_states.clear()
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain numbers (a scale is a power of two); empty when disabled."""
         return {**self.scaler.state_dict(), "skipped": self.skipped} if self.enabled else {}

@@ -7,13 +7,11 @@ states and the step. Tensors are safetensors, the rest is JSON; nothing is pickl
 import contextlib
 import json
 import os
-import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -21,7 +19,9 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.errors import Problem, RequestError, SaveFailed
+from framework.memory.explain.causes import Repair
 from framework.run.optimizer_state import flat_state, restore_state
+from framework.run.random_state import random_state, restore_random_state
 
 FORMAT = 1
 """Version of the files in a checkpoint."""
@@ -69,7 +69,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("step-????????"))
 
 
-def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int) -> Path:
+def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int, repairs: Sequence[Repair] = ()) -> Path:
     """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
 
     Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
@@ -78,12 +78,13 @@ def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int) -> P
     with written_aside(target) as aside:
         weights = trained_state(assembly.model)
         tensors, numbers = flat_state(assembly)
-        random_tensors, random_numbers = _random_state()
+        random_tensors, random_numbers = random_state()
         for name, part in ((_WEIGHTS, weights), (_OPTIMIZER, tensors), (_RANDOM, random_tensors)):
             save_file(part, aside / name)
             verify_tensors(aside / name, part)
         state = {"format": FORMAT, "step": step, "optimizer": numbers, "random": random_numbers}
         state["loss_scale"] = assembly.loss_scale.state()
+        state["repairs"] = [repair.to_json() for repair in repairs]
         state["config"] = assembly.config.model_dump(mode="json")
         (aside / _STATE).write_text(json.dumps(state))
     for old in checkpoints(folder)[:-keep]:
@@ -118,15 +119,6 @@ def _shape(stored: Any, name: str) -> tuple[int, ...]:
     return tuple(stored.get_slice(name).get_shape())
 
 
-def _random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    numpy_state = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
-    return tensors, {"python": random.getstate(), "numpy": numpy_state}
-
-
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint. Raises RequestError when it is of another format or damaged."""
     try:
@@ -157,16 +149,6 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
         for name, tensor in expected.items():
             tensor.copy_(stored.pop(name))
     restore_state(assembly, load_file(checkpoint / _OPTIMIZER), state["optimizer"])
-    _restore_random(load_file(checkpoint / _RANDOM), state["random"])
+    restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
     assembly.loss_scale.restore(state.get("loss_scale", {}))
     return int(state["step"])
-
-
-def _restore_random(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
-    version, internal, gauss = numbers["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = numbers["numpy"]
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

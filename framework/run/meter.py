@@ -7,6 +7,7 @@ import psutil
 import torch
 
 from framework.build.place import Place
+from framework.memory.ledger import STEP_PHASES
 
 
 @dataclass
@@ -36,6 +37,13 @@ class Meter:
         """Close the phase that was running, note its peak, and begin `phase`."""
         self._close()
         self._phase = phase
+
+    def forget_steps(self) -> None:
+        """Measure the phases of a step anew: they are of a smaller size from now on."""
+        self._close()
+        self.phases = {name: peak for name, peak in self.phases.items() if name not in STEP_PHASES}
+        self.allocated = self.reserved = max(self.phases.values(), default=0)
+        self._phase = "end"
 
     def _close(self) -> None:
         if self.place.kind == "cuda":

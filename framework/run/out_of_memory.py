@@ -39,10 +39,17 @@ class Watch:
     tokens: Sequence[int] = ()
     floors: deque[int] = field(default_factory=lambda: deque(maxlen=FLOORS))
     largest: int = 0
+    micro_batch: int = 0
+    """Which micro batch of the step is in hand, from 1; 0 before the first."""
 
     def begin(self, step: int, tokens: Sequence[int]) -> None:
         """A step begins with micro batches of so many tokens, padding included."""
-        self.step, self.tokens = step, tokens
+        self.step, self.tokens, self.micro_batch = step, tokens, 0
+
+    def observe(self, phase: str) -> None:
+        """A phase begins."""
+        self.meter.observe(phase)
+        self.micro_batch += phase == "forward"
 
     def end(self) -> None:
         """The step is done: note what stays allocated."""
@@ -103,17 +110,21 @@ def explained_failures(watch: Watch, forecast: Forecast | None, folder: Path | N
 def _explained(error: Exception, watch: Watch, forecast: Forecast | None, folder: Path | None) -> OutOfMemory:
     circumstances = watch.circumstances()
     text = "".join(traceback.format_exception(error))
-    kept = _keep(text, circumstances, watch.meter.place, folder) if folder is not None else []
+    kept = keep_moment(text, circumstances, watch.meter.place, folder) if folder is not None else []
+    more = [f"kept in {folder}: {', '.join(kept)}; `tunesmith explain {folder}` says this again"] if kept else []
+    return explained(text, circumstances, forecast, more)
+
+
+def explained(text: str, circumstances: Circumstances, forecast: Forecast | None, more: Sequence[str]) -> OutOfMemory:
+    """The failure with its explanation, waited for, and `more` lines."""
     if forecast is not None:
         forecast.wait(PATIENCE)
     plan = forecast.document if forecast is not None else None
     lines = explanation_lines(explain_evidence(Evidence(text, circumstances, plan)))
-    if kept:
-        lines.append(f"kept in {folder}: {', '.join(kept)}; `tunesmith explain {folder}` says this again")
-    return OutOfMemory("\n".join(lines))
+    return OutOfMemory("\n".join([*lines, *more]))
 
 
-def _keep(text: str, circumstances: Circumstances, place: Place, folder: Path) -> list[str]:
+def keep_moment(text: str, circumstances: Circumstances, place: Place, folder: Path) -> list[str]:
     """Write what is left of the moment; names of the files. A disk that is full must not hide the failure itself."""
     summary = torch.cuda.memory_summary(place.device) if place.kind == "cuda" else ""
     kept = []

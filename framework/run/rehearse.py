@@ -26,13 +26,14 @@ from framework.memory.ledger import Plan
 from framework.memory.planning import Rehearsal, make_plan
 from framework.memory.requirements import needs_package
 from framework.memory.trace import Kind, Space, Trace
+from framework.run.attempt import copied_to_host
 from framework.run.evaluate import evaluate
 from framework.run.footprint import read_footprint, state_space, state_tensors
 from framework.run.loading import record_load
 from framework.run.pretend import pretend
-from framework.run.step import train_step
+from framework.run.step import keep_nothing, train_step
 from framework.run.tracker import Tracker
-from framework.schema.choices import CheckpointingPolicy
+from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
 REHEARSED_MICRO_BATCHES = 2
@@ -133,7 +134,7 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
         evaluate(assembly, [make_batch(assembly, int(config.training.per_device_eval_batch_size))], observe)
         observe("end")
     evaluated = len(marks) - 1
-    _step(assembly, observe)
+    _step(tracker, assembly, observe)
     observe("end")
     stepped = len(marks) - 1
     tracker.trace.repeat(evaluated, stepped)
@@ -151,10 +152,22 @@ def _claim_states(tracker: Tracker, assembly: Assembly) -> None:
             tracker.claim_elsewhere(tensor, Kind.OPTIMIZER, space)
 
 
-def _step(assembly: Assembly, observe: Observe) -> None:
-    config = assembly.config
+def _step(tracker: Tracker, assembly: Assembly, observe: Observe) -> None:
+    config, place = assembly.config, assembly.place
     micro_batches = [make_batch(assembly, config.batch.per_device) for _ in range(config.batch.accumulation)]
-    train_step(assembly, micro_batches[:REHEARSED_MICRO_BATCHES], 1, observe)
+    copies: list[torch.Tensor] = []
+
+    def before_update() -> None:
+        """The way back out of a first update, which lasts until the step is done."""
+        copies.extend(copied_to_host(assembly.trained, place))
+        if place.kind == "cpu":
+            tracker.claim(copies, Kind.WEIGHTS)
+        else:
+            for copy in copies:
+                tracker.claim_elsewhere(copy, Kind.WEIGHTS, Space.HOST)
+
+    keep = before_update if config.training.on_oom is OnOutOfMemory.SHRINK else keep_nothing
+    train_step(assembly, micro_batches[:REHEARSED_MICRO_BATCHES], 1, observe, keep)
 
 
 def make_batch(assembly: Assembly, rows: int) -> Batch:

@@ -17,7 +17,7 @@ from transformers import set_seed
 
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
-from framework.build.batches import GlobalBatches, eval_batches
+from framework.build.batches import GlobalBatches, MicroBatch, eval_batches
 from framework.build.compiled import newly_plain
 from framework.build.documents import document_lengths, on_device
 from framework.build.loss import Batch
@@ -31,9 +31,19 @@ from framework.build.verify import (
     verify_emptied_cache,
     verify_first_step,
 )
-from framework.errors import DoesNotFit, Interrupted, NonFinite, Problem, RequestError, VerificationFailed
+from framework.errors import (
+    DoesNotFit,
+    Interrupted,
+    NonFinite,
+    Problem,
+    RequestError,
+    TunesmithError,
+    VerificationFailed,
+)
+from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from framework.run.comparison import compare
 from framework.run.evaluate import evaluate
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs, read_inputs
@@ -46,6 +56,8 @@ from framework.run.record import RunFolder, clear, environment, make, open_folde
 from framework.run.resume import check_resume
 from framework.run.room import require_room
 from framework.run.step import StepResult
+from framework.run.survive import EVAL, remembered, shrunk, tries
+from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
 Planner = Callable[[TrainingConfig], Forecast]
@@ -69,15 +81,19 @@ class Session:
     meter: Meter
     forecast: Forecast | None
     watch: Watch
+    planner: Planner | None = None
     step: int = 0
     saved: int = -1
+    repairs: list[Repair] = field(default_factory=list)
     interrupt: Interrupt = field(default_factory=Interrupt)
     evals: list[dict[str, float]] = field(default_factory=list)
     _clock: float = 0.0
     _seen: FirstStep | None = None
     _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
-    _has_stepped: bool = False
+    has_stepped: bool = False
+    """Whether this process has changed weights."""
     _moved_elements: MovedElements | None = None
+    _stream: Iterator[list[MicroBatch]] | None = None
     _began: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,15 +133,52 @@ class Session:
         if self.forecast is not None:
             self.forecast.stop(after)
 
-    def steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        """(number, micro batches on the device) of each optimizer step that is left."""
-        micro_batches = self.batches.start(self.step)
-        for step in range(self.step + 1, self.total + 1):
-            made = next(micro_batches)
-            self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
-            if not self._has_stepped:
-                self._seen = self._look(made)
-            yield step, [self._moved(batch) for batch in made]
+    def take(self, step: int) -> list[Batch]:
+        """The micro batches of an optimizer step, on the device. Call it for one step after the other."""
+        if self._stream is None:
+            self._stream = self.batches.start(step - 1)
+        made = next(self._stream)
+        self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
+        if not self.has_stepped:
+            self._seen = self._look(made)
+        return [self._moved(batch) for batch in made]
+
+    def rows_in_hand(self) -> list[int]:
+        """Numbers of the training rows in the micro batch at work; none between two."""
+        at, micro_batch = self.watch.step, self.watch.micro_batch
+        shares = self.batches.shares_of(at - 1) if at is not None else []
+        return shares[micro_batch - 1] if 0 < micro_batch <= len(shares) else []
+
+    def shrink(self, repair: Repair) -> None:
+        """Go on with a smaller size: the same rows a step in the same order, cut into more micro batches."""
+        self.repairs.append(repair)
+        self.config = shrunk(self.config, repair)
+        self.assembly = replace(self.assembly, config=self.config)
+        self.batches, self._stream = replace(self.batches, batch=self.config.batch), None
+        self.meter.forget_steps()
+        self.folder.write_config(self.config)
+        self.progress.say(f"out of memory, undone and made again: {repair}; batch {self.config.batch}")
+
+    def plan_again(self) -> None:
+        """Predict the run at the size that it has shrunk to."""
+        if self.forecast is None or self.planner is None:
+            return
+        self.forecast.stop()
+        with contextlib.suppress(TunesmithError):
+            self.forecast = self.planner(self.config)
+            self.keep_forecast()
+
+    def write_memory(self) -> dict[str, Any]:
+        """`memory.json`: what was predicted next to what was measured, so far."""
+        document = compare(self.plan, self.meter.document())
+        document["repairs"] = [repair.to_json() for repair in self.repairs]
+        self.folder.write_json("memory.json", document)
+        return document
+
+    def keep_forecast(self) -> None:
+        """Store the plan in the run folder, now and whenever more is known."""
+        if self.forecast is not None:
+            self.forecast.keep(partial(self.folder.write_json, "plan.json"))
 
     def _look(self, made: Sequence[Batch]) -> FirstStep:
         """What a step is given, read while it is on the host."""
@@ -141,7 +194,7 @@ class Session:
 
     def observe(self, phase: str) -> None:
         """Meter each phase; before the first update, every trained tensor must have a gradient."""
-        self.meter.observe(phase)
+        self.watch.observe(phase)
         if phase == "optimizer_step" and self.saved == -1:
             self.saved = 0
             absent = missing_gradients(self.assembly)
@@ -177,8 +230,8 @@ class Session:
 
     def _verify_first_step(self, step: int) -> None:
         """Read back, once, what the first update made. Raises VerificationFailed before anything is logged or saved."""
-        if not self._has_stepped and self._seen is not None:
-            self._has_stepped = True
+        if not self.has_stepped and self._seen is not None:
+            self.has_stepped = True
             first = replace(self._seen, began=self._began, number=step)
             for reading in verify_first_step(self.assembly, first):
                 self.progress.say(f"after step {self.step + 1}: {reading.key} = {reading.found} ({reading.source})")
@@ -202,6 +255,8 @@ class Session:
         }
         if self._moved_elements is not None and (self.step - self._began + 1) % SPAN == 0:
             values |= self._look_at_moved(self._moved_elements)
+        if self.config.training.on_oom is OnOutOfMemory.SHRINK:
+            values["per_device_train_batch_size"] = self.config.batch.per_device
         scale = self.assembly.loss_scale
         if scale.enabled:
             values |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped}
@@ -225,18 +280,22 @@ class Session:
         """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line."""
         if self.inputs.data.eval is None:
             return
-        size = int(self.config.training.per_device_eval_batch_size)
-        pad = self.batches.pad_token_id
-        self._eval_shapes.clear()
-        joined, multiple = self.config.data.padding_free, self.config.data.padded(1)
-        made = eval_batches(self.inputs.data.eval, size, pad, padding_free=joined, multiple=multiple)
-        batches = (self._moved(self._noted(batch)) for batch in made)
-        values = evaluate(self.assembly, batches, self.meter.observe)
+        for attempt in tries(self, EVAL):
+            with attempt:
+                values = self._evaluated()
         self.evals.append({"step": self.step, **values})
         self.folder.append_metrics(self.evals[-1])
         self.accelerator.log(values, step=self.step)
         self.progress.say(f"step {self.step}/{self.total}  eval loss {values['eval_loss']:.4f}")
         self._clock = time.perf_counter()
+
+    def _evaluated(self) -> dict[str, float]:
+        assert self.inputs.data.eval is not None
+        self._eval_shapes.clear()
+        data, size = self.config.data, int(self.config.training.per_device_eval_batch_size)
+        pad, joined = self.batches.pad_token_id, data.padding_free
+        made = eval_batches(self.inputs.data.eval, size, pad, padding_free=joined, multiple=data.padded(1))
+        return evaluate(self.assembly, (self._moved(self._noted(batch)) for batch in made), self.meter.observe)
 
     def _noted(self, batch: Batch) -> Batch:
         self._eval_shapes.append(_shape(batch, self.config.data.padding_free))
@@ -246,7 +305,8 @@ class Session:
         """A checkpoint of the step just made, unless it is there already."""
         if self.saved != self.step:
             self.meter.observe("save")
-            save_checkpoint(self.folder.path, self.assembly, self.step, self.config.training.save_total_limit)
+            limit = self.config.training.save_total_limit
+            save_checkpoint(self.folder.path, self.assembly, self.step, limit, self.repairs)
             self.saved = self.step
             self._clock = time.perf_counter()
 
@@ -270,9 +330,14 @@ def open_session(
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     inputs, forecast = _read_and_plan(config, planner)
     try:
-        if forecast is not None and not forecast.plan.fits:
-            raise DoesNotFit(_too_large(forecast.plan))
-        return _build(inputs, forecast, name, resume, overwrite, allow, quiet)
+        fits = forecast is None or forecast.plan.fits
+        if forecast is not None and not fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
+            raise DoesNotFit(f"{_too_large(forecast.plan)} `tunesmith plan` shows every term; nothing was loaded.")
+        session = _build(inputs, forecast, name, resume, overwrite, allow, quiet)
+        session.planner = planner
+        if forecast is not None and not fits:
+            session.progress.say(f"warning   {_too_large(forecast.plan)} training.on_oom=shrink tries it nevertheless")
+        return session
     except BaseException:
         if forecast is not None:
             forecast.stop()
@@ -307,7 +372,11 @@ def _build(
     if forecast is not None:
         require_room(forecast.plan, folder.path)
     newest = checkpoints(folder.path)[-1] if resume else None
-    changes = check_resume(read_state(newest)["config"], config, allow) if newest else []
+    repairs, changes = list[Repair](), list[str]()
+    if newest is not None:
+        state = read_state(newest)
+        config, repairs = remembered(config, state.get("repairs", []), allow)
+        changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
     accelerator = _start_device(config, folder)
     place = real_place(accelerator.device)
     meter = Meter(place)
@@ -335,8 +404,9 @@ def _build(
         meter,
         forecast,
         watch,
-        step,
+        step=step,
         saved=step if newest else -1,
+        repairs=repairs,
     )
 
 
@@ -399,8 +469,10 @@ def begin(session: Session, overwrite: bool) -> None:
         session.folder.write_config(session.config)
     device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
     session.folder.write_json("environment.json", {**environment(), **device})
-    if session.forecast is not None:
-        session.forecast.keep(partial(session.folder.write_json, "plan.json"))
+    if session.config.batch != session.inputs.config.batch:
+        session.plan_again()  # what was planned is not the size that this run had shrunk to
+    else:
+        session.keep_forecast()
 
 
 def _too_large(plan: Plan) -> str:
@@ -410,8 +482,7 @@ def _too_large(plan: Plan) -> str:
     largest = max(terms, key=lambda name: terms[name])
     return (
         f"the run needs up to {upper / 2**30:.2f} GiB in {plan.peak.phase}, {plan.device.name} has "
-        f"{usable / 2**30:.2f} GiB usable; most is {largest} ({terms[largest] / 2**30:.2f} GiB). "
-        "`tunesmith plan` shows every term; nothing was loaded."
+        f"{usable / 2**30:.2f} GiB usable; most is {largest} ({terms[largest] / 2**30:.2f} GiB)."
     )
 
 

@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,30 +34,33 @@ def ignore(phase: str) -> None:
     """Observe nothing."""
 
 
-def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, observe: Observe = ignore) -> StepResult:
+def keep_nothing() -> None:
+    """Prepare for no way back."""
+
+
+def train_step(
+    assembly: Assembly,
+    micro_batches: Sequence[Batch],
+    step: int,
+    observe: Observe = ignore,
+    before_update: Callable[[], None] = keep_nothing,
+) -> StepResult:
     """One optimizer step over the micro batches of a global batch. `step` counts from 1.
 
     The loss is the mean over the supervised tokens of the whole global batch, however it is split. `observe` is told
-    when each phase begins: forward, loss, backward, optimizer_step, end. Gradients that overflow only because float16
+    when each phase begins: forward, loss, backward, optimizer_step, end; `before_update` is called right before weights
+    change. Gradients that overflow only because float16
     autocast scaled the loss skip the step. Raises NonFinite, before the weights change, when the loss or the gradient
     norm is otherwise not finite; with `optimizer_in_backward` a gradient is known only after its weight has changed.
     """
     supervised = torch.stack([supervised_tokens(batch) for batch in micro_batches]).sum()
-    total = torch.zeros((), device=assembly.place.device)
     rate = _set_rate(assembly, step)
     in_backward = assembly.config.training.optimizer_in_backward is True
+    if in_backward:
+        before_update()
     updates = _updates_in_backward(assembly) if in_backward else contextlib.nullcontext()
     with assembly.attention, updates as squares:
-        for batch in micro_batches:
-            observe("forward")
-            with assembly.autocast:
-                loss = assembly.loss(assembly.model, batch, observe) / supervised
-            if in_backward and not _finite(known := float(loss.detach())):
-                raise NonFinite(_non_finite_report(assembly, known, 0.0, step, float(supervised)))
-            observe("backward")
-            assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-            del loss
+        total = _make_gradients(assembly, micro_batches, supervised, step, observe)
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
     norm = squares.sqrt() if squares is not None else _clip(assembly.trained, assembly.config.training.max_grad_norm)
@@ -66,6 +69,7 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
     if not skipped and not (_finite(mean_loss) and _finite(grad_norm)):
         raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
     if not skipped and not in_backward:  # the scaler's own step would wait for the device once more to learn the same
+        before_update()
         assembly.optimizer.step()
         assembly.loss_scale.scaler.update()
     assembly.optimizer.zero_grad(set_to_none=True)
@@ -73,6 +77,39 @@ def train_step(assembly: Assembly, micro_batches: Sequence[Batch], step: int, ob
     assembly.cache.after_step(step)
     tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
     return StepResult(mean_loss, grad_norm, rate, tokens, int(counted), skipped)
+
+
+def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Observe = ignore) -> None:
+    """Forward and backward of a step whose gradients are dropped: what they need of memory, before anything is learnt.
+
+    With `optimizer_in_backward` each gradient is dropped where it would be used up.
+    """
+    supervised = torch.stack([supervised_tokens(batch) for batch in micro_batches]).sum().clamp(min=1)
+    in_backward = assembly.config.training.optimizer_in_backward is True
+    dropping = _gradients_dropped(assembly) if in_backward else contextlib.nullcontext()
+    with assembly.attention, dropping:
+        _make_gradients(assembly, micro_batches, supervised, 0, observe)
+    assembly.optimizer.zero_grad(set_to_none=True)
+    observe("end")
+
+
+def _make_gradients(
+    assembly: Assembly, micro_batches: Sequence[Batch], supervised: Tensor, step: int, observe: Observe
+) -> Tensor:
+    """Forward and backward of every micro batch. Returns the mean loss, a scalar on the device."""
+    total = torch.zeros((), device=assembly.place.device)
+    in_backward = assembly.config.training.optimizer_in_backward is True
+    for batch in micro_batches:
+        observe("forward")
+        with assembly.autocast:
+            loss = assembly.loss(assembly.model, batch, observe) / supervised
+        if in_backward and not _finite(known := float(loss.detach())):
+            raise NonFinite(_non_finite_report(assembly, known, 0.0, step, float(supervised)))
+        observe("backward")
+        assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+        del loss
+    return total
 
 
 def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore) -> tuple[Tensor, Tensor]:
@@ -113,6 +150,24 @@ def _updates_in_backward(assembly: Assembly) -> Iterator[Tensor]:
     ]
     try:
         yield squares
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def _gradients_dropped(assembly: Assembly) -> Iterator[None]:
+    """Within the block a gradient is freed as soon as it is complete."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        for parameter in assembly.trained
+    ]
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()

@@ -13,11 +13,12 @@ from framework.build.coverage import said_at_save
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
 from framework.build.verify import table
-from framework.run.comparison import compare, last_line
+from framework.run.comparison import last_line
 from framework.run.export import export
 from framework.run.forecast import forecast_in_subprocess
 from framework.run.session import LAST_SECONDS, Planner, Session, begin, open_session
 from framework.run.step import train_step
+from framework.run.survive import TRAIN, tries
 from framework.schema.config import TrainingConfig
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 16, 48
@@ -62,12 +63,16 @@ def train(
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
         begin(session, overwrite)
         with session.running():
-            for step, micro_batches in session.steps():
-                session.after_step(step, train_step(session.assembly, micro_batches, step, session.observe))
+            for step in range(session.step + 1, session.total + 1):
+                for attempt in tries(session, TRAIN):
+                    with attempt as way_back:
+                        batches = session.take(step)
+                        result = train_step(session.assembly, batches, step, session.observe, way_back.before_update)
+                session.after_step(step, result)
             session.save()
-            result = _finish(session)
+            finished = _finish(session)
         session.close(after=LAST_SECONDS)
-        return result
+        return finished
 
 
 def _announce(session: Session) -> None:
@@ -88,8 +93,7 @@ def _finish(session: Session) -> RunResult:
     try:
         session.evaluate()
     finally:
-        memory = compare(session.plan, session.meter.document())
-        session.folder.write_json("memory.json", memory)
+        memory = session.write_memory()
         for line in said_at_save(session.assembly):
             session.progress.say(line)
         try:

@@ -21,7 +21,6 @@ class Row:
 
 ROWS = (
     Row("training.task", ("sft", "pretrain"), "this task"),
-    Row("training.on_oom", ("stop",), "repairing a run that is out of memory"),
     Row(
         "model.attn_implementation",
         (

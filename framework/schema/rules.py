@@ -14,6 +14,7 @@ from framework.schema.choices import (
     CheckpointingPolicy,
     Fp8,
     MixedPrecision,
+    OnOutOfMemory,
     Optimizer,
     OptimizerOffload,
     PeftMethod,
@@ -292,6 +293,22 @@ def _accumulation(config: TrainingConfig) -> int:
         return config.batch.accumulation
     except ValueError:  # said by _batch
         return 1
+
+
+def _survival(config: TrainingConfig) -> Iterator[Conflict]:
+    """What a step that ran out of memory could not be undone with."""
+    training, key = config.training, "training.on_oom"
+    if training.on_oom is not OnOutOfMemory.SHRINK:
+        return
+    if training.optimizer_in_backward is True:
+        message = "weights that change during backward cannot be put back when it runs out of memory"
+        yield Conflict((key, "training.optimizer_in_backward"), message, "training.on_oom: stop")
+    if config.fsdp.enable_fsdp is True:
+        message = "ranks that share weights cannot shrink one by one: a sharded run stops on every rank"
+        yield Conflict((key, "fsdp.enable_fsdp"), message, "training.on_oom: stop")
+    if training.per_device_train_batch_size == 1:
+        message = "the micro batch is one row: there is nothing to halve"
+        yield Conflict((key, "training.per_device_train_batch_size"), message, "stop, or more rows", is_warning=True)
 
 
 def _card(config: TrainingConfig) -> Iterator[Conflict]:
@@ -620,6 +637,7 @@ RULES = (
     _recompute,
     find_liger_conflicts,
     _offloaded_base,
+    _survival,
     _card,
     _half_attention,
     _sdpa_backend,

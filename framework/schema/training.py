@@ -165,4 +165,5 @@ class TrainingParams(Params):
     trackers: Annotated[tuple[Tracker, ...], BeforeValidator(parse_sequence)] = ()
     """Metric trackers besides `metrics.jsonl`; each needs its package."""
     on_oom: OnOutOfMemory = OnOutOfMemory.STOP
-    """`shrink` halves the micro batch and goes on with the same global batch; `stop` ends with the state saved."""
+    """`shrink` undoes the step that ran out of memory, halves the micro batch and goes on with the same global batch;
+    costs a copy of the trained weights in host memory during the first update. `stop` undoes the step, saves, ends."""

@@ -13,7 +13,7 @@ from tests.memory.explain.test_moves import FULL, lever, plan
 
 KEYS = {
     "schema_version", "kind", "phase", "cause", "request_bytes", "capacity_bytes", "free_bytes", "allocated_bytes",
-    "reserved_unallocated_bytes", "other_process_bytes", "moves",
+    "reserved_unallocated_bytes", "other_process_bytes", "moves", "repairs",
 }  # fmt: skip
 
 

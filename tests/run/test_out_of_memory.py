@@ -40,13 +40,13 @@ def failing(monkeypatch, phase: str, step: int, error: Exception):
     """The step raises when the phase of that step begins."""
     original = step_module.train_step
 
-    def train_step(assembly, micro_batches, number, observe):
+    def train_step(assembly, micro_batches, number, observe, before_update):
         def watch(name):
             observe(name)
             if (name, number) == (phase, step):
                 raise error
 
-        return original(assembly, micro_batches, number, watch)
+        return original(assembly, micro_batches, number, watch, before_update)
 
     monkeypatch.setattr("framework.run.trainer.train_step", train_step)
     yield

@@ -108,3 +108,23 @@ def test_a_missing_package_is_named_where_a_run_starts_and_not_for_a_plan(monkey
     problem = next(problem for problem in caught.value.problems if problem.key == "training.optimizer")
     assert package in problem.message
     assert problem.expected == f"pip install {package}, or {nearest}"
+
+
+@pytest.mark.parametrize(
+    ("sections", "other"),
+    [
+        ({"training": IN_BACKWARD}, "training.optimizer_in_backward"),
+        ({"fsdp": {"enable_fsdp": True}}, "fsdp.enable_fsdp"),
+    ],
+)
+def test_what_cannot_be_undone_is_not_repaired(sections, other):
+    sections = {**sections, "training": {**sections.get("training", {}), "on_oom": "shrink"}}
+    [found] = [item for item in conflicts(**sections) if item.keys[0] == "training.on_oom"]
+    assert found.keys[1] == other
+    assert found.expected == "training.on_oom: stop"
+
+
+def test_one_row_cannot_shrink():
+    training = {"on_oom": "shrink", "per_device_train_batch_size": 1}
+    [found] = conflicts(warnings=True, training=training)
+    assert "there is nothing to halve" in found.message

@@ -107,6 +107,13 @@ def is_managed(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "is_paged", False))
 
 
+def forget_pages(optimizer: torch.optim.Optimizer) -> None:
+    """Drop what bitsandbytes holds of paged states beside the optimizer's own, so that dropped states are freed."""
+    for part in (optimizer, *getattr(optimizer, "parts", {}).values()):
+        if type(part).__module__.startswith("bitsandbytes"):
+            part.page_mng.paged_tensors.clear()
+
+
 def parts_of(state: Any) -> Iterator[tuple[str, Tensor]]:
     """(name, plain tensor) of what a state holds: nothing of a number, itself without a name, or its inner tensors."""
     if hasattr(state, "__tensor_flatten__"):

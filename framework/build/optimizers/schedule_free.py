@@ -60,8 +60,8 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     held = [parameter for parameter, state in optimizer.state.items() if "z" in state]
     trained = [parameter.detach().clone() for parameter in held]
-    take_average(optimizer)
     try:
+        take_average(optimizer)
         yield
     finally:
         with torch.no_grad():

@@ -48,6 +48,7 @@ class Explanation:
             "reserved_unallocated_bytes": message.reserved_unallocated_bytes,
             "other_process_bytes": others,
             "moves": [move.to_json() for move in self.moves],
+            "repairs": [repair.to_json() for repair in self.circumstances.repairs],
         }
 
 

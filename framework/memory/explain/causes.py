@@ -1,10 +1,11 @@
 """Why memory ran out: the subtraction, and what it leaves as the cause. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from framework.memory.explain.messages import Message
 from framework.memory.explain.shapes import Kind, Space
@@ -39,11 +40,30 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True)
+class Repair:
+    """A size that a run made smaller after memory had run out in `phase` of `step` (0: before the first)."""
+
+    key: str
+    before: int
+    after: int
+    step: int
+    phase: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        moment = f"{self.phase} of step {self.step}" if self.step else f"{self.phase} before step 1"
+        return f"{self.key} {self.before} -> {self.after} ({moment})"
+
+
+@dataclass(frozen=True)
 class Circumstances:
     """What a run knew when it failed; empty for a bare text.
 
     `floors` are the bytes allocated at the end of the last steps, oldest first; `batch` and `largest_batch` the
-    tokens of the micro batch in hand and of the largest before it.
+    tokens of the micro batch in hand and of the largest before it. `repairs` are those of the run so far; it has gone
+    on after this failure when the last is of this step.
     """
 
     phase: str | None = None
@@ -51,6 +71,7 @@ class Circumstances:
     floors: tuple[int, ...] = ()
     batch: int | None = None
     largest_batch: int | None = None
+    repairs: tuple[Repair, ...] = ()
 
 
 def find_cause(message: Message, circumstances: Circumstances, is_pinning: bool = False) -> Cause:

@@ -3,13 +3,13 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from framework.errors import Problem, RequestError
-from framework.memory.explain.causes import Circumstances
+from framework.memory.explain.causes import Circumstances, Repair
 from framework.memory.explain.messages import read_message
 
 REPORT = "oom.txt"
@@ -84,6 +84,7 @@ def write_circumstances(circumstances: Circumstances) -> str:
         "step": circumstances.step,
         "micro batch": circumstances.batch and f"{circumstances.batch} tokens",
         "largest before": circumstances.largest_batch and f"{circumstances.largest_batch} tokens",
+        "repaired": "; ".join(map(str, circumstances.repairs)) or None,
         "allocated after each step": " ".join(map(str, circumstances.floors)) or None,
     }
     return "".join(f"{name}: {value}\n" for name, value in facts.items() if value is not None)
@@ -101,4 +102,12 @@ def read_circumstances(text: str) -> Circumstances:
         return int(match.group()) if match else None
 
     floors = tuple(int(word) for word in facts.get("allocated after each step", "").split() if word.isdecimal())
-    return Circumstances(facts.get("phase"), number("step"), floors, number("micro batch"), number("largest before"))
+    repairs = tuple(_read_repairs(facts.get("repaired", "")))
+    sizes = number("micro batch"), number("largest before")
+    return Circumstances(facts.get("phase"), number("step"), floors, *sizes, repairs)
+
+
+def _read_repairs(text: str) -> Iterator[Repair]:
+    pattern = r"(\S+) (\d+) -> (\d+) \((\w+) (?:of step (\d+)|before step 1)\)"
+    for key, before, after, phase, step in re.findall(pattern, text):
+        yield Repair(key, int(before), int(after), int(step or 0), phase)

@@ -90,6 +90,8 @@ def _facts(explanation: Explanation) -> Iterator[str]:
         yield f"what stays allocated grew by {size(growth)} a step over the last {len(known.floors) - 1} steps{left}"
     if known.batch and known.largest_batch:
         yield f"micro batch: {known.batch:,} tokens; the largest before it: {known.largest_batch:,}"
+    for repair in known.repairs:
+        yield f"repaired: {repair}; the global batch stayed as it was"
 
 
 def _advice(explanation: Explanation) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from framework.memory.explain import explain_evidence
-from framework.memory.explain.causes import Cause, Circumstances, growth_per_step
+from framework.memory.explain.causes import Cause, Circumstances, Repair, growth_per_step
 from framework.memory.explain.evidence import Evidence, read_circumstances, write_circumstances
 from framework.memory.explain.moves import rank_moves
 from framework.memory.explain.proposals import propose
@@ -60,7 +60,8 @@ def test_growth_and_a_spike_are_causes_where_the_figures_show_no_other():
 
 
 def test_what_a_run_knew_is_read_from_its_report_again():
-    known = Circumstances("backward", 213, (10, 20, 30), 8192, 4096)
+    repairs = (Repair(BATCH, 8, 4, 0, "backward"), Repair(BATCH, 4, 2, 213, "backward"))
+    known = Circumstances("backward", 213, (10, 20, 30), 8192, 4096, repairs)
     assert read_circumstances(write_circumstances(known) + "\n\n" + FULL) == known
     assert read_circumstances(FULL) == Circumstances()
 

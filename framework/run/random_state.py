@@ -1,0 +1,29 @@
+"""Every generator that a step may draw from: torch's on the CPU and on the card, Python's and numpy's."""
+
+import random
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+
+def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Their states as tensors and as plain numbers. Waits for no device."""
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    numpy_state = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+    return tensors, {"python": random.getstate(), "numpy": numpy_state}
+
+
+def restore_random_state(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Go on from states that `random_state` gave, also after a detour through safetensors and JSON."""
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    version, internal, gauss = numbers["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = numbers["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
