@@ -57,3 +57,14 @@ def _held(folder: Path) -> int:
 
 def _gib(count: int) -> str:
     return f"{count / _GIB:.1f} GiB"
+
+
+def too_large(plan: Plan) -> str:
+    """The verdict in one sentence, and what it was compared with."""
+    upper, usable = plan.peak.device_bytes_upper, plan.device.usable_bytes or 0
+    terms = plan.peak.terms.to_json()
+    largest = max(terms, key=lambda name: terms[name])
+    return (
+        f"the run needs up to {upper / 2**30:.2f} GiB in {plan.peak.phase}, {plan.device.name} has "
+        f"{usable / 2**30:.2f} GiB usable; most is {largest} ({terms[largest] / 2**30:.2f} GiB)."
+    )

@@ -1,7 +1,6 @@
 """Everything one run holds while it trains, and what happens around each step."""
 
 import contextlib
-import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +34,6 @@ from framework.errors import (
     DoesNotFit,
     Interrupted,
     NonFinite,
-    Problem,
-    RequestError,
     TunesmithError,
     VerificationFailed,
 )
@@ -54,9 +51,10 @@ from framework.run.out_of_memory import Watch, explained_failures, recorded_memo
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder, clear, environment, make, open_folder
 from framework.run.resume import check_resume
-from framework.run.room import require_room
+from framework.run.room import require_room, too_large
 from framework.run.step import StepResult
 from framework.run.survive import EVAL, remembered, shrunk, tries
+from framework.run.trackers import check_trackers, flattened
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
@@ -115,7 +113,7 @@ class Session:
         training = self.config.training
         if training.trackers:
             project = training.run_name or self.folder.path.name
-            self.accelerator.init_trackers(project, config=_flat(self.config.model_dump(mode="json")))
+            self.accelerator.init_trackers(project, config=flattened(self.config.model_dump(mode="json")))
         explained = explained_failures(self.watch, self.forecast, self.folder.path)
         with explained, recorded_memory(self.assembly.place), self.progress, watched_interrupt() as self.interrupt:
             if self.step == 0:
@@ -326,17 +324,17 @@ def open_session(
     Raises RequestError for what cannot be done, DoesNotFit when the plan is over the card, VerificationFailed for an
     option that is not in effect, OutOfMemory. Close the session when it is done with.
     """
-    _check_trackers(config)
+    check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     inputs, forecast = _read_and_plan(config, planner)
     try:
         fits = forecast is None or forecast.plan.fits
         if forecast is not None and not fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
-            raise DoesNotFit(f"{_too_large(forecast.plan)} `tunesmith plan` shows every term; nothing was loaded.")
+            raise DoesNotFit(f"{too_large(forecast.plan)} `tunesmith plan` shows every term; nothing was loaded.")
         session = _build(inputs, forecast, name, resume, overwrite, allow, quiet)
         session.planner = planner
         if forecast is not None and not fits:
-            session.progress.say(f"warning   {_too_large(forecast.plan)} training.on_oom=shrink tries it nevertheless")
+            session.progress.say(f"warning   {too_large(forecast.plan)} training.on_oom=shrink tries it nevertheless")
         return session
     except BaseException:
         if forecast is not None:
@@ -475,42 +473,7 @@ def begin(session: Session, overwrite: bool) -> None:
         session.keep_forecast()
 
 
-def _too_large(plan: Plan) -> str:
-    """The verdict in one sentence, and what it was compared with."""
-    upper, usable = plan.peak.device_bytes_upper, plan.device.usable_bytes or 0
-    terms = plan.peak.terms.to_json()
-    largest = max(terms, key=lambda name: terms[name])
-    return (
-        f"the run needs up to {upper / 2**30:.2f} GiB in {plan.peak.phase}, {plan.device.name} has "
-        f"{usable / 2**30:.2f} GiB usable; most is {largest} ({terms[largest] / 2**30:.2f} GiB)."
-    )
-
-
 def total_steps(config: TrainingConfig, per_epoch: int) -> int:
     """Optimizer steps of the run: `max_steps`, else the epochs' worth, at least one."""
     training = config.training
     return training.max_steps or max(1, round(training.num_train_epochs * per_epoch))
-
-
-def _check_trackers(config: TrainingConfig) -> None:
-    problems = [
-        Problem(
-            f"training.trackers[{index}]", f"the package {tracker} is not installed", expected=f"pip install {tracker}"
-        )
-        for index, tracker in enumerate(config.training.trackers)
-        if importlib.util.find_spec(str(tracker)) is None
-    ]
-    if problems:
-        raise RequestError(problems)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and plain values, as every tracker takes them."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{path}.")
-        else:
-            flat[path] = value if isinstance(value, int | float | str | bool) else str(value)
-    return flat
