@@ -14,7 +14,6 @@ from framework.schema.choices import (
     CheckpointingPolicy,
     Fp8,
     MixedPrecision,
-    OnOutOfMemory,
     Optimizer,
     OptimizerOffload,
     PeftMethod,
@@ -27,6 +26,7 @@ from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
+from framework.schema.survival_rules import survival_conflicts
 
 
 @dataclass(frozen=True)
@@ -293,22 +293,6 @@ def _accumulation(config: TrainingConfig) -> int:
         return config.batch.accumulation
     except ValueError:  # said by _batch
         return 1
-
-
-def _survival(config: TrainingConfig) -> Iterator[Conflict]:
-    """What a step that ran out of memory could not be undone with."""
-    training, key = config.training, "training.on_oom"
-    if training.on_oom is not OnOutOfMemory.SHRINK:
-        return
-    if training.optimizer_in_backward is True:
-        message = "weights that change during backward cannot be put back when it runs out of memory"
-        yield Conflict((key, "training.optimizer_in_backward"), message, "training.on_oom: stop")
-    if config.fsdp.enable_fsdp is True:
-        message = "ranks that share weights cannot shrink one by one: a sharded run stops on every rank"
-        yield Conflict((key, "fsdp.enable_fsdp"), message, "training.on_oom: stop")
-    if training.per_device_train_batch_size == 1:
-        message = "the micro batch is one row: there is nothing to halve"
-        yield Conflict((key, "training.per_device_train_batch_size"), message, "stop, or more rows", is_warning=True)
 
 
 def _card(config: TrainingConfig) -> Iterator[Conflict]:
@@ -637,7 +621,7 @@ RULES = (
     _recompute,
     find_liger_conflicts,
     _offloaded_base,
-    _survival,
+    survival_conflicts,
     _card,
     _half_attention,
     _sdpa_backend,
