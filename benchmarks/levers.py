@@ -82,17 +82,19 @@ WITHOUT_ROW = {
     "m2/training.gradient_checkpointing_every=4": "measured over m1",
     "m2/training.gradient_checkpointing_policy=save_matmuls": "measured over m1",
 }
-FLOAT32 = {"model.torch_dtype_str": "float32"}
+SMALLER = {"training.per_device_train_batch_size": 2}
+FLOAT32 = {"model.torch_dtype_str": "float32", **SMALLER}
 SHORT = {"model.model_max_length": 1024}
 WITH: dict[str, dict[str, Any]] = {
+    "model.torch_dtype_str": SMALLER,
     "training.mixed_precision_dtype": FLOAT32,
     "training.tf32": FLOAT32,
     "training.fp8": {"training.compile": True},
     "model.attn_implementation": SHORT,
     "model.sdpa_backend": SHORT,
 }
-"""What every setting of a key is measured with: scores of 2048 tokens in all heads would not fit the card, and casts to
-fp8 that are not compiled cost more than is saved."""
+"""What every setting of a key is measured with. Float32 activations, and scores of 2048 tokens in all heads, would not
+fit the card; casts to fp8 that are not compiled cost more than is saved."""
 
 
 @dataclass
@@ -181,10 +183,13 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def predict(out: Path, only: list[str]) -> None:
-    """One line a row, written before anything is measured."""
+def predict(out: Path, only: list[str], skip_done: bool) -> None:
+    """One line a row, written before anything is measured. A row that is done has a plan, of the same config."""
     chosen = [row for row in rows().found.values() if not only or any(word in row.name for word in only)]
-    with ProcessPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool, out.open("w") as file:
+    lines = out.read_text().splitlines() if skip_done and out.exists() else []
+    done = {json.dumps(row["config"]) for row in map(json.loads, lines) if "error" not in row["plan"]}
+    chosen = [row for row in chosen if json.dumps(row.config.model_dump(mode="json")) not in done]
+    with ProcessPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool, out.open("a" if skip_done else "w") as file:
         for row, plan in zip(chosen, pool.map(_plan, [row.config for row in chosen]), strict=True):
             line = {"name": row.name, "settings": row.settings, "config": row.config.model_dump(mode="json")}
             line |= {"plan": plan, "date": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -397,7 +402,7 @@ def main() -> None:
             print("none:", name, "-", reason)
         print(len(made.found), "rows")
     elif arguments.verb == "predict":
-        predict(files[0], arguments.only)
+        predict(files[0], arguments.only, arguments.skip_done)
     elif arguments.verb == "measure" and arguments.gpus > 1:
         _over_cards(arguments)
     elif arguments.verb == "measure":
