@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from framework.memory.explain import Explanation as Explanation
     from framework.memory.explain import explain as explain
     from framework.run.child import plan_in_subprocess as plan  # noqa: F401
+    from framework.run.fit import fit as fit
     from framework.run.trainer import train as train
     from framework.schema.choices import *  # noqa: F403
     from framework.schema.config import *  # noqa: F403
@@ -48,6 +49,7 @@ _ROOMS = {
     "framework.checks": "check",
     "framework.memory.explain": "Explanation explain",
     "framework.run.child": "plan=plan_in_subprocess",
+    "framework.run.fit": "fit",
     "framework.run.trainer": "train",
 }
 """Module -> the public names it provides; `public=inside` where it has another name there."""

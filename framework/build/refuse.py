@@ -4,7 +4,7 @@ from typing import Literal
 
 from framework.errors import Problem, RequestError
 from framework.memory.requirements import unmet_requirements
-from framework.schema.availability import unavailable
+from framework.schema.availability import left_open, unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.rules import Needs, find_conflicts
 
@@ -20,5 +20,7 @@ def refuse_impossible(config: TrainingConfig, devices: Literal["one", "any"]) ->
         if not conflict.is_warning
     ]
     problems += [Problem(key, message, expected=works) for key, message, works in unavailable(config, devices)]
+    message = "is `auto`, which nothing has decided yet"
+    problems += [Problem(key, message, expected="a value, or framework.fit()") for key in left_open(config)]
     if problems:
         raise RequestError(problems)

@@ -8,6 +8,7 @@ from framework.cli import look, work
 from framework.cli.diff import diff
 from framework.cli.doctor import doctor
 from framework.cli.explain import explain
+from framework.cli.fit import fit
 from framework.cli.levers import levers
 from framework.cli.merge import merge
 from framework.cli.plan import plan
@@ -29,6 +30,7 @@ def options(
 
 app.command()(work.train)
 app.command()(plan)
+app.command()(fit)
 app.command()(explain)
 app.command()(look.check)
 app.command()(look.show)

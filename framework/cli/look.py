@@ -57,10 +57,12 @@ def show(
     from framework.memory.resolve import with_length
     from framework.text import to_yaml
 
-    if resolve:
-        raise RequestError([Problem("--resolve", "not yet available: the search that replaces `auto`")])
     composition = compose(recipe, overrides or ())
     print_warnings(composition.warnings)
+    if resolve:
+        from framework.cli.plan import decided
+
+        composition, _ = decided(composition)
     config = with_length(composition.config)
     if as_json:
         origins = {key: asdict(value) for key, value in composition.origins.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import print_json, print_warnings, stdout
+from framework.cli.printing import print_json, print_warnings, say, stdout
 from framework.errors import OutOfMemory, Problem, RequestError
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def plan(
         composition = checked(recipe, overrides or (), nproc)
         if html is not None:
             check_writable(html, "--html")
+        composition, searched = decided(composition, runs_here=measure)
         measured, failure = _measured(composition) if measure else (None, None)
-        made = planned(composition, process)
+        made = searched or planned(composition, process)
     if html is not None:
         from framework.report.page import plan_page
 
@@ -65,6 +66,20 @@ def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> 
     return report.composition
 
 
+def decided(composition: "Composition", runs_here: bool = False) -> "tuple[Composition, Plan | None]":
+    """The request with every `auto` replaced, said on stderr, and its plan where the search has made one."""
+    from framework.checks import located
+    from framework.run.fit import decide
+
+    try:
+        made = decide(composition.config, runs_here)
+    except RequestError as error:
+        raise RequestError(located(error.problems, composition.origins)) from None
+    for line in made.said:
+        say(f"auto {line}")
+    return replace(composition, config=made.config), made.found.plan if made.found is not None else None
+
+
 def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "Plan":
     """The plan of a request, made in the process that has begun, else in one of its own.
 
@@ -75,6 +90,9 @@ def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "P
     from framework.memory.unquantized import unquantized, without_gain
     from framework.run.child import plan_in_subprocess
 
+    composition, plan = decided(composition)
+    if plan is not None:
+        return plan
     configs = [config for config in (composition.config, unquantized(composition.config)) if config is not None]
     try:
         with ThreadPoolExecutor(len(configs)) as pool:

@@ -38,6 +38,11 @@ def print_warnings(warnings: Iterable[object]) -> None:
         _stderr().print(f"[yellow]warning[/] {_escaped(text)}")
 
 
+def say(message: str) -> None:
+    """One line on stderr about what goes on."""
+    _stderr().print(_escaped(message))
+
+
 def complain(message: str, with_traceback: bool) -> None:
     """One line on stderr, after the traceback of the exception being handled when that is asked for."""
     if with_traceback:

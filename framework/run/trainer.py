@@ -15,6 +15,7 @@ from framework.build.refuse import refuse_impossible
 from framework.build.verify import table
 from framework.run.comparison import last_line
 from framework.run.export import export
+from framework.run.fit import decide_or_refuse
 from framework.run.forecast import forecast_in_subprocess
 from framework.run.session import LAST_SECONDS, Planner, Session, begin, open_session
 from framework.run.step import train_step
@@ -53,12 +54,15 @@ def train(
     `name` gives the default folder `runs/<name>`; `allow` names changed keys that a resumed run may differ in. With
     `dry_run` everything is read, built and verified, and nothing is written.
     `planner` predicts the memory first (None: nothing is predicted).
+    What `config` leaves `auto` is searched first.
     Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
+    decided = decide_or_refuse(config)
+    config = decided.config
     refuse_impossible(config, devices="one")
     session = open_session(config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet, planner=planner)
     with closing(session):
-        _announce(session)
+        _announce(session, decided.said)
         if dry_run:
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
         begin(session, overwrite)
@@ -75,9 +79,12 @@ def train(
         return finished
 
 
-def _announce(session: Session) -> None:
-    """What is about to happen, in the open: the batch equation, the schedule, the rows, and each option verified."""
+def _announce(session: Session, searched: Sequence[str]) -> None:
+    """What is about to happen, in the open: what replaced `auto`, the batch equation, the schedule, the rows, and each
+    option verified."""
     say = session.progress.say
+    for line in searched:
+        say(f"auto      {line}")
     say(str(session.inputs.data.report))
     packed = f"; a row is a pack of at most {session.config.model.model_max_length} tokens"
     say(f"batch     {session.config.batch}{packed if session.config.data.packing else ''}")

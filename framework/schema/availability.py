@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import dotted, key_at, values
+from framework.schema.keys import Path, dotted, key_at, values
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,17 @@ def unavailable(config: TrainingConfig, devices: Literal["one", "any"] = "one") 
     for path, value in values(config):
         key, name = dotted(path), ".".join(part for part in path if isinstance(part, str))
         row = rows.get(name)
-        is_searched = value == "auto" and name not in DTYPES and "auto" in getattr(key_at(path), "choices", ())
-        if is_searched:
-            yield key, "not yet available: `auto`, the search for a value that fits", "a value"
-        elif row and value not in row.works:
+        if row and value not in row.works and not _is_open(path, value):
             words = [
                 str(word).lower() if isinstance(word, bool) else str(word) for word in row.works if word is not None
             ]
             yield key, f"not yet available: {row.later} ({value})", ", ".join(words) or "unset"
+
+
+def left_open(config: TrainingConfig) -> tuple[str, ...]:
+    """The levers that are `auto`: those that a search has to decide before anything is built."""
+    return tuple(dotted(path) for path, value in values(config) if _is_open(path, value))
+
+
+def _is_open(path: Path, value: Any) -> bool:
+    return value == "auto" and dotted(path) not in DTYPES and "auto" in getattr(key_at(path), "choices", ())

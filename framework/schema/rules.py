@@ -313,7 +313,12 @@ def _card(config: TrainingConfig) -> Iterator[Conflict]:
 
 def _batch(config: TrainingConfig) -> Iterator[Conflict]:
     training = config.training
-    if "auto" in (training.per_device_train_batch_size, training.gradient_accumulation_steps):
+    micro = training.per_device_train_batch_size
+    if "auto" in (micro, training.gradient_accumulation_steps):
+        if micro == "auto" and training.global_batch_size is None:
+            both = ("training.per_device_train_batch_size", "training.global_batch_size")
+            message = "a search keeps the global batch, which nothing says while this is `auto`"
+            yield Conflict(both, message, "training.global_batch_size beside it")
         return
     try:
         _ = config.batch

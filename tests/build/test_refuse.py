@@ -17,8 +17,8 @@ def test_what_is_not_built_and_what_contradicts_itself_come_together():
     training = {"compile": "auto", "warmup_steps": 9, "max_steps": 5}
     assert refused(training=training, fsdp={"enable_fsdp": True}) == [
         "training.warmup_steps",
-        "training.compile",
         "fsdp.enable_fsdp",
+        "training.compile",
     ]
 
 

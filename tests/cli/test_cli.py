@@ -54,9 +54,10 @@ def test_show_keeps_auto_and_what_is_not_available(run, write):
     code, out, _ = run("show", write("training: {compile: auto}\ndata: {packing: true}\n"))
     assert code == 0
     assert "compile: auto" in out
-    code, _, err = run("show", write(GOOD), "--resolve")
-    assert code == 2
-    assert "not yet available" in err
+    code, out, err = run("show", write("training: {compile: auto}\nmodel: {model_name: a}\n"), "gpu=cpu", "--resolve")
+    assert code == 0
+    assert "compile: false" in out
+    assert "training.compile=false" in err
 
 
 def test_problems_go_to_stderr_all_of_them_with_exit_2(run, write):

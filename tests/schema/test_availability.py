@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.schema.availability import ROWS, unavailable
+from framework.schema.availability import ROWS, left_open, unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key
 
@@ -25,10 +25,7 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
     ("section", "key", "value"),
     [
         ("training", "task", "reward"),
-        ("training", "compile", "auto"),
-        ("training", "per_device_train_batch_size", "auto"),
         ("model", "attn_implementation", "ring_attention"),
-        ("model", "chunked_loss", "auto"),
         ("fsdp", "enable_fsdp", True),
         ("gpu", "count", 2),
         ("data", "train", [{"path": "a", "weight": 2}]),
@@ -73,3 +70,12 @@ def test_what_is_not_built_is_refused_by_name(section, key, value):
 )
 def test_what_is_built_is_not_refused(section, key, value):
     assert not found(**{section: {key: value}})
+
+
+def test_what_is_auto_is_left_open_where_it_is_a_lever():
+    training = {"compile": "auto", "per_device_train_batch_size": "auto", "run_name": "auto"}
+    model = {"chunked_loss": "auto", "torch_dtype_str": "auto", "freeze_layers": ["auto"]}
+    config = TrainingConfig.model_validate({"training": training, "model": model})
+    keys = ("training.per_device_train_batch_size", "training.compile", "model.chunked_loss")
+    assert set(left_open(config)) == set(keys)
+    assert not found(training=training, model=model)

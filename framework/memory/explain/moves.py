@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from framework.memory.editing import value_of
 from framework.memory.explain.causes import Cause
-from framework.memory.explain.proposals import BATCH, OPTIMIZER, costs_of, is_detail, movable, value_of
+from framework.memory.explain.proposals import BATCH, OPTIMIZER, costs_of, is_detail, movable
 from framework.memory.levers import LEVERS, Lever, Setting, lever, word
 from framework.schema.config import TrainingConfig
 

@@ -4,13 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
+from framework.memory.editing import possible, value_of
 from framework.memory.levers import LEVERS, Lever, Setting, word
-from framework.memory.requirements import is_installed, suits, unmet_requirements
-from framework.schema.availability import unavailable
+from framework.memory.requirements import is_installed, suits
 from framework.schema.config import TrainingConfig
-from framework.schema.rules import Needs, find_conflicts
 
 BATCH = "training.per_device_train_batch_size"
 OPTIMIZER = "training.optimizer"
@@ -60,7 +57,7 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
             continue
         if row.key == BATCH:
             changes = {"training.gradient_accumulation_steps": config.batch.accumulation * 2}
-        changed = _with(config, {row.key: setting.value, **changes})
+        changed = possible(config, {row.key: setting.value, **changes})
         if changed is None:
             continue
         shown = {"training.global_batch_size": config.batch.global_size} if row.key == BATCH else changes
@@ -93,29 +90,3 @@ def _has(setting: Setting) -> bool:
 def costs_of(setting: Setting) -> str:
     """What a setting costs in time and in the trajectory of training, in words."""
     return "; ".join(text for text in (setting.time, setting.changes) if text) or "none"
-
-
-def value_of(config: TrainingConfig, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _with(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig | None:
-    """The config with other values; None where they contradict it, its card or what is built."""
-    document = config.model_dump()
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        section = document
-        for part in sections:
-            section = section[part]
-        section[name] = value
-    try:
-        changed = TrainingConfig.model_validate(document)
-    except ValidationError:
-        return None
-    conflicts = (*find_conflicts(changed, Needs()), *unmet_requirements(changed, runs_here=True))
-    refused = any(not conflict.is_warning for conflict in conflicts) or any(unavailable(changed, "any"))
-    return None if refused else changed

@@ -1,0 +1,82 @@
+"""A request with other values as a recipe that composes to them."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from framework.compose.layers import ALTERNATIVES, find_recipe
+from framework.compose.overrides import parse
+from framework.compose.reading import read
+from framework.compose.request import load
+from framework.errors import Problem, RequestError
+from framework.schema.config import SCHEMA_VERSION, TrainingConfig
+from framework.text import dump
+
+_HEAD = "# yaml-language-server: $schema=recipe.schema.json\n"
+
+
+def amended(recipe: str, words: Sequence[str], config: TrainingConfig, changes: Sequence[str]) -> str:
+    """The recipe's own text with the `words` of the command line and then `changes` in it, without a machine.
+
+    Comments are lost. Where that does not compose to `config`, the text is every key of `config`.
+    """
+    said = f"# {Path(recipe).stem}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
+    text = _HEAD + said + dump(_document(recipe, [*words, *changes]))
+    if _composes(text, config):
+        return text
+    document = config.model_dump()
+    document.pop("gpu")
+    return _HEAD + said + dump(document)
+
+
+def _document(recipe: str, words: Sequence[str]) -> dict[str, Any]:
+    problems: list[Problem] = []
+    _, file, label = find_recipe(recipe)
+    body = read(file, label, "recipe", problems)
+    typed = parse(words, problems)
+    tree: dict[str, Any] = body.plain() if body is not None else {}
+    version = tree.pop("schema_version", SCHEMA_VERSION)
+    chosen = {group: name for entry in tree.pop("defaults", None) or () for group, name in entry.items()}
+    chosen |= {group: choice.names[0] if choice else None for group, choice in typed.choices.items()}
+    groups = [{group: name} for group, name in chosen.items() if name is not None and group != "gpu"]
+    tree.pop("gpu", None)
+    for write in typed.writes:
+        if write.path[0] != "gpu":
+            _write(tree, [str(part) for part in write.path], write.node.plain() if write.node is not None else None)
+    return {"schema_version": version, **({"defaults": groups} if groups else {}), **tree}
+
+
+def _write(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    *sections, name = path
+    inner = tree
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    if value is None:
+        inner.pop(name, None)
+    else:
+        inner[name] = value
+    for (_, mine), (_, other) in ALTERNATIVES:
+        if name == mine:
+            inner.pop(str(other), None)
+
+
+def _composes(text: str, config: TrainingConfig) -> bool:
+    """Whether the text, on the same card, is the config."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            composed = load(file)
+        except RequestError:
+            return False
+    same_card = composed.model_copy(update={"gpu": config.gpu})
+    return _plain(same_card) == _plain(config)
+
+
+def _plain(config: TrainingConfig) -> dict[str, Any]:
+    """With the batch said in one way."""
+    document = config.model_dump()
+    batch = config.batch
+    document["training"] |= {"gradient_accumulation_steps": batch.accumulation, "global_batch_size": None}
+    return document

@@ -1,0 +1,77 @@
+"""What a search gives up of the trajectory when nothing else fits, or when it is asked to. No torch."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from framework.memory.editing import possible, value_of
+from framework.memory.levers import lever
+from framework.memory.requirements import is_installed, suits
+from framework.memory.resolve import resolve
+from framework.schema.choices import MixedPrecision, Optimizer, TorchDtype
+from framework.schema.config import TrainingConfig
+
+OPTIMIZER, DTYPE = "training.optimizer", "model.torch_dtype_str"
+QUANTIZED, LENGTH = "peft.q_lora", "model.model_max_length"
+INEXACT = (OPTIMIZER, DTYPE, QUANTIZED, LENGTH)
+"""Keys that may be given up, from the least change to the most."""
+SHORTEST = 128
+_ADAMW = (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED)
+_LIGHTER = ("adamw_8bit",)
+"""Optimizers with AdamW's rule and smaller states. Paged ones take the same of the card while there is room."""
+
+
+@dataclass(frozen=True)
+class Concession:
+    """Values to write, and how the trajectory changes."""
+
+    values: Mapping[str, Any]
+    changes: str
+
+
+def with_concessions(config: TrainingConfig, keys: Collection[str], runs_here: bool) -> Iterator[TrainingConfig]:
+    """The config under each combination of concessions at these keys, from few to many and from little change to much.
+
+    The config itself is not among them.
+    """
+    options: list[list[Concession | None]] = [[None, *_at(config, key)] for key in INEXACT if key in keys]
+    combined = [[item for item in chosen if item is not None] for chosen in product(*options)]
+    order = {id(item): index for index, item in enumerate(item for row in options for item in row)}
+    for chosen in sorted(combined, key=lambda items: (len(items), [order[id(item)] for item in items])):
+        values = {key: value for item in chosen for key, value in item.values.items()}
+        changed = possible(config, values, runs_here) if values else None
+        if changed is not None:
+            yield changed
+
+
+def change_of(key: str, value: Any) -> str:
+    """How a value changes the trajectory, by the levers table; a length between two of its settings as they do."""
+    row = lever(key)
+    exact = next((item for item in row.settings if item.value == value), None)
+    return exact.changes if exact is not None else row.settings[-1].changes
+
+
+def _at(config: TrainingConfig, key: str) -> Iterator[Concession]:
+    if key == OPTIMIZER and config.training.optimizer in _ADAMW:
+        for setting in lever(key).settings:
+            has = all(map(is_installed, filter(None, setting.package.split(", "))))
+            if setting.value in _LIGHTER and suits(setting.hardware, config.gpu) and has:
+                yield Concession({key: setting.value}, setting.changes)
+    elif key == DTYPE and not config.training.use_peft and resolve(config).model.torch_dtype_str is TorchDtype.FLOAT32:
+        values = {key: TorchDtype.BFLOAT16, "training.mixed_precision_dtype": MixedPrecision.NONE}
+        yield Concession(values, change_of(key, "bfloat16"))
+    elif key == QUANTIZED and config.training.use_peft and not config.peft.q_lora and is_installed("bitsandbytes"):
+        yield Concession({key: True}, change_of(key, True))
+    elif key == LENGTH:
+        length = resolve(config).model.model_max_length
+        while isinstance(length, int) and length // 2 >= SHORTEST:
+            length //= 2
+            yield Concession({key: length}, change_of(key, length))
+
+
+def conceded(before: TrainingConfig, after: TrainingConfig) -> list[str]:
+    """The keys at which `after` changes the trajectory of `before`."""
+    return [
+        key for key in INEXACT if value_of(before, key) != value_of(after, key) and change_of(key, value_of(after, key))
+    ]

@@ -1,0 +1,249 @@
+"""The fastest structure and micro batch whose plan fits. Best first: what promises most is looked at more closely,
+until the best that was planned as a whole beats every promise. No torch.
+
+A promise is an upper end of speed. A structure of which nothing is known promises what one that computes no more could
+reach at any batch (nothing: everything). Two depths at two micro batches (`estimate`) turn that into a line, a third
+micro batch mends the line where it is used, the plan of the whole model ends the matter and corrects the line.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from framework.memory.ledger import Plan
+from framework.memory.search.estimate import Estimate, Figures, deepened, depths_of, with_depth
+from framework.memory.search.space import EXPANDABLE, Structure, with_rows
+from framework.schema.config import TrainingConfig
+
+AT_A_TIME = 2
+"""Candidates looked at in one call of `measure`, which may work on several at once."""
+WORTH = 1.02
+"""A promise of less than this much more speed is not followed up: plans of time are no better."""
+WORTH_A_LOOK = 1.04
+"""The same for a structure of which nothing is known: its promise is an upper end."""
+LIKELY = 1.05
+"""Shares over the card by which a line may still be wrong about what does not fit."""
+MOST_PLANS = 16
+"""Plans of the whole model in one search."""
+FINALISTS = 3
+FIRST_SIZES = (1, 8)
+"""Micro batches that a structure is first planned with, those of them that divide."""
+
+
+class Measure(Protocol):
+    """Plans configs; None for one that the built model refuses. Order is kept."""
+
+    def __call__(self, configs: Sequence[TrainingConfig], /) -> Sequence[Plan | None]: ...
+
+
+class Candidate(NamedTuple):
+    """A structure, by its number, at a micro batch."""
+
+    number: int
+    micro: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates: every structure with every size, `rows` an optimizer step and device, within `usable` bytes."""
+
+    structures: Sequence[Structure]
+    sizes: Sequence[int]
+    rows: int
+    usable: int
+    free: Collection[str]
+
+    @property
+    def count(self) -> int:
+        return len(self.structures) * len(self.sizes)
+
+    def weight(self, number: int) -> int:
+        """How far a structure is from the plain settings: of those about as fast the plainer one is taken."""
+        return sum(self.structures[number].positions)
+
+    def config(self, candidate: Candidate) -> TrainingConfig:
+        return with_rows(self.structures[candidate.number].config, self.rows, candidate.micro, self.free)
+
+
+@dataclass
+class Search:
+    """A search under way, and what it found. `estimates` has the structures that were looked at, by their number."""
+
+    space: Space
+    measure: Measure
+    estimates: dict[int, Estimate] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)
+    plans: dict[Candidate, Plan] = field(default_factory=dict)
+    probes: int = 0
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest candidate whose plan fits; of those about as fast, the one that changes least."""
+        fitting = self._fitting()
+        if not fitting:
+            return None
+        least = min(self._seconds(item) for item in fitting) * WORTH
+        near = [item for item in fitting if self._seconds(item) <= least]
+        return min(near, key=lambda item: (self.space.weight(item.number), self._seconds(item)))
+
+    @property
+    def closest(self) -> Candidate | None:
+        """The planned candidate that needs least."""
+        return min(self.plans, key=lambda item: self.plans[item].peak.device_bytes_upper, default=None)
+
+    def finalists(self) -> list[Candidate]:
+        """The planned candidates that fit, fastest first; a few."""
+        return sorted(self._fitting(), key=self._seconds)[:FINALISTS]
+
+    def run(self) -> "Search":
+        """Look until nothing promises more than the best, or nothing can fit."""
+        self._probe(_strongest(self.space.structures))
+        while len(self.plans) < MOST_PLANS and (chosen := self._most_promising()):
+            self._probe([number for number, micro in chosen if micro is None])
+            self._look_closer([Candidate(number, micro) for number, micro in chosen if micro is not None])
+        return self
+
+    def points(self) -> list[tuple[Candidate, float, float]]:
+        """(candidate, upper end of device bytes, seconds of a step) at sizes that were planned, if with few layers."""
+        return [
+            (Candidate(number, size), estimate.upper(size), estimate.seconds(size))
+            for number, estimate in self.estimates.items()
+            for size in {*estimate.shallow, *estimate.planned}
+        ]
+
+    def _fitting(self) -> list[Candidate]:
+        return [item for item, plan in self.plans.items() if plan.peak.device_bytes_upper <= self.space.usable]
+
+    def _seconds(self, item: Candidate) -> float:
+        return Figures.of(self.plans[item]).seconds
+
+    def _most_promising(self) -> list[tuple[int, int | None]]:
+        """The structures to look at next, with the size at which, or None where nothing is known of one yet.
+
+        Until something was planned that fits, the best that is known goes first, so that there is a mark to beat.
+        """
+        best = self.best
+        mark = self._seconds(best) if best is not None else math.inf
+        known = sorted(promise for promise in self._known_promises() if promise[0] < mark / WORTH)
+        unknown = sorted(promise for promise in self._unknown_promises() if promise[0] < mark / WORTH_A_LOOK)
+        promises = sorted([*known, *unknown]) if best is not None else [*known[:1], *unknown]
+        if not promises and best is None:
+            return self._smallest()
+        return [(number, size) for _, _, number, size in promises[:AT_A_TIME]]
+
+    def _known_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
+        """(seconds, weight, number, size) of the fastest size of each structure that may fit and was not planned."""
+        for number in self.estimates.keys() - self.refused:
+            estimate = self.estimates[number]
+            fitting = [size for size in self._open(number) if estimate.upper(size) <= self.space.usable]
+            if fitting:
+                size = min(fitting, key=estimate.seconds)
+                yield estimate.seconds(size), self.space.weight(number), number, size
+
+    def _unknown_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
+        """The same for structures of which nothing is known, one of each family."""
+        families = set()
+        for number, structure in enumerate(self.space.structures):
+            family = _family(structure)
+            is_new = number not in self.estimates and number not in self.refused and family not in families
+            if is_new and not self._is_too_large(structure):
+                families.add(family)
+                yield self._least_seconds(structure), self.space.weight(number), number, None
+
+    def _smallest(self) -> list[tuple[int, int | None]]:
+        """The candidate that needs least, when its line is not far over the card or nothing was planned yet."""
+        needs = [
+            (self.estimates[number].upper(size), number, size)
+            for number in self.estimates.keys() - self.refused
+            for size in self._open(number)
+        ]
+        if not needs:
+            return []
+        need, number, size = min(needs)
+        return [(number, size)] if not self.plans or need <= self.space.usable * LIKELY else []
+
+    def _open(self, number: int) -> list[int]:
+        """Sizes at which a structure was not planned as a whole."""
+        return [size for size in self.space.sizes if size not in self.estimates[number].planned]
+
+    def _is_too_large(self, structure: Structure) -> bool:
+        """Whether one that takes no more memory is over the card at its smallest batch already."""
+        return any(
+            estimate.upper(self.space.sizes[0]) > self.space.usable * LIKELY
+            and structure.is_no_smaller_than(self.space.structures[number])
+            for number, estimate in self.estimates.items()
+        )
+
+    def _least_seconds(self, structure: Structure) -> float:
+        bounds = (
+            min(map(estimate.seconds, self.space.sizes))
+            for number, estimate in self.estimates.items()
+            if self.space.structures[number].is_no_slower_than(structure)
+        )
+        return max(bounds, default=0.0)
+
+    def _probe(self, numbers: Sequence[int]) -> None:
+        """Plan structures of which nothing is known with few layers, at the first sizes."""
+        sizes = [size for size in FIRST_SIZES if size in self.space.sizes]
+        if len(sizes) < len(FIRST_SIZES):
+            sizes = sorted({self.space.sizes[0], self.space.sizes[-1]})
+        self._plan_shallow([Candidate(number, size) for number in numbers for size in sizes])
+
+    def _look_closer(self, chosen: Sequence[Candidate]) -> None:
+        """A line with a point at this size first, then the plan of the whole model."""
+        near = [item for item in chosen if item.micro not in self.estimates[item.number].shallow]
+        self._plan_shallow(near)
+        self._plan_whole([item for item in chosen if item not in near])
+
+    def _plan_shallow(self, wanted: Sequence[Candidate]) -> None:
+        """Figures from two depths. Structures that differ in the allocator alone share them."""
+        asked = list({(_family(self.space.structures[item.number]), item.micro): item for item in wanted}.values())
+        depths = [depths_of(self.space.structures[item.number].config) for item in asked]
+        configs: list[TrainingConfig] = []
+        for item, depth in zip(asked, depths, strict=True):
+            config = without_evaluation(self.space.config(item))
+            configs += [with_depth(config, count) for count in (depth.few, depth.more)] if depth else [config]
+        plans = iter(self.measure(configs) if configs else ())
+        self.probes += len(configs)
+        for item, depth in zip(asked, depths, strict=True):
+            few = next(plans)
+            more = next(plans) if depth else few
+            figures = None if few is None or more is None else deepened(few, more, depth)
+            self._keep(item, figures)
+
+    def _keep(self, item: Candidate, figures: Figures | None) -> None:
+        family = _family(self.space.structures[item.number])
+        for other, structure in enumerate(self.space.structures):
+            if _family(structure) == family and figures is None:
+                self.refused.add(other)
+            elif _family(structure) == family and figures is not None:
+                self.estimates.setdefault(other, Estimate()).shallow[item.micro] = figures
+
+    def _plan_whole(self, chosen: Sequence[Candidate]) -> None:
+        plans = self.measure([self.space.config(item) for item in chosen]) if chosen else ()
+        for item, plan in zip(chosen, plans, strict=True):
+            if plan is None:
+                self.refused.add(item.number)
+                continue
+            self.plans[item] = plan
+            self.estimates[item.number].planned[item.micro] = plan
+
+
+def without_evaluation(config: TrainingConfig) -> TrainingConfig:
+    """The config without evaluation, which takes half of a rehearsal and less memory than training at its batch."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"eval": (), "eval_fraction": 0.0})})
+
+
+def _family(structure: Structure) -> tuple[str, ...]:
+    """What a structure allocates depends on this; the allocator's settings move only what is cached."""
+    return tuple(word for word in structure.name if not word.startswith(EXPANDABLE))
+
+
+def _strongest(structures: Sequence[Structure]) -> list[int]:
+    """Structures that no other is sure to be smaller than: when these do not fit, little else can."""
+    return [
+        number
+        for number, structure in enumerate(structures)
+        if not any(structure.is_no_smaller_than(other) and other is not structure for other in structures)
+    ]

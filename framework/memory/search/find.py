@@ -1,0 +1,269 @@
+"""From a request to the settings to train it with: exact levers, then those that use the host's memory, then, where
+nothing fits or it is asked for, what changes the trajectory. No torch."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from framework.memory.cards import card_names, read_card
+from framework.memory.editing import possible, value_of, with_values
+from framework.memory.ledger import Plan
+from framework.memory.levers import lever, word
+from framework.memory.resolve import resolve
+from framework.memory.search.concessions import DTYPE, INEXACT, change_of, conceded, with_concessions
+from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Measure, Search, Space
+from framework.memory.search.found import Change, Found, Point, typed
+from framework.memory.search.freedom import opened
+from framework.memory.search.space import (
+    EVAL_BATCH,
+    EXACT,
+    MICRO_BATCH,
+    OFF_THE_CARD,
+    PREFERRED,
+    Table,
+    micro_batches,
+    structures,
+    with_preferred,
+    with_rows,
+)
+from framework.schema.availability import left_open
+from framework.schema.config import TrainingConfig
+from framework.schema.gpu import GPUParams
+
+STAND_IN = "a6000_48gb"
+"""The card whose rates rank candidates where those of the card are not known: of the capability that sizes are taken
+for. Its seconds are not told."""
+RATES = ("bandwidth_bytes_per_second", "fp32_flops", "tf32_flops", "bf16_flops", "fp16_flops")
+MOST_POINTS = 10
+LARGER_CARDS = 4
+"""Cards that a closest miss is planned on, from the smallest that its bytes suggest."""
+
+
+@dataclass
+class _Best:
+    """The searches made so far and the fastest of what they found."""
+
+    measure: Measure
+    free: Collection[str]
+    runs_here: bool
+    searches: list[Search]
+    chosen: Search | None = None
+
+    def look(self, config: TrainingConfig, tables: Iterable[Table]) -> bool:
+        """Search a config by one table after the other until something fits. Keeps it if it is worth its changes."""
+        for table in tables:
+            space = self._space(config, table)
+            if not space.structures:
+                continue
+            search = Search(space, self.measure).run()
+            self.searches.append(search)
+            if search.best is not None:
+                if self.chosen is None or _speed(search) > WORTH_A_LOOK * _speed(self.chosen):
+                    self.chosen = search
+                return True
+        return False
+
+    def _space(self, config: TrainingConfig, table: Table) -> Space:
+        rows = config.batch.global_size // config.gpu.count
+        found = structures(config, self.free, table, self.runs_here)
+        usable = config.gpu.usable_bytes or 0
+        return Space(found, micro_batches(config, rows, self.free), rows, usable, self.free)
+
+
+def find(
+    config: TrainingConfig,
+    measure: Measure,
+    free: Collection[str],
+    inexact: Collection[str] = (),
+    last_resort: Collection[str] = INEXACT,
+    runs_here: bool = True,
+    judge: Callable[[Sequence[TrainingConfig]], int] | None = None,
+) -> Found | None:
+    """The fastest settings of `free` keys whose plan fits the config's card, with the same global batch.
+
+    Args:
+        config: a composed request. What it leaves `auto` is free whatever `free` says.
+        measure: plans configs.
+        free: keys that may move.
+        inexact: keys at which the trajectory may change for speed, of INEXACT.
+        last_resort: those at which it may change where nothing else fits.
+        runs_here: whether it will train on this machine, so that its packages and compilers are needed.
+        judge: which of the fastest that fit, fastest first, is proposed; without it the first.
+
+    Returns None where no candidate at all could be planned: then the plan of the request says why.
+    Raises RequestError where `auto` leaves the batch open.
+    """
+    before = opened(config)
+    free = {*free, *left_open(config)}
+    start = with_preferred(_ranked(before), free)
+    best = _Best(measure, free, runs_here, [])
+    best.look(start, (EXACT, OFF_THE_CARD))
+    for changed in with_concessions(start, inexact, runs_here):
+        best.look(changed, (EXACT,))
+    if best.chosen is None:
+        for changed in with_concessions(start, {*inexact, *last_resort}, runs_here):
+            if best.look(changed, (EXACT, OFF_THE_CARD)):
+                break
+    search = best.chosen or min(best.searches, key=_need, default=None)
+    candidate = (search.best or search.closest) if search is not None else None
+    if search is None or candidate is None:
+        return None
+    finalists = search.finalists() if judge is not None else []
+    if judge is not None and finalists:
+        candidate = finalists[judge([search.space.config(item) for item in finalists])]
+    return _told(config, search.space.config(candidate), best)
+
+
+def _speed(search: Search) -> float:
+    """Tokens a second of a search's best."""
+    step = search.plans[search.best].step if search.best is not None else None
+    return step.tokens_per_second if step is not None else 0.0
+
+
+def _need(search: Search) -> int:
+    closest = search.closest
+    return search.plans[closest].peak.device_bytes_upper if closest is not None else 1 << 62
+
+
+def _is_timed(card: GPUParams) -> bool:
+    return card.bandwidth_bytes_per_second is not None and card.fp32_flops is not None
+
+
+def _ranked(config: TrainingConfig) -> TrainingConfig:
+    """The config with the rates of another card where its own has none, so that candidates can be ranked."""
+    if _is_timed(config.gpu):
+        return config
+    facts = read_card(STAND_IN)
+    return config.model_copy(update={"gpu": config.gpu.model_copy(update={name: facts[name] for name in RATES})})
+
+
+def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
+    """The result with all its plans, on the card as it is."""
+    before = opened(written)
+    after = after.model_copy(update={"gpu": written.gpu})
+    keys = changed_keys(before, after)
+    steps = _one_by_one(before, after, keys)
+    plans = best.measure([before, *steps[:-1], after] if keys else [after])
+    plan = plans[-1]
+    assert plan is not None, "what the search planned can be planned"
+    changes = tuple(_change(written, after, key, *pair) for key, pair in zip(keys, pairwise(plans), strict=True))
+    was_open = bool(left_open(written))
+    return Found(
+        config=after,
+        plan=plan,
+        before=None if was_open else plans[0],
+        changes=(*changes, *_filled_in(written, after, keys)),
+        frontier=frontier(before, best.searches, _is_timed(written.gpu)),
+        tried=sum(search.space.count for search in best.searches),
+        planned=sum(len(search.plans) for search in best.searches),
+        remarks=tuple(_remarks(written, after)),
+        smallest_card=None if plan.fits else _smallest_card(after, plan, best.measure),
+    )
+
+
+def changed_keys(before: TrainingConfig, after: TrainingConfig) -> list[str]:
+    """The keys that a search moved: what is better in every way, what changes training, other levers."""
+    order = [*PREFERRED, *(key for key in INEXACT if key not in PREFERRED), *OFF_THE_CARD, EVAL_BATCH, MICRO_BATCH]
+    return [key for key in order if word(value_of(before, key)) != word(value_of(after, key))]
+
+
+def _one_by_one(before: TrainingConfig, after: TrainingConfig, keys: Sequence[str]) -> list[TrainingConfig]:
+    """The configs from `before` to `after` with one more key moved in each. One that cannot run is left for the plan to
+    refuse."""
+    rows = after.batch.global_size // after.gpu.count
+    steps: list[TrainingConfig] = []
+    current = before
+    for key in keys:
+        if key == MICRO_BATCH:
+            current = with_rows(current, rows, after.batch.per_device, ())
+        else:
+            beside = _MASTERS if key == DTYPE else ()
+            current = with_values(current, {name: value_of(after, name) for name in (key, *beside)})
+        steps.append(current)
+    return steps
+
+
+_MASTERS = ("training.mixed_precision_dtype",)
+
+
+def _change(
+    written: TrainingConfig, after: TrainingConfig, key: str, without: Plan | None, with_it: Plan | None
+) -> Change:
+    saves = costs = None
+    if without is not None and with_it is not None:
+        saves = without.peak.device_bytes_upper - with_it.peak.device_bytes_upper
+        if without.step is not None and with_it.step is not None:
+            costs = with_it.step.seconds - without.step.seconds
+    new = value_of(after, key)
+    said = change_of(key, new) if key in conceded(opened(written), after) else ""
+    why = f"{lever(key).line} Changes training: {said}." if said else lever(key).line
+    return Change(key, value_of(written, key), new, saves, costs, not said, why)
+
+
+def _filled_in(written: TrainingConfig, after: TrainingConfig, told: Collection[str]) -> list[Change]:
+    """What was left open and has its plain value now."""
+    left = [key for key in left_open(written) if key not in told]
+    return [Change(key, "auto", value_of(after, key), 0, 0.0, True, "the plain value is the fastest") for key in left]
+
+
+def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
+    said = [f"batch: {after.batch}"]
+    if not _is_timed(written.gpu):
+        said.append(f"the speed of {written.gpu.name} is not known: candidates were ranked by the rates of {STAND_IN}")
+    for key in conceded(opened(written), after):
+        said.append(
+            f"{key}={word(value_of(after, key))} changes what is learnt: {change_of(key, value_of(after, key))}"
+        )
+    if after.training.compile is True and opened(written).training.compile is not True:
+        said.append("compiling makes the first step 8 to 40 s longer, and again for each new shape of batch")
+    return said
+
+
+def frontier(before: TrainingConfig, searches: Sequence[Search], is_timed: bool) -> tuple[Point, ...]:
+    """The candidates that no other beats in both memory and speed, from least memory to most."""
+    known = [
+        (upper, seconds / tokens_of(search, item), search, item)
+        for search in searches
+        for item, upper, seconds in search.points()
+    ]
+    best, fastest = [], float("inf")
+    for upper, seconds, search, item in sorted(known, key=lambda row: row[:2]):
+        if seconds < fastest:
+            fastest = seconds
+            best.append((upper, seconds, search, item))
+    best = best[:: max(1, -(-len(best) // MOST_POINTS))]
+    return tuple(
+        Point(
+            overrides=_overrides(before, search.space.config(item)),
+            device_bytes=int(upper),
+            tokens_per_second=1 / seconds if is_timed and seconds else None,
+            planned=item in search.plans,
+        )
+        for upper, seconds, search, item in best
+    )
+
+
+def tokens_of(search: Search, item: Candidate) -> int:
+    """Positions of one optimizer step on a device."""
+    length = resolve(search.space.structures[item.number].config).model.model_max_length
+    return search.space.rows * (length if isinstance(length, int) else 1)
+
+
+def _overrides(before: TrainingConfig, after: TrainingConfig) -> tuple[str, ...]:
+    keys = changed_keys(before, after)
+    return typed({key: value_of(after, key) for key in keys}, after.batch.global_size)
+
+
+def _smallest_card(config: TrainingConfig, plan: Plan, measure: Measure) -> str | None:
+    """The smallest shipped card that this config is planned to fit; None where it fits on none of those tried."""
+    cards = [facts for name in card_names() if (facts := read_card(name)).get("usable_bytes")]
+    need = plan.peak.device_bytes_upper
+    larger = sorted(
+        (card for card in cards if card["usable_bytes"] >= need), key=lambda card: int(card["usable_bytes"])
+    )
+    for card in larger[:LARGER_CARDS]:
+        moved = config.model_copy(update={"gpu": GPUParams(**card, count=config.gpu.count)})
+        (found,) = measure([moved]) if possible(moved, {}, runs_here=False) else (None,)
+        if found is not None and found.fits:
+            return str(card["name"])
+    return None

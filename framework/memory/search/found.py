@@ -1,0 +1,106 @@
+"""What a search hands back: a config, its plan, and what each change of it buys. No torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from framework.memory.ledger import Plan
+from framework.memory.levers import word
+from framework.schema.config import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that the search moved. Bytes and seconds are differences of two plans, in the order of the list, so that
+    they add up to the difference between the first request's plan and the last; None where a plan in between is of a
+    config that cannot run."""
+
+    key: str
+    old: Any
+    new: Any
+    saves_bytes: int | None
+    costs_seconds: float | None
+    exact: bool
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "from": self.old,
+            "to": self.new,
+            "saves_bytes": self.saves_bytes,
+            "costs_seconds": self.costs_seconds,
+            "exact": self.exact,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True)
+class Point:
+    """One end of the trade of speed against memory. `planned`: by a plan of the whole model; else by lines through
+    plans of fewer layers, which nothing is promised on."""
+
+    overrides: tuple[str, ...]
+    device_bytes: int
+    tokens_per_second: float | None
+    planned: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "overrides": list(self.overrides),
+            "device_bytes": self.device_bytes,
+            "tokens_per_second": self.tokens_per_second,
+            "planned": self.planned,
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """The proposal, or where nothing fits the closest miss. `plan` is of `config` as a whole, whichever it is."""
+
+    config: TrainingConfig
+    plan: Plan
+    before: Plan | None
+    """Of the request as it was written; None where that cannot run or leaves levers to the search."""
+    changes: tuple[Change, ...]
+    frontier: tuple[Point, ...]
+    tried: int
+    """Candidates that were decided on, by plan, by line or by bound."""
+    planned: int
+    """Of these, with a plan of the whole model."""
+    remarks: tuple[str, ...] = ()
+    smallest_card: str | None = None
+    """Where nothing fits: the smallest shipped card that the closest miss was planned to fit; None where it fits."""
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.fits
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The changes as they are typed. The global batch stands beside a micro batch, so that it is kept."""
+        return typed({change.key: change.new for change in self.changes}, self.config.batch.global_size)
+
+    def remarking(self, remarks: Iterable[str]) -> "Found":
+        """The same with more remarks."""
+        return replace(self, remarks=(*self.remarks, *remarks))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "fits": self.fits,
+            "changes": [change.to_json() for change in self.changes],
+            "overrides": list(self.overrides),
+            "plan": self.plan.to_json(),
+            "tried": self.tried,
+            "planned": self.planned,
+            "frontier": [point.to_json() for point in self.frontier],
+            "batch_equation": str(self.config.batch),
+            "remarks": list(self.remarks),
+            "smallest_card": self.smallest_card,
+        }
+
+
+def typed(values: dict[str, Any], global_batch: int) -> tuple[str, ...]:
+    """Values of keys as words of the command line."""
+    batch = {"training.global_batch_size": global_batch} if "training.per_device_train_batch_size" in values else {}
+    return tuple(f"{key}={'null' if value is None else word(value)}" for key, value in {**values, **batch}.items())

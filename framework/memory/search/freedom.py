@@ -1,0 +1,50 @@
+"""Which keys a search may move, and the config it starts from. No torch."""
+
+from collections.abc import Collection
+
+from framework.errors import Problem, RequestError
+from framework.memory.editing import default_of, with_values
+from framework.memory.search.space import ACCUMULATION, EVAL_BATCH, GLOBAL_BATCH, MICRO_BATCH, OFF_THE_CARD, PREFERRED
+from framework.schema.availability import left_open
+from framework.schema.config import TrainingConfig
+from framework.schema.keys import every_key, unknown
+
+MOVABLE = (MICRO_BATCH, ACCUMULATION, EVAL_BATCH, *PREFERRED, *OFF_THE_CARD)
+"""Keys that `fit` moves without being asked; none of them changes what is learnt."""
+
+
+def opened(config: TrainingConfig) -> TrainingConfig:
+    """The config with the plain value in place of each `auto`: where a search of these keys starts.
+
+    Raises RequestError where a micro batch is left open and the rows of an optimizer step are not written.
+    """
+    plain = {key: default_of(key) for key in left_open(config)}
+    if MICRO_BATCH in plain:
+        plain |= {MICRO_BATCH: _largest_micro_batch(config), ACCUMULATION: None}
+    return with_values(config, plain) if plain else config
+
+
+def _largest_micro_batch(config: TrainingConfig) -> int:
+    """The most rows of a forward pass, up to the default, that divide the rows of a step on one device."""
+    written = config.training.global_batch_size
+    if written is None:
+        message = "the search keeps the global batch, which nothing says while this is `auto`"
+        raise RequestError([Problem(MICRO_BATCH, message, expected=f"{GLOBAL_BATCH} beside it")])
+    rows, remainder = divmod(written, config.gpu.count)
+    if remainder or not rows:
+        message = f"{written} rows are not equal shares of {config.gpu.count} devices"
+        raise RequestError([Problem(GLOBAL_BATCH, message, expected=f"a multiple of {config.gpu.count}")])
+    return next(size for size in range(int(default_of(MICRO_BATCH)), 0, -1) if not rows % size)
+
+
+def freedom(pins: Collection[str]) -> set[str]:
+    """The keys that `fit` may move. A pin is a key or a section. Raises RequestError for one that is neither."""
+    strange = [Problem(f"--pin {pin}", *_unknown(pin)) for pin in pins if pin not in every_key()]
+    if strange:
+        raise RequestError(strange)
+    return {key for key in MOVABLE if not any(key == pin or key.startswith(f"{pin}.") for pin in pins)}
+
+
+def _unknown(key: str) -> tuple[str, None, None, str | None]:
+    message, nearest = unknown(tuple(key.split(".")))
+    return message, None, None, nearest

@@ -1,0 +1,162 @@
+"""What a search may choose from: structures (every lever but the micro batch), and the micro batches of a global batch.
+
+Values come from the levers table, with their hardware, package and company; which of them are worth trying, and in
+which order, stands here. No torch.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from framework.memory.editing import default_of, possible, value_of, with_values
+from framework.memory.levers import lever, word
+from framework.memory.requirements import is_installed, suits
+from framework.schema.choices import Attention, Optimizer
+from framework.schema.config import TrainingConfig
+
+MICRO_BATCH = "training.per_device_train_batch_size"
+EVAL_BATCH = "training.per_device_eval_batch_size"
+ACCUMULATION = "training.gradient_accumulation_steps"
+GLOBAL_BATCH = "training.global_batch_size"
+EXPANDABLE = "training.allocator.expandable_segments"
+_CHECKPOINTS = "training.enable_gradient_checkpointing"
+_EVERY = "training.gradient_checkpointing_every"
+_POLICY = "training.gradient_checkpointing_policy"
+_BUDGET = "training.activation_memory_budget"
+
+Table = Mapping[str, tuple[Any, ...]]
+EXACT: Table = {
+    _CHECKPOINTS: (False, True),
+    _EVERY: (4, 2, 1),
+    _POLICY: ("save_matmuls", "save_attention", "full"),
+    "training.activation_offload": (False, True),
+    "training.compile": (False, True),
+    _BUDGET: (None, 0.5, 0.3),
+    "model.chunked_loss": (False, 1024),
+    EXPANDABLE: (None, True),
+}
+"""Levers that leave the trajectory as it is, with the values worth trying, from fast and large to slow and small."""
+OFF_THE_CARD: Table = {
+    **EXACT,
+    "training.optimizer_offload": ("none", "host"),
+    "model.offload_frozen_base": (False, True),
+}
+"""With those that move weights or states over the link at each step: tried where nothing else fits."""
+SLOWER = (
+    *(_CHECKPOINTS, _EVERY, _POLICY, "training.activation_offload", _BUDGET),
+    *("training.optimizer_offload", "model.offload_frozen_base", EXPANDABLE),
+)
+"""Levers whose later values compute or move no less than the earlier ones: never faster at the same batch."""
+SMALLER = (*SLOWER, "model.chunked_loss")
+"""Levers whose later values take no more memory than the earlier ones."""
+PREFERRED: Mapping[str, tuple[Any, Any, str]] = {
+    "training.optimizer": (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED, "cuda"),
+    "model.attn_implementation": (Attention.EAGER, None, ""),
+}
+"""Key -> a value, the exact one that takes less and is faster, and where."""
+LARGEST_MICRO_BATCH = 128
+"""Rows a forward pass; a card that these do not fill is filled by no more."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A config with everything decided but its micro batch. `positions` are those of `choices` in the table."""
+
+    config: TrainingConfig
+    choices: Mapping[str, Any]
+    positions: tuple[int, ...]
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        return tuple(f"{key}={word(value)}" for key, value in self.choices.items())
+
+    def is_no_slower_than(self, other: "Structure") -> bool:
+        return self._is_below(other, SLOWER)
+
+    def is_no_smaller_than(self, other: "Structure") -> bool:
+        """Whether it takes at least the memory of `other` at the same batch."""
+        return self._is_below(other, SMALLER)
+
+    def _is_below(self, other: "Structure", levers: Collection[str]) -> bool:
+        pairs = zip(self.choices, self.positions, other.positions, strict=True)
+        return all(mine == its or (key in levers and mine < its) for key, mine, its in pairs)
+
+
+def with_rows(config: TrainingConfig, rows: int, micro: int, free: Collection[str]) -> TrainingConfig:
+    """The config with `micro` rows a forward pass of `rows` an optimizer step and device; evaluation with no more."""
+    changes: dict[str, Any] = {
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": rows // micro,
+        "global_batch_size": None,
+    }
+    if EVAL_BATCH in free:
+        changes["per_device_eval_batch_size"] = min(int(config.training.per_device_eval_batch_size), micro)
+    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+
+
+def with_preferred(config: TrainingConfig, free: Collection[str]) -> TrainingConfig:
+    """The config with the value that is better in every way where a free key holds the worse one."""
+    changes = {
+        key: better
+        for key, (worse, better, hardware) in PREFERRED.items()
+        if key in free and value_of(config, key) == worse and suits(hardware, config.gpu)
+    }
+    return with_values(config, changes) if changes else config
+
+
+def micro_batches(config: TrainingConfig, rows: int, free: Collection[str]) -> list[int]:
+    """Rows a forward pass that divide the rows of a step on one device, from few to many; a pinned one alone."""
+    accumulation = config.training.gradient_accumulation_steps
+    if ACCUMULATION not in free and isinstance(accumulation, int):
+        return [rows // accumulation]
+    if MICRO_BATCH not in free:
+        return [int(config.training.per_device_train_batch_size)]
+    return [size for size in range(1, min(rows, LARGEST_MICRO_BATCH) + 1) if not rows % size]
+
+
+def structures(config: TrainingConfig, free: Collection[str], table: Table, runs_here: bool) -> list[Structure]:
+    """Every combination of the table's values of free keys that can run. Other keys keep their value."""
+    axes = {key: _values(config, key, table[key]) if key in free else (value_of(config, key),) for key in table}
+    found: list[Structure] = []
+    for chosen in product(*axes.values()):
+        choices = dict(zip(axes, chosen, strict=True))
+        idle = {key for key in axes if not _has_company(config, key, choices)}
+        if any(key in free and not _same(choices[key], default_of(key)) for key in idle):
+            continue
+        if choices.get(_EVERY, 1) != 1 and choices.get(_POLICY, "full") != "full" and {_EVERY, _POLICY} <= set(free):
+            continue  # between the two, and near the points that either reaches
+        if choices.get(_CHECKPOINTS) is True and choices.get(_BUDGET) is not None and _BUDGET in free:
+            continue  # the budget is then only for the one block at work
+        changed = possible(config, {key: value for key, value in choices.items() if key in free}, runs_here)
+        if changed is not None:
+            positions = tuple(0 if key in idle else axes[key].index(value) + 1 for key, value in choices.items())
+            found.append(Structure(changed, choices, positions))
+    return found
+
+
+def _values(config: TrainingConfig, key: str, tried: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values to try less those that card or packages rule out; the one that is there now is the first of others."""
+    now = value_of(config, key)
+    now = 1024 if key == "model.chunked_loss" and now is True else now
+    known = [value for value in tried if _can_be_had(config, key, value)]
+    if not any(_same(now, value) for value in known):
+        known.insert(1, now)
+    return tuple(known)
+
+
+def _can_be_had(config: TrainingConfig, key: str, value: Any) -> bool:
+    setting = next((item for item in lever(key).settings if _same(item.value, value)), None)
+    if setting is None:
+        return True
+    return suits(setting.hardware, config.gpu) and all(map(is_installed, filter(None, setting.package.split(", "))))
+
+
+def _has_company(config: TrainingConfig, key: str, choices: Mapping[str, Any]) -> bool:
+    """Whether the other keys are such that this one has an effect."""
+    beside = lever(key).settings[0].beside
+    return all(_same(choices.get(name, value_of(config, name)), value) for name, value in beside.items())
+
+
+def _same(a: Any, b: Any) -> bool:
+    return word(a) == word(b)

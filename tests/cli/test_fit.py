@@ -1,0 +1,181 @@
+"""The verb `fit`: text, JSON, the recipe it writes, pins, and what it says when nothing fits."""
+
+import json
+
+import pytest
+import yaml
+
+from framework.cli import main
+from framework.compose import load
+from framework.run import plan_cache
+from tests.memory.search import card
+
+TINY = """# A tiny model.
+training: {per_device_train_batch_size: 8, gradient_accumulation_steps: 4, learning_rate: 1e-3, optimizer: adamw_torch}
+model:
+  model_max_length: 512
+  load_pretrained_weights: false
+  architecture: {model_type: llama, hidden_size: 256, intermediate_size: 512, num_hidden_layers: 8,
+    num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 512, vocab_size: 8192}
+"""
+CARD = ("gpu=rtx3060_12gb", "training.compile=false")
+SMALL = (*CARD, "gpu.usable_bytes=1400000000")
+"""For the real planner."""
+LITTLE = (*CARD, "gpu.usable_bytes=2600000000")
+"""For arithmetic: 1800 MiB and more."""
+FEW = ("training.enable_gradient_checkpointing", "training.activation_offload", "training.allocator")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class Arithmetic(card.Arithmetic):
+    """In place of the process that rehearses."""
+
+    faults = ()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.fixture
+def arithmetic(monkeypatch):
+    monkeypatch.setattr("framework.run.fit.Rehearsals", Arithmetic)
+
+
+@pytest.fixture
+def run(capsys):
+    def run_command(*words):
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run_command
+
+
+def pinned(*words):
+    return [item for word in ("training.compile", *words) for item in ("--pin", word)]
+
+
+def test_the_document_of_fit(arithmetic, run, write):
+    code, out, _ = run("fit", write(TINY), *LITTLE, "--json", *pinned())
+    document = json.loads(out)
+    assert code == 0
+    assert document["fits"] is True
+    assert document["plan"]["peak"]["device_bytes_upper"] <= 2_600_000_000
+    batch = document["plan"]["batch"]
+    assert batch["per_device"] * batch["accumulation"] * batch["world"] == 32
+    assert "global / (" in document["batch_equation"]
+    assert document["tried"] > 50
+    for change in document["changes"]:
+        assert set(change) == {"key", "from", "to", "saves_bytes", "costs_seconds", "exact", "why"}
+        assert change["exact"]
+    assert {"overrides", "device_bytes", "tokens_per_second"} <= set(document["frontier"][0])
+
+
+@pytest.mark.slow
+def test_the_overrides_of_fit_are_its_plan_and_a_second_search_reads_its_plans(run, write, monkeypatch):
+    """By the real planner: what is proposed, typed behind the same request, is planned to the byte as `fit` said."""
+    recipe = write(TINY)
+    code, out, _ = run("fit", recipe, *SMALL, "--json", *pinned(*FEW))
+    said = json.loads(out)
+    assert code == 0
+    assert said["plan"]["peak"]["device_bytes_upper"] <= 1_400_000_000
+    code, out, _ = run("plan", recipe, *SMALL, *said["overrides"], "--json")
+    assert code == 0
+    assert json.loads(out)["peak"] == said["plan"]["peak"]
+    assert list(plan_cache.cache_folder().glob("*.json"))
+    monkeypatch.setattr("framework.run.rehearsals.Rehearsals._ask", None)
+    code, out, _ = run("fit", recipe, *SMALL, "--json", *pinned(*FEW))
+    assert json.loads(out)["plan"] == said["plan"]
+
+
+def test_the_recipe_of_fit_composes_to_the_same_run(arithmetic, run, write, tmp_path):
+    recipe, written = write(TINY), tmp_path / "fitted.yaml"
+    code, out, _ = run("fit", recipe, *LITTLE, "--output", str(written), *pinned())
+    assert code == 0
+    assert f"wrote {written}" in out
+    assert "tokens/s" in out
+    text = yaml.safe_load(written.read_text())
+    assert "gpu" not in text
+    assert len(written.read_text().splitlines()) < 45
+    before, after = load(recipe), load(written)
+    assert after.batch.global_size == before.batch.global_size == 32
+    assert after.training.learning_rate == before.training.learning_rate
+    assert after.training.optimizer == "adamw_torch_fused"
+
+
+def test_pinned_keys_stay(arithmetic, run, write):
+    code, out, _ = run("fit", write(TINY), *LITTLE, "--json", "--pin", "written")
+    moved = {change["key"] for change in json.loads(out)["changes"]}
+    assert code in (0, 3)
+    assert not moved & {"training.per_device_train_batch_size", "training.optimizer", "training.compile"}
+
+
+def test_nothing_fits_is_exit_3_with_the_closest_and_a_card_that_would(arithmetic, run, write):
+    tiny = (*CARD, "gpu.usable_bytes=1500000000")
+    code, out, _ = run("fit", write(TINY), *tiny, "--json", "--allow", "exact", *pinned())
+    document = json.loads(out)
+    assert code == 3
+    assert document["fits"] is False
+    assert document["plan"]["peak"]["device_bytes_upper"] > 1_500_000_000
+    assert document["smallest_card"] == "rtx3060_12gb"
+    code, out, _ = run("fit", write(TINY), *tiny, "--allow", "exact", *pinned())
+    assert code == 3
+    assert "it fits on rtx3060_12gb" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gpu=cpu",), "no memory of its own"),
+        (("gpu=24gb", "--pin", "training.compil"), "training.compile"),
+        (("gpu=24gb", "--set-free", "training.seed"), "may be given up"),
+        (("gpu=24gb", "--allow", "all"), "inexact"),
+        (("gpu=24gb", "--output", "x.txt"), "no YAML file"),
+        (("gpu=24gb", "training.global_batch_size=7"), "7 global"),
+    ],
+)
+def test_wrong_requests(run, write, words, said):
+    code, _, err = run("fit", write(TINY), *words)
+    assert code == 2
+    assert said in err
+
+
+AUTO = TINY.replace(
+    "{per_device_train_batch_size: 8, gradient_accumulation_steps: 4,",
+    "{per_device_train_batch_size: auto, global_batch_size: 32, enable_gradient_checkpointing: auto,",
+).replace("model:", "model:\n  chunked_loss: auto", 1)
+
+
+def test_auto_is_planned_as_what_the_search_finds(arithmetic, run, write):
+    code, out, err = run("plan", write(AUTO), *LITTLE, "--json")
+    assert code == 0
+    assert json.loads(out)["batch"]["global"] == 32
+    assert "auto training.per_device_train_batch_size=" in err
+
+
+def test_auto_resolved_is_shown(arithmetic, run, write):
+    recipe = write(AUTO)
+    code, out, _ = run("show", recipe, *LITTLE, "--resolve")
+    assert code == 0
+    assert "auto" not in yaml.safe_load(out)["training"].values()
+    code, out, _ = run("show", recipe, *LITTLE)
+    assert "per_device_train_batch_size: auto" in out
+
+
+def test_auto_without_a_global_batch_is_refused(run, write):
+    code, _, err = run("plan", write(TINY.replace("size: 8", "size: auto")), *SMALL)
+    assert code == 2
+    assert "training.global_batch_size" in err
+
+
+def test_auto_on_the_cpu_is_plain(run, write):
+    code, out, err = run("plan", write(AUTO), "gpu=cpu", "--json")
+    assert code == 0
+    assert json.loads(out)["batch"]["per_device"] == 8
+    assert "cpu has no limit" in err

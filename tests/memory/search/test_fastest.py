@@ -1,0 +1,104 @@
+"""The search against every candidate planned one by one."""
+
+import pytest
+
+from framework.memory.cards import read_card
+from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Search, Space
+from framework.memory.search.space import ACCUMULATION, EXACT, MICRO_BATCH, micro_batches, structures
+from framework.schema.config import TrainingConfig
+from tests.memory.search.card import MIB, Arithmetic
+from tests.tiny import LLAMA
+
+FREE = {*EXACT, MICRO_BATCH, ACCUMULATION}
+
+
+def config_on(usable: int, layers: int = 16, **training: object) -> TrainingConfig:
+    gpu = {**read_card("h100_80gb"), "usable_bytes": usable * MIB}
+    model = {"architecture": {**LLAMA, "num_hidden_layers": layers}, "load_pretrained_weights": False}
+    batch = {"per_device_train_batch_size": 8, "global_batch_size": 64, **training}
+    return TrainingConfig.model_validate({"training": batch, "model": model, "gpu": gpu})
+
+
+def space_on(usable: int, free: set[str] = FREE, **training: object) -> Space:
+    config = config_on(usable, **training)
+    found = structures(config, free, EXACT, runs_here=False)
+    return Space(found, micro_batches(config, 64, free), 64, usable * MIB, free)
+
+
+def brute_force(space: Space) -> float:
+    """Seconds of the fastest candidate that fits; infinite when none does."""
+    planner = Arithmetic()
+    seconds = [float("inf")]
+    for number in range(len(space.structures)):
+        for size in space.sizes:
+            plan = planner.plan(space.config(Candidate(number, size)))
+            if plan.fits and plan.step is not None:
+                seconds.append(plan.step.seconds)
+    return min(seconds)
+
+
+@pytest.mark.parametrize("usable", [2600, 2750, 3000, 3500, 4500, 6000, 9000, 20000, 80000])
+def test_as_fast_as_the_best_of_all_candidates(usable: int) -> None:
+    space, measure = space_on(usable), Arithmetic()
+    search = Search(space, measure).run()
+    best = brute_force(space)
+    if best == float("inf"):
+        assert search.best is None
+        return
+    assert search.best is not None
+    plan = search.plans[search.best]
+    assert plan.fits
+    assert plan.step is not None
+    assert plan.step.seconds <= best * WORTH_A_LOOK * 1.001
+    assert space.count > 500
+    assert measure.calls < 150
+
+
+def test_nothing_fits_is_known_after_the_strongest_levers() -> None:
+    measure = Arithmetic()
+    search = Search(space_on(1500), measure).run()
+    assert search.best is None
+    assert search.closest is not None
+    assert not search.plans[search.closest].fits
+    assert measure.calls < 16
+
+
+def test_a_pinned_lever_keeps_its_value() -> None:
+    space = space_on(3000, FREE - {"training.enable_gradient_checkpointing", "training.compile"})
+    search = Search(space, Arithmetic()).run()
+    assert search.best is not None
+    chosen = space.config(search.best).training
+    assert chosen.enable_gradient_checkpointing is False
+    assert chosen.compile is False
+
+
+def test_every_candidate_keeps_the_rows_of_a_step() -> None:
+    space = space_on(6000)
+    for number in range(0, len(space.structures), 7):
+        for size in space.sizes:
+            assert space.config(Candidate(number, size)).batch.global_size == 64
+
+
+def test_a_pinned_micro_batch_is_the_only_size() -> None:
+    space = space_on(6000, FREE - {MICRO_BATCH})
+    assert list(space.sizes) == [8]
+
+
+def test_cached_bytes_decide_between_allocators() -> None:
+    """Fits only without the tenth that the plain allocator holds on top."""
+    pinned = FREE - {"training.enable_gradient_checkpointing", "training.compile", "training.activation_offload"}
+    space = space_on(6700, pinned - {MICRO_BATCH, "model.chunked_loss"}, per_device_train_batch_size=4)
+    search = Search(space, Arithmetic()).run()
+    assert search.best is not None
+    assert space.config(search.best).training.allocator.expandable_segments is True
+
+
+def test_a_refused_structure_is_passed_over() -> None:
+    class Refusing(Arithmetic):
+        def __call__(self, configs):  # type: ignore[no-untyped-def]
+            return [None if config.training.compile else self.plan(config) for config in configs]
+
+    space = space_on(6000)
+    search = Search(space, Refusing()).run()
+    assert search.best is not None
+    assert space.config(search.best).training.compile is False

@@ -1,0 +1,111 @@
+"""What a search tells: the changes and what each buys, what it gives up, what it keeps, and what would fit."""
+
+import pytest
+
+from framework.memory.editing import value_of
+from framework.memory.search.concessions import INEXACT
+from framework.memory.search.find import find
+from framework.memory.search.found import Found
+from framework.memory.search.freedom import freedom
+from framework.schema.config import TrainingConfig
+from tests.memory.search.card import MIB, Arithmetic
+from tests.memory.search.test_fastest import config_on
+
+
+def found_on(config: TrainingConfig, pins: tuple[str, ...] = (), **options: object) -> Found:
+    found = find(config, Arithmetic(), freedom(pins), runs_here=False, **options)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_changes_add_up_from_the_request_to_the_proposal() -> None:
+    found = found_on(config_on(4000))
+    assert found.fits
+    assert found.before is not None
+    saved = sum(change.saves_bytes or 0 for change in found.changes)
+    assert saved == found.before.peak.device_bytes_upper - found.plan.peak.device_bytes_upper
+    assert found.before.step is not None
+    assert found.plan.step is not None
+    costs = sum(change.costs_seconds or 0 for change in found.changes)
+    assert costs == pytest.approx(found.plan.step.seconds - found.before.step.seconds)
+    assert all(change.exact for change in found.changes)
+
+
+def test_the_global_batch_is_kept_and_said() -> None:
+    """M21: 8 x 4 x 2 = 64 in every proposal."""
+    config = config_on(3000, per_device_train_batch_size=8, gradient_accumulation_steps=4, global_batch_size=None)
+    config = config.model_copy(update={"gpu": config.gpu.model_copy(update={"count": 2})})
+    found = found_on(config)
+    assert found.fits
+    assert found.config.batch.global_size == 64
+    assert "= 64 global / (" in found.to_json()["batch_equation"]
+    assert "training.global_batch_size=64" in found.overrides
+    for point in found.frontier:
+        assert not any(item.startswith("training.per_device_train") for item in point.overrides) or (
+            "training.global_batch_size=64" in point.overrides
+        )
+
+
+def test_a_pinned_batch_that_cannot_fit_is_no_proposal() -> None:
+    found = found_on(config_on(3000), pins=("training", "model"), last_resort=())
+    assert not found.fits
+    assert found.changes == ()
+    assert found.smallest_card == "rtx3060_12gb"
+
+
+def test_what_changes_the_trajectory_comes_last_and_is_named() -> None:
+    usable = 1850
+    assert not found_on(config_on(usable), last_resort=()).fits
+    found = found_on(config_on(usable))
+    given_up = [change for change in found.changes if not change.exact]
+    assert found.fits
+    assert given_up
+    assert all(change.key in INEXACT for change in given_up)
+    assert all("Changes training" in change.why for change in given_up)
+    assert any(given_up[0].key in remark for remark in found.remarks)
+
+
+def test_exact_settings_are_taken_where_they_fit() -> None:
+    for usable in (3000, 6000):
+        assert all(change.exact for change in found_on(config_on(usable)).changes)
+
+
+def test_a_frontier_trades_memory_for_speed() -> None:
+    points = found_on(config_on(4000)).frontier
+    assert len(points) > 2
+    assert [point.device_bytes for point in points] == sorted(point.device_bytes for point in points)
+    speeds = [point.tokens_per_second or 0 for point in points]
+    assert speeds == sorted(speeds)
+    assert any(point.planned for point in points)
+
+
+def test_nothing_is_changed_where_the_request_is_the_fastest() -> None:
+    config = config_on(80000, per_device_train_batch_size=64, optimizer="adamw_torch_fused", compile=True)
+    assert found_on(config).changes == ()
+
+
+def test_a_card_of_unknown_speed_is_ranked_by_another_and_promises_no_time() -> None:
+    config = config_on(4000)
+    facts = dict.fromkeys(("bandwidth_bytes_per_second", "fp32_flops"))
+    found = found_on(config.model_copy(update={"gpu": config.gpu.model_copy(update=facts)}))
+    assert found.fits
+    assert all(point.tokens_per_second is None for point in found.frontier)
+    assert any("is not known" in remark for remark in found.remarks)
+
+
+def test_auto_alone_moves() -> None:
+    config = config_on(4000, enable_gradient_checkpointing="auto", per_device_train_batch_size="auto")
+    found = find(config, Arithmetic(), (), last_resort=(), runs_here=False)
+    assert found is not None
+    assert found.fits
+    assert found.before is None
+    moved = {change.key for change in found.changes}
+    assert moved <= {"training.enable_gradient_checkpointing", "training.per_device_train_batch_size"}
+    assert value_of(found.config, "training.compile") is False
+    assert found.config.batch.global_size == 64
+
+
+def test_bytes_are_those_of_the_plan() -> None:
+    found = found_on(config_on(4000))
+    assert found.plan.peak.device_bytes_upper <= 4000 * MIB
+    assert found.to_json()["plan"]["fits"] is True
