@@ -100,6 +100,11 @@ def _longest_first(rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) 
     return rows[np.argsort(-lengths[rows], kind="stable")]
 
 
+def longest_rows(lengths: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
+    """Numbers of the `count` longest rows, or of all; of equal ones those that come first."""
+    return tuple(np.argsort(-lengths, kind="stable")[:count].tolist())
+
+
 def shares(rows: Sequence[int], per_device: int, world: int, rank: int) -> list[Share]:
     """The micro batches that one rank makes of the rows of a step.
 

@@ -1,5 +1,7 @@
 """Measured memory, phase by phase: the allocator's counters on a GPU, resident memory on the CPU."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +46,16 @@ class Meter:
         self.phases = {name: peak for name, peak in self.phases.items() if name not in STEP_PHASES}
         self.allocated = self.reserved = max(self.phases.values(), default=0)
         self._phase = "end"
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Measure something that is no part of the run: within, `allocated` is its peak alone."""
+        self._close()
+        kept = dict(self.phases), self.allocated, self.reserved
+        self.allocated = 0
+        yield
+        self._close()
+        (self.phases, self.allocated, self.reserved), self._phase = kept, "end"
 
     def _close(self) -> None:
         if self.place.kind == "cuda":

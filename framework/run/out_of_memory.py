@@ -42,8 +42,8 @@ class Watch:
     micro_batch: int = 0
     """Which micro batch of the step is in hand, from 1; 0 before the first."""
 
-    def begin(self, step: int, tokens: Sequence[int]) -> None:
-        """A step begins with micro batches of so many tokens, padding included."""
+    def begin(self, step: int | None, tokens: Sequence[int]) -> None:
+        """A step, or the trial before all, begins with micro batches of so many tokens, padding included."""
         self.step, self.tokens, self.micro_batch = step, tokens, 0
 
     def observe(self, phase: str) -> None:

@@ -116,15 +116,18 @@ class Session:
             self.accelerator.init_trackers(project, config=flattened(self.config.model_dump(mode="json")))
         explained = explained_failures(self.watch, self.forecast, self.folder.path)
         with explained, recorded_memory(self.assembly.place), self.progress, watched_interrupt() as self.interrupt:
-            if self.step == 0:
-                self.evaluate()
-            self._moved_elements = MovedElements(self.assembly.trained)
-            self._clock = time.perf_counter()
             try:
                 yield
             except NonFinite as error:
                 raise NonFinite(f"{error} Training rows of this step: {self.batches.rows_of(self.step)}.") from None
         self.accelerator.end_training()
+
+    def start(self) -> None:
+        """What comes right before the first step: the loss that training has to beat."""
+        if self.step == 0:
+            self.evaluate()
+        self._moved_elements = MovedElements(self.assembly.trained)
+        self._clock = time.perf_counter()
 
     def close(self, after: float = 0.0) -> None:
         """End what still goes on beside the run, `after` so many seconds at the latest."""

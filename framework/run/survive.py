@@ -109,7 +109,7 @@ def _what_was_in_hand(session: "Session", known: Circumstances) -> Iterable[str]
     if not _shrinks(config):
         yield "training.on_oom=shrink would halve the micro batch and go on"
         return
-    if known.phase not in ("forward", "loss", "backward") or known.step is None:
+    if known.phase not in ("forward", "loss", "backward"):
         return
     if next_size(config, TRAIN) is None:
         longest = int(session.inputs.data.train.lengths.max())

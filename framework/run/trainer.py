@@ -20,6 +20,7 @@ from framework.run.forecast import forecast_in_subprocess
 from framework.run.session import LAST_SECONDS, Planner, Session, begin, open_session
 from framework.run.step import train_step
 from framework.run.survive import TRAIN, tries
+from framework.run.trial import try_longest_rows
 from framework.schema.config import TrainingConfig
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 16, 48
@@ -67,6 +68,8 @@ def train(
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
         begin(session, overwrite)
         with session.running():
+            try_longest_rows(session)
+            session.start()
             for step in range(session.step + 1, session.total + 1):
                 for attempt in tries(session, TRAIN):
                     with attempt as way_back:

@@ -41,7 +41,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Repair:
-    """A size that a run made smaller after memory had run out in `phase` of `step` (0: before the first)."""
+    """A size that a run made smaller after memory had run out in `phase` of `step`; step 0 is the trial before all."""
 
     key: str
     before: int
@@ -53,7 +53,7 @@ class Repair:
         return asdict(self)
 
     def __str__(self) -> str:
-        moment = f"{self.phase} of step {self.step}" if self.step else f"{self.phase} before step 1"
+        moment = f"{self.phase} of step {self.step}" if self.step else f"{self.phase} of the longest rows"
         return f"{self.key} {self.before} -> {self.after} ({moment})"
 
 

@@ -108,6 +108,6 @@ def read_circumstances(text: str) -> Circumstances:
 
 
 def _read_repairs(text: str) -> Iterator[Repair]:
-    pattern = r"(\S+) (\d+) -> (\d+) \((\w+) (?:of step (\d+)|before step 1)\)"
+    pattern = r"(\S+) (\d+) -> (\d+) \((\w+) of (?:step (\d+)|the longest rows)\)"
     for key, before, after, phase, step in re.findall(pattern, text):
         yield Repair(key, int(before), int(after), int(step or 0), phase)
