@@ -3,7 +3,7 @@
 python benchmarks/levers.py rows                                          the rows, and what has none and why
 python benchmarks/levers.py predict predicted.jsonl                       any machine; needs the packages, not the card
 python benchmarks/levers.py measure predicted.jsonl measured.jsonl        a machine with the card
-python benchmarks/levers.py summary predicted.jsonl measured.jsonl results/levers_h100.json
+python benchmarks/levers.py summary predicted.jsonl measured.jsonl results/levers_h200.json
 
 --only WORD: rows whose name has one of the words. --skip-done: not what the output has already. --gpus N: over N cards.
 Every row is one setting over a shape of SPEED.md: m1 is a full fine-tune of the 1B in pure bfloat16 (4 x 2048 tokens),

@@ -1,4 +1,4 @@
-"""Writes docs/levers.md from the levers table and what was measured (results/levers_h100.json, where it is there).
+"""Writes docs/levers.md from the levers table and what was measured (results/levers_h200.json, where it is there).
 
 python benchmarks/levers_page.py
 """
@@ -12,7 +12,7 @@ from typing import Any
 from framework.memory.levers import LEVERS, Lever, Setting, word
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs" / "levers.md", ROOT / "benchmarks" / "results" / "levers_h100.json"
+PAGE, RESULTS = ROOT / "docs" / "levers.md", ROOT / "benchmarks" / "results" / "levers_h200.json"
 GIB = 2**30
 
 
@@ -181,7 +181,7 @@ def _head(results: Mapping[str, Any] | None) -> Iterator[str]:
         f"**Measured** on one {results['machine']}, torch {results['packages'].get('torch')}, {results['date'][:10]}: "
         f"{results['rows']} rows over two shapes, full fine-tuning of a 1B in pure bfloat16 (m1: 4 x 2048 tokens) and "
         f"LoRA of an 8B (m2: 1 x 2048). The plan, made before, was off by {error['median']} % of the allocated peak in "
-        f"the median and {error['max']} % at most. Every figure: `benchmarks/results/levers_h100.json`.\n"
+        f"the median and {error['max']} % at most. Every figure: `benchmarks/results/levers_h200.json`.\n"
     )
 
 

@@ -6,8 +6,7 @@ import torch
 from framework.build.assembly import assemble
 from framework.build.model import read_architecture
 from framework.build.place import real_place
-from framework.memory.planning import make_plan
-from framework.run.rehearse import record
+from framework.run.child import plan_in_subprocess
 from framework.run.step import train_step
 from tests.run.reference import H100
 from tests.tiny import LLAMA, tiny_config
@@ -54,7 +53,7 @@ def test_offloaded_activations_train_the_same_within_the_planned_peak(recompute)
     losses, moved = run({**lever, "activation_offload": True})
     assert losses == pytest.approx(expected, rel=1e-6), "a copy that was read too early or freed too soon"
     assert moved < plain
-    planned = make_plan(record(config_of({**lever, "activation_offload": True}))).step_peak.allocated_bytes
+    planned = plan_in_subprocess(config_of({**lever, "activation_offload": True})).step_peak.allocated_bytes
     assert planned == pytest.approx(moved, rel=0.01)
 
 
@@ -63,4 +62,4 @@ def test_a_policy_keeps_what_was_planned(policy):
     lever = {"enable_gradient_checkpointing": True, "gradient_checkpointing_policy": policy}
     losses, peak = run(lever)
     assert losses == pytest.approx(run({})[0], rel=1e-2)
-    assert make_plan(record(config_of(lever))).step_peak.allocated_bytes == pytest.approx(peak, rel=0.01)
+    assert plan_in_subprocess(config_of(lever)).step_peak.allocated_bytes == pytest.approx(peak, rel=0.01)

@@ -7,8 +7,7 @@ from framework.build.assembly import assemble
 from framework.build.model import settle
 from framework.build.place import real_place
 from framework.build.verify import verify
-from framework.memory.planning import make_plan
-from framework.run.rehearse import record
+from framework.run.child import plan_in_subprocess
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 from tests.run.reference import H100
@@ -68,5 +67,5 @@ def test_the_losses_are_those_of_a_base_on_the_card_and_two_blocks_are_on_it(che
         del made, own
         torch.cuda.empty_cache()
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    planned = [make_plan(record(config(offload, checkpointing))).step_peak.allocated_bytes for offload in (True, False)]
+    planned = [plan_in_subprocess(config(offload, checkpointing)).step_peak.allocated_bytes for offload in (True, False)]
     assert peaks == pytest.approx(planned, rel=0.01)

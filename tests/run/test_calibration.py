@@ -15,6 +15,7 @@ import pytest
 from benchmarks.plan_grid import configs, is_judged
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
+from framework.run.child import plan_in_subprocess
 from framework.run.measure import measure_in_subprocess
 from framework.run.rehearse import record
 
@@ -55,6 +56,8 @@ def plan_row(name: str) -> Plan:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_row(name: str) -> None:
     row = ROWS[name]
+    if row.get("older_chunked_loss"):
+        pytest.skip("measured when the chunked loss held more; most such rows are in h200_product_step.json again")
     only = row.get("only_transformers")
     if only and not importlib.metadata.version("transformers").startswith(only):
         pytest.skip(f"Gemma 2 runs another attention since transformers {only}")
@@ -105,7 +108,7 @@ def test_a_card_measures_it_again(name: str) -> None:
 
     if not torch.cuda.get_device_name().startswith(("NVIDIA H100", "NVIDIA H200")):
         pytest.skip("the rows were measured on an H100; eight of them took the same on an H200, to the byte")
-    measured, use = measure_in_subprocess(CONFIGS[name]), plan_row(name).step_peak
+    measured, use = measure_in_subprocess(CONFIGS[name]), plan_in_subprocess(CONFIGS[name]).step_peak
     assert use.allocated_bytes == pytest.approx(measured.allocated_bytes, rel=0.002)
     assert use.reserved_bytes == pytest.approx(measured.reserved_bytes, rel=0.03)
     assert use.device_bytes_upper >= measured.device_bytes
