@@ -158,6 +158,8 @@ def choose_band(config: TrainingConfig, is_mathematical: bool) -> Band:
         return Band.COMPILED
     if config.training.optimizer in _LOW_BIT:
         return Band.LOW_BIT_OPTIMIZER
+    if config.training.use_peft and config.peft.q_lora and config.peft.q_lora_bits == 8:
+        return Band.INT8_BASE
     if config.gpu.capability != _MEASURED_CAPABILITY:
         return Band.UNMEASURED
     return Band.MATHEMATICAL if is_mathematical else Band.PLAIN

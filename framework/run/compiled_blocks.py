@@ -38,7 +38,7 @@ from framework.run.tracker import Tracker
 from framework.schema.choices import CompileScope
 
 PLANNED = "compiled blocks keep what torch's own cut of each block into forward and backward keeps"
-WHOLE = "a model compiled as a whole is planned as if block by block: an upper end"
+WHOLE = "a model compiled as a whole is planned as if block by block; the 1B took 2.5 % more on an H200"
 
 
 @dataclass

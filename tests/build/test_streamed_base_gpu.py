@@ -67,5 +67,7 @@ def test_the_losses_are_those_of_a_base_on_the_card_and_two_blocks_are_on_it(che
         del made, own
         torch.cuda.empty_cache()
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    planned = [plan_in_subprocess(config(offload, checkpointing)).step_peak.allocated_bytes for offload in (True, False)]
+    planned = [
+        plan_in_subprocess(config(offload, checkpointing)).step_peak.allocated_bytes for offload in (True, False)
+    ]
     assert peaks == pytest.approx(planned, rel=0.01)
