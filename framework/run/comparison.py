@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from framework.memory.ledger import Plan
+from framework.memory.ledger import PHASES, Plan
 
 GIB = 2**30
 
@@ -11,8 +11,9 @@ GIB = 2**30
 def compare(plan: Plan | None, measured: Mapping[str, Any]) -> dict[str, Any]:
     """The document of memory.json. Errors are (predicted - measured) / measured; null without a plan.
 
-    Phases that only one side knows have no error. On a GPU both sides are the allocator's bytes; on the CPU what the
-    process held before the model was built (`baseline_bytes`) is taken off the measured side first.
+    Phases that only one side knows have no error; `timeline` has both sides in the order of a run. On a GPU both
+    sides are the allocator's bytes; on the CPU what the process held before the model was built (`baseline_bytes`)
+    is taken off the measured side first.
     """
     baseline = measured["baseline_bytes"]
     phases = {phase["name"]: phase["allocated_bytes"] - baseline for phase in measured["phases"]}
@@ -21,6 +22,11 @@ def compare(plan: Plan | None, measured: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "predicted": _predicted(plan) if plan is not None else None,
         "measured": dict(measured),
+        "timeline": [
+            {"name": name, "predicted_bytes": predicted.get(name), "measured_bytes": phases.get(name)}
+            for name in PHASES
+            if name in predicted or name in phases
+        ],
         "error": {
             "allocated": _error(plan.peak.allocated_bytes, measured["allocated_bytes"] - baseline),
             "phases": errors,

@@ -4,21 +4,24 @@ import contextlib
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from framework.build.place import Place
 from framework.errors import OutOfMemory
 from framework.memory.explain import explain_evidence
-from framework.memory.explain.causes import Circumstances
+from framework.memory.explain.causes import Circumstances, growth_per_step
 from framework.memory.explain.evidence import REPORT, Evidence, write_circumstances
 from framework.memory.explain.messages import is_out_of_memory
 from framework.memory.explain.text import explanation_lines
 from framework.memory.ledger import PHASES
+from framework.memory.units import size
 from framework.run.forecast import Forecast
 from framework.run.meter import Meter, resident_bytes
+from framework.run.room import available_host_bytes
 
 SNAPSHOT = "oom_snapshot.pickle"
 """Opens in PyTorch's viewer (pytorch.org/memory_viz)."""
@@ -26,8 +29,27 @@ HISTORY = 50_000
 """Allocations and frees that a snapshot goes back: a few steps of a large model, some 10 MB."""
 FLOORS = 40
 """Steps whose allocated floor a report shows."""
+SURE = 14
+"""Steps after which growth is told: a process that starts fills caches, and a warning must come within 20."""
+SOON = 20
+"""Steps to the end at which it is told again."""
 PATIENCE = 60.0
 """Seconds that a run which has failed waits for the rehearsals of what would have helped."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What stays allocated grows, as found after `step`: memory is full at step `full_at` if it goes on."""
+
+    per_step: int
+    step: int
+    full_at: int
+
+    def __str__(self) -> str:
+        return (
+            f"what stays allocated grows by {size(self.per_step)} a step: at this rate memory is full at step "
+            f"{self.full_at}. Something is kept from step to step, such as losses in a list with their graphs"
+        )
 
 
 @dataclass
@@ -41,6 +63,8 @@ class Watch:
     largest: int = 0
     micro_batch: int = 0
     """Which micro batch of the step is in hand, from 1; 0 before the first."""
+    growth: Growth | None = None
+    """As it was told last."""
 
     def begin(self, step: int | None, tokens: Sequence[int]) -> None:
         """A step, or the trial before all, begins with micro batches of so many tokens, padding included."""
@@ -51,10 +75,23 @@ class Watch:
         self.meter.observe(phase)
         self.micro_batch += phase == "forward"
 
-    def end(self) -> None:
-        """The step is done: note what stays allocated."""
+    def end(self) -> Growth | None:
+        """The step is done: note what stays allocated, and tell once that it grows, once more when the end is near."""
         self.floors.append(held_bytes(self.meter.place))
         self.largest = max(self.largest, *self.tokens)
+        per_step = growth_per_step(tuple(self.floors)) if len(self.floors) > SURE else None
+        if per_step is None or self.step is None:
+            return None
+        found = Growth(per_step, self.step, self.step + headroom_bytes(self.meter) // per_step)
+        is_news = self.growth is None or (found.full_at - self.step <= SOON < self.growth.full_at - self.growth.step)
+        if is_news:
+            self.growth = found
+        return found if is_news else None
+
+    def document(self) -> dict[str, Any]:
+        """What `memory.json` says of the floor: what stayed allocated after each of the last steps, and growth."""
+        growth = asdict(self.growth) if self.growth is not None else None
+        return {"floors": {"last_step": self.step, "bytes": list(self.floors)}, "growth": growth}
 
     def circumstances(self) -> Circumstances:
         """What is known at this moment."""
@@ -66,6 +103,14 @@ class Watch:
 def held_bytes(place: Place) -> int:
     """What is allocated now: on the card, or on the CPU the process's resident memory."""
     return torch.cuda.memory_allocated(place.device) if place.kind == "cuda" else resident_bytes()
+
+
+def headroom_bytes(meter: Meter) -> int:
+    """What can still be taken at the moment of a step that needs most: of the card, or of the host's memory."""
+    if meter.place.kind != "cuda":
+        return available_host_bytes()
+    free, _ = torch.cuda.mem_get_info(meter.place.device)
+    return max(free + torch.cuda.memory_reserved(meter.place.device) - meter.allocated, 0)
 
 
 def is_memory_failure(error: BaseException) -> bool:

@@ -172,7 +172,7 @@ class Session:
     def write_memory(self) -> dict[str, Any]:
         """`memory.json`: what was predicted next to what was measured, so far."""
         document = compare(self.plan, self.meter.document())
-        document["repairs"] = [repair.to_json() for repair in self.repairs]
+        document |= {"repairs": [repair.to_json() for repair in self.repairs], **self.watch.document()}
         self.folder.write_json("memory.json", document)
         return document
 
@@ -210,7 +210,8 @@ class Session:
             self._verify_first_step(step)
         self._verify_emptied_cache(step)
         self.step, training = step, self.config.training
-        self.watch.end()
+        if (growth := self.watch.end()) is not None:
+            self.progress.say(f"warning   step {step}: {growth}")
         self._log(result)
         if training.eval_steps and step % training.eval_steps == 0 and step < self.total:
             self.evaluate()

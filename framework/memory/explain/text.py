@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from framework.memory.explain import Explanation
-from framework.memory.explain.causes import Cause, growth_per_step, held_by_others, unaccounted_bytes
+from framework.memory.explain.causes import GROWTH_WINDOW, Cause, growth_per_step, held_by_others, unaccounted_bytes
 from framework.memory.explain.messages import Message
 from framework.memory.explain.shapes import Kind
 from framework.memory.units import size
@@ -87,7 +87,8 @@ def _facts(explanation: Explanation) -> Iterator[str]:
         yield f"the optimizer makes its states in its first step: {size(explanation.state_bytes)}{free}"
     if (growth := growth_per_step(known.floors)) is not None:
         left = f", {message.free_bytes // growth} steps of it were left" if message.free_bytes else ""
-        yield f"what stays allocated grew by {size(growth)} a step over the last {len(known.floors) - 1} steps{left}"
+        steps = min(len(known.floors) - 1, GROWTH_WINDOW)
+        yield f"what stays allocated grew by {size(growth)} a step over the last {steps} steps{left}"
     if known.batch and known.largest_batch:
         yield f"micro batch: {known.batch:,} tokens; the largest before it: {known.largest_batch:,}"
     for repair in known.repairs:
