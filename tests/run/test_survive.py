@@ -10,9 +10,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import set_seed
 
+from framework.build import compiled
 from framework.build.assembly import assemble
 from framework.build.batches import GlobalBatches
 from framework.build.documents import on_device
@@ -32,7 +34,7 @@ from framework.run.step import train_step
 from framework.run.survive import next_size, shrunk
 from framework.schema.config import Batch, TrainingConfig
 from tests.run.test_trainer import config, corpus, final_weights, interrupt_after, metrics, same, train  # noqa: F401
-from tests.tiny import GPT2, tiny_config
+from tests.tiny import GPT2, LLAMA, tiny_config
 
 SHRINK = {"on_oom": "shrink", "per_device_train_batch_size": 4, "global_batch_size": 4, "weight_decay": 0.1}
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
@@ -427,3 +429,29 @@ def most(rehearsal, space, phase):
         if bounds[0][0] <= position < bounds[0][1]:
             peak = max(peak, held)
     return peak
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("phase", ["loss", "backward", "optimizer_step"])
+def test_compiled_blocks_run_the_smaller_shape(phase, corpus, tmp_path, monkeypatch):  # noqa: F811
+    """Compiled for it anew; the same losses and weights as a run that starts there."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "lower", aot_eager)
+    options = {"architecture": {**LLAMA}, "training": {"compile": True}, "data": {"packing": True}}
+    expected = _weights(tmp_path / "two", corpus, 2, options)
+    failures = []
+
+    def step_with(assembly, micro_batches, step, observe, before_update):
+        def watch(name):
+            observe(name)
+            if name == phase and not failures:
+                failures.append(name)
+                raise torch.OutOfMemoryError(MESSAGE)
+
+        return train_step(assembly, micro_batches, step, watch, before_update)
+
+    monkeypatch.setattr(trainer, "train_step", step_with)
+    found = _weights(tmp_path / "run", corpus, 4, options)
+    assert failures == [phase]
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "two")
