@@ -13,6 +13,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from framework.build import compiled
+from framework.compose import load
 from framework.errors import DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
 from framework.run import session as session_module
 from framework.run import trainer
@@ -425,3 +426,14 @@ def test_a_width_that_is_no_multiple_stops_the_run(corpus, tmp_path, monkeypatch
 
 def _unpadded(original):
     return lambda *arguments: dataclasses.replace(original(*arguments), multiple=1)
+
+
+def test_auto_is_decided_before_the_run_and_written_resolved(tmp_path, monkeypatch):
+    """On the CPU, which has no limit: the plain values, with the rows of a step as they were."""
+    monkeypatch.chdir(tmp_path)
+    config = load("quickstart", ["training.per_device_train_batch_size=auto", "model.chunked_loss=auto", "gpu=cpu"])
+    short = config.training.model_copy(update={"max_steps": 1, "eval_steps": None, "output_dir": str(tmp_path / "run")})
+    train(config.model_copy(update={"training": short}))
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert written["training"]["per_device_train_batch_size"] == 4
+    assert written["model"]["chunked_loss"] is False

@@ -24,6 +24,8 @@ _CHECKPOINTS = "training.enable_gradient_checkpointing"
 _EVERY = "training.gradient_checkpointing_every"
 _POLICY = "training.gradient_checkpointing_policy"
 _BUDGET = "training.activation_memory_budget"
+_COMPILE = "training.compile"
+_CHUNKS = "model.chunked_loss"
 
 Table = Mapping[str, tuple[Any, ...]]
 EXACT: Table = {
@@ -31,9 +33,9 @@ EXACT: Table = {
     _EVERY: (4, 2, 1),
     _POLICY: ("save_matmuls", "save_attention", "full"),
     "training.activation_offload": (False, True),
-    "training.compile": (False, True),
+    _COMPILE: (False, True),
     _BUDGET: (None, 0.5, 0.3),
-    "model.chunked_loss": (False, 1024),
+    _CHUNKS: (False, 1024),
     EXPANDABLE: (None, True),
 }
 """Levers that leave the trajectory as it is, with the values worth trying, from fast and large to slow and small."""
@@ -48,7 +50,7 @@ SLOWER = (
     *("training.optimizer_offload", "model.offload_frozen_base", EXPANDABLE),
 )
 """Levers whose later values compute or move no less than the earlier ones: never faster at the same batch."""
-SMALLER = (*SLOWER, "model.chunked_loss")
+SMALLER = (*SLOWER, _CHUNKS)
 """Levers whose later values take no more memory than the earlier ones."""
 PREFERRED: Mapping[str, tuple[Any, Any, str]] = {
     "training.optimizer": (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED, "cuda"),
@@ -124,10 +126,9 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
         idle = {key for key in axes if not _has_company(config, key, choices)}
         if any(key in free and not _same(choices[key], default_of(key)) for key in idle):
             continue
-        if choices.get(_EVERY, 1) != 1 and choices.get(_POLICY, "full") != "full" and {_EVERY, _POLICY} <= set(free):
-            continue  # between the two, and near the points that either reaches
-        if choices.get(_CHECKPOINTS) is True and choices.get(_BUDGET) is not None and _BUDGET in free:
-            continue  # the budget is then only for the one block at work
+        is_as_written = all(_same(value_of(config, key), value) for key, value in choices.items())
+        if _is_left_out(choices, free) and not is_as_written:
+            continue
         changed = possible(config, {key: value for key, value in choices.items() if key in free}, runs_here)
         if changed is not None:
             positions = tuple(0 if key in idle else axes[key].index(value) + 1 for key, value in choices.items())
@@ -135,10 +136,26 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
     return found
 
 
+def _is_left_out(choices: Mapping[str, Any], free: Collection[str]) -> bool:
+    """Whether freely chosen values are near others that are reached in one way, or that do better.
+
+    A plan of compiled blocks costs seconds, most of them to trace a block, so these are few: the budget is the finer
+    way between all activations and none, and without logits they are faster too (SPEED.md section 4).
+    """
+    every, policy, budget = choices.get(_EVERY, 1), choices.get(_POLICY, "full"), choices.get(_BUDGET)
+    if every != 1 and policy != "full" and {_EVERY, _POLICY} <= set(free):
+        return True
+    if choices.get(_CHECKPOINTS) is True and budget is not None and _BUDGET in free:
+        return True  # the budget is then only for the one block at work
+    if choices.get(_COMPILE) is not True or _COMPILE not in free:
+        return False
+    return (every != 1 and _EVERY in free) or (choices.get(_CHUNKS) is False and _CHUNKS in free)
+
+
 def _values(config: TrainingConfig, key: str, tried: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values to try less those that card or packages rule out; the one that is there now is the first of others."""
     now = value_of(config, key)
-    now = 1024 if key == "model.chunked_loss" and now is True else now
+    now = 1024 if key == _CHUNKS and now is True else now
     known = [value for value in tried if _can_be_had(config, key, value)]
     if not any(_same(now, value) for value in known):
         known.insert(1, now)
