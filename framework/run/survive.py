@@ -107,7 +107,8 @@ def _what_was_in_hand(session: "Session", known: Circumstances) -> Iterable[str]
     """The rows of the micro batch that failed, by number and length, when it could not be made smaller."""
     config = session.config
     if not _shrinks(config):
-        yield "training.on_oom=shrink would halve the micro batch and go on"
+        if known.phase != "eval" and next_size(config, TRAIN) is not None:
+            yield "training.on_oom=shrink would halve the micro batch and go on"
         return
     if known.phase not in ("forward", "loss", "backward"):
         return
