@@ -122,7 +122,7 @@ class TrainingParams(Params):
     the model is compiled; every product rounds its operands to 3 bits (2 for gradients), with one scale an operand
     (`tensorwise`) or a row (`rowwise`, closer). Weights, states and what is kept for backward stay as they are."""
     enable_gradient_checkpointing: bool | Auto = False
-    """Keep only each block's input and recompute the rest in backward: most activations go, for 15-40 % of speed."""
+    """Keep only each block's input and recompute the rest in backward: most activations go, for 15-42 % of speed."""
     gradient_checkpointing_every: Positive | Auto = 1
     """Checkpoint every n-th block: 1 all of them, 2 each second one. The others keep their activations and are not
     computed twice."""

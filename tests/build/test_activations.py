@@ -112,7 +112,7 @@ def test_a_policy_that_finds_nothing_to_keep_stops_the_run(monkeypatch: pytest.M
 
 def test_a_model_without_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("framework.build.activations.transformer_blocks", lambda model: [])
-    with pytest.raises(RequestError, match="LlamaForCausalLM has no blocks that can be checkpointed"):
+    with pytest.raises(RequestError, match="LlamaForCausalLM has no blocks that transformers knows of"):
         tiny_assembly(config(ON))
 
 

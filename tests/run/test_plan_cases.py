@@ -164,3 +164,21 @@ def test_a_mixed_list_of_cards_is_planned_for_the_smallest() -> None:
     assert made.peak.device_bytes == alone.peak.device_bytes
     assert any("equal shares on 3 devices" in said and "40gb is the limit" in said for said in made.assumptions)
     assert "training on several devices is not yet available" in made.warnings
+
+
+def test_states_on_the_host_cost_two_copies_over_the_link_a_step() -> None:
+    """The 1B on an H200: 0.35 s a step instead of 0.17 (benchmarks/results/levers_h200.json)."""
+    shape = layers(TINYLLAMA, 2)
+    plain, away = (plan(shape, 64, training={"optimizer_offload": where}) for where in ("none", "host"))
+    assert plain.step is not None
+    assert away.step is not None
+    copies = 2 * 8 * plain.trainable_parameters / (H100["host_link_bytes_per_second"] * 5.5 / 6.3)
+    assert copies < away.step.seconds - plain.step.seconds < 1.25 * copies, "and an update for each weight alone"
+    assert away.step.bound_by == "communication"
+
+
+def test_what_the_step_time_leaves_out_is_said() -> None:
+    made = plan(
+        LLAMA, 64, training={"enable_gradient_checkpointing": True, "gradient_checkpointing_policy": "save_attention"}
+    )
+    assert any("policy" in line and "step time" in line for line in made.assumptions)

@@ -22,7 +22,6 @@ GLOBAL_BATCH = "training.global_batch_size"
 EXPANDABLE = "training.allocator.expandable_segments"
 _CHECKPOINTS = "training.enable_gradient_checkpointing"
 _EVERY = "training.gradient_checkpointing_every"
-_POLICY = "training.gradient_checkpointing_policy"
 _BUDGET = "training.activation_memory_budget"
 _COMPILE = "training.compile"
 _CHUNKS = "model.chunked_loss"
@@ -31,14 +30,15 @@ Table = Mapping[str, tuple[Any, ...]]
 EXACT: Table = {
     _CHECKPOINTS: (False, True),
     _EVERY: (4, 2, 1),
-    _POLICY: ("save_matmuls", "save_attention", "full"),
     "training.activation_offload": (False, True),
     _COMPILE: (False, True),
     _BUDGET: (None, 0.5, 0.3),
     _CHUNKS: (False, 1024),
     EXPANDABLE: (None, True),
 }
-"""Levers that leave the trajectory as it is, with the values worth trying, from fast and large to slow and small."""
+"""Levers that leave the trajectory as it is, with the values worth trying, from fast and large to slow and small.
+Policies of checkpoints are not: on an H200 they kept more than `full` and were slower still: by 3 and 12 % for
+the 1B, by 47 % for LoRA of the 8B (benchmarks/results/levers_h200.json). Each operator passes through Python there."""
 OFF_THE_CARD: Table = {
     **EXACT,
     "training.optimizer_offload": ("none", "host"),
@@ -46,7 +46,7 @@ OFF_THE_CARD: Table = {
 }
 """With those that move weights or states over the link at each step: tried where nothing else fits."""
 SLOWER = (
-    *(_CHECKPOINTS, _EVERY, _POLICY, "training.activation_offload", _BUDGET),
+    *(_CHECKPOINTS, _EVERY, "training.activation_offload", _BUDGET),
     *("training.optimizer_offload", "model.offload_frozen_base", EXPANDABLE),
 )
 """Levers whose later values compute or move no less than the earlier ones: never faster at the same batch."""
@@ -140,11 +140,10 @@ def _is_left_out(choices: Mapping[str, Any], free: Collection[str]) -> bool:
     """Whether freely chosen values are near others that are reached in one way, or that do better.
 
     A plan of compiled blocks costs seconds, most of them to trace a block, so these are few: the budget is the finer
-    way between all activations and none, and without logits they are faster too (SPEED.md section 4).
+    way between all activations and none, and the logits are left out, which frees a third of a 1B's memory for 5 % of
+    its speed (plain code on an H200, benchmarks/results/levers_h200.json).
     """
-    every, policy, budget = choices.get(_EVERY, 1), choices.get(_POLICY, "full"), choices.get(_BUDGET)
-    if every != 1 and policy != "full" and {_EVERY, _POLICY} <= set(free):
-        return True
+    every, budget = choices.get(_EVERY, 1), choices.get(_BUDGET)
     if choices.get(_CHECKPOINTS) is True and budget is not None and _BUDGET in free:
         return True  # the budget is then only for the one block at work
     if choices.get(_COMPILE) is not True or _COMPILE not in free:

@@ -45,10 +45,8 @@ def _kept(config: TrainingConfig) -> tuple[float, float]:
     training = config.training
     kept, work = 1.0, 1.0
     if training.enable_gradient_checkpointing:
-        share = {"full": 0.1, "save_attention": 0.2, "save_matmuls": 0.4}[str(training.gradient_checkpointing_policy)]
         every = int(training.gradient_checkpointing_every)
-        kept = share / every + 1 - 1 / every
-        work = 1 + (0.33 if share == 0.1 else 0.28 if share == 0.2 else 0.1) / every
+        kept, work = 0.1 / every + 1 - 1 / every, 1 + 0.33 / every
     if training.activation_offload:
         kept, work = kept * 0.2, work * 1.5
     if training.compile:
