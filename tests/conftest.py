@@ -1,11 +1,18 @@
 """A writer of recipes in a folder of their own, where the command is then "typed"."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 Write = Callable[..., Path]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so collections need not walk it: a run collects after each step that it undoes."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
