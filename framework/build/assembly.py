@@ -15,7 +15,6 @@ from framework.build.device_cache import DeviceCache
 from framework.build.float8 import convert_products
 from framework.build.freeze import Frozen, freeze
 from framework.build.liger import use_liger_kernels
-from framework.build.loss import Loss, build_loss
 from framework.build.model import build_model
 from framework.build.optimizer import build_optimizer
 from framework.build.place import Place
@@ -24,6 +23,8 @@ from framework.build.quantize import quantize, require_bitsandbytes
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.build.streamed_base import StreamedBase, loading_place
+from framework.build.tasks import build_objective
+from framework.build.tasks.objective import Objective
 from framework.schema.choices import MixedPrecision, SdpaBackend
 from framework.schema.config import TrainingConfig
 from framework.schema.training import TrainingParams
@@ -53,7 +54,7 @@ class Assembly:
     place: Place
     model: nn.Module
     frozen: tuple[Frozen, ...]
-    loss: Loss
+    objective: Objective
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     loss_scale: LossScale
@@ -113,12 +114,12 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if streams else None
-    loss = build_loss(config.model, model)
+    objective = build_objective(config, model)
     compile_regions(config, model, place)
     optimizer = build_optimizer(config, model, place)
     schedule = build_schedule(config.training, total_steps)
     scale = build_loss_scale(config.training, place)
     cache = DeviceCache(place, config.training.empty_device_cache_steps)
     return Assembly(
-        config, place, model, frozen, loss, optimizer, schedule, scale, cache, export_dtype, adapter, streamed
+        config, place, model, frozen, objective, optimizer, schedule, scale, cache, export_dtype, adapter, streamed
     )

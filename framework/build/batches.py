@@ -23,7 +23,8 @@ from framework.schema.config import Batch, TrainingConfig
 
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
 """`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike where a row is padded. Where
-rows hold several documents, what `mark_documents` says of them."""
+rows hold several documents, what `mark_documents` says of them. Where rows as a whole have targets, `targets`, float32
+of shape (rows, numbers), NaN where a row does not count."""
 
 GROUPED_STEPS = 50
 """Steps whose rows are sorted together: the lengths in a step are a fiftieth of all lengths."""
@@ -40,8 +41,11 @@ def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroB
 
     It is as wide as the longest row, rounded up to a multiple of `multiple`.
 
+    Of pairs the better answers come first, then the worse ones in the same order.
     Without padding there is no `attention_mask`: a mask of ones says nothing and costs the faster attention kernels.
     """
+    targets = [row["target"] for row in rows if "target" in row]
+    rows = [*rows, *(row["rejected"] for row in rows if "rejected" in row)]
     lengths = [len(row["input_ids"]) for row in rows]
     shape = (len(rows), -(-max(lengths) // multiple) * multiple)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
@@ -52,6 +56,8 @@ def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroB
     batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
     if min(lengths) < shape[1]:
         batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).to(torch.int64)
+    if targets:
+        batch["targets"] = torch.tensor(targets, dtype=torch.float32)
     if any("documents" in row for row in rows):
         batch |= mark_documents([row.get("documents") or [len(row["input_ids"])] for row in rows], shape[1])
     return batch
@@ -132,7 +138,15 @@ class MicroBatches(Dataset[MicroBatch]):
         indices, counts = share
         rows = [self.rows[index] for index in indices]
         batch = collate([end_to_end(rows)] if self.padding_free else rows, self.pad_token_id, self.multiple)
-        return batch if counts else {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
+        return batch if counts else _uncounted(batch)
+
+
+def _uncounted(batch: MicroBatch) -> MicroBatch:
+    """The batch with nothing to learn from it."""
+    nothing = {"labels": torch.full_like(batch["labels"], IGNORED)}
+    if "targets" in batch:
+        nothing["targets"] = torch.full_like(batch["targets"], torch.nan)
+    return {**batch, **nothing}
 
 
 @dataclass(frozen=True)

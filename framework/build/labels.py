@@ -32,11 +32,15 @@ class Encoded:
     """One row as tokens. `labels[i]` is `input_ids[i]` where it is learnt, else `IGNORED`; both int32, same length.
 
     The first label is always `IGNORED`: nothing stands before that token to predict it from. So the number of labels
-    that are not `IGNORED` is exactly the number of terms of the loss.
+    that are not `IGNORED` is exactly the number of terms of the loss, where the loss is over tokens.
     """
 
     input_ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
+    target: npt.NDArray[np.float32] | None = None
+    """What the row as a whole is to be told to be: its class, its value, or one number for each class."""
+    rejected: "Encoded | None" = None
+    """The worse answer to the same prompt; this row has the better one."""
 
 
 @dataclass(frozen=True)

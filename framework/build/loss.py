@@ -33,6 +33,10 @@ Loss = Callable[[nn.Module, Batch, Observe], Tensor]
 """(model, batch, observe) -> scalar float32 sum of token losses; calls `observe("loss")` where the head begins."""
 
 
+def ignore_phases(phase: str) -> None:
+    """Observe nothing."""
+
+
 def build_loss(params: ModelParams, model: nn.Module) -> Loss:
     """The loss that was asked for: over all logits at once, or a chunk of tokens at a time.
 
@@ -85,7 +89,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     can see the padding behind it, and the padding's own outputs are not supervised. It would change nothing that is
     learnt, cost rows x tokens x tokens bytes, and keep the faster attention kernels from running.
     """
-    left_out = ("labels", "attention_mask", *MARKS)
+    left_out = ("labels", "targets", "attention_mask", *MARKS)
     tokens = {name: tensor for name, tensor in batch.items() if name not in left_out}
     return {**tokens, **keep_apart(causal_model(model), batch)}
 

@@ -1,7 +1,7 @@
 """Tokenised rows: how they are kept, and what happens to one that is too long."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict, overload
 
 import numpy as np
@@ -18,6 +18,10 @@ class Row(TypedDict):
     labels: list[int]
     documents: NotRequired[list[int]]
     """Tokens of each document, where several stand end to end in the row."""
+    target: NotRequired[list[float]]
+    """What the row as a whole is to be told to be."""
+    rejected: NotRequired["Row"]
+    """The worse answer to the same prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +35,10 @@ class Rows(Sequence[Row]):
     tokens: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.float32] | None = None
+    """What each row as a whole is to be told to be, float32 of shape (rows, numbers)."""
+    rejected: "Rows | None" = None
+    """The worse answers, a row for each."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -44,27 +52,47 @@ class Rows(Sequence[Row]):
             return [self[each] for each in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         start, end = self.offsets[index], self.offsets[index + 1]
-        return {"input_ids": self.tokens[start:end].tolist(), "labels": self.labels[start:end].tolist()}
+        row: Row = {"input_ids": self.tokens[start:end].tolist(), "labels": self.labels[start:end].tolist()}
+        if self.targets is not None:
+            row["target"] = self.targets[index].tolist()
+        if self.rejected is not None:
+            row["rejected"] = self.rejected[index]
+        return row
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each row, shape (rows,)."""
-        return np.diff(self.offsets)
+        """Tokens of each row, of the longer answer where there are two; shape (rows,)."""
+        own = np.diff(self.offsets)
+        return own if self.rejected is None else np.maximum(own, self.rejected.lengths)
 
 
 def join_rows(encoded: Sequence[Encoded]) -> Rows:
-    """Rows in the order given."""
+    """Rows in the order given; all of one kind."""
     if not encoded:
         return Rows(np.empty(0, np.int32), np.empty(0, np.int32), np.zeros(1, np.int64))
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum([len(row.input_ids) for row in encoded], out=offsets[1:])
     tokens = np.concatenate([row.input_ids for row in encoded])
-    return Rows(tokens, np.concatenate([row.labels for row in encoded]), offsets)
+    targets = [row.target for row in encoded if row.target is not None]
+    rejected = [row.rejected for row in encoded if row.rejected is not None]
+    return Rows(
+        tokens,
+        np.concatenate([row.labels for row in encoded]),
+        offsets,
+        targets=np.stack(targets) if targets else None,
+        rejected=join_rows(rejected) if rejected else None,
+    )
 
 
 def supervised_count(row: Encoded) -> int:
-    """Tokens of the row that are learnt: the terms it adds to the loss."""
-    return int(np.count_nonzero(row.labels != IGNORED))
+    """Tokens of the row that are learnt, of both answers where there are two; 1 where the row as a whole is."""
+    if row.target is not None and not np.any(row.labels != IGNORED):
+        return 1
+    own = int(np.count_nonzero(row.labels != IGNORED))
+    if row.rejected is None:
+        return own
+    other = int(np.count_nonzero(row.rejected.labels != IGNORED))
+    return own + other if own and other else 0
 
 
 def truncate(row: Encoded, limit: int, policy: Truncation) -> Encoded | None:
@@ -72,13 +100,23 @@ def truncate(row: Encoded, limit: int, policy: Truncation) -> Encoded | None:
 
     `right` cuts the end off, `left` the beginning. Only for policies that keep or drop: `error` is the caller's.
     """
-    if len(row.input_ids) <= limit:
+    if row_length(row) <= limit:
+        return row
+    if policy not in (Truncation.LEFT, Truncation.RIGHT):
+        return None
+    if row.rejected is not None:
+        row = replace(row, rejected=truncate(row.rejected, limit, policy))
+    length = len(row.input_ids)
+    if length <= limit:
         return row
     if policy is Truncation.RIGHT:
-        return Encoded(row.input_ids[:limit], row.labels[:limit])
-    if policy is Truncation.LEFT:
-        return _starting_row(row, len(row.input_ids) - limit, len(row.input_ids))
-    return None
+        return replace(row, input_ids=row.input_ids[:limit], labels=row.labels[:limit])
+    return _starting_row(row, length - limit, length)
+
+
+def row_length(row: Encoded) -> int:
+    """Tokens of the row, of the longer answer where there are two."""
+    return max(len(row.input_ids), row_length(row.rejected) if row.rejected is not None else 0)
 
 
 def split_document(row: Encoded, limit: int) -> Iterator[Encoded]:
@@ -95,4 +133,4 @@ def split_document(row: Encoded, limit: int) -> Iterator[Encoded]:
 def _starting_row(row: Encoded, start: int, end: int) -> Encoded:
     labels = row.labels[start:end].copy()
     labels[:1] = IGNORED
-    return Encoded(row.input_ids[start:end], labels)
+    return replace(row, input_ids=row.input_ids[start:end], labels=labels)

@@ -4,7 +4,7 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -14,7 +14,7 @@ import datasets
 import pyarrow as pa
 
 from framework.build.files import READERS, Fault, Record, read_records
-from framework.build.forms import ARROW_TYPES, detect_form, keep_form, unknown_form, value_fault
+from framework.build.forms import FORMS, Form, Values, detect_form, unknown_form
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
@@ -154,7 +154,7 @@ def _check_request(source: DatasetParams, key: str) -> None:
         problems.append(
             Problem(f"{key}.split", f"{source.path} is neither a folder nor on the hub, so it has no splits")
         )
-    forms = [form.value for form in RowFormat]
+    forms = sorted({column for form in FORMS.values() for column in form.columns})
     for column in source.columns:
         if column not in forms:
             message = f"there is no column {column!r} to map onto"
@@ -170,21 +170,19 @@ def _collect(source: DatasetParams, key: str, files: Iterable[tuple[str, Iterato
     located = _located(files)
     head = list(_through_first_record(located))
     form = _find_form(source, head, key)
-    column = source.columns.get(form.value, form.value)
     table = _Table(form)
     problems: list[Problem] = []
     for place, record in chain(head, located):
-        fault = record.message if isinstance(record, Fault) else table.add(record.get(column), place)
+        fault = record.message if isinstance(record, Fault) else table.add(_named(record, form, source), place)
         if fault is not None:
-            named = fault if isinstance(record, Fault) else f"column `{column}`: {fault}"
-            problems.append(Problem(key, named, where=str(place)))
+            problems.append(Problem(key, fault, where=str(place)))
         if len(problems) == PROBLEM_LIMIT:
             problems.append(Problem(key, f"reading stopped after {PROBLEM_LIMIT} broken rows"))
             break
     if problems:
         raise RequestError(problems)
     found = "as set" if source.format else "found by its column"
-    return Source(table.finish(), form, f"{source.path}: {table.size} rows of `{form}` ({found})")
+    return Source(table.finish(), form.name, f"{source.path}: {table.size} rows of `{form.name}` ({found})")
 
 
 def _located(files: Iterable[tuple[str, Iterator[Record]]]) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
@@ -209,44 +207,50 @@ def _through_first_record(
             return
 
 
-def _find_form(source: DatasetParams, head: Sequence[tuple[Place, dict[str, Any] | Fault]], key: str) -> RowFormat:
+def _named(record: Mapping[str, Any], form: Form, source: DatasetParams) -> dict[str, Any]:
+    """The columns that the form reads, under our names."""
+    return {column: record.get(source.columns.get(column, column)) for column in form.columns}
+
+
+def _find_form(source: DatasetParams, head: Sequence[tuple[Place, dict[str, Any] | Fault]], key: str) -> Form:
     """The form that is set, or that the columns of the first record show. Raises RequestError when they show none."""
     record = head[-1][1] if head else Fault("")
     if isinstance(record, Fault):
         faults = ((place, fault) for place, fault in head if isinstance(fault, Fault))
         raise RequestError([Problem(key, fault.message, where=str(place)) for place, fault in faults])
     columns = list(record)
-    form = source.format or detect_form(columns, source.columns)
+    form = FORMS[source.format] if source.format else detect_form(columns, source.columns)
     if form is None:
         message, close = unknown_form(columns)
         raise RequestError([Problem(key, message, where=str(head[-1][0]), nearest=close)])
-    column = source.columns.get(form.value, form.value)
-    if column not in columns:
-        message = f"there is no column `{column}`; the columns are: {', '.join(columns) or 'none'}"
-        raise RequestError([Problem(key, message, where=str(head[-1][0]), nearest=nearest(column, columns))])
+    absent = [name for name in (source.columns.get(column, column) for column in form.needs) if name not in columns]
+    if absent:
+        message = f"there is no column `{absent[0]}`; the columns are: {', '.join(columns) or 'none'}"
+        raise RequestError([Problem(key, message, where=str(head[-1][0]), nearest=nearest(absent[0], columns))])
     return form
 
 
 class _Table:
     """Rows on their way into Arrow. `size` counts those added."""
 
-    def __init__(self, form: RowFormat) -> None:
+    def __init__(self, form: Form) -> None:
         self.form = form
         self.size = 0
         self.chunks: list[pa.Table] = []
-        self.values: list[Any] = []
+        self.values: list[Values] = []
         self.places: list[Place] = []
 
-    def add(self, value: object, place: Place) -> str | None:
+    def add(self, record: Mapping[str, Any], place: Place) -> str | None:
         """Take the row, or say what is wrong with it."""
-        fault = value_fault(self.form, value)
-        if fault is None:
-            self.size += 1
-            self.values.append(keep_form(self.form, value))
-            self.places.append(place)
-            if len(self.values) == CHUNK:
-                self._flush()
-        return fault
+        values = self.form.read(record)
+        if isinstance(values, str):
+            return values
+        self.size += 1
+        self.values.append(values)
+        self.places.append(place)
+        if len(self.values) == CHUNK:
+            self._flush()
+        return None
 
     def finish(self) -> datasets.Dataset:
         self._flush()
@@ -254,12 +258,9 @@ class _Table:
         return datasets.Dataset(pa.concat_tables(self.chunks), fingerprint="unused")
 
     def _flush(self) -> None:
-        columns = {
-            self.form.value: pa.array(self.values, ARROW_TYPES[self.form]),
-            "path": pa.array([place.path for place in self.places], pa.string()),
-            "row": pa.array([place.row for place in self.places], pa.int64()),
-        }
-        self.chunks.append(pa.table(columns))
+        kept = pa.Table.from_pylist(self.values, schema=self.form.schema)
+        kept = kept.append_column("path", pa.array([place.path for place in self.places], pa.string()))
+        self.chunks.append(kept.append_column("row", pa.array([place.row for place in self.places], pa.int64())))
         self.values, self.places = [], []
 
 
@@ -278,7 +279,7 @@ def _hub_records(source: DatasetParams, key: str) -> Iterator[Record]:
     except Exception as error:  # datasets and the hub client raise many kinds, all of them about the request
         message = f"no file or folder {local}; {hub_host()} answered: {one_line(error)}"
         raise RequestError([Problem(key, message, nearest=_nearest_path(local, source.path))]) from error
-    wanted = [source.columns.get(form.value, form.value) for form in RowFormat]
+    wanted = {source.columns.get(column, column) for form in FORMS.values() for column in form.columns}
     # Decoding pictures or sound only to drop them would take most of the time.
     readable = [column for column in dataset.column_names if column in wanted] or dataset.column_names
     number = 0

@@ -3,9 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from framework.build.data_report import SplitReport, length_quantiles
 from framework.build.labels import Encoded, UnsuitedChat
-from framework.build.rows import Rows, join_rows, split_document, supervised_count, truncate
+from framework.build.rows import Rows, join_rows, row_length, split_document, supervised_count, truncate
 from framework.build.sources import PROBLEM_LIMIT, Place
 from framework.errors import Problem
 from framework.schema.choices import Truncation
@@ -56,7 +58,7 @@ class Tally:
         elif row is None or not len(row.input_ids):
             self._drop(place, 0, "empty")
         elif not self._refuse(place, row):
-            self.lengths.append(len(row.input_ids))
+            self.lengths.append(row_length(row))
             self.supervised += supervised_count(row)
             self._fit(place, row)
 
@@ -80,7 +82,8 @@ class Tally:
 
     def _refuse(self, place: Place, row: Encoded) -> bool:
         """Record a problem when the row may not be trained on under any circumstances."""
-        length, highest = len(row.input_ids), int(row.input_ids.max())
+        both = row.input_ids if row.rejected is None else np.append(row.input_ids, row.rejected.input_ids)
+        length, highest = row_length(row), int(both.max())
         if self.policy.vocab_size is not None and highest >= self.policy.vocab_size:
             message = f"token id {highest} is outside the model's vocabulary of {self.policy.vocab_size}"
         elif self.policy.truncation is Truncation.ERROR and length > self.policy.limit and not self._splits(row):
@@ -94,7 +97,7 @@ class Tally:
         return self.policy.splits_documents and len(row.input_ids) > self.policy.limit
 
     def _fit(self, place: Place, row: Encoded) -> None:
-        length, before = len(row.input_ids), supervised_count(row)
+        length, before = row_length(row), supervised_count(row)
         if self._splits(row):
             self.kept.extend(part for part in split_document(row, self.policy.limit) if supervised_count(part))
             self.split += 1
@@ -109,7 +112,7 @@ class Tally:
         else:
             self.kept.append(fitted)
             self.cut += fitted is not row
-        self.tokens_lost += length - (len(fitted.input_ids) if fitted is not None and after else 0)
+        self.tokens_lost += length - (row_length(fitted) if fitted is not None and after else 0)
         self.supervised_lost += before - after
 
     def _drop(self, place: Place, length: int, reason: str) -> None:

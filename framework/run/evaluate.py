@@ -1,9 +1,8 @@
-"""Evaluation: the mean token loss over held-out rows. No logits outlive their batch."""
+"""Evaluation: the mean loss over held-out rows, and the task's metrics. No logits outlive their batch."""
 
-import math
 from collections.abc import Iterable
 
-import torch
+from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe
@@ -12,18 +11,15 @@ from framework.run.step import eval_step
 
 
 def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> dict[str, float]:
-    """`eval_loss` (mean over the supervised tokens of all batches) and `perplexity`. Leaves the model in train mode."""
+    """`eval_loss` (mean over the terms of all batches) and the task's metrics. Leaves the model in train mode."""
     assembly.model.eval()
-    total = torch.zeros((), dtype=torch.float64)
-    counted = 0
+    total: dict[str, Tensor] = {}
     try:
         with averaged(assembly.optimizer):
             for batch in batches:
-                loss, tokens = eval_step(assembly, batch, observe)
-                total += loss.double().cpu()
-                counted += int(tokens)
+                for name, value in eval_step(assembly, batch, observe).items():
+                    total[name] = total.get(name, 0) + value.double().cpu()
     finally:
         assembly.model.train()
         observe("end")
-    mean = float(total) / counted
-    return {"eval_loss": mean, "perplexity": math.exp(min(mean, 700.0))}
+    return assembly.objective.metrics(total)

@@ -4,14 +4,14 @@
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
-from framework.build.loss import Batch, Observe, supervised_tokens
+from framework.build.loss import Batch, Observe, ignore_phases
 from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.errors import NonFinite
@@ -30,10 +30,6 @@ class StepResult:
     """Whether float16 gradients overflowed, so that the weights stayed and the loss scale was lowered."""
 
 
-def ignore(phase: str) -> None:
-    """Observe nothing."""
-
-
 def keep_nothing() -> None:
     """Prepare for no way back."""
 
@@ -42,7 +38,7 @@ def train_step(
     assembly: Assembly,
     micro_batches: Sequence[Batch],
     step: int,
-    observe: Observe = ignore,
+    observe: Observe = ignore_phases,
     before_update: Callable[[], None] = keep_nothing,
 ) -> StepResult:
     """One optimizer step over the micro batches of a global batch. `step` counts from 1.
@@ -53,7 +49,7 @@ def train_step(
     autocast scaled the loss skip the step. Raises NonFinite, before the weights change, when the loss or the gradient
     norm is otherwise not finite; with `optimizer_in_backward` a gradient is known only after its weight has changed.
     """
-    supervised = torch.stack([supervised_tokens(batch) for batch in micro_batches]).sum()
+    supervised = torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum()
     rate = _set_rate(assembly, step)
     in_backward = assembly.config.training.optimizer_in_backward is True
     if in_backward:
@@ -79,12 +75,12 @@ def train_step(
     return StepResult(mean_loss, grad_norm, rate, tokens, int(counted), skipped)
 
 
-def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Observe = ignore) -> None:
+def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Observe = ignore_phases) -> None:
     """Forward and backward of a step whose gradients are dropped: what they need of memory, before anything is learnt.
 
     With `optimizer_in_backward` each gradient is dropped where it would be used up.
     """
-    supervised = torch.stack([supervised_tokens(batch) for batch in micro_batches]).sum().clamp(min=1)
+    supervised = torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum().clamp(min=1)
     in_backward = assembly.config.training.optimizer_in_backward is True
     dropping = _gradients_dropped(assembly) if in_backward else contextlib.nullcontext()
     with assembly.attention, dropping:
@@ -102,7 +98,7 @@ def _make_gradients(
     for batch in micro_batches:
         observe("forward")
         with assembly.autocast:
-            loss = assembly.loss(assembly.model, batch, observe) / supervised
+            loss = assembly.objective(assembly.model, batch, observe) / supervised
         if in_backward and not _finite(known := float(loss.detach())):
             raise NonFinite(_non_finite_report(assembly, known, 0.0, step, float(supervised)))
         observe("backward")
@@ -112,11 +108,11 @@ def _make_gradients(
     return total
 
 
-def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore) -> tuple[Tensor, Tensor]:
-    """(sum of token losses, supervised tokens) of one batch, as scalars on the device. Keeps no logits."""
+def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_phases) -> Mapping[str, Tensor]:
+    """What the objective adds up over the batches of an evaluation, on the device. Keeps no logits."""
     observe("eval")
     with torch.no_grad(), assembly.attention, assembly.autocast:
-        return assembly.loss(assembly.model, batch, ignore), supervised_tokens(batch)
+        return assembly.objective.sums(assembly.model, batch)
 
 
 def _set_rate(assembly: Assembly, step: int) -> float:

@@ -56,19 +56,19 @@ def test_it_trains_as_a_base_on_the_device_does(architecture, sections):
     assert losses == again
     assert losses[-1] < losses[0]
     assert all(torch.equal(weights[name], others[name]) for name in weights)
-    assert eval_step(plain, unequal_rows())[0] == eval_step(streamed, unequal_rows())[0]
+    assert eval_step(plain, unequal_rows())["loss"] == eval_step(streamed, unequal_rows())["loss"]
 
 
 def test_the_slots_are_really_what_computes():
     """The emulated device is other memory: weights that change at home after their copy do not show."""
     made = tiny_assembly(config({**LLAMA, "num_hidden_layers": 2}))
     assert made.streamed is not None
-    before = eval_step(made, unequal_rows())[0]
+    before = eval_step(made, unequal_rows())["loss"]
     for home in made.streamed.homes:
         home.zero_()
-    assert eval_step(made, unequal_rows())[0] == before, "both blocks are in their slots already"
+    assert eval_step(made, unequal_rows())["loss"] == before, "both blocks are in their slots already"
     made.streamed._held.clear()
-    assert eval_step(made, unequal_rows())[0] != before
+    assert eval_step(made, unequal_rows())["loss"] != before
 
 
 def test_autograd_without_checkpoints_reads_what_has_come_again():
@@ -120,7 +120,7 @@ def test_dissolved_it_is_a_whole_model():
     addresses = [p.untyped_storage().data_ptr() for p in made.model.parameters()]
     assert len(set(addresses)) == len(addresses)
     assert not any(block._forward_pre_hooks for block in blocks_of(made.model))
-    assert eval_step(plain, unequal_rows())[0] == eval_step(made, unequal_rows())[0]
+    assert eval_step(plain, unequal_rows())["loss"] == eval_step(made, unequal_rows())["loss"]
 
 
 def test_weights_that_blocks_share_stay_on_the_device():
