@@ -30,6 +30,7 @@ def fit(
     allow: Annotated[
         str | None, typer.Option("--allow", help="`inexact`: all keys that --set-free takes; `exact`: none, ever.")
     ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the trade as a plot.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run the finalists on this machine's card.")] = False,
     as_json: Json = False,
     nproc: Processes = None,
@@ -41,7 +42,7 @@ def fit(
     from framework.run.fit import measured_best
 
     composition = checked(recipe, overrides or (), nproc)
-    _check(output, allow)
+    _check(output, html, allow)
     inexact = INEXACT if allow == "inexact" else tuple(set_free or ())
     pins = _pins(composition, pin or ()) + (list(INEXACT) if allow == "exact" else [])
     judge = measured_best(say) if measure else None
@@ -53,6 +54,10 @@ def fit(
         from framework.compose.amending import amended
 
         output.write_text(amended(recipe, overrides or (), found.config, found.overrides), encoding="utf-8")
+    if html is not None:
+        from framework.report.frontier import fit_page
+
+        html.write_text(fit_page(composition.recipe, found), encoding="utf-8")
     if as_json:
         print_json(found.to_json())
     else:
@@ -60,13 +65,15 @@ def fit(
     return 0 if found.fits else DOES_NOT_FIT
 
 
-def _check(output: Path | None, allow: str | None) -> None:
+def _check(output: Path | None, html: Path | None, allow: str | None) -> None:
     if allow not in (None, "exact", "inexact"):
         raise RequestError([Problem("--allow", f"cannot be {allow!r}", None, "inexact or exact")])
     if output is not None:
         if output.suffix not in (".yaml", ".yml"):
             raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
         check_writable(output, "--output")
+    if html is not None:
+        check_writable(html, "--html")
 
 
 def _pins(composition: "Composition", words: list[str] | tuple[str, ...]) -> list[str]:

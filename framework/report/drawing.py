@@ -21,12 +21,12 @@ def phases_svg(plan: Plan) -> str:
     parts: list[str] = []
     for number, phase in enumerate(plan.phases):
         middle = TOP + ROW * number + ROW / 2
-        parts.append(_text(LEFT - 10, middle, words.phase_name(phase.name), "end"))
+        parts.append(text(LEFT - 10, middle, words.phase_name(phase.name), "end"))
         parts += _segments(phase.terms, middle - BAR / 2, scale)
         end = LEFT + phase.device_bytes * scale
         if upper and phase.name == plan.peak.phase:
             parts += _whisker(end, LEFT + upper * scale, middle, words.size(upper))
-        parts.append(_text(WIDTH, middle, words.size(phase.device_bytes), "end"))
+        parts.append(text(WIDTH, middle, words.size(phase.device_bytes), "end"))
     bottom = TOP + ROW * len(plan.phases)
     if usable is not None:
         parts += _limit(LEFT + usable * scale, bottom, f"{words.size(usable)} usable")
@@ -63,8 +63,9 @@ def _limit(at: float, bottom: float, label: str) -> Iterator[str]:
     line = f'd="M{at:.1f} {TOP - 4}V{bottom}"'
     yield f'<path class="halo" {line}/><path class="limit" {line}/>'
     is_left = at < WIDTH / 2
-    yield _text(at + (4 if is_left else -4), TOP - 12, label, "start" if is_left else "end")
+    yield text(at + (4 if is_left else -4), TOP - 12, label, "start" if is_left else "end")
 
 
-def _text(x: float, middle: float, label: str, anchor: str) -> str:
+def text(x: float, middle: float, label: str, anchor: str) -> str:
+    """A label whose middle is at that height."""
     return f'<text x="{x:.1f}" y="{middle + FONT / 3:.1f}" text-anchor="{anchor}">{escape(label)}</text>'

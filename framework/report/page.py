@@ -40,8 +40,11 @@ rect { stroke: var(--ground) } path { fill: none; stroke: currentColor; stroke-w
 .halo { stroke: var(--ground); stroke-width: 4 } .legend { color: var(--soft); font-size: .85rem; margin: .5rem 0 0 }
 .legend span { display: inline-block; margin-right: 1rem } .legend .swatch { margin-right: .4em }
 table { border-collapse: collapse; width: 100% } th, td { border-top: 1px solid var(--rule); padding: .3rem .5rem;
-  text-align: right; font-variant-numeric: tabular-nums } th:first-child, td:first-child { text-align: left }
+  text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+th:first-child, td:first-child { text-align: left; white-space: normal }
 thead th { border-top: 0; color: var(--soft); font-weight: 500 } tfoot td { font-weight: 600 }
+circle.planned { fill: var(--ink) } circle.sketched { fill: var(--ground); stroke: currentColor }
+circle.fits { fill: none; stroke: var(--good); stroke-width: 2.5 } .limit { stroke: var(--bad) }
 .swatch { border-radius: 2px; display: inline-block; height: .8em; margin-right: .5em; width: .8em }
 dl { display: grid; gap: .3rem 1.5rem; grid-template-columns: max-content 1fr; margin: 0 } dt { color: var(--soft) }
 dd { margin: 0; overflow-wrap: anywhere } li { overflow-wrap: anywhere } .warnings { color: var(--warn) }
@@ -63,18 +66,19 @@ def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str
         "<h2>The run</h2>",
         _facts(plan),
         *(_measured(plan, measured) if measured is not None else ()),
-        *_items("Assumptions", plan.assumptions),
-        *_items("Warnings", plan.warnings, "warnings"),
+        *items("Assumptions", plan.assumptions),
+        *items("Warnings", plan.warnings, "warnings"),
     ]
-    return _document(title, parts)
+    return document(f"Plan of {title}", parts)
 
 
-def _document(title: str, parts: Iterable[str]) -> str:
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page around its parts, styles included."""
     colours = "\n".join(f".{term} {{ background: {colour}; fill: {colour} }}" for term, colour in COLOURS.items())
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Plan of {escape(title)}</title><style>{STYLE}{colours}</style></head>\n<body>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}{colours}</style></head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -121,8 +125,9 @@ def _measured(plan: Plan, measured: "Measured") -> Sequence[str]:
     )
 
 
-def _items(heading: str, items: Sequence[str], style: str = "") -> Sequence[str]:
-    if not items:
+def items(heading: str, said: Sequence[str], style: str = "") -> Sequence[str]:
+    """A list under a heading; nothing where there is nothing to say."""
+    if not said:
         return ()
-    rows = "".join(f"<li>{escape(item)}</li>" for item in items)
+    rows = "".join(f"<li>{escape(item)}</li>" for item in said)
     return (f"<h2>{heading}</h2>", f'<ul class="{style}">{rows}</ul>')

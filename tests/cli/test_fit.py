@@ -96,8 +96,10 @@ def test_the_overrides_of_fit_are_its_plan_and_a_second_search_reads_its_plans(r
 
 def test_the_recipe_of_fit_composes_to_the_same_run(arithmetic, run, write, tmp_path):
     recipe, written = write(TINY), tmp_path / "fitted.yaml"
-    code, out, _ = run("fit", recipe, *LITTLE, "--output", str(written), *pinned())
+    page = tmp_path / "fit.html"
+    code, out, _ = run("fit", recipe, *LITTLE, "--output", str(written), "--html", str(page), *pinned())
     assert code == 0
+    assert "Speed against memory" in page.read_text()
     assert f"wrote {written}" in out
     assert "tokens/s" in out
     text = yaml.safe_load(written.read_text())
