@@ -1,8 +1,9 @@
-"""Data files, read row by row: JSONL, JSON, CSV, Parquet and plain text, each fault with its place."""
+"""Data files, read row by row: JSONL, JSON, CSV, Parquet, Arrow and plain text, each fault with its place."""
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from framework.build.compressed import BROKEN, COMPRESSED, ending, open_bytes
 from framework.build.hub import one_line
 
 
@@ -26,7 +28,7 @@ Record: TypeAlias = tuple[int, dict[str, Any] | Fault]
 CSV_FIELD_LIMIT = 2**31 - 1
 """Characters in one field. Python's own limit of 131072 is there for parsing untrusted uploads."""
 
-PARQUET_BATCH = 1000
+ARROW_BATCH = 1000
 """Rows decoded at a time: enough to amortise the call, few enough that long rows stay small beside the file."""
 
 
@@ -42,7 +44,8 @@ def read_jsonl(path: Path) -> Iterator[Record]:
 def read_json(path: Path) -> Iterator[Record]:
     """An array of objects, one object, or JSONL under another name. The whole file is held in memory."""
     try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+        with open_bytes(path) as file:
+            value = json.loads(file.read().decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             yield from read_jsonl(path)
@@ -58,9 +61,9 @@ def read_json(path: Path) -> Iterator[Record]:
 def read_csv(path: Path) -> Iterator[Record]:
     """One row a record under a header line; every value is text. `.tsv` is separated by tabs."""
     csv.field_size_limit(CSV_FIELD_LIMIT)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
+    delimiter = "\t" if ending(path) == ".tsv" else ","
+    with open_bytes(path) as file:
+        reader = csv.reader(_decoded(file), delimiter=delimiter, strict=True)
         header: list[str] = []
         try:
             for values in reader:
@@ -68,8 +71,8 @@ def read_csv(path: Path) -> Iterator[Record]:
                     continue
                 if not header:
                     header = values
-                    if len(set(header)) < len(header):
-                        yield reader.line_num, Fault(f"the header names a column twice: {', '.join(header)}")
+                    if twice := _twice(header):
+                        yield reader.line_num, Fault(f"the header names a column twice: {twice}")
                         return
                 elif len(values) != len(header):
                     yield reader.line_num, Fault(f"{len(values)} fields, but the header has {len(header)}")
@@ -78,20 +81,58 @@ def read_csv(path: Path) -> Iterator[Record]:
         except csv.Error as error:
             yield reader.line_num, Fault(f"not CSV: {error}")
         except UnicodeDecodeError as error:
-            yield reader.line_num + 1, Fault(f"at or after this line: {_not_utf8(error)}")
+            yield reader.line_num + 1, Fault(_not_utf8(error))
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
     """One row a row."""
+    yield from _read_batches("Parquet", path, _parquet_batches)
+
+
+def read_arrow(path: Path) -> Iterator[Record]:
+    """An Arrow IPC file, or the stream that `datasets` writes. Its pages are mapped, not held."""
+    yield from _read_batches("Arrow", path, _arrow_batches)
+
+
+def _parquet_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(path) as file:
+        yield _no_rows(file.schema_arrow)
+        yield from file.iter_batches(batch_size=ARROW_BATCH)
+
+
+def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    with pa.memory_map(str(path)) as mapped:
+        try:
+            reader = pa.ipc.open_file(mapped)
+            batches: Iterable[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
+        except pa.ArrowInvalid:
+            mapped.seek(0)
+            reader = batches = pa.ipc.open_stream(mapped)
+        yield _no_rows(reader.schema)
+        for batch in batches:
+            for start in range(0, batch.num_rows, ARROW_BATCH):
+                yield batch.slice(start, ARROW_BATCH)
+
+
+def _no_rows(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+
+
+def _read_batches(kind: str, path: Path, batches: Callable[[Path], Iterator[pa.RecordBatch]]) -> Iterator[Record]:
+    """The rows of the batches, the first of which is empty and has the columns."""
+    with path.open("rb"):
+        pass  # a file that cannot be opened is told as one
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=PARQUET_BATCH):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield number, record
-    except (pa.ArrowException, OSError) as error:
-        yield number + 1, Fault(f"not Parquet: {one_line(error)}")
+        for batch in batches(path):
+            if not number and (twice := _twice(batch.schema.names)):
+                yield 0, Fault(f"the schema names a column twice: {twice}")
+                return
+            for record in batch.to_pylist():
+                number += 1
+                yield number, record
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        yield number + 1, Fault(f"not {kind}: {one_line(error)}")
 
 
 def read_text(path: Path) -> Iterator[Record]:
@@ -109,19 +150,48 @@ READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": read_csv,
-    ".parquet": read_parquet,
     ".txt": read_text,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
 }
 """How a file is read, by the ending of its name in lower case."""
 
+UNCOMPRESSED = (".parquet", ".arrow")
+"""Kinds that are compressed inside; around them, nothing is expected."""
+
+
+def is_read(path: Path) -> bool:
+    """Whether the name of the file has an ending that is read."""
+    return ending(path) in READERS and (ending(path) not in UNCOMPRESSED or ending(path) == path.suffix.lower())
+
+
+def endings() -> str:
+    """What is read, in words."""
+    around = ", ".join(COMPRESSED)
+    return f"files that end in {', '.join(READERS)}, the kinds of text also compressed ({around})"
+
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The rows of a file whose ending is one of READERS. Raises OSError when it cannot be opened."""
-    return READERS[path.suffix.lower()](path)
+    """The rows of a file that `is_read`. Raises OSError when it cannot be opened."""
+    number = 0
+    try:
+        for number, record in READERS[ending(path)](path):
+            yield number, record
+    except BROKEN as error:
+        yield number + 1, Fault(f"the compressed data is cut short or damaged here: {one_line(error)}")
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
+    """The lines as text, ends of lines kept. Raises UnicodeDecodeError."""
+    return (line.decode("utf-8-sig" if not number else "utf-8") for number, line in enumerate(lines))
+
+
+def _twice(names: Iterable[str]) -> str:
+    return ", ".join(name for name, times in Counter(names).items() if times > 1)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str | Fault]]:
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -1,27 +1,25 @@
 """Where rows come from: local files, the Hugging Face hub, or the sources of Python's own standard library."""
 
-import glob
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import pyarrow as pa
 
-from framework.build.files import READERS, Fault, Record, read_records
+from framework.build.files import Fault, Record, read_records
+from framework.build.finding import STANDARD_LIBRARY, find_files, is_local, nearest_path
 from framework.build.forms import FORMS, Form, Values, detect_form, unknown_form
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
 from framework.schema.data import DatasetParams
-
-STANDARD_LIBRARY = "python_stdlib"
-"""The path that means the embedded source."""
+from framework.schema.split import Split, parse_split
 
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
 """Folders of the standard library's folder that hold no library source."""
@@ -32,8 +30,8 @@ PROBLEM_LIMIT = 10
 CHUNK = 10_000
 """Rows that become one piece of the Arrow table."""
 
-_SPLIT_WORD = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|\d|$)", re.IGNORECASE)
-_SPLIT_SYNONYMS = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
+Files: TypeAlias = Iterable[tuple[str, Iterator[Record]]]
+"""Names of files and the rows of each."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +84,94 @@ def read_sources(sources: Sequence[DatasetParams], key: str) -> list[Source]:
 
 def read_source(source: DatasetParams, key: str) -> Source:
     """One source. Raises RequestError."""
+    opened = open_source(source, key)
+    table = _Table(opened.form)
+    problems: list[Problem] = []
+    for place, values in opened.rows():
+        if isinstance(values, Fault):
+            problems.append(Problem(key, values.message, where=str(place)))
+        else:
+            table.add(values, place)
+        if len(problems) == PROBLEM_LIMIT:
+            problems.append(Problem(key, f"reading stopped after {PROBLEM_LIMIT} broken rows"))
+            break
+    if problems:
+        raise RequestError(problems)
+    description = f"{source.path}: {table.size} rows of `{opened.form.name}` ({opened.found})"
+    return Source(table.finish(), opened.form.name, description)
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source whose files are found and whose form is known; none but its first row is read yet."""
+
+    params: DatasetParams
+    key: str
+    reach: "_Reach"
+    form: Form
+
+    @property
+    def found(self) -> str:
+        """How the form was found, in words."""
+        return "as set" if self.params.format else "found by its column"
+
+    def rows(self) -> Iterator[tuple[Place, Values | Fault]]:
+        """Each row as its form keeps it, from the first on; read as it is asked for, anew with every call."""
+        for place, record in self.reach.records():
+            if isinstance(record, Fault):
+                yield place, record
+                continue
+            values = self.form.read(_named(record, self.form, self.params))
+            yield place, Fault(values) if isinstance(values, str) else values
+
+
+def open_source(source: DatasetParams, key: str) -> OpenSource:
+    """Find the files, and by the first row the form unless it is set. Raises RequestError."""
     _check_request(source, key)
+    reach = _Reach(_opener(source, key), _slice_of(source))
+    head = list(_through_first_record(reach.records()))
+    if not head:
+        message = f"`{source.split}` holds none of the {reach.count} rows"
+        raise RequestError([Problem(f"{key}.split", message)])
+    return OpenSource(source, key, reach, _find_form(source, head, key))
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """The records of a source that a slice leaves, as often as they are asked for."""
+
+    files: Callable[[], Files]
+    split: Split
+
+    @cached_property
+    def count(self) -> int:
+        """Records without the slice. Reads them all."""
+        return sum(1 for _ in _located(self.files()))
+
+    def records(self) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
+        located = _located(self.files())
+        if self.split.is_whole:
+            return located
+        return islice(located, *self.split.rows(self.count if self.split.needs_count else None))
+
+
+def _opener(source: DatasetParams, key: str) -> Callable[[], Files]:
     if source.path == STANDARD_LIBRARY:
-        return _collect(source, key, standard_library())
+        return standard_library
     if is_local(source.path):
-        return _collect(source, key, ((str(path), read_records(path)) for path in find_files(source, key)))
-    return _collect(source, key, [(source.path, _hub_records(source, key))])
+        paths = find_files(source.path, parse_split(source.split), key)
+        return lambda: ((str(path), read_records(path)) for path in paths)
+    dataset = _hub_dataset(source, key)
+    return lambda: [(source.path, _dataset_records(dataset))]
 
 
-def is_local(path: str) -> bool:
-    """Whether the path means something on this machine: it exists, or is spelled as no hub id is."""
-    spelled = path.startswith((".", "/", "~")) or path.count("/") > 1 or glob.has_magic(path)
-    return spelled or Path(path).suffix.lower() in READERS or Path(path).exists()
+def _is_on_hub(source: DatasetParams) -> bool:
+    return source.path != STANDARD_LIBRARY and not is_local(source.path)
+
+
+def _slice_of(source: DatasetParams) -> Split:
+    """The slice that is left for us to take; the hub's client takes its own."""
+    return Split("train") if _is_on_hub(source) else parse_split(source.split)
 
 
 def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
@@ -118,42 +192,15 @@ def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
         yield path.as_posix(), iter([(1, {"text": text})])
 
 
-def find_files(source: DatasetParams, key: str) -> list[Path]:
-    """The files of a path, a folder (all data files in it) or a glob; sorted. Raises RequestError when there are none.
-
-    In a folder whose files are named for splits (`train.jsonl`, `data/test-00000.parquet`), only those of
-    `source.split` are meant.
-    """
-    path = Path(source.path).expanduser()
-    if path.is_dir():
-        found = _of_split([file for file in sorted(path.rglob("*")) if _is_data(file, path)], path, source.split)
-        if not found:
-            raise RequestError([_nothing_in(path, source, key)])
-        return found
-    if not path.exists() and glob.has_magic(source.path):
-        found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
-    else:
-        found = [path] if path.exists() else []
-    if not found:
-        raise RequestError([_missing(path, source.path, key)])
-    unread = [file for file in found if file.suffix.lower() not in READERS]
-    if unread:
-        message = f"{unread[0]} is of a kind that is not read (it ends in {unread[0].suffix or 'nothing'!r})"
-        raise RequestError([Problem(key, message, expected=_endings())])
-    return found
-
-
 def _check_request(source: DatasetParams, key: str) -> None:
     problems = []
     if source.weight is not None:
         problems.append(Problem(f"{key}.weight", "mixing by weight is not yet available"))
-    on_hub = source.path != STANDARD_LIBRARY and not is_local(source.path)
+    on_hub = _is_on_hub(source)
     if source.name is not None and not on_hub:
         problems.append(Problem(f"{key}.name", f"{source.path} is no hub dataset, so it has no configurations"))
-    if source.split != "train" and not on_hub and not Path(source.path).expanduser().is_dir():
-        problems.append(
-            Problem(f"{key}.split", f"{source.path} is neither a folder nor on the hub, so it has no splits")
-        )
+    if not on_hub:
+        problems.extend(_split_problems(source, f"{key}.split"))
     forms = sorted({column for form in FORMS.values() for column in form.columns})
     for column in source.columns:
         if column not in forms:
@@ -165,36 +212,25 @@ def _check_request(source: DatasetParams, key: str) -> None:
         raise RequestError(problems)
 
 
-def _collect(source: DatasetParams, key: str, files: Iterable[tuple[str, Iterator[Record]]]) -> Source:
-    """Read records into Arrow, each with its file and row. Unless it is set, the first record tells the form."""
-    located = _located(files)
-    head = list(_through_first_record(located))
-    form = _find_form(source, head, key)
-    table = _Table(form)
-    problems: list[Problem] = []
-    for place, record in chain(head, located):
-        fault = record.message if isinstance(record, Fault) else table.add(_named(record, form, source), place)
-        if fault is not None:
-            problems.append(Problem(key, fault, where=str(place)))
-        if len(problems) == PROBLEM_LIMIT:
-            problems.append(Problem(key, f"reading stopped after {PROBLEM_LIMIT} broken rows"))
-            break
-    if problems:
-        raise RequestError(problems)
-    found = "as set" if source.format else "found by its column"
-    return Source(table.finish(), form.name, f"{source.path}: {table.size} rows of `{form.name}` ({found})")
+def _split_problems(source: DatasetParams, key: str) -> Iterator[Problem]:
+    if "+" in source.split:
+        yield Problem(key, "joined splits are for the hub", expected="each of them as a source of its own")
+    elif parse_split(source.split).name != "train" and not Path(source.path).expanduser().is_dir():
+        message = f"{source.path} is neither a folder nor on the hub, so it has no splits"
+        yield Problem(key, message, expected="train, or a slice of it such as `train[:1000]`")
 
 
-def _located(files: Iterable[tuple[str, Iterator[Record]]]) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
+def _located(files: Files) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
     for path, records in files:
-        number = 0
+        number, is_empty = 0, True
         try:
             for number, record in records:
+                is_empty = False
                 yield Place(path, number), record
         except OSError as error:
             yield Place(path, number), Fault(f"cannot be read: {error.strerror or one_line(error)}")
             continue
-        if not number:
+        if is_empty:
             yield Place(path, 0), Fault("the file has no rows")
 
 
@@ -240,17 +276,13 @@ class _Table:
         self.values: list[Values] = []
         self.places: list[Place] = []
 
-    def add(self, record: Mapping[str, Any], place: Place) -> str | None:
-        """Take the row, or say what is wrong with it."""
-        values = self.form.read(record)
-        if isinstance(values, str):
-            return values
+    def add(self, values: Values, place: Place) -> None:
+        """Take the row."""
         self.size += 1
         self.values.append(values)
         self.places.append(place)
         if len(self.values) == CHUNK:
             self._flush()
-        return None
 
     def finish(self) -> datasets.Dataset:
         self._flush()
@@ -264,71 +296,30 @@ class _Table:
         self.values, self.places = [], []
 
 
-def _hub_records(source: DatasetParams, key: str) -> Iterator[Record]:
-    """The rows of a dataset on the hub, or of one downloaded before."""
+def _hub_dataset(source: DatasetParams, key: str) -> datasets.Dataset:
+    """A dataset on the hub, or one downloaded before. Raises RequestError."""
     local = Path(source.path).absolute()
     downloaded = Path(datasets.config.HF_DATASETS_CACHE, source.path.replace("/", "___")).exists()
     if not downloaded and not hub_is_reachable():
         message = f"no file or folder {local}; {hub_host()} cannot be reached from here, and no dataset "
         message += f"{source.path!r} was downloaded before"
-        raise RequestError([Problem(key, message, nearest=_nearest_path(local, source.path))])
+        raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))])
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         dataset = datasets.load_dataset(source.path, source.name, split=source.split)
     except Exception as error:  # datasets and the hub client raise many kinds, all of them about the request
         message = f"no file or folder {local}; {hub_host()} answered: {one_line(error)}"
-        raise RequestError([Problem(key, message, nearest=_nearest_path(local, source.path))]) from error
+        raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))]) from error
     wanted = {source.columns.get(column, column) for form in FORMS.values() for column in form.columns}
     # Decoding pictures or sound only to drop them would take most of the time.
     readable = [column for column in dataset.column_names if column in wanted] or dataset.column_names
+    return dataset.select_columns(readable)
+
+
+def _dataset_records(dataset: datasets.Dataset) -> Iterator[Record]:
     number = 0
-    for batch in dataset.select_columns(readable).iter(batch_size=1000):
+    for batch in dataset.iter(batch_size=1000):
         for values in zip(*batch.values(), strict=True):
             number += 1
             yield number, dict(zip(batch, values, strict=True))
-
-
-def _is_data(path: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.suffix.lower() in READERS and path.is_file() and not hidden
-
-
-def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
-    named = {file: _split_named(str(file.relative_to(folder))) for file in files}
-    if not any(named.values()):
-        return files
-    return [file for file in files if named[file] == _SPLIT_SYNONYMS.get(split, split)]
-
-
-def _split_named(path: str) -> str | None:
-    words = [word.lower() for word in _SPLIT_WORD.findall(path)]
-    return _SPLIT_SYNONYMS.get(words[-1], words[-1]) if words else None
-
-
-def _nothing_in(folder: Path, source: DatasetParams, key: str) -> Problem:
-    data = [file for file in sorted(folder.rglob("*")) if _is_data(file, folder)]
-    if data:
-        names = ", ".join(str(file.relative_to(folder)) for file in data[:8])
-        message = f"the folder {folder.absolute()} has no file for the split {source.split!r}; it has {names}"
-        return Problem(f"{key}.split", message)
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    message = f"the folder {folder.absolute()} has no data files; it has {found}"
-    return Problem(key, message, expected=_endings())
-
-
-def _missing(path: Path, written: str, key: str) -> Problem:
-    what = "no file matches" if glob.has_magic(written) else "there is no file or folder"
-    return Problem(
-        key, f"{what} {written} (looked at {path.absolute()})", nearest=_nearest_path(path.absolute(), written)
-    )
-
-
-def _nearest_path(path: Path, written: str) -> str | None:
-    """The path as written, with its last part replaced by the nearest name that exists there."""
-    close = nearest(path.name, [*(sibling.name for sibling in path.parent.glob("*")), STANDARD_LIBRARY])
-    return os.path.join(os.path.dirname(written), close) if close else None
-
-
-def _endings() -> str:
-    return f"files that end in {', '.join(READERS)}"

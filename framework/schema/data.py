@@ -2,10 +2,11 @@
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from framework.schema.choices import RowFormat, Supervise, Truncation
 from framework.schema.params import FrozenMapping, Number, Params, parse_sequence
+from framework.schema.split import check_split
 from framework.schema.training import Count, Positive
 
 
@@ -13,11 +14,13 @@ class DatasetParams(Params):
     """One source of rows."""
 
     path: str
-    """Local file (JSONL, JSON, Parquet, CSV, text), hub id, or `python_stdlib`, the embedded source."""
+    """Local file (JSONL, JSON, CSV, text, each also as .gz, .bz2, .xz or .zst; Parquet, Arrow), a folder of them, one
+    that `save_to_disk` wrote, a glob, a hub id, or `python_stdlib`, the embedded source."""
     name: str | None = None
     """Configuration of a hub dataset."""
-    split: str = "train"
-    """Split of a hub dataset."""
+    split: Annotated[str, AfterValidator(check_split)] = "train"
+    """Split of a hub dataset or a folder, or a slice of it (of a file too): `train[:1000]`, `train[10%:]`,
+    `train[-500:]`. A share or a negative number has the rows counted first, which reads a local source twice."""
     weight: Annotated[Number, Field(gt=0)] | None = None
     """Share of this source in a mixture."""
     format: RowFormat | None = None

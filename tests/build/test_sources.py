@@ -1,8 +1,12 @@
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from framework.build.sources import read_rows, read_source, standard_library
+from framework.build.files import Fault
+from framework.build.sources import open_source, read_rows, read_source, standard_library
 from framework.errors import Problem, RequestError
 from framework.schema.data import DatasetParams
 
@@ -247,16 +252,16 @@ class TestRefusals:
         ("content", "line", "fault"),
         [
             (b"text,n\nfine,1\nx\n", 3, "1 fields, but the header has 2"),
-            (b"text,text\nx,y\n", 1, "names a column twice"),
+            (b"text,n,text\nx,1,y\n", 1, "names a column twice: text"),
             (b'text\n"never closed\n', 2, "not CSV"),
-            (b"text\nfine\n\xe9t\xe9\n", None, "not UTF-8"),
+            (b"text\nfine\n\xe9t\xe9\n", 3, "not UTF-8: byte 0xe9 at position 0"),
         ],
     )
-    def test_broken_csv(self, content: bytes, line: int | None, fault: str, tmp_path: Path) -> None:
+    def test_broken_csv(self, content: bytes, line: int, fault: str, tmp_path: Path) -> None:
         (tmp_path / "a.csv").write_bytes(content)
         (problem,) = problems(str(tmp_path / "a.csv"))
         assert fault in problem.message
-        assert line is None or problem.where == f"{tmp_path / 'a.csv'}:{line}"
+        assert problem.where == f"{tmp_path / 'a.csv'}:{line}"
 
     @pytest.mark.parametrize("content", [b"", b"PAR1 not really", b"\x00" * 100])
     def test_broken_parquet(self, content: bytes, tmp_path: Path) -> None:
@@ -287,7 +292,7 @@ class TestRefusals:
 
     def test_options_that_would_do_nothing(self, write_rows: WriteRows) -> None:
         path = write_rows("a.jsonl", [{"text": "x"}])
-        found = problems(path, name="x", split="train[:10%]", weight=2.0, columns={"txt": "text"})
+        found = problems(path, name="x", split="dev[:10%]", weight=2.0, columns={"txt": "text"})
         assert [problem.key.removeprefix("data.train[0].") for problem in found] == [
             "weight",
             "name",
@@ -295,6 +300,172 @@ class TestRefusals:
             "columns",
         ]
         assert found[3].nearest == "text"
+
+
+class TestArrow:
+    def write(self, path: Path, new: Callable[..., object], rows: int = 2500) -> str:
+        table = pa.table({"text": [str(row) for row in range(rows)]})
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table)
+        return str(path)
+
+    @pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+    def test_files_and_streams(self, new: Callable[..., object], tmp_path: Path) -> None:
+        rows = read(self.write(tmp_path / "a.arrow", new))
+        assert [row["text"] for row in rows] == [str(row) for row in range(2500)]
+        assert [row["row"] for row in rows] == list(range(1, 2501))
+
+    def test_a_folder_that_save_to_disk_wrote(self, tmp_path: Path) -> None:
+        import datasets
+
+        saved = datasets.Dataset.from_dict({"text": [str(row) for row in range(5)]})
+        saved.save_to_disk(str(tmp_path / "one"), num_shards=2)
+        self.write(tmp_path / "one" / "cache-0123.arrow", pa.ipc.new_stream)  # as `map` leaves one there
+        assert texts(str(tmp_path / "one")) == ["0", "1", "2", "3", "4"]
+        assert problems(str(tmp_path / "one"), split="test")[0].key == "data.train[0].split"
+
+    def test_the_splits_of_such_a_folder(self, tmp_path: Path) -> None:
+        import datasets
+
+        parts = {name: datasets.Dataset.from_dict({"text": [name] * 2}) for name in ("train_sft", "test")}
+        datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "all"))
+        assert texts(str(tmp_path / "all"), split="train_sft[1:]") == ["train_sft"]
+        (problem,) = problems(str(tmp_path / "all"), split="train_stf")
+        assert (problem.key, problem.nearest) == ("data.train[0].split", "train_sft")
+
+    @pytest.mark.parametrize("content", [b"", b"ARROW1 not really", b"\x00" * 100])
+    def test_broken(self, content: bytes, tmp_path: Path) -> None:
+        (tmp_path / "a.arrow").write_bytes(content)
+        (problem,) = problems(str(tmp_path / "a.arrow"))
+        assert "not Arrow" in problem.message
+        assert problem.where == f"{tmp_path / 'a.arrow'}:1"
+
+    def test_cut_short(self, tmp_path: Path) -> None:
+        path = Path(self.write(tmp_path / "a.arrow", pa.ipc.new_stream))
+        path.write_bytes(path.read_bytes()[:-9000])
+        assert "not Arrow" in problems(str(path))[0].message
+
+    @pytest.mark.parametrize("kind", ["arrow", "parquet"])
+    def test_a_column_twice(self, kind: str, tmp_path: Path) -> None:
+        table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+        path = tmp_path / f"a.{kind}"
+        if kind == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.ipc.new_file(str(path), table.schema) as writer:
+                writer.write_table(table)
+        (problem,) = problems(str(path))
+        assert (problem.where, problem.message) == (str(path), "the schema names a column twice: text")
+
+
+def compressed(content: bytes, kind: str) -> bytes:
+    if kind == "zst":
+        return bytes(pa.compress(content, codec="zstd"))  # a frame as `zstd` writes it
+    return {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[kind](content)
+
+
+class TestCompressed:
+    @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n'),
+            ("a.json", b'[{"text": "one"}, {"text": "two"}]'),
+            ("a.csv", b"n,text\n1,one\n2,two\n"),
+            ("a.tsv", b"n\ttext\n1\tone\n2\ttwo\n"),
+            ("a.TXT", b"one\ntwo\n"),
+        ],
+    )
+    def test_every_kind_of_text(self, kind: str, name: str, content: bytes, tmp_path: Path) -> None:
+        (tmp_path / f"{name}.{kind}").write_bytes(compressed(content, kind))
+        assert texts(str(tmp_path / f"{name}.{kind}")) == ["one", "two"]
+        assert texts(str(tmp_path)) == texts(str(tmp_path / f"*.{kind}")) == ["one", "two"]
+
+    @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+    def test_cut_short_is_told_with_the_row(self, kind: str, tmp_path: Path) -> None:
+        content = "".join(json.dumps({"text": hashlib.md5(b"%d" % row).hexdigest()}) + "\n" for row in range(30_000))
+        path = tmp_path / f"a.jsonl.{kind}"
+        whole = compressed(content.encode(), kind)
+        path.write_bytes(whole[: len(whole) * 9 // 10])
+        (problem,) = problems(str(path))
+        assert str(problem.where).startswith(f"{path}:")
+        assert int(str(problem.where).rpartition(":")[2]) > (10_000 if kind != "bz2" else 0)
+        assert any(word in problem.message for word in ("cut short", "Truncated"))
+
+    @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+    @pytest.mark.parametrize("content", [b"", b"not compressed at all, whatever its name says"])
+    def test_broken_from_the_start(self, kind: str, content: bytes, tmp_path: Path) -> None:
+        path = tmp_path / f"a.jsonl.{kind}"
+        path.write_bytes(content)
+        (problem,) = problems(str(path))
+        assert str(problem.where).startswith(str(path))
+
+    def test_parquet_is_compressed_inside(self, tmp_path: Path) -> None:
+        (tmp_path / "a.parquet.gz").touch()
+        (problem,) = problems(str(tmp_path / "a.parquet.gz"))
+        assert "'.parquet.gz'" in problem.message
+
+
+class TestSlices:
+    @pytest.mark.parametrize(
+        "spec",
+        ["[:3]", "[3:]", "[2:5]", "[-3:]", "[:-3]", "[10%:]", "[:33%]", "[-25%:]", "[50%:80%]", "[:99]", "[1:-1]"],
+    )
+    def test_are_those_of_hugging_face(self, spec: str, write_rows: WriteRows) -> None:
+        import datasets
+
+        path = write_rows("a.jsonl", [{"text": str(row)} for row in range(11)])
+        instruction = datasets.ReadInstruction.from_spec(f"train{spec}")
+        (absolute,) = instruction.to_absolute({"train": 11})
+        assert texts(path, split=f"train{spec}") == [str(row) for row in range(absolute.from_, absolute.to)]
+
+    def test_go_on_over_files(self, tmp_path: Path) -> None:
+        for name in "ab":
+            (tmp_path / f"{name}.txt").write_text("".join(f"{name}{row}\n" for row in range(3)))
+        rows = read(str(tmp_path), split="train[2:4]")
+        assert [(row["text"], row["row"]) for row in rows] == [("a2", 3), ("b0", 1)]
+
+    def test_nothing_behind_the_slice_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\nbroken\n')
+        assert texts(str(tmp_path / "a.jsonl"), split="train[:2]") == ["one", "two"]
+
+    def test_an_empty_slice(self, write_rows: WriteRows) -> None:
+        (problem,) = problems(write_rows("a.jsonl", [{"text": "x"}]), split="train[5:]")
+        assert problem.key == "data.train[0].split"
+        assert problem.message == "`train[5:]` holds none of the 1 rows"
+
+    def test_joined_splits_of_files(self, write_rows: WriteRows) -> None:
+        (problem,) = problems(write_rows("a.jsonl", [{"text": "x"}]), split="train[:1]+train[1:]")
+        assert problem.expected == "each of them as a source of its own"
+
+    @pytest.mark.parametrize("spec", ["train[", "train[5]", "train[%:]", "[:5]", "train[1:2:3]", "", "train[a:]"])
+    def test_misspelt(self, spec: str) -> None:
+        with pytest.raises(ValueError, match="no split"):
+            DatasetParams(path="a.jsonl", split=spec)
+
+
+class TestLargeFiles:
+    def test_rows_are_read_as_they_are_asked_for(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl.gz"
+        with gzip.open(path, "wt") as file:
+            file.writelines('{"text": "%s"}\n' % ("x" * 1000) for _ in range(20_000))
+        source = open_source(DatasetParams(path=str(path)), "data.train[0]")
+        tracemalloc.start()
+        assert sum(len(values["text"]) for _, values in source.rows() if not isinstance(values, Fault)) == 20_000_000
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        tracemalloc.stop()
+
+    def test_a_wrong_type_late_in_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        with path.open("w") as file:
+            file.writelines('{"text": "x"}\n' if row != 24_999 else '{"text": ["x"]}\n' for row in range(30_000))
+        (problem,) = problems(str(path))
+        assert problem.where == f"{path}:25000"
+        assert problem.message == "column `text`: expected text, not list ['x']"
+
+    def test_a_row_of_ten_megabytes(self, write_rows: WriteRows) -> None:
+        path = write_rows("a.jsonl", [{"text": "x"}, {"text": "y" * 10_000_000}, {"text": "z"}])
+        assert [len(str(text)) for text in texts(path)] == [1, 10_000_000, 1]
 
 
 class TestHub:
