@@ -37,7 +37,7 @@ _ROOMS = {
     "framework.schema.data": "DataParams DatasetParams",
     "framework.schema.gpu": "GPUParams",
     "framework.schema.choices": (
-        "Attention BackwardPrefetch CompileScope MixedPrecision OnOutOfMemory Optimizer PeftMethod PeftSaveMode "
+        "Attention BackwardPrefetch CompileScope MixedPrecision Mixing OnOutOfMemory Optimizer PeftMethod PeftSaveMode "
         "Quantization Rounding RowFormat Scheduler ShardingStrategy StateDictType Supervise Task TorchDtype Tracker "
         "Truncation"
     ),

@@ -1,23 +1,25 @@
 """The rows of a run: read, rendered, tokenised, fitted to the length limit, checked and counted."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, cast
 
 import datasets
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from framework.build.chat import Chat, check_chat
-from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, SplitReport
+from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
 from framework.build.labels import Encoded, UnsuitedChat, encode_chats, encode_texts
+from framework.build.mixing import mixture, shares_of
 from framework.build.packing import Packs, pack
 from framework.build.rows import Rows
 from framework.build.sources import Place, Source, join_sources, read_sources
 from framework.build.tally import RowPolicy, Tally
 from framework.errors import Problem, RequestError
-from framework.schema.choices import RowFormat, Supervise, Task
+from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DataParams, Datasets
 
@@ -44,6 +46,8 @@ class Splits:
     train: datasets.Dataset
     eval: datasets.Dataset | None
     sources: tuple[Source, ...]
+    counts: tuple[int, ...]
+    """Training rows of each training source, which stand one after the other."""
 
 
 def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> Data:
@@ -64,7 +68,7 @@ def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, voc
         vocab_size=vocab_size,
     )
     everything = _learns_everything(config)
-    train, train_report = _prepare_split(splits.train, "train", tokenizer, everything, policy, config)
+    train, train_report = _prepare_split(splits.train, "train", tokenizer, everything, policy, config, splits.counts)
     held_out, eval_report = None, None
     if splits.eval is not None:
         held_out, eval_report = _prepare_split(splits.eval, "eval", tokenizer, everything, policy, config)
@@ -92,26 +96,28 @@ def read_splits(config: TrainingConfig) -> Splits:
     held_out, eval_problems = _try_read(data.eval, "data.eval")
     if train_problems or eval_problems:
         raise RequestError([*train_problems, *eval_problems])
-    rows = join_sources(train)
+    rows, counts = join_sources(train), tuple(len(source.dataset) for source in train)
     if held_out:
-        return Splits(rows, join_sources(held_out), (*train, *held_out))
-    if data.eval_fraction:
-        return Splits(*hold_out(rows, data.eval_fraction, config.training.seed), tuple(train))
-    return Splits(rows, None, tuple(train))
+        return Splits(rows, join_sources(held_out), (*train, *held_out), counts)
+    if not data.eval_fraction:
+        return Splits(rows, None, tuple(train), counts)
+    rest, chosen = hold_out(len(rows), data.eval_fraction, config.training.seed)
+    ends = np.searchsorted(rest, np.cumsum(counts))
+    left = rows.select(rest, keep_in_memory=True), rows.select(chosen, keep_in_memory=True)
+    return Splits(*left, tuple(train), tuple(np.diff(ends, prepend=0).tolist()))
 
 
-def hold_out(rows: datasets.Dataset, fraction: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """(rest, held out): a random `fraction` of the rows, at least one, both in their old order. The seed decides.
+def hold_out(count: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(rest, held out): numbers of a random `fraction` of the rows, at least one, and of the others, both in order.
 
-    Raises RequestError when nothing would be left to train on.
+    The seed decides. Raises RequestError when nothing would be left to train on.
     """
-    size = max(1, round(fraction * len(rows)))
-    if size >= len(rows):
-        message = f"{fraction} of {len(rows)} rows leaves no row to train on"
+    size = max(1, round(fraction * count))
+    if size >= count:
+        message = f"{fraction} of {count} rows leaves no row to train on"
         raise RequestError([Problem("data.eval_fraction", message)])
-    order = _generator(seed, HELD_OUT).permutation(len(rows))
-    rest, chosen = np.sort(order[size:]), np.sort(order[:size])
-    return rows.select(rest, keep_in_memory=True), rows.select(chosen, keep_in_memory=True)
+    order = _generator(seed, HELD_OUT).permutation(count)
+    return np.sort(order[size:]), np.sort(order[:size])
 
 
 def training_texts(config: TrainingConfig) -> Iterator[str]:
@@ -135,13 +141,18 @@ def _prepare_split(
     everything: bool,
     policy: RowPolicy,
     config: TrainingConfig,
+    counts: Sequence[int] = (),
 ) -> tuple[Rows | Packs, SplitReport]:
-    tally = Tally(policy, f"data.{name}")
-    for batch in rows.iter(batch_size=ENCODE_BATCH):
-        for place, row in _encode(batch, tokenizer, everything):
-            tally.take(place, row)
-        if tally.is_full_of_problems:
-            break
+    """The rows of a split, fitted; `counts` of them are of each source, and are mixed where that is asked for."""
+    tally, kept = Tally(policy, f"data.{name}"), list[int]()
+    ends = np.cumsum(counts or [len(rows)]).tolist()
+    for start, end in pairwise([0, *ends]):
+        for batch in rows.select(range(start, end)).iter(batch_size=ENCODE_BATCH):
+            for place, row in _encode(batch, tokenizer, everything):
+                tally.take(place, row)
+            if tally.is_full_of_problems:
+                break
+        kept.append(len(tally.kept))
     if tally.problems:
         raise RequestError(tally.problems)
     prepared, report = tally.finish(name)
@@ -152,10 +163,32 @@ def _prepare_split(
         if any(column == "text" for column in rows.column_names):
             expected += "; or training.task=pretrain, which splits long texts instead"
         raise RequestError([Problem("model.model_max_length", _loss_message(report), expected=expected)])
-    if not config.data.packing:
-        return prepared, report
-    packs = pack(prepared, policy.limit, config.training.seed)
-    return packs, replace(report, packs=len(packs), packed_tokens=len(prepared.tokens))
+    return _arrange(prepared, report, config, np.diff(kept, prepend=0).tolist())
+
+
+def _arrange(
+    rows: Rows, report: SplitReport, config: TrainingConfig, kept: Sequence[int]
+) -> tuple[Rows | Packs, SplitReport]:
+    """The rows of an epoch: mixed and packed, where that is asked for. `kept` of them are of each source."""
+    data, seed, arranged = config.data, config.training.seed, cast(Rows | Packs, rows)
+    is_mixed = data.mixing is not Mixing.CONCATENATE and report.name == "train"
+    if is_mixed:
+        arranged = rows = replace(rows, order=mixture(data.train, kept, data.mixing, seed))
+    if data.packing:
+        arranged = packs = pack(rows, report.limit, seed)
+        report = replace(report, packs=len(packs), packed_tokens=int(rows.lengths.sum()))
+    if is_mixed and rows.order is not None:
+        drawn = np.histogram(rows.order, bins=[0, *np.cumsum(kept)])[0].tolist()
+        paths, epochs = [source.path for source in data.train], [_epochs(config, len(arranged))] * len(kept)
+        described = tuple(map(Drawn, paths, shares_of(data.train), kept, drawn, epochs))
+        report = replace(report, mixture=described, mixing=str(data.mixing))
+    return arranged, report
+
+
+def _epochs(config: TrainingConfig, rows: int) -> float:
+    """How often the run goes through the rows of an epoch."""
+    steps = config.training.max_steps
+    return config.training.num_train_epochs if steps is None else steps * config.batch.global_size / rows
 
 
 def _encode(

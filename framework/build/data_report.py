@@ -17,6 +17,28 @@ ERROR_SHARE = 0.5
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What a mixture takes of one source."""
+
+    path: str
+    weight: float
+    """Share of the draws, between 0 and 1."""
+    kept: int
+    """Rows to draw from."""
+    drawn: int
+    """Rows that an epoch draws."""
+    epochs: float
+    """Epochs of the run."""
+
+    def __str__(self) -> str:
+        share, seen = f"{self.weight:.1%} {self.path}", self.drawn * self.epochs
+        return (
+            f"{share}: an epoch draws {self.drawn} rows of {self.kept}; the run sees {seen:.0f}, "
+            f"each row {seen / max(self.kept, 1):.2g} times"
+        )
+
+
+@dataclass(frozen=True)
 class SplitReport:
     """Counts of one split. Tokens and lengths are before anything is cut; a text read whole is one row."""
 
@@ -48,6 +70,10 @@ class SplitReport:
     """Rows that the kept ones were packed into; None without packing."""
     packed_tokens: int = 0
     """Tokens in them."""
+    mixture: tuple[Drawn, ...] = ()
+    """What is drawn of each source, where they are mixed by weight."""
+    mixing: str | None = None
+    """The rule by which they are."""
 
     @property
     def packing_efficiency(self) -> float:
@@ -71,9 +97,13 @@ class SplitReport:
             f"lost {_percent(self.tokens_lost, self.tokens)} of the tokens, "
             f"{_percent(self.supervised_lost, self.supervised)} of the supervised tokens"
         )
+        if self.mixture:
+            lines.append(f"  mixed by weight, {self.mixing}: {sum(each.drawn for each in self.mixture)} rows an epoch")
+            lines.extend(f"    {each}" for each in self.mixture)
         if self.packs is not None:
+            rows = sum(each.drawn for each in self.mixture) or self.kept
             lines.append(
-                f"  packed into {self.packs} rows of {self.limit} tokens, {self.kept / max(self.packs, 1):.1f} rows in "
+                f"  packed into {self.packs} rows of {self.limit} tokens, {rows / max(self.packs, 1):.1f} rows in "
                 f"each: {self.packing_efficiency:.1%} of the positions hold a token"
             )
         return "\n".join(lines)

@@ -39,9 +39,11 @@ class Rows(Sequence[Row]):
     """What each row as a whole is to be told to be, float32 of shape (rows, numbers)."""
     rejected: "Rows | None" = None
     """The worse answers, a row for each."""
+    order: npt.NDArray[np.int64] | None = None
+    """Which of the rows held these are, in order, some perhaps several times; None is each once, as they are held."""
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.offsets) - 1 if self.order is None else len(self.order)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -51,6 +53,8 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         index = range(len(self))[index]
+        if self.order is not None:
+            index = int(self.order[index])
         start, end = self.offsets[index], self.offsets[index + 1]
         row: Row = {"input_ids": self.tokens[start:end].tolist(), "labels": self.labels[start:end].tolist()}
         if self.targets is not None:
@@ -63,7 +67,8 @@ class Rows(Sequence[Row]):
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each row, of the longer answer where there are two; shape (rows,)."""
         own = np.diff(self.offsets)
-        return own if self.rejected is None else np.maximum(own, self.rejected.lengths)
+        longer = own if self.rejected is None else np.maximum(own, self.rejected.lengths)
+        return longer if self.order is None else longer[self.order]
 
 
 def join_rows(encoded: Sequence[Encoded]) -> Rows:

@@ -194,8 +194,6 @@ def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
 
 def _check_request(source: DatasetParams, key: str) -> None:
     problems = []
-    if source.weight is not None:
-        problems.append(Problem(f"{key}.weight", "mixing by weight is not yet available"))
     on_hub = _is_on_hub(source)
     if source.name is not None and not on_hub:
         problems.append(Problem(f"{key}.name", f"{source.path} is no hub dataset, so it has no configurations"))

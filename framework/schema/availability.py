@@ -35,8 +35,6 @@ ROWS = (
     Row("gpu.count", (1,), "more than one device"),
     Row("data.streaming", (False,), "streaming"),
     Row("data.supervise", (None, "assistant", "all"), "this choice of supervised tokens"),
-    Row("data.train.weight", (None,), "weighting sources in a mixture"),
-    Row("data.eval.weight", (None,), "weighting sources in a mixture"),
 )
 DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
 """Keys whose `auto` means the checkpoint's dtype, not a search."""

@@ -280,6 +280,14 @@ class RowFormat(Choice):
     MESSAGES = "messages"
 
 
+class Mixing(Choice):
+    """How several sources become one; the last two draw each row's source by weight, as `interleave_datasets` does."""
+
+    CONCATENATE = "concatenate"
+    FIRST_EXHAUSTED = "first_exhausted"
+    ALL_EXHAUSTED = "all_exhausted"
+
+
 class Supervise(Choice):
     """Which tokens the loss is taken over."""
 

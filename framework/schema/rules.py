@@ -24,6 +24,7 @@ from framework.schema.choices import (
 )
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
+from framework.schema.data_rules import data_conflicts
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
 from framework.schema.survival_rules import survival_conflicts
@@ -635,6 +636,7 @@ RULES = (
     _steps,
     _model,
     _tokenizer,
+    data_conflicts,
     _adapter,
     _rows,
     _finite,

@@ -292,14 +292,13 @@ class TestRefusals:
 
     def test_options_that_would_do_nothing(self, write_rows: WriteRows) -> None:
         path = write_rows("a.jsonl", [{"text": "x"}])
-        found = problems(path, name="x", split="dev[:10%]", weight=2.0, columns={"txt": "text"})
+        found = problems(path, name="x", split="dev[:10%]", columns={"txt": "text"})
         assert [problem.key.removeprefix("data.train[0].") for problem in found] == [
-            "weight",
             "name",
             "split",
             "columns",
         ]
-        assert found[3].nearest == "text"
+        assert found[2].nearest == "text"
 
 
 class TestArrow:
