@@ -61,3 +61,30 @@ def split(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Ten
     """Micro batches of `size` rows."""
     rows = len(batch["input_ids"])
     return [{name: tensor[i : i + size] for name, tensor in batch.items()} for i in range(0, rows, size)]
+
+
+def pairs(count: int = 4, length: int = 16, vocabulary: int = 128) -> dict[str, torch.Tensor]:
+    """Pairs of answers as a batch: the better ones first. Prompts and answers differ in length."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocabulary, (2 * count, length), generator=generator)
+    labels = ids.clone()
+    for index in range(count):
+        labels[index, : 3 + index] = labels[count + index, : 3 + index] = -100
+        ids[count + index, : 3 + index] = ids[index, : 3 + index]
+        labels[count + index, length - 1 - index :] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def singles(count: int = 8) -> dict[str, torch.Tensor]:
+    """Single answers, of which every third is bad."""
+    batch = pairs(count // 2)
+    return {**batch, "targets": torch.tensor([[float(index % 3 != 0)] for index in range(count)])}
+
+
+def split_pairs(batch: dict[str, torch.Tensor], size: int, paired: bool = True) -> list[dict[str, torch.Tensor]]:
+    """Micro batches of `size` pairs, or of as many single rows."""
+    if not paired:
+        return split(batch, size)
+    count = len(batch["input_ids"]) // 2
+    parts = [[*range(i, i + size), *range(count + i, count + i + size)] for i in range(0, count, size)]
+    return [{name: tensor[rows] for name, tensor in batch.items()} for rows in parts]

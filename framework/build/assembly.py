@@ -23,7 +23,7 @@ from framework.build.quantize import quantize, require_bitsandbytes
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.build.streamed_base import StreamedBase, loading_place
-from framework.build.tasks import build_objective
+from framework.build.tasks import build_companion, build_objective
 from framework.build.tasks.objective import Objective
 from framework.schema.choices import MixedPrecision, SdpaBackend
 from framework.schema.config import TrainingConfig
@@ -63,6 +63,8 @@ class Assembly:
     """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
     adapter: "Adapter | None" = None
     streamed: StreamedBase | None = None
+    companion: nn.Module | None = None
+    """The frozen model beside the trained one: what a preference is measured against."""
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -100,8 +102,10 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     loaded_at = loading_place(place) if streams else place
     built = build_model(config, architecture, loaded_at, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
+    companion = build_companion(config, built)
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
-    use_liger_kernels(config.model, built)
+    for each in (built, *([companion] if companion is not None else [])):
+        use_liger_kernels(config.model, each)
     model: nn.Module = built
     frozen = freeze(config.model, built)
     masters = autocast is not None
@@ -114,12 +118,24 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if streams else None
-    objective = build_objective(config, model)
+    objective = build_objective(config, model, companion)
     compile_regions(config, model, place)
     optimizer = build_optimizer(config, model, place)
     schedule = build_schedule(config.training, total_steps)
     scale = build_loss_scale(config.training, place)
     cache = DeviceCache(place, config.training.empty_device_cache_steps)
     return Assembly(
-        config, place, model, frozen, objective, optimizer, schedule, scale, cache, export_dtype, adapter, streamed
+        config=config,
+        place=place,
+        model=model,
+        frozen=frozen,
+        objective=objective,
+        optimizer=optimizer,
+        schedule=schedule,
+        loss_scale=scale,
+        cache=cache,
+        export_dtype=export_dtype,
+        adapter=adapter,
+        streamed=streamed,
+        companion=companion,
     )

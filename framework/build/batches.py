@@ -5,7 +5,7 @@ The order is a function of (seed, epoch) alone. The rows of a step are cut into 
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias
@@ -15,16 +15,18 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from framework.build.documents import end_to_end, mark_documents, on_device
+from framework.build.documents import document_lengths, end_to_end, mark_documents, on_device
 from framework.build.labels import IGNORED
 from framework.build.packing import Packs
 from framework.build.rows import Row, Rows
+from framework.schema.choices import Task
 from framework.schema.config import Batch, TrainingConfig
 
 MicroBatch: TypeAlias = dict[str, torch.Tensor]
 """`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike where a row is padded. Where
 rows hold several documents, what `mark_documents` says of them. Where rows as a whole have targets, `targets`, float32
-of shape (rows, numbers), NaN where a row does not count."""
+of shape (rows, numbers), NaN where a row does not count. Where a reference was asked before training, `reference`: what
+it said of each sequence, float32 of shape (sequences,)."""
 
 GROUPED_STEPS = 50
 """Steps whose rows are sorted together: the lengths in a step are a fiftieth of all lengths."""
@@ -56,6 +58,9 @@ def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroB
     batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
     if min(lengths) < shape[1]:
         batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).to(torch.int64)
+    reference = [row["reference"] for row in rows if "reference" in row]
+    if reference:
+        batch["reference"] = torch.tensor(reference, dtype=torch.float32)
     if targets:
         batch["targets"] = torch.tensor(targets, dtype=torch.float32)
     if any("documents" in row for row in rows):
@@ -67,16 +72,31 @@ def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
     """The largest micro batch, with these tokens of shape (rows, `TrainingConfig.longest`), all supervised.
 
     A packed row is a long document and one of a token: a mask as for any, and attention over as many pairs as can be.
-    Without padding the rows are the documents of one.
+    Without padding the rows are the documents of one. Of pairs both answers are that long; single answers are good.
     """
+    training = config.training
+    ids = ids.repeat(training.sequences_per_row, 1)
     rows, length = ids.shape
     batch = {"input_ids": ids, "labels": ids.clone()}
+    if training.has_reference and training.preference.precompute_reference:
+        batch["reference"] = torch.zeros(rows, dtype=torch.float32, device=ids.device)
+    if training.task is Task.PREFERENCE and not training.has_pairs:
+        batch["targets"] = torch.ones((rows, 1), dtype=torch.float32, device=ids.device)
     if config.data.packing:
         batch |= on_device(ids.device, mark_documents([[length - 1, 1]] * rows, length))
     if config.data.padding_free:
         batch = {name: tensor.view(1, -1) for name, tensor in batch.items()}
         batch |= on_device(ids.device, mark_documents([[length] * rows], rows * length))
     return batch
+
+
+def rows_and_tokens(config: TrainingConfig, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Rows of a batch, and the tokens of the longest; without padding the rows are the documents of one."""
+    if config.data.padding_free:
+        (lengths,) = document_lengths(batch)
+        return len(lengths), max(lengths)
+    sequences, tokens = batch["input_ids"].shape
+    return sequences // config.training.sequences_per_row, tokens
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -5,14 +5,14 @@ is split into micro batches does not change what is learnt.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from framework.build.chunked_loss import chunked_cross_entropy
+from framework.build.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
 from framework.build.documents import MARKS, keep_apart
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
@@ -29,8 +29,22 @@ is found at start-up, by `head_is_last`; a plan has no values to find it with.""
 
 Batch = Mapping[str, Tensor]
 Observe = Callable[[str], None]
-Loss = Callable[[nn.Module, Batch, Observe], Tensor]
-"""(model, batch, observe) -> scalar float32 sum of token losses; calls `observe("loss")` where the head begins."""
+
+
+class Loss(Protocol):
+    """What is made of a causal model's logits; each calls `observe("loss")` where the head begins."""
+
+    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        """Sum of the token losses, a float32 scalar."""
+        ...
+
+    def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        """Log-probability of the token that follows each, 0 where it is not supervised: float32 `[rows, tokens]`."""
+        ...
+
+    def counts(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of the token losses, and how many supervised tokens are the likeliest; float32 and int64 scalars."""
+        ...
 
 
 def ignore_phases(phase: str) -> None:
@@ -89,35 +103,67 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     can see the padding behind it, and the padding's own outputs are not supervised. It would change nothing that is
     learnt, cost rows x tokens x tokens bytes, and keep the faster attention kernels from running.
     """
-    left_out = ("labels", "targets", "attention_mask", *MARKS)
+    left_out = ("labels", "targets", "reference", "attention_mask", *MARKS)
     tokens = {name: tensor for name, tensor in batch.items() if name not in left_out}
     return {**tokens, **keep_apart(causal_model(model), batch)}
 
 
-def full_loss(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-    """Cross entropy over the logits of all tokens at once, in float32."""
-    logits = model(**model_inputs(model, batch), use_cache=False).logits
-    observe("loss")
-    if logits.shape[1] != batch["labels"].shape[1]:  # places of a trained prompt before the row
-        logits = logits[:, -batch["labels"].shape[1] :]  # whose backward takes one more tensor like the logits
-    targets = next_tokens(batch["labels"]).flatten()
-    return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+class _Whole:
+    """Over the logits of all tokens at once, in float32."""
+
+    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        logits = self._logits(model, batch, observe)
+        targets = next_tokens(batch["labels"]).flatten()
+        return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+
+    def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        logits = self._logits(model, batch, observe)
+        targets = next_tokens(batch["labels"]).flatten()
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="none")
+        return -losses.view(batch["labels"].shape)
+
+    def counts(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self._logits(model, batch, ignore_phases)
+        targets = next_tokens(batch["labels"]).flatten()
+        correct = (logits.argmax(-1).flatten() == targets).sum()
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+        return loss, correct
+
+    @staticmethod
+    def _logits(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        logits: Tensor = model(**model_inputs(model, batch), use_cache=False).logits
+        observe("loss")
+        if logits.shape[1] != batch["labels"].shape[1]:  # places of a trained prompt before the row
+            logits = logits[:, -batch["labels"].shape[1] :]  # whose backward takes one more tensor like the logits
+        return logits
+
+
+full_loss = _Whole()
 
 
 class _Chunked:
-    """Cross entropy that never holds the logits of more than `chunk` tokens."""
+    """A chunk of tokens at a time, so that the logits of no more than `chunk` exist."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        return chunked_cross_entropy(*self._head(model, batch, observe), self.chunk)
+
+    def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        return chunked_log_probabilities(*self._head(model, batch, observe), self.chunk).view(batch["labels"].shape)
+
+    def counts(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        return chunked_counts(*self._head(model, batch, ignore_phases), self.chunk)
+
+    @staticmethod
+    def _head(model: nn.Module, batch: Batch, observe: Observe) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """What the head is given, its weight and bias, and what it should say, over all tokens of the batch."""
         causal = causal_model(model)
-        backbone = causal.base_model
-        hidden = backbone(**model_inputs(model, batch), use_cache=False).last_hidden_state
+        hidden = causal.base_model(**model_inputs(model, batch), use_cache=False).last_hidden_state
         observe("loss")
         head = causal.get_output_embeddings()
-        targets = next_tokens(batch["labels"]).flatten()
-        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, targets, self.chunk)
+        return hidden.flatten(0, 1), head.weight, head.bias, next_tokens(batch["labels"]).flatten()
 
 
 def head_is_last(model: nn.Module, batch: Batch) -> bool:

@@ -22,6 +22,8 @@ class Row(TypedDict):
     """What the row as a whole is to be told to be."""
     rejected: NotRequired["Row"]
     """The worse answer to the same prompt."""
+    reference: NotRequired[float]
+    """Log-probability of the supervised tokens under the reference."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,8 @@ class Rows(Sequence[Row]):
     """The worse answers, a row for each."""
     order: npt.NDArray[np.int64] | None = None
     """Which of the rows held these are, in order, some perhaps several times; None is each once, as they are held."""
+    reference: npt.NDArray[np.float32] | None = None
+    """What the reference said of each row before the first step, where it was asked; float32 of shape (rows,)."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1 if self.order is None else len(self.order)
@@ -61,6 +65,8 @@ class Rows(Sequence[Row]):
             row["target"] = self.targets[index].tolist()
         if self.rejected is not None:
             row["rejected"] = self.rejected[index]
+        if self.reference is not None:
+            row["reference"] = float(self.reference[index])
         return row
 
     @property

@@ -240,7 +240,7 @@ def _step_cost(rehearsal: Rehearsal) -> StepCost | None:
         return None
     time = with_state_copies(beside_the_link(time, rehearsal), rehearsal)
     batch = _batch_use(rehearsal.config)
-    tokens = batch.per_device * batch.accumulation * batch.sequence_length
+    tokens = batch.accumulation * _tokens(rehearsal.config)
     return StepCost(time.seconds, tokens / time.seconds, model_flops(rehearsal), time.bound_by)
 
 
@@ -257,9 +257,14 @@ def model_flops(rehearsal: Rehearsal) -> int:
         for operation in operations[start:end]
         if operation.phase == "forward" and ("attention" in operation.name or operation.name == "bmm")
     )
-    tokens = batch.per_device * batch.sequence_length
+    tokens = _tokens(rehearsal.config)
     products = tokens * (6 * footprint.trained_products + 4 * footprint.frozen_products)
     return batch.accumulation * (products + 3 * attention)
+
+
+def _tokens(config: TrainingConfig) -> int:
+    """Tokens of a micro batch, of both answers of a pair."""
+    return config.batch.per_device * config.training.sequences_per_row * config.longest
 
 
 def _batch_use(config: TrainingConfig) -> BatchUse:
@@ -294,7 +299,8 @@ def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
 def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     config, batch = rehearsal.config, _batch_use(rehearsal.config)
     said = [
-        f"every row is {batch.sequence_length} tokens long, {batch.per_device} rows a forward pass: nothing is padded",
+        f"every {'answer' if config.training.has_pairs else 'row'} is {batch.sequence_length} tokens long, "
+        f"{batch.per_device} {'pairs' if config.training.has_pairs else 'rows'} a forward pass: nothing is padded",
         *_packing(config),
         f"band ({band}): {UNCERTAINTY[band].source}",
         *card_assumptions(config.gpu),
@@ -367,8 +373,7 @@ def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
 
 def _saved_by_chunks(config: TrainingConfig, logits: int) -> int:
     """Bytes of logits that a loss over chunks does not hold; 0 when it is in use."""
-    batch = _batch_use(config)
-    tokens = batch.per_device * batch.sequence_length
+    tokens = _tokens(config)
     if config.model.chunked_loss is not False or tokens <= CHUNK:
         return 0
     return logits - logits * CHUNK // tokens

@@ -5,8 +5,9 @@ from typing import Any
 
 from framework.memory.cards import best_autocast
 from framework.schema.architecture import position_count
-from framework.schema.choices import MixedPrecision, Optimizer, Rounding, TorchDtype
+from framework.schema.choices import MixedPrecision, Optimizer, Rounding, Task, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.preference import DEFAULT_BETA, PreferenceParams
 
 DEFAULT_LENGTH = 2048
 """Longest row when a recipe names none and the model can take it (CONTRACT.md)."""
@@ -30,6 +31,7 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
         "global_batch_size": None,
         "mixed_precision_dtype": autocast,
         "rounding": rounding,
+        "preference": _preference(config),
     }
     model = {"torch_dtype_str": dtype, "model_max_length": _length(config, settings)}
     return config.model_copy(
@@ -38,6 +40,14 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
             "model": config.model.model_copy(update=model),
         }
     )
+
+
+def _preference(config: TrainingConfig) -> PreferenceParams:
+    """With the strength that the loss has unless one is written."""
+    preference = config.training.preference
+    if config.training.task is not Task.PREFERENCE or preference.beta is not None:
+        return preference
+    return preference.model_copy(update={"beta": DEFAULT_BETA[preference.loss_type]})
 
 
 _HALF = {MixedPrecision.BF16: TorchDtype.BFLOAT16, MixedPrecision.FP16: TorchDtype.FLOAT16}

@@ -18,12 +18,19 @@ from framework.schema.choices import OptimizerOffload
 
 
 def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """What the device holds of the model, each once: parameters and buffers, what packed weights keep beside them, and
+    """What the device holds of the models, each once: parameters and buffers, what packed weights keep beside them, and
     the slots of a streamed base in place of its weights."""
     model, streamed = assembly.model, assembly.streamed
     elsewhere = streamed.parameters if streamed is not None else set()
     held = [parameter for parameter in model.parameters() if parameter not in elsewhere]
-    return [*held, *model.buffers(), *scale_tensors(model), *(streamed.slots if streamed is not None else [])]
+    slots = streamed.slots if streamed is not None else []
+    return [*held, *model.buffers(), *scale_tensors(model), *slots, *companion_tensors(assembly)]
+
+
+def companion_tensors(assembly: Assembly) -> list[torch.Tensor]:
+    """What the device holds of the frozen model beside the trained one."""
+    companion = assembly.companion
+    return [*companion.parameters(), *companion.buffers()] if companion is not None else []
 
 
 def state_tensors(assembly: Assembly) -> list[torch.Tensor]:

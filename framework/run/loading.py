@@ -15,7 +15,7 @@ from framework.build.model import is_packed_when_loaded
 from framework.build.quantize import weight_count
 from framework.build.streamed_base import StreamedBase
 from framework.memory.trace import Kind, Space
-from framework.run.footprint import held_tensors
+from framework.run.footprint import companion_tensors, held_tensors
 from framework.run.tracker import Tracker
 
 LOADERS = 4
@@ -27,12 +27,13 @@ SPARED_BY_WARMUP = int(1.2 * 2**30)
 def record_load(tracker: Tracker, assembly: Assembly) -> None:
     """The weights arrive, and the cache is emptied, as the trainer does before its first step."""
     tracker.observe("load")
-    weights = held_tensors(assembly)
+    copied = companion_tensors(assembly)
+    weights = held_tensors(assembly)[: -len(copied) or None]
     if assembly.streamed is not None:
         _stay_on_host(tracker, assembly.streamed)
     if assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
         _read_checkpoint(tracker, assembly, weights)
-    tracker.claim(weights, Kind.WEIGHTS)
+    tracker.claim([*weights, *copied], Kind.WEIGHTS)
     tracker.observe("end", empties_cache=True)
     tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
 

@@ -16,7 +16,7 @@ from transformers import set_seed
 
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
-from framework.build.batches import GlobalBatches, MicroBatch, eval_batches
+from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
 from framework.build.compiled import newly_plain
 from framework.build.documents import document_lengths, on_device
 from framework.build.loss import Batch
@@ -184,7 +184,7 @@ class Session:
     def _look(self, made: Sequence[Batch]) -> FirstStep:
         """What a step is given, read while it is on the host."""
         return FirstStep(
-            tuple(_shape(batch, self.config.data.padding_free) for batch in made),
+            tuple(rows_and_tokens(self.config, batch) for batch in made),
             tuple(self._eval_shapes),
             documents=tuple(map(document_lengths, made)),
             joined=all("position_ids" in batch for batch in made),
@@ -249,7 +249,7 @@ class Session:
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
             "tokens": result.tokens,
-            "supervised_tokens": result.supervised_tokens,
+            self.assembly.objective.unit.replace(" ", "_"): result.terms,
             "tokens_per_second": speed,
             "step_seconds": seconds,
             "peak_allocated_bytes": self.meter.allocated,
@@ -300,7 +300,7 @@ class Session:
         return evaluate(self.assembly, (self._moved(self._noted(batch)) for batch in made), self.meter.observe)
 
     def _noted(self, batch: Batch) -> Batch:
-        self._eval_shapes.append(_shape(batch, self.config.data.padding_free))
+        self._eval_shapes.append(rows_and_tokens(self.config, batch))
         return batch
 
     def save(self) -> None:
@@ -443,15 +443,6 @@ def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:
     step = load_checkpoint(checkpoint, assembly)
     _empty_cache(assembly.place)
     return step
-
-
-def _shape(batch: Batch, padding_free: bool) -> tuple[int, int]:
-    """Rows and the tokens of the longest; without padding the rows are the documents of one."""
-    if padding_free:
-        (lengths,) = document_lengths(batch)
-        return len(lengths), max(lengths)
-    rows, tokens = batch["input_ids"].shape
-    return rows, tokens
 
 
 def _empty_cache(place: Place) -> None:

@@ -19,13 +19,16 @@ from framework.errors import NonFinite
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step reports: mean loss over its supervised tokens, gradient norm before clipping, counts."""
+    """What one optimizer step reports: mean loss over its terms, gradient norm before clipping, counts.
+
+    `terms` is what the loss is a mean over: supervised tokens, pairs, rows.
+    """
 
     loss: float
     grad_norm: float
     learning_rate: float
     tokens: int
-    supervised_tokens: int
+    terms: int
     skipped: bool = False
     """Whether float16 gradients overflowed, so that the weights stayed and the loss scale was lowered."""
 
@@ -43,24 +46,24 @@ def train_step(
 ) -> StepResult:
     """One optimizer step over the micro batches of a global batch. `step` counts from 1.
 
-    The loss is the mean over the supervised tokens of the whole global batch, however it is split. `observe` is told
-    when each phase begins: forward, loss, backward, optimizer_step, end; `before_update` is called right before weights
-    change. Gradients that overflow only because float16
+    The loss is the mean over the terms (supervised tokens, pairs) of the whole global batch, however it is split.
+    `observe` is told when each phase begins: forward, loss, backward, optimizer_step, end; `before_update` is called
+    right before weights change. Gradients that overflow only because float16
     autocast scaled the loss skip the step. Raises NonFinite, before the weights change, when the loss or the gradient
     norm is otherwise not finite; with `optimizer_in_backward` a gradient is known only after its weight has changed.
     """
-    supervised = torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum()
+    terms = torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum()
     rate = _set_rate(assembly, step)
     in_backward = assembly.config.training.optimizer_in_backward is True
     if in_backward:
         before_update()
     updates = _updates_in_backward(assembly) if in_backward else contextlib.nullcontext()
     with assembly.attention, updates as squares:
-        total = _make_gradients(assembly, micro_batches, supervised, step, observe)
+        total = _make_gradients(assembly, micro_batches, terms, step, observe)
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
     norm = squares.sqrt() if squares is not None else _clip(assembly.trained, assembly.config.training.max_grad_norm)
-    mean_loss, grad_norm, counted = torch.stack([total, norm.float(), supervised.float()]).tolist()
+    mean_loss, grad_norm, counted = torch.stack([total, norm.float(), terms.float()]).tolist()
     skipped = _finite(mean_loss) and not _finite(grad_norm) and assembly.loss_scale.skip()
     if not skipped and not (_finite(mean_loss) and _finite(grad_norm)):
         raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
@@ -80,17 +83,17 @@ def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Obse
 
     With `optimizer_in_backward` each gradient is dropped where it would be used up.
     """
-    supervised = torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum().clamp(min=1)
+    terms = torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum().clamp(min=1)
     in_backward = assembly.config.training.optimizer_in_backward is True
     dropping = _gradients_dropped(assembly) if in_backward else contextlib.nullcontext()
     with assembly.attention, dropping:
-        _make_gradients(assembly, micro_batches, supervised, 0, observe)
+        _make_gradients(assembly, micro_batches, terms, 0, observe)
     assembly.optimizer.zero_grad(set_to_none=True)
     observe("end")
 
 
 def _make_gradients(
-    assembly: Assembly, micro_batches: Sequence[Batch], supervised: Tensor, step: int, observe: Observe
+    assembly: Assembly, micro_batches: Sequence[Batch], terms: Tensor, step: int, observe: Observe
 ) -> Tensor:
     """Forward and backward of every micro batch. Returns the mean loss, a scalar on the device."""
     total = torch.zeros((), device=assembly.place.device)
@@ -98,9 +101,9 @@ def _make_gradients(
     for batch in micro_batches:
         observe("forward")
         with assembly.autocast:
-            loss = assembly.objective(assembly.model, batch, observe) / supervised
+            loss = assembly.objective(assembly.model, batch, observe) / terms
         if in_backward and not _finite(known := float(loss.detach())):
-            raise NonFinite(_non_finite_report(assembly, known, 0.0, step, float(supervised)))
+            raise NonFinite(_non_finite_report(assembly, known, 0.0, step, float(terms)))
         observe("backward")
         assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
@@ -181,7 +184,7 @@ def _finite(value: float) -> bool:
     return value - value == 0
 
 
-def _non_finite_report(assembly: Assembly, loss: float, norm: float, step: int, supervised: float) -> str:
+def _non_finite_report(assembly: Assembly, loss: float, norm: float, step: int, terms: float) -> str:
     bad = next(
         (
             name
@@ -198,6 +201,6 @@ def _non_finite_report(assembly: Assembly, loss: float, norm: float, step: int, 
     scale = assembly.loss_scale
     scaled = f", loss scale {scale.scaler.get_scale():g}, {scale.skipped} steps skipped" if scale.enabled else ""
     return (
-        f"step {step}: loss {loss}, gradient norm {norm} over {int(supervised)} supervised tokens "
+        f"step {step}: loss {loss}, gradient norm {norm} over {int(terms)} {assembly.objective.unit} "
         f"(weights {weights}, autocast {autocast}{scaled}){first}. The weights were {changed}."
     )

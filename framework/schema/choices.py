@@ -56,6 +56,32 @@ class Task(Choice):
     DISTILLATION = "distillation"
 
 
+class PreferenceLoss(Choice):
+    """What is minimised over preferences, by the names of TRL's trainers and of the papers."""
+
+    DPO = "dpo"
+    IPO = "ipo"
+    ORPO = "orpo"
+    SIMPO = "simpo"
+    KTO = "kto"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"sigmoid": "dpo", "apo_zero_unpaired": "kto"}
+
+
+class Divergence(Choice):
+    """How far the student's next tokens are from the teacher's."""
+
+    FORWARD_KL = "forward_kl"
+    REVERSE_KL = "reverse_kl"
+    JSD = "jsd"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"kl": "forward_kl", "js": "jsd"}
+
+
 class Optimizer(Choice):
     """Named as Hugging Face names them where it has the optimizer."""
 

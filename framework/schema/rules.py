@@ -28,6 +28,7 @@ from framework.schema.data_rules import data_conflicts
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
 from framework.schema.survival_rules import survival_conflicts
+from framework.schema.task_rules import task_conflicts
 
 
 @dataclass(frozen=True)
@@ -628,6 +629,7 @@ RULES = (
     find_liger_conflicts,
     _offloaded_base,
     survival_conflicts,
+    task_conflicts,
     _card,
     _half_attention,
     _sdpa_backend,

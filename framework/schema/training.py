@@ -12,12 +12,14 @@ from framework.schema.choices import (
     OnOutOfMemory,
     Optimizer,
     OptimizerOffload,
+    PreferenceLoss,
     Rounding,
     Scheduler,
     Task,
     Tracker,
 )
 from framework.schema.params import Auto, Integer, Number, Params, parse_sequence
+from framework.schema.preference import WITHOUT_REFERENCE, PreferenceParams
 
 Positive = Annotated[Integer, Field(ge=1)]
 Count = Annotated[Integer, Field(ge=0)]
@@ -48,7 +50,10 @@ class TrainingParams(Params):
     """How to train. Lever fields (those that trade memory for something else) also take `auto`."""
 
     task: Task = Task.SFT
-    """What is learnt. `sft` supervises the assistant's turns of a chat, `pretrain` every token."""
+    """What is learnt. `sft` supervises the assistant's turns of a chat, `pretrain` every token; `preference` learns
+    from better and worse answers, whose pairs are two sequences a row."""
+    preference: PreferenceParams = PreferenceParams()
+    """The loss of `task: preference`."""
     max_steps: Positive | None = None
     """Optimizer steps to make; wins over `num_train_epochs`. No memory."""
     num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0
@@ -167,3 +172,19 @@ class TrainingParams(Params):
     on_oom: OnOutOfMemory = OnOutOfMemory.STOP
     """`shrink` undoes the step that ran out of memory, halves the micro batch and goes on with the same global batch;
     costs a copy of the trained weights in host memory during the first update. `stop` undoes the step, saves, ends."""
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row is a better and a worse answer, two sequences of a batch."""
+        single = self.preference.loss_type is PreferenceLoss.KTO
+        return self.task is Task.REWARD or (self.task is Task.PREFERENCE and not single)
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences of a batch that one row makes."""
+        return 2 if self.has_pairs else 1
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether what is learnt is measured against the model as it was."""
+        return self.task is Task.PREFERENCE and self.preference.loss_type not in WITHOUT_REFERENCE

@@ -1,11 +1,15 @@
 """The loss over chunks is refused where it would differ, before there are values to see it by."""
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.build.loss import build_loss, full_loss
 from framework.errors import RequestError
+from framework.run.evaluate import evaluate
+from framework.run.step import train_step
 from framework.schema.model import ModelParams
+from tests.tiny import GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "head_dim": 8}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -30,3 +34,21 @@ def test_a_model_that_changes_its_logits_after_the_head_takes_no_chunks(model_ty
 )
 def test_the_same_model_without_that_change_takes_them(model_type, settings):
     assert build_loss(ModelParams(chunked_loss=True), model(model_type, **settings)) is not full_loss
+
+
+@pytest.mark.parametrize("chunk", [False, 5])
+@pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_token_accuracy_counts_the_likeliest_tokens(architecture, chunk):
+    assembly = tiny_assembly(tiny_config(architecture, model={"chunked_loss": chunk}, training={"learning_rate": 1e-2}))
+    for step in range(1, 6):
+        train_step(assembly, [unequal_rows()], step)
+    told = evaluate(assembly, split(unequal_rows(), 4), lambda _: None)
+    assembly.model.eval()
+    batch = unequal_rows()
+    with torch.no_grad():
+        logits, labels = assembly.model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    hits = (logits.argmax(-1) == labels)[labels != -100].double().mean()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert 0 < told["token_accuracy"] < 1
+    assert told["token_accuracy"] == pytest.approx(float(hits))
+    assert told["eval_loss"] == pytest.approx(float(losses), rel=1e-5)

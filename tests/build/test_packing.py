@@ -179,7 +179,7 @@ def test_a_packed_step_is_the_unpacked_step(family: str, chunk: bool | int, chec
     (plain, weights), (joined, packed_weights) = stepped
     assert joined.loss == pytest.approx(plain.loss, rel=1e-5)
     assert joined.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
-    assert joined.supervised_tokens == plain.supervised_tokens
+    assert joined.terms == plain.terms
     assert joined.tokens < plain.tokens
     assert torch.allclose(weights, packed_weights, atol=1e-5)
 
@@ -239,7 +239,7 @@ class TestPaddingFree:
         assert [len(batch["input_ids"]) for batch in micro_batches] == [1, 1, 1, 1]
         assert stepped[1].loss == pytest.approx(stepped[0].loss, rel=1e-5)
         assert stepped[1].grad_norm == pytest.approx(stepped[0].grad_norm, rel=1e-4)
-        assert stepped[1].supervised_tokens == stepped[0].supervised_tokens
+        assert stepped[1].terms == stepped[0].terms
         assert stepped[1].tokens == 94 < stepped[0].tokens
 
     def test_evaluation_too(self) -> None:

@@ -5,9 +5,25 @@ from torch import nn
 from framework.build.loss import build_loss
 from framework.build.tasks.next_token import NextToken
 from framework.build.tasks.objective import Objective
+from framework.build.tasks.preference import build_preference
+from framework.build.tasks.preference_losses import PairLoss, SingleLoss
+from framework.build.tasks.reference import build_reference, frozen_copy
+from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
 
-def build_objective(config: TrainingConfig, model: nn.Module) -> Objective:
+def build_companion(config: TrainingConfig, model: nn.Module) -> nn.Module | None:
+    """The frozen model beside the one that is trained, where the task needs one. `model` is as it was built."""
+    training = config.training
+    if training.has_reference and not training.use_peft and not training.preference.precompute_reference:
+        return frozen_copy(model)
+    return None
+
+
+def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Module | None = None) -> Objective:
     """What `training.task` minimises. Raises RequestError for a model that it cannot be asked of."""
-    return NextToken(build_loss(config.model, model))
+    loss, training = build_loss(config.model, model), config.training
+    if training.task is Task.PREFERENCE:
+        rule = PairLoss(training.preference) if training.has_pairs else SingleLoss(training.preference)
+        return build_preference(loss, build_reference(config, loss, companion), rule)
+    return NextToken(loss)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from framework.build.loss import Batch, Loss, Observe, ignore_phases, supervised_tokens
+from framework.build.loss import Batch, Loss, Observe, supervised_tokens
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class NextToken:
     """Cross entropy of the supervised tokens, over all logits at once or in chunks, as `loss` computes it."""
 
     loss: Loss
+    unit: str = "supervised tokens"
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         return self.loss(model, batch, observe)
@@ -22,8 +23,10 @@ class NextToken:
         return supervised_tokens(batch)
 
     def sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        return {"loss": self.loss(model, batch, ignore_phases), "terms": supervised_tokens(batch)}
+        loss, correct = self.loss.counts(model, batch)
+        return {"loss": loss, "terms": supervised_tokens(batch), "correct": correct}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         mean = float(sums["loss"] / sums["terms"])
-        return {"eval_loss": mean, "perplexity": math.exp(min(mean, 700.0))}
+        accuracy = float(sums["correct"] / sums["terms"])
+        return {"eval_loss": mean, "perplexity": math.exp(min(mean, 700.0)), "token_accuracy": accuracy}

@@ -9,7 +9,13 @@ from framework.build.loss import Batch, Observe
 
 
 class Objective(Protocol):
-    """What is minimised. All of it are sums over a micro batch, so how a global batch is split changes nothing."""
+    """What is minimised. All of it are sums over a micro batch, so how a global batch is split changes nothing.
+
+    `unit` is what the loss is a mean over, in words.
+    """
+
+    @property
+    def unit(self) -> str: ...
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         """Sum of the losses of the batch's terms, a float32 scalar; calls `observe("loss")` where the head begins."""

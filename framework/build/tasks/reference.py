@@ -1,0 +1,105 @@
+"""The reference of a preference: the model as it was before training, asked for the log-probabilities of answers."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from framework.build.loss import IGNORED, Batch, Loss, ignore_phases
+from framework.schema.config import TrainingConfig
+from framework.schema.task_rules import MOVE_THE_BASE
+
+
+class Reference(Protocol):
+    """Log-probabilities of whole answers under the reference, float32 of shape `[sequences]`, without gradients."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class WithoutAdapter:
+    """The base of an adapted model, which is the model as it was: costs a forward pass and no memory."""
+
+    loss: Loss
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad(), _as_evaluated(model), model.disable_adapter():  # type: ignore[operator]
+            return answer_sums(self.loss.log_probabilities(model, batch, ignore_phases))
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """The model itself, which is its own reference as long as no step was made."""
+
+    loss: Loss
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad(), _as_evaluated(model):
+            return answer_sums(self.loss.log_probabilities(model, batch, ignore_phases))
+
+
+@dataclass(frozen=True)
+class FrozenCopy:
+    """A model of its own that is never trained: costs its weights and a forward pass."""
+
+    loss: Loss
+    model: nn.Module
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            return answer_sums(self.loss.log_probabilities(self.model, batch, ignore_phases))
+
+
+@dataclass(frozen=True)
+class Precomputed:
+    """What `source` has said of each row before the first step, carried by the batch."""
+
+    source: Reference
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        return batch["reference"]
+
+
+def build_reference(config: TrainingConfig, loss: Loss, companion: nn.Module | None) -> Reference | None:
+    """The reference that the loss needs, None where it needs none."""
+    training = config.training
+    if not training.has_reference:
+        return None
+    if companion is not None:
+        return FrozenCopy(loss, companion)
+    starts_elsewhere = config.peft.peft_method in MOVE_THE_BASE
+    source = WithoutAdapter(loss) if training.use_peft and not starts_elsewhere else AsItIs(loss)
+    return Precomputed(source) if training.preference.precompute_reference else source
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """The model with weights of its own, in the same dtypes, that are not trained; for inference."""
+    copied = copy.deepcopy(model)
+    copied.requires_grad_(False)
+    copied.eval()
+    return copied
+
+
+def answer_sums(log_probabilities: Tensor) -> Tensor:
+    """`[rows, tokens] -> [rows]`, float32."""
+    return log_probabilities.sum(1)
+
+
+def answer_tokens(batch: Batch) -> Tensor:
+    """Supervised tokens of each sequence, int64 of shape `[rows]`."""
+    return (batch["labels"][:, 1:] != IGNORED).sum(1)
+
+
+@contextlib.contextmanager
+def _as_evaluated(model: nn.Module) -> Iterator[None]:
+    """Within the block nothing drops out."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,52 @@
+"""What goes with a task, and what it does not read."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import PeftMethod, Task
+from framework.schema.config import TrainingConfig
+from framework.schema.conflict import Conflict
+from framework.schema.preference import READ_BY, PreferenceParams
+
+TASK, LOSS = "training.task", "training.preference.loss_type"
+MOVE_THE_BASE = (PeftMethod.PISSA, PeftMethod.OLORA, PeftMethod.LOFTQ)
+"""Adapters without which the model is not what it was before training."""
+
+
+def task_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Keys that the task does not read, rows that it cannot join, and references that would be another model."""
+    yield from _preference_keys(config)
+    yield from _answers_in_a_row(config)
+    yield from _reference(config)
+
+
+def _preference_keys(config: TrainingConfig) -> Iterator[Conflict]:
+    preference, unset = config.training.preference, PreferenceParams()
+    written = [name for name in type(preference).model_fields if getattr(preference, name) != getattr(unset, name)]
+    for name in written:
+        key = f"training.preference.{name}"
+        if config.training.task is not Task.PREFERENCE:
+            yield Conflict((key, TASK), f"is read by the task preference, and this is {config.training.task}", "unset")
+        elif name not in ("loss_type", *READ_BY[preference.loss_type]):
+            users = ", ".join(str(loss) for loss, keys in READ_BY.items() if name in keys)
+            yield Conflict((key, LOSS), f"{preference.loss_type} does not read it", f"unset, or loss_type: {users}")
+
+
+def _answers_in_a_row(config: TrainingConfig) -> Iterator[Conflict]:
+    """A row of these tasks is a whole answer, or two: what is learnt of it is one number."""
+    training, data = config.training, config.data
+    if training.task not in (Task.PREFERENCE, Task.REWARD):
+        return
+    for name, joins in (("packing", data.packing), ("padding_free", data.padding_free)):
+        if joins:
+            message = f"answers are compared as wholes, a sequence each, and {name} puts several into one"
+            yield Conflict((f"data.{name}", TASK), message, f"{name}: false; data.group_by_length saves padding")
+
+
+def _reference(config: TrainingConfig) -> Iterator[Conflict]:
+    training, method = config.training, config.peft.peft_method
+    if not training.has_reference or training.preference.precompute_reference:
+        return
+    if training.use_peft and method in MOVE_THE_BASE:
+        message = f"{method} takes its start out of the base: without the adapter it is not the model it was"
+        keys = ("peft.peft_method", LOSS, "training.preference.precompute_reference")
+        yield Conflict(keys, message, "training.preference.precompute_reference=true, or lora")
