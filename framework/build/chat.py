@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -13,10 +14,27 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from framework.build.hub import nearest, one_line
 from framework.errors import Problem, RequestError
 
-Message: TypeAlias = dict[str, str]
-"""`role` and `content`."""
+Message: TypeAlias = dict[str, Any]
+"""`role` and `content`; a turn may also have what framework/build/messages.py keeps: tool calls, reasoning, a name."""
 
-Chat: TypeAlias = Sequence[Message]
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and the tools that it may call."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] = ()
+    prompt: int = 0
+    """Messages at the beginning that are the prompt, where the row says so."""
+
+    def through(self, count: int) -> "Chat":
+        """Its first messages."""
+        return replace(self, messages=self.messages[:count])
+
+    def answers(self) -> list[int]:
+        """Numbers of the messages that the assistant writes."""
+        return [index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT]
+
 
 Span: TypeAlias = tuple[int, int]
 """First character and the one after the last."""
@@ -67,7 +85,9 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bo
 
     Raises one of TEMPLATE_ERRORS when the template refuses it.
     """
-    text = tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=generation_prompt)
+    text = tokenizer.apply_chat_template(
+        list(chat.messages), list(chat.tools) or None, tokenize=False, add_generation_prompt=generation_prompt
+    )
     return cast(str, text)
 
 
@@ -77,18 +97,33 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, 
     Raises one of TEMPLATE_ERRORS when the template refuses it.
     """
     special: dict[str, Any] = tokenizer.special_tokens_map
-    template = tokenizer.get_chat_template()
-    rendered = render_jinja_template([list(chat)], chat_template=template, return_assistant_tokens_mask=True, **special)
+    rendered = render_jinja_template(
+        [list(chat.messages)],
+        tools=list(chat.tools) or None,
+        chat_template=_template(tokenizer, chat),
+        return_assistant_tokens_mask=True,
+        **special,
+    )
     texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)
     return texts[0], spans[0]
 
 
-def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:
+def marks_generation(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
     """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
-    return bool(_GENERATION_BLOCK.search(tokenizer.get_chat_template()))
+    return bool(_GENERATION_BLOCK.search(_template(tokenizer, chat)))
 
 
-def check_chat(tokenizer: PreTrainedTokenizerBase, messages_rows: Sequence[Chat]) -> tuple[str, ...]:
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer can render a conversation."""
+    return bool(tokenizer.chat_template)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
+    """The text of the template for this chat: a tokenizer may have another one for chats with tools."""
+    return cast(str, tokenizer.get_chat_template(tools=list(chat.tools) or None))
+
+
+def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tuple[str, ...]:
     """Whether this tokenizer can render these conversations; looks at the first three. Returns warnings.
 
     Raises RequestError when there is no template, or when the template does not compile or refuses a row.
@@ -103,7 +138,7 @@ def check_chat(tokenizer: PreTrainedTokenizerBase, messages_rows: Sequence[Chat]
         )
         raise RequestError([problem]) from error
     warnings: dict[str, None] = {}
-    for number, chat in enumerate(islice(messages_rows, ROWS_CHECKED), 1):
+    for number, chat in enumerate(islice(chats, ROWS_CHECKED), 1):
         try:
             warnings.update(dict.fromkeys(_doubts(tokenizer, chat)))
         except TEMPLATE_ERRORS as error:
@@ -115,23 +150,23 @@ def check_chat(tokenizer: PreTrainedTokenizerBase, messages_rows: Sequence[Chat]
 def _doubts(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[str]:
     """What would make the trained model behave unlike the rows it was trained on, judged by the last answer."""
     whole = render(tokenizer, chat)
-    last = max((index for index, message in enumerate(chat) if message["role"] == ASSISTANT), default=0)
+    last = max(chat.answers(), default=0)
     if not last:
         return []
     found = []
-    prompt = render(tokenizer, chat[:last], generation_prompt=True)
+    prompt = render(tokenizer, chat.through(last), generation_prompt=True)
     if not whole.startswith(prompt):
         found.append(
             f"the prompt that generation starts from ends in {prompt[-40:]!r}, which the training rows do not have; "
             "the model is trained on other text than it will see"
         )
     ending = whole.rstrip()
-    if last == len(chat) - 1 and not ending.endswith(special_tokens(tokenizer)):
+    if last == len(chat.messages) - 1 and not ending.endswith(special_tokens(tokenizer)):
         found.append(
             f"an assistant turn ends in {ending[-20:]!r}, which is no special token of this tokenizer, "
             "so nothing tells generation to stop"
         )
-    elif marks_generation(tokenizer) and (token := _unmarked_end(tokenizer, chat)):
+    elif marks_generation(tokenizer, chat) and (token := _unmarked_end(tokenizer, chat)):
         found.append(
             f"the generation block of the template leaves out {token!r}, the end of the turn, "
             "so the model does not learn to stop"

@@ -1,18 +1,20 @@
 """The rows of a run: read, rendered, tokenised, fitted to the length limit, checked and counted."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from typing import Any, cast
+from typing import cast
 
 import datasets
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.chat import Chat, check_chat
+from framework.build.chat import ROWS_CHECKED, check_chat
+from framework.build.classes import Targets, find_classes, find_values
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
-from framework.build.labels import Encoded, UnsuitedChat, encode_chats, encode_texts
+from framework.build.encode import Encoding, encode_batch, row_chat, row_texts
+from framework.build.kinds import CHATTING, require_learnable
 from framework.build.mixing import mixture, shares_of
 from framework.build.packing import Packs, pack
 from framework.build.rows import Rows
@@ -37,6 +39,8 @@ class Data:
     train: Rows | Packs
     eval: Rows | Packs | None
     report: DataReport
+    targets: Targets | None = None
+    """What the rows' labels mean, where they have them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, voc
     """
     _refuse_unavailable(config.data)
     splits = read_splits(config)
-    _require_turns(config.data.supervise, splits.sources)
+    require_learnable(config.data.supervise, splits.sources)
     warnings = list(_check_chats(splits, tokenizer))
     policy = RowPolicy(
         limit=_row_limit(config.model.model_max_length),
@@ -67,11 +71,12 @@ def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, voc
         splits_documents=config.training.task is Task.PRETRAIN,
         vocab_size=vocab_size,
     )
-    everything = _learns_everything(config)
-    train, train_report = _prepare_split(splits.train, "train", tokenizer, everything, policy, config, splits.counts)
+    targets = find_targets(splits, config)
+    encoding = Encoding(tokenizer, _learnt(config), targets)
+    train, train_report = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts)
     held_out, eval_report = None, None
     if splits.eval is not None:
-        held_out, eval_report = _prepare_split(splits.eval, "eval", tokenizer, everything, policy, config)
+        held_out, eval_report = _prepare_split(splits.eval, "eval", encoding, policy, config)
     for split in (train_report, eval_report):
         if split is not None and split.supervised_lost_share > WARNING_SHARE:
             warnings.append(_loss_message(split))
@@ -81,7 +86,8 @@ def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, voc
     if tokenizer.padding_side == "left":
         notes = ("the tokenizer pads on the left; training pads on the right whatever it says",)
     descriptions = tuple(source.description for source in splits.sources)
-    return Data(train, held_out, DataReport(descriptions, train_report, eval_report, notes, tuple(warnings)))
+    report = DataReport(descriptions, train_report, eval_report, notes, tuple(warnings))
+    return Data(train, held_out, report, targets)
 
 
 def read_splits(config: TrainingConfig) -> Splits:
@@ -92,8 +98,8 @@ def read_splits(config: TrainingConfig) -> Splits:
     if config.training.eval_steps is not None and not data.eval and not data.eval_fraction:
         message = "evaluation is asked for and there is nothing to evaluate on"
         raise RequestError([Problem("training.eval_steps", message, expected="data.eval or data.eval_fraction")])
-    train, train_problems = _try_read(data.train, "data.train")
-    held_out, eval_problems = _try_read(data.eval, "data.eval")
+    train, train_problems = _try_read(data.train, "data.train", config.training.task)
+    held_out, eval_problems = _try_read(data.eval, "data.eval", config.training.task)
     if train_problems or eval_problems:
         raise RequestError([*train_problems, *eval_problems])
     rows, counts = join_sources(train), tuple(len(source.dataset) for source in train)
@@ -130,15 +136,13 @@ def training_texts(config: TrainingConfig) -> Iterator[str]:
         _generator(config.training.seed, TOKENIZER_TEXTS).permutation(len(rows)), keep_in_memory=True
     )
     for batch in shuffled.iter(batch_size=ENCODE_BATCH):
-        yield from (text for text in batch.get("text", ()) if text)
-        yield from (message["content"] for chat in batch.get("messages", ()) for message in chat or ())
+        yield from row_texts(batch)
 
 
 def _prepare_split(
     rows: datasets.Dataset,
     name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    everything: bool,
+    encoding: Encoding,
     policy: RowPolicy,
     config: TrainingConfig,
     counts: Sequence[int] = (),
@@ -148,7 +152,8 @@ def _prepare_split(
     ends = np.cumsum(counts or [len(rows)]).tolist()
     for start, end in pairwise([0, *ends]):
         for batch in rows.select(range(start, end)).iter(batch_size=ENCODE_BATCH):
-            for place, row in _encode(batch, tokenizer, everything):
+            places = map(Place, batch["path"], batch["row"])
+            for place, row in zip(places, encode_batch(batch, encoding), strict=True):
                 tally.take(place, row)
             if tally.is_full_of_problems:
                 break
@@ -191,45 +196,32 @@ def _epochs(config: TrainingConfig, rows: int) -> float:
     return config.training.num_train_epochs if steps is None else steps * config.batch.global_size / rows
 
 
-def _encode(
-    batch: Mapping[str, list[Any]], tokenizer: PreTrainedTokenizerBase, everything: bool
-) -> Iterator[tuple[Place, Encoded | UnsuitedChat | None]]:
-    """The rows of a batch in order, as tokens; None where a row has neither text nor messages."""
-    rows: list[Encoded | UnsuitedChat | None] = [None] * len(batch["row"])
-    texts = {index: text for index, text in enumerate(batch.get("text", ())) if text}
-    chats = {index: chat for index, chat in enumerate(batch.get("messages", ())) if chat}
-    if texts:
-        for index, text_row in zip(texts, encode_texts(tokenizer, list(texts.values())), strict=True):
-            rows[index] = text_row
-    if chats:
-        for index, chat_row in zip(chats, encode_chats(tokenizer, list(chats.values()), everything), strict=True):
-            rows[index] = chat_row
-    places = (Place(path, row) for path, row in zip(batch["path"], batch["row"], strict=True))
-    return zip(places, rows, strict=True)
-
-
 def _refuse_unavailable(data: DataParams) -> None:
     problems = []
-    if data.supervise in (Supervise.LAST, Supervise.COMPLETION):
-        problems.append(Problem("data.supervise", f"`{data.supervise}` is not yet available"))
     if data.streaming:
         problems.append(Problem("data.streaming", "is not yet available"))
     if problems:
         raise RequestError(problems)
 
 
-def _require_turns(supervise: Supervise | None, sources: tuple[Source, ...]) -> None:
-    texts = [source.description for source in sources if source.form is RowFormat.TEXT]
-    if supervise is Supervise.ASSISTANT and texts:
-        message = f"`assistant` needs conversations, and there are texts: {'; '.join(texts)}"
-        raise RequestError([Problem("data.supervise", message, expected="all, or nothing")])
+def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
+    """What the labels of the rows mean; None for tasks without. Classes are those of the training rows and of the rows
+    held out from them, or `data.labels`."""
+    if config.training.task not in (Task.CLASSIFICATION, Task.REGRESSION):
+        return None
+    labels = list(splits.train["label"])
+    if splits.eval is not None and not config.data.eval:
+        labels += splits.eval["label"]
+    if config.training.task is Task.REGRESSION:
+        return find_values(labels)
+    return find_classes(labels, config.data.labels)
 
 
-def _learns_everything(config: TrainingConfig) -> bool:
-    """Whether every token of a chat is learnt. Of a text every token always is."""
-    if config.data.supervise is None:
-        return config.training.task is Task.PRETRAIN
-    return config.data.supervise is Supervise.ALL
+def _learnt(config: TrainingConfig) -> Supervise | None:
+    """Which tokens are asked for; None where it is left to the rows' form."""
+    if config.data.supervise is None and config.training.task is Task.PRETRAIN:
+        return Supervise.ALL
+    return config.data.supervise
 
 
 def _row_limit(limit: int | str | None) -> int:
@@ -243,15 +235,16 @@ def _row_limit(limit: int | str | None) -> int:
 
 def _check_chats(splits: Splits, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     for source in splits.sources:
-        if source.form is RowFormat.MESSAGES:
-            chats = (row["messages"] for row in source.dataset if row["messages"])
-            return check_chat(tokenizer, cast(list[Chat], list(islice(chats, 3))))
+        chats = (row_chat(row, tokenizer) for row in source.dataset if source.form in CHATTING)
+        first = list(islice((chat for chat in chats if chat is not None), ROWS_CHECKED))
+        if first:
+            return check_chat(tokenizer, first)
     return ()
 
 
-def _try_read(sources: Datasets, key: str) -> tuple[list[Source], list[Problem]]:
+def _try_read(sources: Datasets, key: str, task: Task) -> tuple[list[Source], list[Problem]]:
     try:
-        return read_sources(sources, key), []
+        return read_sources(sources, key, task), []
     except RequestError as error:
         return [], list(error.problems)
 

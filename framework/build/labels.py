@@ -1,7 +1,7 @@
 """Which tokens of a row are learnt. Everything is decided by position; no token id ever decides it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -9,9 +9,9 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from framework.build.chat import (
-    ASSISTANT,
     TEMPLATE_ERRORS,
     Chat,
+    Message,
     Span,
     marks_generation,
     render,
@@ -19,6 +19,7 @@ from framework.build.chat import (
     special_tokens,
 )
 from framework.build.hub import one_line
+from framework.schema.choices import Supervise
 
 IGNORED = -100
 """Label of a token that is not learnt: `ignore_index` of torch's cross entropy."""
@@ -30,6 +31,7 @@ STAND_IN = "\ue000answer\ue000"
 @dataclass(frozen=True, eq=False)
 class Encoded:
     """One row as tokens. `labels[i]` is `input_ids[i]` where it is learnt, else `IGNORED`; both int32, same length.
+    Labels that came with the row are what they are.
 
     The first label is always `IGNORED`: nothing stands before that token to predict it from. So the number of labels
     that are not `IGNORED` is exactly the number of terms of the loss, where the loss is over tokens.
@@ -68,15 +70,16 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
 
 
 def encode_chats(
-    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], everything: bool = False
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], learnt: Supervise = Supervise.ASSISTANT
 ) -> list[Encoded | UnsuitedChat]:
-    """Conversations. Learnt: what the assistant writes, through the token that ends its turn; or `everything`.
+    """Conversations. Learnt: what the assistant writes, through the token that ends its turn, in every turn
+    (`assistant`), in the last one, or in those after the prompt (`completion`); or `all` of the text.
 
     Where the template has `{% generation %}` blocks they decide. Else the answers are found by rendering (see
     `answer_spans`). A token is learnt when it shares a character with an answer. A conversation that cannot be encoded
     has the reason in its place.
     """
-    marked = [_mark(tokenizer, chat, everything) for chat in chats]
+    marked = [_mark(tokenizer, chat, learnt) for chat in chats]
     texts = [mark.text for mark in marked if isinstance(mark, Marked)]
     if not texts:
         return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
@@ -86,8 +89,52 @@ def encode_chats(
     return [_learn_spans(*next(tokens), mark.spans) if isinstance(mark, Marked) else mark for mark in marked]
 
 
-def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) -> list[Span]:
-    """Where in `whole`, the rendered chat, the model's part of each assistant turn stands.
+def encode_completions(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[str, str]], everything: bool = False
+) -> list[Encoded]:
+    """Texts as prompt and completion, end to end; learnt is the completion with the end token, or `everything`.
+
+    The tokenizer adds its own start token; a token that has characters of both is learnt.
+    """
+    if not rows:
+        return []
+    texts = [prompt + completion for prompt, completion in rows]
+    batch = tokenizer(texts, return_offsets_mapping=True, verbose=False)
+    end = tokenizer.eos_token_id
+    found = []
+    for ids, offsets, (prompt, completion) in zip(batch["input_ids"], batch["offset_mapping"], rows, strict=True):
+        own_end = isinstance(end, int) and bool(completion)
+        if own_end and ids[-1:] != [end]:
+            ids, offsets = [*ids, end], [*offsets, (0, 0)]
+        row = _learn_spans(ids, offsets, [(0 if everything else len(prompt), len(prompt) + len(completion))])
+        if own_end:
+            row.labels[-1:] = end
+        found.append(row)
+    return found
+
+
+def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str | None]]) -> list[Encoded]:
+    """Texts, or pairs of them, with the tokenizer's own special tokens; no token is learnt."""
+    found = []
+    for text, pair in texts:
+        batch = tokenizer(text, pair, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        ids = np.array(batch["input_ids"], dtype=np.int32)
+        found.append(_encoded(ids, np.zeros(len(ids), dtype=np.bool_)))
+    return found
+
+
+def encode_tokens(ids: Sequence[int], labels: Sequence[int] | None) -> Encoded:
+    """Tokens as they are, with the labels that came with them (D05), or all learnt."""
+    tokens = np.array(ids, dtype=np.int32)
+    if labels is None:
+        return _encoded(tokens, np.ones(len(tokens), dtype=np.bool_))
+    own = np.array(labels, dtype=np.int32)
+    own[:1] = IGNORED  # nothing stands before the first token, so no loss can be taken over it
+    return Encoded(tokens, own)
+
+
+def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, answers: Sequence[int]) -> list[Span]:
+    """Where in `whole`, the rendered chat, the model's part of these assistant turns stands.
 
     A turn is the difference between the chat rendered up to its prompt and the chat rendered up to its end, when each
     of them is the beginning of the next. Templates that render a turn differently when it is not the last (they drop
@@ -95,24 +142,37 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) -> 
     place. Raises UnsuitedChat when that fails too.
     """
     spans = []
-    for index, message in enumerate(chat):
-        if message["role"] != ASSISTANT:
-            continue
+    for index in answers:
         span = _difference_span(tokenizer, chat, index, whole) or _stand_in_span(tokenizer, chat, index, whole)
         spans.append(_without_space_after_end(span, whole, special_tokens(tokenizer)))
     return spans
 
 
-def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, everything: bool) -> Marked | UnsuitedChat:
+def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise) -> Marked | UnsuitedChat:
     try:
-        if marks_generation(tokenizer) and not everything:
-            return Marked(*render_marked(tokenizer, chat))
-        whole = render(tokenizer, chat)
-        return Marked(whole, [(0, len(whole))] if everything else answer_spans(tokenizer, chat, whole))
+        if learnt is Supervise.ALL:
+            whole = render(tokenizer, chat)
+            return Marked(whole, [(0, len(whole))])
+        answers = _learnt_answers(chat, learnt)
+        if not marks_generation(tokenizer, chat):
+            whole = render(tokenizer, chat)
+            return Marked(whole, answer_spans(tokenizer, chat, whole, answers))
+        whole, spans = render_marked(tokenizer, chat)
+        if answers == chat.answers():
+            return Marked(whole, spans)
+        turns = answer_spans(tokenizer, chat, whole, answers)
+        return Marked(whole, [span for span in spans if any(span[0] < end and span[1] > start for start, end in turns)])
     except UnsuitedChat as unsuited:
         return unsuited
     except TEMPLATE_ERRORS as error:
         return UnsuitedChat(f"the chat template does not render it: {one_line(error)}")
+
+
+def _learnt_answers(chat: Chat, learnt: Supervise) -> list[int]:
+    answers = chat.answers()
+    if learnt is Supervise.LAST:
+        return answers[-1:]
+    return [index for index in answers if learnt is Supervise.ASSISTANT or index >= chat.prompt]
 
 
 def _learn_spans(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> Encoded:
@@ -132,32 +192,36 @@ def _encoded(input_ids: npt.NDArray[np.int32], learnt: npt.NDArray[np.bool_]) ->
 def _render_or_none(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str | None:
     """Templates may refuse a part of a conversation that they render as a whole."""
     try:
-        return render(tokenizer, chat, generation_prompt) if chat else None
+        return render(tokenizer, chat, generation_prompt) if chat.messages else None
     except TEMPLATE_ERRORS:
         return None
 
 
 def _difference_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str) -> Span | None:
-    prompt = _render_or_none(tokenizer, chat[:index], generation_prompt=True)
-    through = whole if index == len(chat) - 1 else _render_or_none(tokenizer, chat[: index + 1])
+    prompt = _render_or_none(tokenizer, chat.through(index), generation_prompt=True)
+    through = whole if index == len(chat.messages) - 1 else _render_or_none(tokenizer, chat.through(index + 1))
     if prompt is None or through is None or not through.startswith(prompt) or not whole.startswith(through):
         return None
     return (len(prompt), len(through))
 
 
 def _stand_in_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str) -> Span:
-    head, tail = chat[:index], chat[index + 1 :]
-    stand_in = {**chat[index], "content": STAND_IN}
-    before, found, after = render(tokenizer, [*head, stand_in, *tail]).rpartition(STAND_IN)
+    message = chat.messages[index]
+    stand_in = _with_message(chat, index, {**message, "content": STAND_IN})
+    before, found, after = render(tokenizer, stand_in).rpartition(STAND_IN)
     start = _shared_length(before, whole)
     end = len(whole) - _shared_length(after[::-1], whole[::-1])
-    if not found or end < start or whole[start:end].strip() not in chat[index]["content"]:
+    if not found or end < start or whole[start:end].strip() not in message["content"]:
         raise UnsuitedChat(f"the answer in message {index + 1} cannot be found in what the chat template renders")
     # The model also writes what the template puts between the prompt and the answer, such as an empty thought.
-    prompt = _render_or_none(tokenizer, head, generation_prompt=True)
+    prompt = _render_or_none(tokenizer, chat.through(index), generation_prompt=True)
     if prompt is not None and len(prompt) < start and whole.startswith(prompt):
         start = len(prompt)
-    return (start, _end_of_turn(tokenizer, [*head, stand_in], whole, end))
+    return (start, _end_of_turn(tokenizer, stand_in.through(index + 1), whole, end))
+
+
+def _with_message(chat: Chat, index: int, message: Message) -> Chat:
+    return replace(chat, messages=[*chat.messages[:index], message, *chat.messages[index + 1 :]])
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, through: Chat, whole: str, end: int) -> int:

@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -14,10 +14,10 @@ import pyarrow as pa
 
 from framework.build.files import Fault, Record, read_records
 from framework.build.finding import STANDARD_LIBRARY, find_files, is_local, nearest_path
-from framework.build.forms import FORMS, Form, Values, detect_form, unknown_form
+from framework.build.forms import FORMS, Form, Values, choose_form
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
 from framework.errors import Problem, RequestError
-from framework.schema.choices import RowFormat
+from framework.schema.choices import RowFormat, Task
 from framework.schema.data import DatasetParams
 from framework.schema.split import Split, parse_split
 
@@ -47,20 +47,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one `DatasetParams`: columns `text` or `messages`, `path` and `row` (where a row stands)."""
+    """The rows of one `DatasetParams`: what their form keeps, `path` and `row` (where a row stands)."""
 
     dataset: datasets.Dataset
     form: RowFormat
     description: str
 
 
-def read_rows(sources: Sequence[DatasetParams], key: str) -> datasets.Dataset:
+def read_rows(sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT) -> datasets.Dataset:
     """All rows of these sources, one source after the other; `key` is where they are written, such as `data.train`.
 
-    Columns: `text` (str) or `messages` (list of role and content), or both with one of them None in each row where
-    sources differ; `path` and `row`, the file and the line or row in it. Raises RequestError with every problem found.
+    Columns: `form`; what the form keeps, None in each row of another form where sources differ; `path` and `row`, the
+    file and the line or row in it. Raises RequestError with every problem found.
     """
-    return join_sources(read_sources(sources, key))
+    return join_sources(read_sources(sources, key, task))
 
 
 def join_sources(sources: Sequence[Source]) -> datasets.Dataset:
@@ -68,13 +68,13 @@ def join_sources(sources: Sequence[Source]) -> datasets.Dataset:
     return datasets.concatenate_datasets([source.dataset for source in sources])
 
 
-def read_sources(sources: Sequence[DatasetParams], key: str) -> list[Source]:
-    """Each source by itself. Raises RequestError with the problems of all of them."""
+def read_sources(sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT) -> list[Source]:
+    """Each source by itself, its rows fit for the task. Raises RequestError with the problems of all of them."""
     read: list[Source] = []
     problems: list[Problem] = []
     for index, source in enumerate(sources):
         try:
-            read.append(read_source(source, f"{key}[{index}]"))
+            read.append(read_source(source, f"{key}[{index}]", task))
         except RequestError as error:
             problems.extend(error.problems)
     if problems:
@@ -82,9 +82,9 @@ def read_sources(sources: Sequence[DatasetParams], key: str) -> list[Source]:
     return read
 
 
-def read_source(source: DatasetParams, key: str) -> Source:
+def read_source(source: DatasetParams, key: str, task: Task = Task.SFT) -> Source:
     """One source. Raises RequestError."""
-    opened = open_source(source, key)
+    opened = open_source(source, key, task)
     table = _Table(opened.form)
     problems: list[Problem] = []
     for place, values in opened.rows():
@@ -113,7 +113,7 @@ class OpenSource:
     @property
     def found(self) -> str:
         """How the form was found, in words."""
-        return "as set" if self.params.format else "found by its column"
+        return "as set" if self.params.format else "found by its columns"
 
     def rows(self) -> Iterator[tuple[Place, Values | Fault]]:
         """Each row as its form keeps it, from the first on; read as it is asked for, anew with every call."""
@@ -121,11 +121,11 @@ class OpenSource:
             if isinstance(record, Fault):
                 yield place, record
                 continue
-            values = self.form.read(_named(record, self.form, self.params))
+            values = self.form.read(self.form.take(record, self.params.columns))
             yield place, Fault(values) if isinstance(values, str) else values
 
 
-def open_source(source: DatasetParams, key: str) -> OpenSource:
+def open_source(source: DatasetParams, key: str, task: Task = Task.SFT) -> OpenSource:
     """Find the files, and by the first row the form unless it is set. Raises RequestError."""
     _check_request(source, key)
     reach = _Reach(_opener(source, key), _slice_of(source))
@@ -133,7 +133,7 @@ def open_source(source: DatasetParams, key: str) -> OpenSource:
     if not head:
         message = f"`{source.split}` holds none of the {reach.count} rows"
         raise RequestError([Problem(f"{key}.split", message)])
-    return OpenSource(source, key, reach, _find_form(source, head, key))
+    return OpenSource(source, key, reach, _find_form(source, head, key, task))
 
 
 @dataclass(frozen=True)
@@ -241,27 +241,18 @@ def _through_first_record(
             return
 
 
-def _named(record: Mapping[str, Any], form: Form, source: DatasetParams) -> dict[str, Any]:
-    """The columns that the form reads, under our names."""
-    return {column: record.get(source.columns.get(column, column)) for column in form.columns}
-
-
-def _find_form(source: DatasetParams, head: Sequence[tuple[Place, dict[str, Any] | Fault]], key: str) -> Form:
+def _find_form(
+    source: DatasetParams, head: Sequence[tuple[Place, dict[str, Any] | Fault]], key: str, task: Task
+) -> Form:
     """The form that is set, or that the columns of the first record show. Raises RequestError when they show none."""
     record = head[-1][1] if head else Fault("")
     if isinstance(record, Fault):
         faults = ((place, fault) for place, fault in head if isinstance(fault, Fault))
         raise RequestError([Problem(key, fault.message, where=str(place)) for place, fault in faults])
-    columns = list(record)
-    form = FORMS[source.format] if source.format else detect_form(columns, source.columns)
-    if form is None:
-        message, close = unknown_form(columns)
-        raise RequestError([Problem(key, message, where=str(head[-1][0]), nearest=close)])
-    absent = [name for name in (source.columns.get(column, column) for column in form.needs) if name not in columns]
-    if absent:
-        message = f"there is no column `{absent[0]}`; the columns are: {', '.join(columns) or 'none'}"
-        raise RequestError([Problem(key, message, where=str(head[-1][0]), nearest=nearest(absent[0], columns))])
-    return form
+    try:
+        return choose_form(source, list(record), key, task)
+    except RequestError as error:
+        raise RequestError([replace(problem, where=str(head[-1][0])) for problem in error.problems]) from None
 
 
 class _Table:
@@ -309,7 +300,7 @@ def _hub_dataset(source: DatasetParams, key: str) -> datasets.Dataset:
     except Exception as error:  # datasets and the hub client raise many kinds, all of them about the request
         message = f"no file or folder {local}; {hub_host()} answered: {one_line(error)}"
         raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))]) from error
-    wanted = {source.columns.get(column, column) for form in FORMS.values() for column in form.columns}
+    wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
     # Decoding pictures or sound only to drop them would take most of the time.
     readable = [column for column in dataset.column_names if column in wanted] or dataset.column_names
     return dataset.select_columns(readable)

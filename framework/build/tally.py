@@ -3,8 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from framework.build.data_report import SplitReport, length_quantiles
 from framework.build.labels import Encoded, UnsuitedChat
 from framework.build.rows import Rows, join_rows, row_length, split_document, supervised_count, truncate
@@ -82,10 +80,9 @@ class Tally:
 
     def _refuse(self, place: Place, row: Encoded) -> bool:
         """Record a problem when the row may not be trained on under any circumstances."""
-        both = row.input_ids if row.rejected is None else np.append(row.input_ids, row.rejected.input_ids)
-        length, highest = row_length(row), int(both.max())
-        if self.policy.vocab_size is not None and highest >= self.policy.vocab_size:
-            message = f"token id {highest} is outside the model's vocabulary of {self.policy.vocab_size}"
+        length = row_length(row)
+        if self.policy.vocab_size is not None and (outside := _outside(row, self.policy.vocab_size)):
+            message = f"{outside} is outside the model's vocabulary of {self.policy.vocab_size}"
         elif self.policy.truncation is Truncation.ERROR and length > self.policy.limit and not self._splits(row):
             message = f"the row has {length} tokens and the limit is {self.policy.limit} (data.truncation: error)"
         else:
@@ -119,3 +116,11 @@ class Tally:
         self.dropped[reason] += 1
         if self.first_dropped is None:
             self.first_dropped = f"{place} has {length} tokens: {reason}"
+
+
+def _outside(row: Encoded, vocab_size: int) -> str | None:
+    """The highest token or label, where the model has no row for it; labels may have come with the row."""
+    for what, ids in (("token id", row.input_ids), ("label", row.labels)):
+        if (highest := int(ids.max())) >= vocab_size:
+            return f"{what} {highest}"
+    return None if row.rejected is None else _outside(row.rejected, vocab_size)

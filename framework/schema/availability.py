@@ -35,7 +35,6 @@ ROWS = (
     Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),
     Row("gpu.count", (1,), "more than one device"),
     Row("data.streaming", (False,), "streaming"),
-    Row("data.supervise", (None, "assistant", "all"), "this choice of supervised tokens"),
 )
 DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
 """Keys whose `auto` means the checkpoint's dtype, not a search."""

@@ -304,6 +304,13 @@ class RowFormat(Choice):
 
     TEXT = "text"
     MESSAGES = "messages"
+    SHAREGPT = "sharegpt"
+    PROMPT_COMPLETION = "prompt_completion"
+    ALPACA = "alpaca"
+    PREFERENCE = "preference"
+    UNPAIRED = "unpaired"
+    LABELLED = "labelled"
+    TOKENS = "tokens"
 
 
 class Mixing(Choice):

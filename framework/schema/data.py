@@ -24,12 +24,15 @@ class DatasetParams(Params):
     weight: Annotated[Number, Field(gt=0)] | None = None
     """Share of this source in a mixture (`data.mixing`), beside the other weights: 3 and 1 are 75 % and 25 %."""
     format: RowFormat | None = None
-    """Shape of the rows. Unset: detected from the columns, and printed."""
+    """Shape of the rows (docs/data.md). Unset: detected from the columns, and printed."""
     columns: FrozenMapping = FrozenMapping()
     """Our name -> the file's column, where they differ: `{text: body}`."""
 
 
 Datasets = Annotated[tuple[DatasetParams, ...], BeforeValidator(parse_sequence)]
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_sequence)]
 
 
 class DataParams(Params):
@@ -62,7 +65,10 @@ class DataParams(Params):
     streaming: bool = False
     """Read rows as they are needed instead of all at once. Needs `training.max_steps`."""
     supervise: Supervise | None = None
-    """Tokens the loss is taken over. Unset: assistant turns of a chat, every token of a text."""
+    """Tokens the loss is taken over. Unset: the assistant's turns in a chat, the completion of a prompt, every token of
+    a text; under `pretrain` every token of all."""
+    labels: Names | None = None
+    """Class names in the order of their numbers, for rows of class labels. Unset: the names that occur, sorted."""
     truncation: Truncation = Truncation.RIGHT
     """What happens to a row longer than `model.model_max_length`."""
     workers: Count = 0

@@ -20,6 +20,7 @@ from framework.schema.choices import (
     PeftSaveMode,
     Scheduler,
     SdpaBackend,
+    Task,
     TorchDtype,
 )
 from framework.schema.config import TrainingConfig
@@ -577,6 +578,12 @@ IDLE = (
         "training.max_steps",
         lambda c: c.training.max_steps is not None,
         "training.max_steps wins",
+    ),
+    Idle(
+        ("data.labels",),
+        "training.task",
+        lambda c: c.training.task is not Task.CLASSIFICATION,
+        "only classification has classes",
     ),
     Idle(("data.eval_fraction",), "data.eval", lambda c: bool(c.data.eval), "data.eval is given"),
     Idle(

@@ -4,18 +4,19 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from framework.build.chat import check_chat, read_template, render, template_names
+from framework.build.chat import Chat, check_chat, read_template, render, template_names
 from framework.errors import RequestError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 
-CHAT = [
+MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is two and two?"},
     {"role": "assistant", "content": "Four."},
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": "Yes."},
 ]
+CHAT = Chat(MESSAGES)
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 RENDERED = {
@@ -53,7 +54,7 @@ def test_every_named_template_is_listed_here() -> None:
 def test_named_templates_write_what_their_models_were_made_with(name: str, make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template(name))
     assert render(tokenizer, CHAT) == RENDERED[name]
-    prompt = render(tokenizer, CHAT[:4], generation_prompt=True)
+    prompt = render(tokenizer, CHAT.through(4), generation_prompt=True)
     assert prompt.endswith(PROMPT_ENDS[name])
     assert RENDERED[name].startswith(prompt)
 
@@ -67,7 +68,7 @@ def test_saved_template_renders_the_same_rows(name: str, make_tokenizer: MakeTok
 
 def test_a_sound_template_has_no_warnings(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template("chatml"), CHATML_TOKENS)
-    assert check_chat(tokenizer, [CHAT, CHAT[1:3], CHAT[:4], [CHAT[0]]]) == ()
+    assert check_chat(tokenizer, [CHAT, Chat(MESSAGES[1:3]), CHAT.through(4), CHAT.through(1)]) == ()
 
 
 def test_no_template_is_refused_with_what_to_write(make_tokenizer: MakeTokenizer) -> None:

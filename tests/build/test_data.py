@@ -206,8 +206,8 @@ class TestChecks:
         assert len(data.train) == 2
         assert data.report.train.dropped == {"empty": 4, "no supervised token": 1}
         assert data.report.sources == (
-            f"{texts}: 4 rows of `text` (found by its column)",
-            f"{chats}: 3 rows of `messages` (found by its column)",
+            f"{texts}: 4 rows of `text` (found by its columns)",
+            f"{chats}: 3 rows of `messages` (found by its columns)",
         )
 
     def test_chats_without_a_template(self, make_tokenizer: MakeTokenizer, write_rows: WriteRows) -> None:
@@ -254,8 +254,10 @@ class TestChecks:
     @pytest.mark.parametrize(
         ("options", "keys"),
         [
-            ({"supervise": "last", "streaming": True}, ["supervise", "streaming"]),
+            ({"streaming": True}, ["streaming"]),
             ({"supervise": "assistant"}, ["supervise"]),
+            ({"supervise": "last"}, ["supervise"]),
+            ({"supervise": "completion"}, ["supervise"]),
         ],
     )
     def test_what_would_not_be_done_is_refused(

@@ -7,8 +7,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from framework.build.chat import TEMPLATES, read_template
+from framework.build.chat import TEMPLATES, Chat, read_template
 from framework.build.labels import IGNORED, Encoded, UnsuitedChat, encode_chats, encode_texts
+from framework.schema.choices import Supervise
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 
@@ -80,7 +81,7 @@ def learnt(tokenizer: PreTrainedTokenizerFast, row: Encoded | UnsuitedChat) -> l
 
 
 def encode_one(tokenizer: PreTrainedTokenizerFast, chat: Sequence[dict[str, str]]) -> Encoded | UnsuitedChat:
-    (row,) = encode_chats(tokenizer, [chat])
+    (row,) = encode_chats(tokenizer, [Chat(chat)])
     return row
 
 
@@ -134,7 +135,7 @@ def test_start_token_of_the_tokenizer_is_added_to_texts_and_not_to_chats(make_to
 
 def test_everything_can_be_learnt(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template("chatml"), SPECIALS)
-    (row,) = encode_chats(tokenizer, [CHAT], everything=True)
+    (row,) = encode_chats(tokenizer, [Chat(CHAT)], Supervise.ALL)
     assert isinstance(row, Encoded)
     assert row.labels[0] == IGNORED
     assert (row.labels[1:] == row.input_ids[1:]).all()
@@ -149,9 +150,9 @@ def test_end_of_turn_is_learnt_where_it_is_also_the_padding(make_tokenizer: Make
 
 def test_the_side_the_tokenizer_pads_on_changes_nothing(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template("chatml"), SPECIALS)
-    right = encode_chats(tokenizer, [CHAT, CHAT[:3]])
+    right = encode_chats(tokenizer, [Chat(CHAT), Chat(CHAT[:3])])
     tokenizer.padding_side = "left"
-    left = encode_chats(tokenizer, [CHAT, CHAT[:3]])
+    left = encode_chats(tokenizer, [Chat(CHAT), Chat(CHAT[:3])])
     for one, other in zip(left, right, strict=True):
         assert isinstance(one, Encoded)
         assert isinstance(other, Encoded)
@@ -184,7 +185,7 @@ def test_chat_without_an_answer_learns_nothing(make_tokenizer: MakeTokenizer) ->
 def test_a_chat_that_cannot_be_rendered_says_why_and_spoils_no_other(make_tokenizer: MakeTokenizer) -> None:
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     tokenizer = make_tokenizer(strict + read_template("chatml"), SPECIALS)
-    refused, fine = encode_chats(tokenizer, [CHAT, CHAT[1:]])
+    refused, fine = encode_chats(tokenizer, [Chat(CHAT), Chat(CHAT[1:])])
     assert isinstance(refused, UnsuitedChat)
     assert "no system role" in str(refused)
     assert learnt(tokenizer, fine) == ["Four.<|im_end|>", "Yes, four.<|im_end|>"]

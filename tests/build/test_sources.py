@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +26,13 @@ CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "
 
 
 def read(path: str, **options: object) -> list[dict[str, object]]:
+    """The rows as they are kept, with their chats read back."""
     source = DatasetParams.model_validate({"path": path, **options})
+    rows = [{**row, "messages": json.loads(row["messages"])} if row.get("messages") else row for row in _kept(source)]
+    return [{name: value for name, value in row.items() if name not in ("form", "tools")} for row in rows]
+
+
+def _kept(source: DatasetParams) -> list[dict[str, Any]]:
     return list(read_rows([source], "data.train"))
 
 
@@ -130,7 +137,7 @@ class TestForms:
     def test_detection_is_told(self, write_rows: WriteRows) -> None:
         path = write_rows("a.jsonl", [{"text": "x", "messages": CHAT}])
         source = read_source(DatasetParams(path=path), "data.train[0]")
-        assert source.description == f"{path}: 1 rows of `messages` (found by its column)"
+        assert source.description == f"{path}: 1 rows of `messages` (found by its columns)"
         source = read_source(DatasetParams.model_validate({"path": path, "format": "text"}), "data.train[0]")
         assert source.description == f"{path}: 1 rows of `text` (as set)"
 
@@ -145,21 +152,21 @@ class TestForms:
             DatasetParams(path=write_rows("b.jsonl", [{"messages": CHAT}])),
         ]
         rows = read_rows(params, "data.train").to_list()
-        assert [(row["text"], row["messages"]) for row in rows] == [("x", None), (None, CHAT)]
+        assert [(row["form"], row["text"]) for row in rows] == [("text", "x"), ("messages", None)]
+        assert rows[0]["messages"] is None
+        assert json.loads(rows[1]["messages"]) == CHAT
 
     @pytest.mark.parametrize(
         ("row", "message", "nearest"),
         [
             (
                 {"texts": "x", "n": 1},
-                "no column `text` or `messages`; the columns are: texts, n",
+                "the columns are: texts, n; no form of rows for the task sft has them",
                 "columns: {text: texts}",
             ),
             ({"body": "x"}, "the columns are: body", "columns: {text: body}"),
-            ({"prompt": "x", "completion": "y"}, "prompt and completion", None),
-            ({"input_ids": [1], "labels": [1]}, "`input_ids` (pre-tokenised rows) are not yet available", None),
-            ({"text": "x", "input_ids": [1]}, "`input_ids` (pre-tokenised rows) are not yet available", None),
-            ({"conversations": []}, "ShareGPT", None),
+            ({"promt": "x", "completion": "y"}, "the columns are: promt, completion", "columns: {prompt: promt}"),
+            ({"question": "x", "n": 1}, "the columns are: question, n", None),
         ],
     )
     def test_unknown_forms(self, row: object, message: str, nearest: str | None, write_rows: WriteRows) -> None:
@@ -239,7 +246,7 @@ class TestRefusals:
             ([CHAT[0], {"role": "assistant"}], "message 2: there is no `content`"),
             ([{"role": 3, "content": "x"}], "message 1: `role`: expected text, not int 3"),
             ([{"role": "user", "content": [{"type": "image"}]}], "`content`: expected text, not list"),
-            ([{"role": "assistant", "content": "x", "tool_calls": [1]}], "`tool_calls` are not yet available"),
+            ([{"role": "assistant", "content": "x", "tool_calls": [1]}], "`tool_calls`: call 1: expected"),
         ],
     )
     def test_wrong_messages(self, messages: object, fault: str, write_rows: WriteRows) -> None:

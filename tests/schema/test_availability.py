@@ -28,7 +28,6 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
         ("model", "attn_implementation", "ring_attention"),
         ("fsdp", "enable_fsdp", True),
         ("gpu", "count", 2),
-        ("data", "supervise", "last"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(section, key, value):

@@ -1,0 +1,102 @@
+"""What rows as a whole are told to be: their classes by number, or their values."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from framework.build.hub import nearest
+
+
+class WrongLabel(ValueError):
+    """A label that does not fit the others."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """How a label becomes numbers.
+
+    Of one class in each row the target is its number; of several, 1 or 0 for each class; of values, the values.
+    """
+
+    names: tuple[str, ...]
+    """Names of the classes, in the order of their numbers; none where rows have values."""
+    several: bool
+    """Whether a row may have any number of classes."""
+    size: int
+    """Numbers in a target."""
+
+    def of(self, label: object) -> npt.NDArray[np.float32]:
+        """The target, float32 of shape (size,). Raises WrongLabel."""
+        if not self.names:
+            return self._values(label)
+        if isinstance(label, list) is not self.several:
+            wanted = "a list of classes" if self.several else "one class"
+            raise WrongLabel(f"expected {wanted}, as in the first row, not {label!r}")
+        if not isinstance(label, list):
+            return np.array([self._index(label)], np.float32)
+        found = np.zeros(self.size, np.float32)
+        found[[self._index(each) for each in label]] = 1
+        return found
+
+    def _index(self, label: object) -> int:
+        name = class_name(label)
+        if name in self.names:
+            return self.names.index(name)
+        if isinstance(label, int) and 0 <= label < len(self.names):
+            return label
+        close = nearest(name, self.names)
+        known = ", ".join(self.names[:12]) + (", .." if len(self.names) > 12 else "")
+        raise WrongLabel(f"{name!r} is none of the classes ({known})" + (f"; did you mean {close}?" if close else ""))
+
+    def _values(self, label: object) -> npt.NDArray[np.float32]:
+        values = label if isinstance(label, list) else [label]
+        if len(values) != self.size:
+            raise WrongLabel(f"expected {self.size} values, as in the first row, not {len(values)}")
+        return np.array([_number(value) for value in values], np.float32)
+
+
+def find_classes(labels: Iterable[str | None], given: Sequence[str] | None) -> Targets:
+    """The classes of these labels (JSON texts): those given, or every name that occurs, sorted; numbers by size."""
+    several: bool | None = None
+    names: set[str] = set()
+    for label in _parsed(labels):
+        several = isinstance(label, list) if several is None else several
+        names.update(map(class_name, label if isinstance(label, list) else [label]))
+    found = tuple(given) if given else tuple(sorted(names, key=_order(names)))
+    return Targets(found, bool(several), len(found) if several else 1)
+
+
+def find_values(labels: Iterable[str | None]) -> Targets:
+    """How many values each row has, judged by the first."""
+    first = next(_parsed(labels), 0.0)
+    return Targets((), False, len(first) if isinstance(first, list) else 1)
+
+
+def class_name(label: object) -> str:
+    """The class as text: `true`, `3`, or its name."""
+    return str(label).lower() if isinstance(label, bool) else str(label)
+
+
+def _order(names: set[str]) -> "type[int] | type[str]":
+    return int if all(name.isdecimal() for name in names) else str
+
+
+def _parsed(labels: Iterable[str | None]) -> Iterator[object]:
+    """The labels there are. Most rows share few of them, so each text is read once."""
+    seen: dict[str, object] = {}
+    for text in labels:
+        if text is not None and text not in seen:
+            seen[text] = json.loads(text)
+            yield seen[text]
+
+
+def _number(value: object) -> float:
+    try:
+        if isinstance(value, (int, float, str)) and np.isfinite(number := float(value)):
+            return number
+    except ValueError:
+        pass
+    raise WrongLabel(f"expected a finite number, not {value!r}")

@@ -1,0 +1,248 @@
+"""Rows of any form, as tokens with their labels."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.chat import Chat, has_template
+from framework.build.classes import Targets, WrongLabel
+from framework.build.labels import (
+    Encoded,
+    UnsuitedChat,
+    encode_chats,
+    encode_completions,
+    encode_labelled,
+    encode_texts,
+    encode_tokens,
+)
+from framework.schema.choices import RowFormat, Supervise
+
+Result: TypeAlias = Encoded | UnsuitedChat | None
+"""A row as tokens, why it cannot be had, or None where the row is empty."""
+
+StoredRow: TypeAlias = dict[str, Any]
+"""A row as a form keeps it, by column."""
+
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request."
+)
+ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+)
+"""How the prompts of Stanford's Alpaca begin (2023); what tokenizers without a chat template are given."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How rows become tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    learnt: Supervise | None = None
+    """Which tokens; None is what each form is for: the answers of a chat, the completion of a prompt."""
+    targets: Targets | None = None
+    """How labels become numbers, where rows have them."""
+
+    def learnt_of(self, usual: Supervise) -> Supervise:
+        return self.learnt or usual
+
+
+def encode_batch(batch: Mapping[str, Sequence[Any]], encoding: Encoding) -> list[Result]:
+    """The rows of a batch in order."""
+    found: list[Result] = [None] * len(batch["form"])
+    for form in set(batch["form"]):
+        indices = [index for index, own in enumerate(batch["form"]) if own == form]
+        rows = [{column: values[index] for column, values in batch.items()} for index in indices]
+        full = [(index, row) for index, row in zip(indices, rows, strict=True) if not _is_empty(row)]
+        results = _ENCODERS[RowFormat(form)]([row for _, row in full], encoding)
+        for (index, _), result in zip(full, results, strict=True):
+            found[index] = result
+    return found
+
+
+def row_texts(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """Every text in these rows, for building a tokenizer on."""
+    for row in _rows(batch):
+        yield from (row[column] for column in ("text", "text_pair") if row.get(column))
+        for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+            if row.get(column):
+                yield from _texts_in(json.loads(row[column]))
+
+
+def row_chat(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | None:
+    """The conversation that the row is rendered as (of a pair, the better one), or None where it is none."""
+    if _is_empty(row):
+        return None
+    form = RowFormat(row["form"])
+    if form in (RowFormat.MESSAGES, RowFormat.SHAREGPT):
+        return _conversation(row)
+    if form is RowFormat.ALPACA:
+        return _alpaca_chat(row) if has_template(tokenizer) else None
+    if form is RowFormat.PREFERENCE:
+        answered = _answered(row, "chosen")
+    elif form in (RowFormat.PROMPT_COMPLETION, RowFormat.UNPAIRED):
+        answered = _answered(row, "completion")
+    else:
+        return None
+    return answered if isinstance(answered, Chat) else None
+
+
+def _rows(batch: Mapping[str, Sequence[Any]]) -> Iterator[StoredRow]:
+    for values in zip(*batch.values(), strict=True):
+        yield dict(zip(batch, values, strict=True))
+
+
+NEEDED: Mapping[RowFormat, tuple[str, ...]] = {
+    RowFormat.TEXT: ("text",),
+    RowFormat.MESSAGES: ("messages",),
+    RowFormat.SHAREGPT: ("messages",),
+    RowFormat.PROMPT_COMPLETION: ("prompt", "completion"),
+    RowFormat.ALPACA: ("prompt", "completion"),
+    RowFormat.PREFERENCE: ("chosen", "rejected"),
+    RowFormat.UNPAIRED: ("prompt", "completion", "label"),
+    RowFormat.LABELLED: ("text", "label"),
+    RowFormat.TOKENS: ("input_ids",),
+}
+"""Columns without which a row is empty."""
+
+_BLANK: tuple[Any, ...] = ("", "[]", '""', [])
+"""Values of what is learnt that are there and hold nothing."""
+
+
+def _is_empty(row: StoredRow) -> bool:
+    needed = NEEDED[RowFormat(row["form"])]
+    if any(row.get(column) is None for column in needed):
+        return True
+    return any(row[column] in _BLANK for column in needed if column not in ("prompt", "label"))
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        texts = [
+            value[name] for name in ("content", "instruction", "input", "system", "reasoning_content") if name in value
+        ]
+        yield from (text for text in texts if text)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts_in(each)
+
+
+def _texts(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return list(encode_texts(encoding.tokenizer, [row["text"] for row in rows])) if rows else []
+
+
+def _conversations(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    learnt = encoding.learnt_of(Supervise.ASSISTANT)
+    return list(encode_chats(encoding.tokenizer, [_conversation(row) for row in rows], learnt))
+
+
+def _alpacas(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    if has_template(encoding.tokenizer):
+        return _answers([_alpaca_chat(row) for row in rows], encoding)
+    return _answers([_alpaca_text(row) for row in rows], encoding)
+
+
+def _completions(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return _answers([_answered(row, "completion") for row in rows], encoding)
+
+
+def _preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    chosen, rejected = (
+        _answers([_answered(row, column) for row in rows], encoding) for column in ("chosen", "rejected")
+    )
+    return [
+        replace(one, rejected=other)
+        if isinstance(one, Encoded) and isinstance(other, Encoded)
+        else one
+        if isinstance(one, UnsuitedChat)
+        else other
+        for one, other in zip(chosen, rejected, strict=True)
+    ]
+
+
+def _unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    found = _completions(rows, encoding)
+    verdicts = (np.array([json.loads(row["label"])], np.float32) for row in rows)
+    return [
+        replace(one, target=verdict) if isinstance(one, Encoded) else one
+        for one, verdict in zip(found, verdicts, strict=True)
+    ]
+
+
+def _labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    if encoding.targets is None:
+        raise TypeError("labelled rows are encoded with what their labels mean")
+    found: list[Result] = []
+    encoded = encode_labelled(encoding.tokenizer, [(row["text"], row.get("text_pair")) for row in rows])
+    for row, one in zip(rows, encoded, strict=True):
+        try:
+            found.append(replace(one, target=encoding.targets.of(json.loads(row["label"]))))
+        except WrongLabel as wrong:
+            found.append(UnsuitedChat(f"column `label`: {wrong}"))
+    return found
+
+
+def _tokens(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return [encode_tokens(row["input_ids"], row.get("labels")) for row in rows]
+
+
+_ENCODERS: Mapping[RowFormat, Callable[[Sequence[StoredRow], Encoding], list[Result]]] = {
+    RowFormat.TEXT: _texts,
+    RowFormat.MESSAGES: _conversations,
+    RowFormat.SHAREGPT: _conversations,
+    RowFormat.ALPACA: _alpacas,
+    RowFormat.PROMPT_COMPLETION: _completions,
+    RowFormat.PREFERENCE: _preferences,
+    RowFormat.UNPAIRED: _unpaired,
+    RowFormat.LABELLED: _labelled,
+    RowFormat.TOKENS: _tokens,
+}
+
+
+def _answers(rows: Sequence[Chat | tuple[str, str]], encoding: Encoding) -> list[Result]:
+    """Prompts with their completions, as chats or as plain texts; each row by itself decides which."""
+    learnt = encoding.learnt_of(Supervise.COMPLETION)
+    chats = [row for row in rows if isinstance(row, Chat)]
+    texts = [row for row in rows if not isinstance(row, Chat)]
+    from_chats = iter(encode_chats(encoding.tokenizer, chats, learnt) if chats else ())
+    from_texts = iter(encode_completions(encoding.tokenizer, texts, learnt is Supervise.ALL))
+    return [next(from_chats) if isinstance(row, Chat) else next(from_texts) for row in rows]
+
+
+def _conversation(row: StoredRow) -> Chat:
+    return Chat(json.loads(row["messages"]), _tools(row))
+
+
+def _tools(row: StoredRow) -> Sequence[dict[str, Any]]:
+    tools: list[dict[str, Any]] = json.loads(row["tools"]) if row.get("tools") else []
+    return tools
+
+
+def _answered(row: StoredRow, column: str) -> Chat | tuple[str, str]:
+    prompt, answer = json.loads(row["prompt"] or '""'), json.loads(row[column])
+    if isinstance(answer, str):
+        return (prompt, answer)
+    prompt = prompt or []
+    return Chat([*prompt, *answer], _tools(row), len(prompt))
+
+
+def _alpaca_chat(row: StoredRow) -> Chat:
+    asked = json.loads(row["prompt"])
+    question = asked["instruction"] + (f"\n{asked['input']}" if asked["input"] else "")
+    system = [{"role": "system", "content": asked["system"]}] if asked["system"] else []
+    answer = {"role": "assistant", "content": json.loads(row["completion"])}
+    return Chat([*system, {"role": "user", "content": question}, answer], prompt=len(system) + 1)
+
+
+def _alpaca_text(row: StoredRow) -> tuple[str, str]:
+    asked = json.loads(row["prompt"])
+    start = asked["system"] or (ALPACA_WITH_INPUT if asked["input"] else ALPACA_WITHOUT_INPUT)
+    middle = f"\n\n### Input:\n{asked['input']}" if asked["input"] else ""
+    prompt = f"{start}\n\n### Instruction:\n{asked['instruction']}{middle}\n\n### Response:\n"
+    return prompt, json.loads(row["completion"])

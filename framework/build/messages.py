@@ -1,0 +1,153 @@
+"""Conversations as rows have them: what a message may be, what of it is kept, and as what text it is stored.
+
+Tool calls, tools and reasoning are free structures, of another shape in each row; so whatever a template may read is
+stored as JSON text, and read back when the row is encoded.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+"""Texts that a message may have besides role and content. A template decides whether it writes them."""
+
+SHAREGPT_ROLES: Mapping[str, str] = {
+    "system": "system",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+"""`from` of a ShareGPT turn -> role of a message."""
+
+
+class Fault(ValueError):
+    """What is wrong with a value, for a person to read."""
+
+
+def describe(value: object) -> str:
+    """A wrong value in few words: its type and how it begins."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+def read_text(value: object) -> str:
+    """The value itself. Raises Fault when it is no text."""
+    if not isinstance(value, str):
+        raise Fault(f"expected text, not {describe(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+        raise Fault(f"{value[error.start]!a} at character {error.start + 1} is not a character") from None
+    return value
+
+
+def read_messages(value: object) -> list[dict[str, Any]]:
+    """A list of `{role, content, ..}`, without what no template reads. Raises Fault."""
+    if not isinstance(value, list):
+        raise Fault(f"expected a list of messages, not {describe(value)}")
+    found = []
+    for number, message in enumerate(value, 1):
+        try:
+            found.append(_read_message(message))
+        except Fault as fault:
+            raise Fault(f"message {number}: {fault}") from None
+    return found
+
+
+def read_sharegpt(value: object) -> list[dict[str, Any]]:
+    """A list of `{from, value}` as messages; a list of messages under that name is taken as well. Raises Fault."""
+    if not isinstance(value, list):
+        raise Fault(f"expected a list of turns, not {describe(value)}")
+    if any(isinstance(turn, dict) and turn.get("role") is not None for turn in value):
+        return read_messages(value)
+    found = []
+    for number, turn in enumerate(value, 1):
+        try:
+            found.append(_read_turn(turn))
+        except Fault as fault:
+            raise Fault(f"turn {number}: {fault}") from None
+    return found
+
+
+def read_tools(value: object) -> list[dict[str, Any]]:
+    """Descriptions of tools, a list or its JSON text; without any, an empty list. Raises Fault."""
+    tools = _parsed(value, "a list of tools") if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Fault(f"expected a list of tools, not {describe(value)}")
+    return tools
+
+
+def stored(value: object) -> str:
+    """The value as JSON text. Raises Fault when it has no such text."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise Fault(f"has no JSON form: {error}") from None
+    return read_text(text)
+
+
+def _read_message(message: object) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise Fault(f"expected {{role: .., content: ..}}, not {describe(message)}")
+    if message.get("function_call") is not None:
+        raise Fault("`function_call` is read by no template; write tool_calls: [{function: {name: .., arguments: ..}}]")
+    kept: dict[str, Any] = {"role": _field(message, "role"), "content": ""}
+    calls = message.get("tool_calls")
+    if calls is not None and calls != []:
+        kept["tool_calls"] = _read_calls(calls)
+    if message.get("content") is not None or "tool_calls" not in kept:
+        kept["content"] = _field(message, "content")
+    kept |= {name: _field(message, name) for name in TEXT_FIELDS if message.get(name) is not None}
+    return kept
+
+
+def _field(message: Mapping[str, Any], name: str) -> str:
+    if name not in message:
+        raise Fault(f"there is no `{name}`")
+    try:
+        return read_text(message[name])
+    except Fault as fault:
+        raise Fault(f"`{name}`: {fault}") from None
+
+
+def _read_calls(calls: object) -> list[dict[str, Any]]:
+    """Tool calls, with their arguments as an object: OpenAI's are JSON text, which templates would quote once more."""
+    if not isinstance(calls, list):
+        raise Fault(f"`tool_calls`: expected a list, not {describe(calls)}")
+    found = []
+    for number, call in enumerate(calls, 1):
+        inner = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise Fault(f"`tool_calls`: call {number}: expected {{function: {{name: .., arguments: ..}}}}")
+        arguments = inner.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments, f"the arguments of call {number}") if arguments.strip() else {}
+        inner = {**inner, "arguments": {} if arguments is None else arguments}
+        found.append({**call, "function": inner} if "function" in call else inner)
+    return found
+
+
+def _read_turn(turn: object) -> dict[str, Any]:
+    if not isinstance(turn, dict):
+        raise Fault(f"expected {{from: .., value: ..}}, not {describe(turn)}")
+    who, value = _field(turn, "from"), _field(turn, "value")
+    if who not in SHAREGPT_ROLES:
+        raise Fault(f"`from`: {who!r} is nobody known; known are {', '.join(SHAREGPT_ROLES)}")
+    if who != "function_call":
+        return {"role": SHAREGPT_ROLES[who], "content": value}
+    call = _parsed(value, "a function call")
+    calls = call if isinstance(call, list) else [call]
+    return {"role": "assistant", "content": "", "tool_calls": _read_calls(calls)}
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Fault(f"{what} is not JSON: {error}") from None
+
+
+def shared_messages(first: Sequence[object], second: Sequence[object]) -> int:
+    """Messages at the beginning that both conversations have; at least one of each is left over."""
+    most = min(len(first), len(second)) - 1
+    return next((index for index in range(most) if first[index] != second[index]), max(most, 0))
