@@ -1,11 +1,12 @@
 """The composition root: where the nouns meet, the same lines for a real run and for a rehearsal."""
 
 import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig
 
@@ -15,11 +16,13 @@ from framework.build.device_cache import DeviceCache
 from framework.build.float8 import convert_products
 from framework.build.freeze import Frozen, freeze
 from framework.build.liger import use_liger_kernels
+from framework.build.loss import Batch, Observe
 from framework.build.model import build_model
 from framework.build.optimizer import build_optimizer
 from framework.build.place import Place
 from framework.build.products import choose_float32_products
 from framework.build.quantize import quantize, require_bitsandbytes
+from framework.build.ranks import ALONE, Parallel, Ranks, parallelise
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.build.streamed_base import StreamedBase, loading_place
@@ -65,6 +68,29 @@ class Assembly:
     streamed: StreamedBase | None = None
     companion: nn.Module | None = None
     """The frozen model beside the trained one: what a preference is measured against."""
+    ranks: Ranks = ALONE
+    parallel: Parallel | None = None
+    """The model as several ranks train it. `model` is the one inside, whose parameters have their plain names."""
+
+    def loss_of(self, batch: Batch, observe: Observe) -> Tensor:
+        """Sum of the losses of the batch's terms, a float32 scalar, through whatever wraps the model."""
+        loss: Tensor = self.through(self.objective, batch, observe)
+        return loss
+
+    def sums_of(self, batch: Batch) -> Mapping[str, Tensor]:
+        """What the objective adds up in an evaluation, of this rank's batch."""
+        sums: Mapping[str, Tensor] = self.through(self.objective.sums, batch)
+        return sums
+
+    def through(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(model, *arguments)`; on several ranks inside the forward pass of what wraps the model."""
+        if self.parallel is None:
+            return function(self.model, *arguments)
+        return self.parallel(function, *arguments)
+
+    def keeping_gradients(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """The context of forward and backward of a micro batch: ranks add up their gradients in the last one alone."""
+        return contextlib.nullcontext() if self.parallel is None or is_last else self.parallel.no_sync()
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -86,11 +112,13 @@ class Assembly:
         return contextlib.nullcontext() if chosen is None else sdpa_kernel(SDPA_BACKENDS[SdpaBackend(chosen)])
 
 
-def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Place, total_steps: int) -> Assembly:
+def assemble(
+    config: TrainingConfig, architecture: PretrainedConfig, place: Place, total_steps: int, ranks: Ranks = ALONE
+) -> Assembly:
     """Build model, adapter, loss, optimizer and schedule of a resolved config on `place`.
 
-    `total_steps` is the number of optimizer steps of the whole run. Raises RequestError for what only the built
-    model can tell: names that match nothing, weights that do not load.
+    `total_steps` is the number of optimizer steps of the whole run, `ranks` who trains it. Raises RequestError for what
+    only the built model can tell: names that match nothing, weights that do not load.
     """
     choose_float32_products(config.training, place)
     stated = architecture.dtype  # building writes the training dtype over it
@@ -120,6 +148,7 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
     streamed = StreamedBase(model, place) if streams else None
     objective = build_objective(config, model, companion)
     compile_regions(config, model, place)
+    parallel = parallelise(config, model, place, ranks)
     optimizer = build_optimizer(config, model, place)
     schedule = build_schedule(config.training, total_steps)
     scale = build_loss_scale(config.training, place)
@@ -138,4 +167,6 @@ def assemble(config: TrainingConfig, architecture: PretrainedConfig, place: Plac
         adapter=adapter,
         streamed=streamed,
         companion=companion,
+        ranks=ranks,
+        parallel=parallel,
     )

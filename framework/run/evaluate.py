@@ -11,7 +11,8 @@ from framework.run.step import eval_step
 
 
 def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> dict[str, float]:
-    """`eval_loss` (mean over the terms of all batches) and the task's metrics. Leaves the model in train mode."""
+    """`eval_loss` (mean over the terms of all batches of all ranks) and the task's metrics. Leaves the model in train
+    mode."""
     assembly.model.eval()
     total: dict[str, Tensor] = {}
     try:
@@ -22,4 +23,7 @@ def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> 
     finally:
         assembly.model.train()
         observe("end")
+    if assembly.ranks.world > 1:
+        device = assembly.place.device  # where the ranks can add up
+        total = {name: assembly.ranks.sum(total[name].to(device)).cpu() for name in sorted(total)}
     return assembly.objective.metrics(total)

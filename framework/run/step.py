@@ -52,7 +52,7 @@ def train_step(
     autocast scaled the loss skip the step. Raises NonFinite, before the weights change, when the loss or the gradient
     norm is otherwise not finite; with `optimizer_in_backward` a gradient is known only after its weight has changed.
     """
-    terms = torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum()
+    terms = _terms(assembly, micro_batches)
     rate = _set_rate(assembly, step)
     in_backward = assembly.config.training.optimizer_in_backward is True
     if in_backward:
@@ -63,7 +63,7 @@ def train_step(
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
     norm = squares.sqrt() if squares is not None else _clip(assembly.trained, assembly.config.training.max_grad_norm)
-    mean_loss, grad_norm, counted = torch.stack([total, norm.float(), terms.float()]).tolist()
+    mean_loss, grad_norm, counted = torch.stack([assembly.ranks.sum(total), norm.float(), terms.float()]).tolist()
     skipped = _finite(mean_loss) and not _finite(grad_norm) and assembly.loss_scale.skip()
     if not skipped and not (_finite(mean_loss) and _finite(grad_norm)):
         raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
@@ -74,7 +74,7 @@ def train_step(
     assembly.optimizer.zero_grad(set_to_none=True)
     observe("end")
     assembly.cache.after_step(step)
-    tokens = sum(batch["input_ids"].numel() for batch in micro_batches)
+    tokens = assembly.ranks.count(sum(batch["input_ids"].numel() for batch in micro_batches), assembly.place.device)
     return StepResult(mean_loss, grad_norm, rate, tokens, int(counted), skipped)
 
 
@@ -83,7 +83,7 @@ def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Obse
 
     With `optimizer_in_backward` each gradient is dropped where it would be used up.
     """
-    terms = torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum().clamp(min=1)
+    terms = _terms(assembly, micro_batches).clamp(min=1)
     in_backward = assembly.config.training.optimizer_in_backward is True
     dropping = _gradients_dropped(assembly) if in_backward else contextlib.nullcontext()
     with assembly.attention, dropping:
@@ -92,20 +92,26 @@ def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Obse
     observe("end")
 
 
+def _terms(assembly: Assembly, micro_batches: Sequence[Batch]) -> Tensor:
+    """Terms of the whole global batch, on all ranks: a scalar int64 on the device."""
+    return assembly.ranks.sum(torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum())
+
+
 def _make_gradients(
     assembly: Assembly, micro_batches: Sequence[Batch], terms: Tensor, step: int, observe: Observe
 ) -> Tensor:
-    """Forward and backward of every micro batch. Returns the mean loss, a scalar on the device."""
+    """Forward and backward of every micro batch. Returns this rank's part of the mean loss, a scalar on the device."""
     total = torch.zeros((), device=assembly.place.device)
     in_backward = assembly.config.training.optimizer_in_backward is True
-    for batch in micro_batches:
+    for number, batch in enumerate(micro_batches, 1):
         observe("forward")
-        with assembly.autocast:
-            loss = assembly.objective(assembly.model, batch, observe) / terms
-        if in_backward and not _finite(known := float(loss.detach())):
-            raise NonFinite(_non_finite_report(assembly, known, 0.0, step, float(terms)))
-        observe("backward")
-        assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        with assembly.keeping_gradients(is_last=number == len(micro_batches)):
+            with assembly.autocast:
+                loss = assembly.loss_of(batch, observe) / terms
+            if in_backward and not _finite(known := float(loss.detach())):
+                raise NonFinite(_non_finite_report(assembly, known, 0.0, step, float(terms)))
+            observe("backward")
+            assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         del loss
     return total
@@ -115,7 +121,7 @@ def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_phases
     """What the objective adds up over the batches of an evaluation, on the device. Keeps no logits."""
     observe("eval")
     with torch.no_grad(), assembly.attention, assembly.autocast:
-        return assembly.objective.sums(assembly.model, batch)
+        return assembly.sums_of(batch)
 
 
 def _set_rate(assembly: Assembly, step: int) -> float:

@@ -1,0 +1,103 @@
+"""Several processes that train one model: who this one is among them, and the model as they share it."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from framework.build.place import Place
+from framework.schema.config import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the `world` that train together; alone by default. `local_rank` counts on its machine."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one that logs and writes."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor added up over all ranks, in place; every rank must call this with one of the same shape."""
+        if self.world > 1:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def count(self, number: int, device: torch.device) -> int:
+        """A number added up over all ranks. Waits for the device where there are several."""
+        if self.world == 1:
+            return number
+        return int(self.sum(torch.tensor(number, device=device)))
+
+
+ALONE = Ranks()
+
+
+class Parallel(Protocol):
+    """A model that several ranks train together, as one callable."""
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(model, *arguments)` within the forward pass of what wraps the model."""
+        ...
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Within it forward and backward add to this rank's own gradients. Outside, backward leaves on every rank the
+        sum of all ranks' gradients (not the mean: the loss is divided by the terms of the whole global batch)."""
+        ...
+
+
+class Root(nn.Module):
+    """What is wrapped: its forward is whatever is asked of the model.
+
+    So every objective, losses in chunks included, and evaluation run inside the wrapper's forward, which calls parts of
+    the model that a wrapper around the model itself would not see.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(model, *arguments)`."""
+        return function(self.model, *arguments)
+
+
+def parallelise(config: TrainingConfig, model: nn.Module, place: Place, ranks: Ranks) -> Parallel | None:
+    """The model as all ranks train it; None for one rank, which trains it as it is.
+
+    Call it right before the optimizer is built. Names of parameters stay as they are.
+    """
+    if ranks.world == 1:
+        return None
+    return _replicated(Root(model))
+
+
+def _replicated(root: Root) -> DistributedDataParallel:
+    """torch's DDP: gradients are added up while backward goes on.
+
+    Every trained weight gets a gradient in every backward pass, so unused ones are not searched for (G07). Gradients
+    are views of the buckets that are sent: they are there once, not twice. Buffers are constants, of each rank's own.
+    """
+    torch._dynamo.config.optimize_ddp = False  # it would cut each compiled block at the buckets' edges
+    replicated = DistributedDataParallel(root, broadcast_buffers=False, gradient_as_bucket_view=True)
+    replicated.register_comm_hook(None, _add_up)
+    return replicated
+
+
+def _add_up(state: None, bucket: GradBucket) -> Future[Tensor]:
+    """DDP's own way to reduce a bucket divides by the world first."""
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    added: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return added
