@@ -14,6 +14,7 @@ from framework.build.chat import ROWS_CHECKED, check_chat
 from framework.build.classes import Targets, find_classes, find_values
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
 from framework.build.encode import Encoding, encode_batch, row_chat, row_texts
+from framework.build.given import NOTHING, Given, PythonRows
 from framework.build.kinds import CHATTING, require_learnable
 from framework.build.mixing import mixture, shares_of
 from framework.build.packing import Packs, pack
@@ -54,7 +55,9 @@ class Splits:
     """Training rows of each training source, which stand one after the other."""
 
 
-def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None) -> Data:
+def prepare_data(
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, given: Given = NOTHING
+) -> Data:
     """Every row of the run, ready for batches. The same config gives the same rows on every rank.
 
     The config is a resolved one: its `model.model_max_length` is a number. `vocab_size` is the number of rows of the
@@ -62,7 +65,7 @@ def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, voc
     weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
     """
     _refuse_unavailable(config.data)
-    splits = read_splits(config)
+    splits = read_splits(config, given)
     require_learnable(config.data.supervise, splits.sources)
     warnings = list(_check_chats(splits, tokenizer))
     policy = RowPolicy(
@@ -90,16 +93,19 @@ def prepare_data(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, voc
     return Data(train, held_out, report, targets)
 
 
-def read_splits(config: TrainingConfig) -> Splits:
-    """The training and evaluation rows as read. Raises RequestError with the problems of both."""
+def read_splits(config: TrainingConfig, given: Given = NOTHING) -> Splits:
+    """The training and evaluation rows as read, `given` those of sources that come from Python.
+
+    Raises RequestError with the problems of both.
+    """
     data = config.data
     if not data.train:
         raise RequestError([Problem("data.train", "there is no data to train on", expected="a list of {path: ..}")])
     if config.training.eval_steps is not None and not data.eval and not data.eval_fraction:
         message = "evaluation is asked for and there is nothing to evaluate on"
         raise RequestError([Problem("training.eval_steps", message, expected="data.eval or data.eval_fraction")])
-    train, train_problems = _try_read(data.train, "data.train", config.training.task)
-    held_out, eval_problems = _try_read(data.eval, "data.eval", config.training.task)
+    train, train_problems = _try_read(data.train, "data.train", config.training.task, given.train)
+    held_out, eval_problems = _try_read(data.eval, "data.eval", config.training.task, given.eval)
     if train_problems or eval_problems:
         raise RequestError([*train_problems, *eval_problems])
     rows, counts = join_sources(train), tuple(len(source.dataset) for source in train)
@@ -126,12 +132,12 @@ def hold_out(count: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int
     return np.sort(order[size:]), np.sort(order[:size])
 
 
-def training_texts(config: TrainingConfig) -> Iterator[str]:
+def training_texts(config: TrainingConfig, given: Given = NOTHING) -> Iterator[str]:
     """The text of the training rows, held-out rows excluded, in a random order that the seed decides.
 
     For building a tokenizer, which reads only the first part of it. Raises RequestError as `read_splits` does.
     """
-    rows = read_splits(config).train
+    rows = read_splits(config, given).train
     shuffled = rows.select(
         _generator(config.training.seed, TOKENIZER_TEXTS).permutation(len(rows)), keep_in_memory=True
     )
@@ -242,9 +248,9 @@ def _check_chats(splits: Splits, tokenizer: PreTrainedTokenizerBase) -> tuple[st
     return ()
 
 
-def _try_read(sources: Datasets, key: str, task: Task) -> tuple[list[Source], list[Problem]]:
+def _try_read(sources: Datasets, key: str, task: Task, given: PythonRows | None) -> tuple[list[Source], list[Problem]]:
     try:
-        return read_sources(sources, key, task), []
+        return read_sources(sources, key, task, given), []
     except RequestError as error:
         return [], list(error.problems)
 

@@ -14,6 +14,9 @@ from framework.schema.split import Split
 STANDARD_LIBRARY = "python_stdlib"
 """The path that means the embedded source."""
 
+PYTHON_ROWS = "python_rows"
+"""The path that means rows which a program hands over."""
+
 _SPLIT_WORD = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|\d|$)", re.IGNORECASE)
 _SPLIT_SYNONYMS = {"valid": "validation", "val": "validation", "dev": "validation", "eval": "validation"}
 

@@ -13,8 +13,9 @@ import datasets
 import pyarrow as pa
 
 from framework.build.files import Fault, Record, read_records
-from framework.build.finding import STANDARD_LIBRARY, find_files, is_local, nearest_path
+from framework.build.finding import PYTHON_ROWS, STANDARD_LIBRARY, find_files, is_local, nearest_path
 from framework.build.forms import FORMS, Form, Values, choose_form
+from framework.build.given import PythonRows, python_records
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Task
@@ -54,13 +55,15 @@ class Source:
     description: str
 
 
-def read_rows(sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT) -> datasets.Dataset:
+def read_rows(
+    sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT, given: PythonRows | None = None
+) -> datasets.Dataset:
     """All rows of these sources, one source after the other; `key` is where they are written, such as `data.train`.
 
     Columns: `form`; what the form keeps, None in each row of another form where sources differ; `path` and `row`, the
     file and the line or row in it. Raises RequestError with every problem found.
     """
-    return join_sources(read_sources(sources, key, task))
+    return join_sources(read_sources(sources, key, task, given))
 
 
 def join_sources(sources: Sequence[Source]) -> datasets.Dataset:
@@ -68,13 +71,15 @@ def join_sources(sources: Sequence[Source]) -> datasets.Dataset:
     return datasets.concatenate_datasets([source.dataset for source in sources])
 
 
-def read_sources(sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT) -> list[Source]:
+def read_sources(
+    sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT, given: PythonRows | None = None
+) -> list[Source]:
     """Each source by itself, its rows fit for the task. Raises RequestError with the problems of all of them."""
     read: list[Source] = []
     problems: list[Problem] = []
     for index, source in enumerate(sources):
         try:
-            read.append(read_source(source, f"{key}[{index}]", task))
+            read.append(read_source(source, f"{key}[{index}]", task, given))
         except RequestError as error:
             problems.extend(error.problems)
     if problems:
@@ -82,9 +87,9 @@ def read_sources(sources: Sequence[DatasetParams], key: str, task: Task = Task.S
     return read
 
 
-def read_source(source: DatasetParams, key: str, task: Task = Task.SFT) -> Source:
+def read_source(source: DatasetParams, key: str, task: Task = Task.SFT, given: PythonRows | None = None) -> Source:
     """One source. Raises RequestError."""
-    opened = open_source(source, key, task)
+    opened = open_source(source, key, task, given)
     table = _Table(opened.form)
     problems: list[Problem] = []
     for place, values in opened.rows():
@@ -125,10 +130,10 @@ class OpenSource:
             yield place, Fault(values) if isinstance(values, str) else values
 
 
-def open_source(source: DatasetParams, key: str, task: Task = Task.SFT) -> OpenSource:
+def open_source(source: DatasetParams, key: str, task: Task = Task.SFT, given: PythonRows | None = None) -> OpenSource:
     """Find the files, and by the first row the form unless it is set. Raises RequestError."""
     _check_request(source, key)
-    reach = _Reach(_opener(source, key), _slice_of(source))
+    reach = _Reach(_opener(source, key, given), _slice_of(source))
     head = list(_through_first_record(reach.records()))
     if not head:
         message = f"`{source.split}` holds none of the {reach.count} rows"
@@ -155,9 +160,15 @@ class _Reach:
         return islice(located, *self.split.rows(self.count if self.split.needs_count else None))
 
 
-def _opener(source: DatasetParams, key: str) -> Callable[[], Files]:
+def _opener(source: DatasetParams, key: str, given: PythonRows | None) -> Callable[[], Files]:
     if source.path == STANDARD_LIBRARY:
         return standard_library
+    if source.path == PYTHON_ROWS:
+        if given is None:
+            message = "these rows came from Python, and none are given now"
+            argument = "eval_rows" if key.startswith("data.eval") else "train_rows"
+            raise RequestError([Problem(key, message, expected=f"framework.train(config, {argument}=...)")])
+        return lambda: [(PYTHON_ROWS, python_records(given))]
     if is_local(source.path):
         paths = find_files(source.path, parse_split(source.split), key)
         return lambda: ((str(path), read_records(path)) for path in paths)
@@ -166,7 +177,7 @@ def _opener(source: DatasetParams, key: str) -> Callable[[], Files]:
 
 
 def _is_on_hub(source: DatasetParams) -> bool:
-    return source.path != STANDARD_LIBRARY and not is_local(source.path)
+    return source.path not in (STANDARD_LIBRARY, PYTHON_ROWS) and not is_local(source.path)
 
 
 def _slice_of(source: DatasetParams) -> Split:
@@ -197,6 +208,8 @@ def _check_request(source: DatasetParams, key: str) -> None:
     on_hub = _is_on_hub(source)
     if source.name is not None and not on_hub:
         problems.append(Problem(f"{key}.name", f"{source.path} is no hub dataset, so it has no configurations"))
+    if source.digest is not None and source.path != PYTHON_ROWS:
+        problems.append(Problem(f"{key}.digest", f"is for rows from Python ({PYTHON_ROWS}), and is not checked here"))
     if not on_hub:
         problems.extend(_split_problems(source, f"{key}.split"))
     forms = sorted({column for form in FORMS.values() for column in form.columns})

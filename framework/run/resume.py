@@ -87,9 +87,17 @@ def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     return filled
 
 
+def _are_sections(value: Any) -> bool:
+    """Whether this is a list of sections, such as sources; one of an older version lacks keys, which were unset."""
+    return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+
+
 def _differences(before: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in sorted({*before, *now}):
             yield from _differences(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+    elif _are_sections(before) and _are_sections(now) and len(before) == len(now):
+        for index, (one, other) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(one, other, f"{key}[{index}]")
     elif before != now:
         yield key, before, now

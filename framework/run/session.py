@@ -19,6 +19,7 @@ from framework.build.assembly import Assembly, assemble
 from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
 from framework.build.compiled import newly_plain
 from framework.build.documents import document_lengths, on_device
+from framework.build.given import NOTHING, Given
 from framework.build.loss import Batch
 from framework.build.place import Place, real_place
 from framework.build.tokenizer import padding_id
@@ -322,6 +323,7 @@ def open_session(
     allow: Sequence[str],
     quiet: bool,
     planner: Planner | None,
+    given: Given = NOTHING,
 ) -> Session:
     """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
 
@@ -330,7 +332,7 @@ def open_session(
     """
     check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
-    inputs, forecast = _read_and_plan(config, planner)
+    inputs, forecast = _read_and_plan(config, planner, given)
     try:
         fits = forecast is None or forecast.plan.fits
         if forecast is not None and not fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
@@ -346,12 +348,12 @@ def open_session(
         raise
 
 
-def _read_and_plan(config: TrainingConfig, planner: Planner | None) -> tuple[Inputs, Forecast | None]:
+def _read_and_plan(config: TrainingConfig, planner: Planner | None, given: Given) -> tuple[Inputs, Forecast | None]:
     """The rows, and the plan, which a process of its own makes in the meantime."""
     with ThreadPoolExecutor(1) as beside:
         planned = beside.submit(planner, config) if planner is not None else None
         try:
-            inputs = read_inputs(config)
+            inputs = read_inputs(config, given)
         except BaseException:
             if planned is not None and planned.exception() is None:
                 planned.result().stop()

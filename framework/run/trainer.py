@@ -10,6 +10,7 @@ from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.coverage import said_at_save
+from framework.build.given import Given, PythonRows, take_rows
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
 from framework.build.verify import table
@@ -49,19 +50,26 @@ def train(
     allow: Sequence[str] = (),
     quiet: bool = False,
     planner: Planner | None = forecast_in_subprocess,
+    train_rows: PythonRows | None = None,
+    eval_rows: PythonRows | None = None,
 ) -> RunResult:
     """Train what `config` asks for and return where it is.
 
     `name` gives the default folder `runs/<name>`; `allow` names changed keys that a resumed run may differ in. With
     `dry_run` everything is read, built and verified, and nothing is written.
     `planner` predicts the memory first (None: nothing is predicted).
-    What `config` leaves `auto` is searched first.
+    What `config` leaves `auto` is searched first. `train_rows` and `eval_rows` are rows by column, in a list or from a
+    function that yields them: the source `{path: python_rows}` of `data.train` or `data.eval`, the only one where the
+    config has none.
     Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
+    config, given = take_rows(config, Given(train_rows, eval_rows))
     decided = decide_or_refuse(config)
     config = decided.config
     refuse_impossible(config, devices="one")
-    session = open_session(config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet, planner=planner)
+    session = open_session(
+        config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet, planner=planner, given=given
+    )
     with closing(session):
         _announce(session, decided.said)
         if dry_run:

@@ -15,7 +15,8 @@ class DatasetParams(Params):
 
     path: str
     """Local file (JSONL, JSON, CSV, text, each also as .gz, .bz2, .xz or .zst; Parquet, Arrow), a folder of them, one
-    that `save_to_disk` wrote, a glob, a hub id, or `python_stdlib`, the embedded source."""
+    that `save_to_disk` wrote, a glob, a hub id, `python_stdlib`, the embedded source, or `python_rows`, rows that a
+    program hands to `framework.train`."""
     name: str | None = None
     """Configuration of a hub dataset."""
     split: Annotated[str, AfterValidator(check_split)] = "train"
@@ -27,6 +28,8 @@ class DatasetParams(Params):
     """Shape of the rows (docs/data.md). Unset: detected from the columns, and printed."""
     columns: FrozenMapping = FrozenMapping()
     """Our name -> the file's column, where they differ: `{text: body}`."""
+    digest: str | None = None
+    """What rows from Python add up to, written into the run's config; with it, other rows are refused."""
 
 
 Datasets = Annotated[tuple[DatasetParams, ...], BeforeValidator(parse_sequence)]

@@ -244,6 +244,23 @@ def test_resuming_with_other_settings_is_classed(corpus, straight):
     assert "training.logging_steps" not in problems
 
 
+def test_rows_from_python_train_and_are_asked_for_again(corpus, tmp_path):
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    given = config(corpus, tmp_path / "given", data={"train": []}, training={"max_steps": 4})
+    whole = train(config(corpus, tmp_path / "file", training={"max_steps": 4}))
+    train(given, train_rows=lambda: iter(rows))
+    assert metrics(tmp_path / "given") == metrics(whole.folder)
+    recorded = yaml.safe_load((tmp_path / "given" / "config.yaml").read_text())
+    assert recorded["data"]["train"][0]["path"] == "python_rows"
+    again = given.model_copy(update={"training": given.training.model_copy(update={"max_steps": 5})})
+    with pytest.raises(RequestError, match=r"data\.train"):
+        train(again, resume=True, allow=["training.max_steps"])
+    with pytest.raises(RequestError, match=r"data\.train\[0\]\.digest: was"):
+        train(again, resume=True, allow=["training.max_steps"], train_rows=rows[1:])
+    train(again, resume=True, allow=["training.max_steps"], train_rows=rows)
+    assert max(metrics(tmp_path / "given")) == 5
+
+
 def test_nothing_to_resume_is_said(corpus, tmp_path):
     with pytest.raises(RequestError, match="there is no checkpoint"):
         train(config(corpus, tmp_path / "run"), resume=True)
