@@ -31,6 +31,26 @@ GPT2: dict[str, Any] = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+BERT: dict[str, Any] = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 0,
+}
+MODERNBERT: dict[str, Any] = {
+    **{key: value for key, value in BERT.items() if "dropout" not in key},
+    "model_type": "modernbert",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+}
 GEMMA2: dict[str, Any] = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 3.0}
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.heads import answers_for_rows, head_modules
 from framework.build.hub import one_line
 from framework.build.model import TORCH_DTYPES
 from framework.build.place import Place
@@ -69,6 +70,7 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
     `lost`: the factors that loftq starts from.
     Raises RequestError naming the linear layers there are when a target matches none of them.
     """
+    params = _training_the_head(params, model)
     is_prompt = params.peft_method in PROMPTS
     targets = Targets(()) if is_prompt else find_targets(params, model)
     if not is_prompt:
@@ -99,6 +101,14 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
     moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed
     initial = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(adapted)} if moved else {}
     return Adapter(adapted, targets, initial, started)
+
+
+def _training_the_head(params: PeftParams, model: PreTrainedModel) -> PeftParams:
+    """The head of a task of rows is new, and nothing of it may stay as it was drawn: it is trained in full."""
+    if not answers_for_rows(model):
+        return params
+    whole = tuple(dict.fromkeys((*params.lora_modules_to_save, *head_modules(model))))
+    return params.model_copy(update={"lora_modules_to_save": whole})
 
 
 def _cast_projections(adapted: PeftModel, dtype: torch.dtype) -> None:
@@ -136,7 +146,7 @@ def adapter_dtype(params: PeftParams, model: PreTrainedModel) -> torch.dtype:
 
 
 def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place: Place) -> PeftConfig:
-    method, kind = params.peft_method, "CAUSAL_LM"
+    method, kind = params.peft_method, "SEQ_CLS" if answers_for_rows(model) else "CAUSAL_LM"
     if method is PeftMethod.PREFIX:
         return PrefixTuningConfig(task_type=kind, num_virtual_tokens=params.num_virtual_tokens)
     if method is PeftMethod.PROMPT:

@@ -68,6 +68,8 @@ class Assembly:
     streamed: StreamedBase | None = None
     companion: nn.Module | None = None
     """The frozen model beside the trained one: what a preference is measured against."""
+    new_weights: tuple[str, ...] = ()
+    """Names of the head's weights that no checkpoint had, so that they started random."""
     ranks: Ranks = ALONE
     parallel: Parallel | None = None
     """The model as several ranks train it. `model` is the one inside, whose parameters have their plain names."""
@@ -128,7 +130,7 @@ def assemble(
     autocast = autocast_dtype(config.training)
     streams = config.model.offload_frozen_base is True
     loaded_at = loading_place(place) if streams else place
-    built = build_model(config, architecture, loaded_at, autocast)
+    built, new_weights = build_model(config, architecture, loaded_at, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     companion = build_companion(config, built)
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
@@ -169,4 +171,5 @@ def assemble(
         companion=companion,
         ranks=ranks,
         parallel=parallel,
+        new_weights=new_weights,
     )

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from framework.build.documents import document_lengths, end_to_end, mark_documents, on_device
+from framework.build.heads import answers
 from framework.build.labels import IGNORED
 from framework.build.packing import Packs
 from framework.build.rows import Row, Rows
@@ -72,7 +73,9 @@ def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
     """The largest micro batch, with these tokens of shape (rows, `TrainingConfig.longest`), all supervised.
 
     A packed row is a long document and one of a token: a mask as for any, and attention over as many pairs as can be.
-    Without padding the rows are the documents of one. Of pairs both answers are that long; single answers are good.
+    Without padding the rows are the documents of one. Of pairs both answers are that long; single answers are good. A
+    task of rows has targets, and of several rows one is shorter by a token: an encoder is given a mask, which costs
+    more than a token less.
     """
     training = config.training
     ids = ids.repeat(training.sequences_per_row, 1)
@@ -82,6 +85,8 @@ def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
         batch["reference"] = torch.zeros(rows, dtype=torch.float32, device=ids.device)
     if training.task is Task.PREFERENCE and not training.has_pairs:
         batch["targets"] = torch.ones((rows, 1), dtype=torch.float32, device=ids.device)
+    if training.task.is_of_rows:
+        batch |= _judged(config, ids)
     if config.data.packing:
         batch |= on_device(ids.device, mark_documents([[length - 1, 1]] * rows, length))
     if config.data.padding_free:
@@ -97,6 +102,21 @@ def rows_and_tokens(config: TrainingConfig, batch: Mapping[str, torch.Tensor]) -
         return len(lengths), max(lengths)
     sequences, tokens = batch["input_ids"].shape
     return sequences // config.training.sequences_per_row, tokens
+
+
+def _judged(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
+    """The mask of the padding and the targets of rows that are as long as can be: the first class, or 0."""
+    rows, length = ids.shape
+    made = {}
+    if length > 1 and (rows > 1 or length != config.model.model_max_length):
+        made["attention_mask"] = torch.ones_like(ids)
+        made["attention_mask"][-1, -1] = 0
+    if config.training.task is Task.REWARD:
+        return made
+    is_one_class = config.training.task is Task.CLASSIFICATION and config.data.multi_label is not True
+    width = 1 if is_one_class else len(answers(config))
+    made["targets"] = torch.zeros((rows, width), dtype=torch.float32, device=ids.device)
+    return made
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

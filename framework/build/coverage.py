@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.adapter import still_zero
 from framework.build.assembly import Assembly
+from framework.build.heads import head_layers
 from framework.build.loss import causal_model
 from framework.build.quantize import quantized_kinds, unquantized, weight_count
 
@@ -54,7 +55,7 @@ def coverage_line(model: nn.Module) -> str:
 def _weights(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """(group, weights, whether adapted) of each matrix of the base model."""
     causal = causal_model(model)
-    head = causal.get_output_embeddings()
+    head = head_layers(causal)
     inside: list[str] = []  # names of the adapters' own modules
     trained_whole: set[int] = set()
     stacked: set[tuple[int, str]] = set()
@@ -65,7 +66,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
         elif isinstance(module, BaseTunerLayer):
             under.add(id(module.get_base_layer()))
         elif isinstance(module, AuxiliaryTrainingWrapper):
-            trained_whole.add(id(module.original_module))
+            trained_whole |= {id(inner) for inner in module.original_module.modules()}
             inside.append(f"{name}.modules_to_save.")
         if isinstance(module, BaseTunerLayer):
             inside += [f"{name}.{part}." for part in (*module.adapter_layer_names, *module.other_param_names)]
@@ -74,9 +75,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
         if prefixes and name.startswith(prefixes):
             continue
         if isinstance(module, nn.Linear | Conv1D):
-            is_head = module is head or module is getattr(head, "original_module", None)
-            is_head = is_head or module is getattr(head, "base_layer", None)
-            group = "head" if is_head else _group(name)
+            group = "head" if module in head else _group(name)
             yield group, weight_count(module.weight), id(module) in under or id(module) in trained_whole
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3:

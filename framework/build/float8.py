@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from framework.build.heads import head_layers
 from framework.build.loss import causal_model
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Fp8
@@ -49,11 +50,11 @@ def float8_config(recipe: str, emulate: bool = False) -> Any:
 
 def linear_layers(model: nn.Module) -> list[str]:
     """Names of the linear layers below the head that torchao can take."""
-    head = causal_model(model).get_output_embeddings()
+    head = head_layers(causal_model(model))
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and module is not head
+        and module not in head
         and not (module.in_features % EDGE or module.out_features % EDGE)
     ]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from framework.build.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
 from framework.build.documents import MARKS, keep_apart
+from framework.build.heads import reads_both_ways
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
 
@@ -97,13 +98,15 @@ def supervised_tokens(batch: Batch) -> Tensor:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """What a causal model is given of a batch: the tokens, and what keeps several documents in a row apart.
+    """What a model is given of a batch: the tokens, and what keeps several documents in a row apart.
 
-    No labels, because the loss is ours. No mask of the padding, because rows are padded on the right: no token of a row
-    can see the padding behind it, and the padding's own outputs are not supervised. It would change nothing that is
-    learnt, cost rows x tokens x tokens bytes, and keep the faster attention kernels from running.
+    No labels, because the loss is ours. No mask of the padding where tokens see only those before them, because rows
+    are padded on the right: no token of a row can see the padding behind it, and the padding's own outputs are not
+    supervised. It would change nothing that is learnt, cost rows x tokens x tokens bytes, and keep the faster attention
+    kernels from running.
     """
-    left_out = ("labels", "targets", "reference", "attention_mask", *MARKS)
+    unread = () if reads_both_ways(causal_model(model).config) else ("attention_mask",)
+    left_out = ("labels", "targets", "reference", *unread, *MARKS)
     tokens = {name: tensor for name, tensor in batch.items() if name not in left_out}
     return {**tokens, **keep_apart(causal_model(model), batch)}
 

@@ -1,13 +1,13 @@
 """Model parameters become a transformers model on its place, in the dtype that was asked for."""
 
-import inspect
-import re
-import sys
+import contextlib
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
+from framework.build.heads import fit_head, is_new, model_class, read_by_model
 from framework.build.hub import hub_is_reachable, nearest, one_line
 from framework.build.isolation import refuse_leaks
 from framework.build.liger import refuse_unknown_to_liger
@@ -17,7 +17,7 @@ from framework.build.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
 from framework.memory.resolve import resolve
 from framework.schema.architecture import position_count, scales_positions
-from framework.schema.choices import PeftMethod, TorchDtype
+from framework.schema.choices import PeftMethod, Task, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.rules import find_derived_conflicts, too_long
 
@@ -52,7 +52,8 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
 def read_architecture(config: TrainingConfig) -> PretrainedConfig:
     """The Hugging Face config: as written in `model.architecture`, else read from `model.model_name`.
 
-    Raises RequestError when neither gives one, or a written key is unknown to the config class.
+    The head is that of the task. Raises RequestError when neither gives one, a written key is unknown to the config
+    class, or the model cannot do this task.
     """
     model = config.model
     if model.architecture is not None:
@@ -66,7 +67,7 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
         # else generation would stop at whatever token has the id that the family's own tokenizer ends with
         architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
     architecture.use_cache = False
-    _refuse_encoder(architecture)
+    fit_head(config, architecture)
     return architecture
 
 
@@ -83,7 +84,7 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
     unknown_keys = [
         Problem(f"{key}.{name}", f"is not a key of {type(known).__name__}", nearest=nearest(name, names))
         for name in sorted(set(written) - names)
-        if not _read_by_model(known, name)
+        if not read_by_model(known, name)
     ]
     if unknown_keys:
         raise RequestError(unknown_keys)
@@ -91,26 +92,6 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
         return AutoConfig.for_model(**written)
     except (TypeError, ValueError) as error:
         raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {error}")]) from None
-
-
-def _read_by_model(architecture: PretrainedConfig, key: str) -> bool:
-    """Whether the model's code reads a key that its config class does not declare, as Qwen3-MoE does `head_dim`."""
-    try:
-        code = inspect.getsource(sys.modules[AutoModelForCausalLM._model_mapping[type(architecture)].__module__])
-    except (KeyError, OSError):
-        return False
-    name = re.escape(key)  # not where an example in a docstring sets it
-    return re.search(rf'config\.{name}\b(?!\s*=[^=])|getattr\((?:self\.)?config, "{name}"', code) is not None
-
-
-def _refuse_encoder(architecture: PretrainedConfig) -> None:
-    """The tasks there are predict the next token, which a model that reads both ways would simply see."""
-    if not AutoModelForCausalLM._model_mapping.get(type(architecture), None):
-        message = f"{architecture.model_type} is not a causal language model"
-        raise RequestError([Problem("model.architecture.model_type", message, expected="a decoder, such as llama")])
-    if getattr(architecture, "is_decoder", None) is False and _read_by_model(architecture, "is_decoder"):
-        message = f"{architecture.model_type} reads both ways here, so the next token would be visible to it"
-        raise RequestError([Problem("model.architecture.is_decoder", message, expected="true")])
 
 
 def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
@@ -130,8 +111,9 @@ def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
 
 def build_model(
     config: TrainingConfig, architecture: PretrainedConfig, place: Place, computed: torch.dtype | None = None
-) -> PreTrainedModel:
-    """A causal language model in train mode: pretrained weights streamed to the place, or random ones.
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The task's model in train mode, pretrained weights streamed to the place or random ones; and the names of the
+    head's weights that the checkpoint does not have, so that they are random.
 
     `model.torch_dtype_str` must be resolved; `auto` takes the checkpoint's dtype (float32 where it states none).
     `computed` is autocast's dtype, which the weights of a base that is quantised while it loads are multiplied in.
@@ -141,14 +123,23 @@ def build_model(
     attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
     packed = quantization(config.peft, computed or dtype) if is_packed_when_loaded(config) else None
     if config.model.load_pretrained_weights and not place.rehearsed:
-        model = _pretrained(config, architecture, dtype, attention, place, packed)
+        model, new = _pretrained(config, architecture, dtype, attention, place, packed)
     else:
-        model = _random(architecture, dtype, attention, place)
+        model, new = _random(config.training.task, architecture, dtype, attention, place), ()
     if config.model.sdpa_backend is not None and model.config._attn_implementation != "sdpa":
         message = f"{architecture.model_type} does not use torch's attention here"
         raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
+    if config.training.task.is_of_rows:
+        _read_no_ids(model)
     model.train()
-    return model
+    return model, new
+
+
+def _read_no_ids(model: PreTrainedModel) -> None:
+    """BERT and GPT-2 look whether ids are padding, to warn: it waits for the card, and masks of ours go by position."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
 def is_packed_when_loaded(config: TrainingConfig) -> bool:
@@ -156,10 +147,12 @@ def is_packed_when_loaded(config: TrainingConfig) -> bool:
     return config.training.use_peft and config.peft.q_lora and config.peft.peft_method is not PeftMethod.LOFTQ
 
 
-def _random(architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place) -> PreTrainedModel:
+def _random(
+    task: Task, architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
+) -> PreTrainedModel:
     try:
-        with torch.device(place.device):
-            model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, attn_implementation=attention)
+        with torch.device(place.device), no_init_weights() if place.rehearsed else contextlib.nullcontext():
+            model = model_class(task).from_config(architecture, dtype=dtype, attn_implementation=attention)
     except (ImportError, ValueError, RuntimeError, TypeError) as error:
         raise RequestError([_refused(architecture, attention, error)]) from None
     built: PreTrainedModel = model
@@ -182,7 +175,7 @@ def _pretrained(
     attention: str | None,
     place: Place,
     packed: BitsAndBytesConfig | None,
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
     name = config.model.model_name
     if name is None:
         raise RequestError(
@@ -196,7 +189,7 @@ def _pretrained(
         )
     loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # packed from the host, later
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = model_class(config.training.task).from_pretrained(
             name,
             config=architecture,
             dtype=dtype,
@@ -214,7 +207,9 @@ def _pretrained(
             raise RequestError([_refused(architecture, attention, error)]) from None
         message = f"the weights of {name!r} do not load: {one_line(error)}"
         raise RequestError([Problem("model.model_name", message)]) from None
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info.get("mismatched_keys", ()))
+    loaded: PreTrainedModel = model
+    new = tuple(sorted(key for key in info["missing_keys"] if is_new(loaded, key)))
+    absent = sorted({*info["missing_keys"]} - {*new}) + sorted(str(key) for key in info.get("mismatched_keys", ()))
     if absent:
         raise RequestError(
             [
@@ -224,5 +219,4 @@ def _pretrained(
                 )
             ]
         )
-    loaded: PreTrainedModel = model
-    return loaded
+    return loaded, new

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.heads import head_layers
 from framework.build.hub import nearest
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod
@@ -33,9 +34,8 @@ class Targets:
 
 def linear_modules(model: PreTrainedModel) -> list[str]:
     """Full names of every linear layer but the head."""
-    head = model.get_output_embeddings()
-    kinds = (nn.Linear, Conv1D)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
+    head, kinds = head_layers(model), (nn.Linear, Conv1D)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module not in head]
 
 
 def stacked_experts(model: nn.Module) -> list[str]:

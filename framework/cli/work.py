@@ -56,11 +56,13 @@ def _report(result: "RunResult") -> None:
         print(f"prompt      {prompt!r}\ncompletion  {completion!r}")
     for values in result.evals[:1] + result.evals[1:][-1:]:
         print(f"eval loss   {values['eval_loss']:.4f} at step {values['step']}")
+    for name, value in list(result.evals[-1].items())[2:8] if result.evals else ():
+        print(f"{name.replace('_', ' '):<12}{value:.4f}")
     final = result.folder / "final"
     if (final / "adapter_config.json").exists():
         print(f"adapter     {final} (peft's PeftModel.from_pretrained loads it on its base)")
         print(f"plain model tunesmith merge {result.folder}")
     else:
-        print(f"model       {final} (AutoModelForCausalLM.from_pretrained loads it)")
+        print(f"model       {final} ({result.loader}.from_pretrained loads it)")
     print(f"again       tunesmith train {result.folder / 'config.yaml'} training.learning_rate=1e-4")
     print(result.memory)

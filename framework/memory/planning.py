@@ -341,6 +341,8 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append("garbage collection of cached blocks is not replayed: reserved is an upper end")
     if rehearsal.read_values:
         taken = "for several documents in a row" if config.data.joins_rows else "without padding"
+        if config.training.task.is_of_rows:
+            taken = "where a row of several is padded"
         said.append(f"values read on the host are taken to be as {taken}: {', '.join(rehearsal.read_values)}")
     return tuple(said)
 

@@ -1,6 +1,6 @@
 """Evaluation: the mean loss over held-out rows, and the task's metrics. No logits outlive their batch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -8,6 +8,15 @@ from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe
 from framework.build.optimizers.schedule_free import averaged
 from framework.run.step import eval_step
+
+MOST_METRICS = 6
+"""Numbers of an evaluation on its line; `metrics.jsonl` has all."""
+
+
+def in_words(values: Mapping[str, float]) -> str:
+    """An evaluation in a line: the loss, and the first of the task's metrics."""
+    rest = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in list(values.items())[1:MOST_METRICS])
+    return "  ".join([f"eval loss {values['eval_loss']:.4f}", *rest])
 
 
 def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> dict[str, float]:

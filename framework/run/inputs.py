@@ -4,11 +4,14 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from framework.build.classes import Targets
 from framework.build.data import Data, prepare_data, training_texts
 from framework.build.given import NOTHING, Given
+from framework.build.heads import fit_head, pad_like
 from framework.build.model import settle
 from framework.build.tokenizer import build_tokenizer
 from framework.errors import Problem, RequestError
+from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
 
@@ -32,7 +35,40 @@ def read_inputs(config: TrainingConfig, given: Given = NOTHING) -> Inputs:
         raise RequestError([Problem("data.train", "there is nothing to train on", expected="a list of sources")])
     config, architecture = settle(config)
     tokenizer = read_tokenizer(config, architecture, given)
-    return Inputs(config, architecture, tokenizer, read_rows_for(config, architecture, tokenizer, given))
+    data = read_rows_for(config, architecture, tokenizer, given)
+    if config.training.task.is_of_rows:
+        config = with_labels(config, data.targets)
+        fit_head(config, architecture)
+        pad_like(architecture, tokenizer)
+    return Inputs(config, architecture, tokenizer, data)
+
+
+def with_labels(config: TrainingConfig, targets: Targets | None) -> TrainingConfig:
+    """The config with what the rows' labels mean, so that it makes the same head again.
+
+    Raises RequestError where that is not what was asked for, or nothing can be told apart.
+    """
+    if targets is None:
+        return config
+    labels, several = config.data.labels, config.data.multi_label
+    if config.training.task is Task.REGRESSION:
+        if labels and len(labels) != targets.size:
+            message = f"names {len(labels)} numbers, and each row has {targets.size}"
+            raise RequestError([Problem("data.labels", message, expected=f"{targets.size} names, or unset")])
+        values = ("value",) if targets.size == 1 else tuple(f"value_{index}" for index in range(targets.size))
+        return _with(config, labels=labels or values)
+    if several is not None and several != targets.several:
+        message = f"is {str(several).lower()}, and the first label is {'a list' if targets.several else 'one class'}"
+        expected = "labels that are lists of classes" if several else "true, or unset"
+        raise RequestError([Problem("data.multi_label", message, expected=expected)])
+    if len(targets.names) < 2 and not targets.several:
+        message = f"every row is of the class {targets.names[0]}: there is nothing to tell apart"
+        raise RequestError([Problem("data.train", message, expected="rows of two classes or more")])
+    return _with(config, labels=targets.names, multi_label=targets.several)
+
+
+def _with(config: TrainingConfig, **data: object) -> TrainingConfig:
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
 
 
 def read_tokenizer(

@@ -110,7 +110,7 @@ def _base_of_run(config: TrainingConfig, adapter: Path) -> tuple[PreTrainedModel
         place = real_place(torch.device("cuda" if torch.cuda.is_available() and not is_too_large else "cpu"))
         set_seed(config.training.seed)  # random weights come out as they did for the run
         autocast = autocast_dtype(config.training)
-        model = build_model(config, architecture, place, autocast)
+        model, _ = build_model(config, architecture, place, autocast)
         if config.peft.q_lora:
             quantize(config.peft, model, autocast or model.dtype, place)
     return model, getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype

@@ -17,6 +17,7 @@ import torch
 from framework.build.activations import keeps
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
+from framework.build.heads import reads_both_ways, said_of_answers
 from framework.build.loss import Batch, Observe
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
@@ -51,7 +52,8 @@ def record(config: TrainingConfig) -> Rehearsal:
     config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     vocabulary = architecture.get_text_config().vocab_size
-    tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=_joins_rows(config))
+    is_masked = _joins_rows(config) or (config.training.task.is_of_rows and reads_both_ways(architecture))
+    tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=is_masked)
     is_compiled, is_adapted = config.training.compile is True, config.training.use_peft
     if is_adapted:  # before torch is patched, too
         from framework.build.coverage import said_of_adapter
@@ -81,7 +83,7 @@ def record(config: TrainingConfig) -> Rehearsal:
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
     planned = blocks.said if blocks is not None else ()
     covered = said_of_adapter(assembly) if is_adapted else ()
-    said = (*map(str, assembly.frozen), *covered, *planned, *launched)
+    said = (*map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config))
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 

@@ -42,7 +42,7 @@ from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from framework.run.comparison import compare
-from framework.run.evaluate import evaluate
+from framework.run.evaluate import evaluate, in_words
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs, read_inputs
 from framework.run.interrupt import Interrupt, watched_interrupt
@@ -289,7 +289,7 @@ class Session:
         self.evals.append({"step": self.step, **values})
         self.folder.append_metrics(self.evals[-1])
         self.accelerator.log(values, step=self.step)
-        self.progress.say(f"step {self.step}/{self.total}  eval loss {values['eval_loss']:.4f}")
+        self.progress.say(f"step {self.step}/{self.total}  {in_words(values)}")
         self._clock = time.perf_counter()
 
     def _evaluated(self) -> dict[str, float]:
@@ -350,6 +350,9 @@ def open_session(
 
 def _read_and_plan(config: TrainingConfig, planner: Planner | None, given: Given) -> tuple[Inputs, Forecast | None]:
     """The rows, and the plan, which a process of its own makes in the meantime."""
+    if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
+        inputs = read_inputs(config)
+        return inputs, planner(inputs.config) if planner is not None else None
     with ThreadPoolExecutor(1) as beside:
         planned = beside.submit(planner, config) if planner is not None else None
         try:

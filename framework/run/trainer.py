@@ -11,6 +11,7 @@ from torch import Tensor
 from framework.build.assembly import Assembly
 from framework.build.coverage import said_at_save
 from framework.build.given import Given, PythonRows, take_rows
+from framework.build.heads import model_class
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
 from framework.build.verify import table
@@ -38,6 +39,8 @@ class RunResult:
     sample: tuple[str, str] | None
     memory: str
     """Peak memory measured and predicted, in one sentence."""
+    loader: str = "AutoModelForCausalLM"
+    """The transformers class that loads the final model."""
 
 
 def train(
@@ -120,11 +123,15 @@ def _finish(session: Session) -> RunResult:
             export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
     evals = tuple(session.evals)
     peak = session.meter.allocated
-    return RunResult(session.folder.path, session.step, evals, peak, sample, last_line(memory))
+    loader = model_class(session.config.training.task).__name__
+    return RunResult(session.folder.path, session.step, evals, peak, sample, last_line(memory), loader)
 
 
 def _sample(session: Session) -> tuple[str, str] | None:
-    """A completion of the beginning of a held-out row, or of a training row when none is held out."""
+    """A completion of the beginning of a held-out row, or of a training row when none is held out; None where the
+    model does not write."""
+    if session.config.training.task.is_of_rows:
+        return None
     tokenizer, data = session.inputs.tokenizer, session.inputs.data
     row = (data.eval or data.train)[0]
     prompt = torch.tensor([row["input_ids"][:SAMPLE_PROMPT_TOKENS]], device=session.assembly.place.device)

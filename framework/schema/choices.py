@@ -55,6 +55,11 @@ class Task(Choice):
     REGRESSION = "regression"
     DISTILLATION = "distillation"
 
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether the model gives one answer for a row as a whole, by a head of its own, and not one a token."""
+        return self in (Task.CLASSIFICATION, Task.REGRESSION, Task.REWARD)
+
 
 class PreferenceLoss(Choice):
     """What is minimised over preferences, by the names of TRL's trainers and of the papers."""

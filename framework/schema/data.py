@@ -71,7 +71,11 @@ class DataParams(Params):
     """Tokens the loss is taken over. Unset: the assistant's turns in a chat, the completion of a prompt, every token of
     a text; under `pretrain` every token of all."""
     labels: Names | None = None
-    """Class names in the order of their numbers, for rows of class labels. Unset: the names that occur, sorted."""
+    """Names of the classes of `classification` (of the numbers of `regression`) in the order of the model's outputs.
+    Unset: those that occur in the training rows, sorted; a plan, which reads no rows, assumes two (one). No memory to
+    speak of."""
+    multi_label: bool | None = None
+    """Whether a row may have several classes, or none. Unset: when labels are lists. No memory."""
     truncation: Truncation = Truncation.RIGHT
     """What happens to a row longer than `model.model_max_length`."""
     workers: Count = 0

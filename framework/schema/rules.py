@@ -23,6 +23,7 @@ from framework.schema.choices import (
     Task,
     TorchDtype,
 )
+from framework.schema.classifier_rules import classifier_conflicts
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 from framework.schema.data_rules import data_conflicts
@@ -637,6 +638,7 @@ RULES = (
     _offloaded_base,
     survival_conflicts,
     task_conflicts,
+    classifier_conflicts,
     _card,
     _half_attention,
     _sdpa_backend,

@@ -69,7 +69,7 @@ def test_no_key_has_two_rows_and_no_reader_is_idle():
     keys = [row.key for row in LEVERS]
     assert len(keys) == len(set(keys))
     named = {row.reader for row in LEVERS}
-    always = {"parameters", "keeping_blocks", "optimizer_states", "isolation"}
+    always = {"head", "parameters", "keeping_blocks", "optimizer_states", "isolation"}
     assert {*READERS, *FIRST_STEP_READERS} - always == named
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.build.heads import head_layers
 from framework.build.loss import causal_model
 
 
@@ -62,7 +63,6 @@ def hidden_matrices(model: nn.Module) -> frozenset[Tensor]:
         if isinstance(module, nn.Embedding)
         for parameter in module.parameters(recurse=False)
     }
-    head = causal_model(model).get_output_embeddings()
-    ends |= set(head.parameters()) if head is not None else set()
+    ends |= {parameter for layer in head_layers(causal_model(model)) for parameter in layer.parameters()}
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() == 2)
     return frozenset(parameter for parameter in trained if parameter not in ends)

@@ -8,6 +8,7 @@ from framework.build.tasks.objective import Objective
 from framework.build.tasks.preference import build_preference
 from framework.build.tasks.preference_losses import PairLoss, SingleLoss
 from framework.build.tasks.reference import build_reference, frozen_copy
+from framework.build.tasks.rows import build_row_objective
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
@@ -22,7 +23,10 @@ def build_companion(config: TrainingConfig, model: nn.Module) -> nn.Module | Non
 
 def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Module | None = None) -> Objective:
     """What `training.task` minimises. Raises RequestError for a model that it cannot be asked of."""
-    loss, training = build_loss(config.model, model), config.training
+    training = config.training
+    if training.task in (Task.CLASSIFICATION, Task.REGRESSION):
+        return build_row_objective(model)
+    loss = build_loss(config.model, model)
     if training.task is Task.PREFERENCE:
         rule = PairLoss(training.preference) if training.has_pairs else SingleLoss(training.preference)
         return build_preference(loss, build_reference(config, loss, companion), rule)

@@ -34,6 +34,7 @@ from framework.build.verify.documents import (
     read_packed_rows,
     read_rows_end_to_end,
 )
+from framework.build.verify.head import read_head
 from framework.build.verify.liger import read_liger_kernels
 from framework.build.verify.loss import read_chunked_loss
 from framework.build.verify.offloaded_base import read_offloaded_base, read_offloaded_base_again
@@ -69,6 +70,7 @@ __all__ = [
 
 READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "allocator_settings": read_allocator_settings,
+    "head": read_head,
     "parameters": read_parameters,
     "weight_dtypes": read_weight_dtypes,
     "autocast": read_autocast,
@@ -96,8 +98,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "quantized": read_quantized,
     "adapter_saved_modules": read_adapter_saved_modules,
 }
-"""Before step 1, in the order of the printed table. `parameters` and `keeping_blocks` are no levers: they are said for
-every run they are about; `isolation` is of every lever that puts several documents in a row."""
+"""Before step 1, in the order of the printed table. `head`, `parameters` and `keeping_blocks` are no levers: they are
+said for every run they are about; `isolation` is of every lever that puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,

@@ -36,7 +36,8 @@ def probe(assembly: Assembly) -> Seen:
     """Run a few tokens forward, without backward and without compiled code."""
     device, length = assembly.place.device, assembly.config.model.model_max_length
     tokens = min(PROBE_TOKENS, length) if isinstance(length, int) else PROBE_TOKENS
-    batch = full_batch(assembly.config, torch.zeros((1, tokens), dtype=torch.int64, device=device))
+    rows = 2 if assembly.config.training.task.is_of_rows else 1  # of which one is padded, as it will be
+    batch = full_batch(assembly.config, torch.zeros((rows, tokens), dtype=torch.int64, device=device))
     devices = [device] if assembly.place.kind == "cuda" else []
     seen = Seen()
     is_flex = assembly.config.model.attn_implementation == "flex_attention"

@@ -1,0 +1,193 @@
+"""`classification` and `regression`: one answer for each row, against the row's `targets`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from framework.build.loss import IGNORED, Batch, Observe, causal_model, model_inputs
+
+AddedUp = Mapping[str, Tensor]
+
+
+def row_answers(model: nn.Module, batch: Batch) -> Tensor:
+    """What the model says of each row, float32 of shape (rows, answers)."""
+    answers: Tensor = model(**model_inputs(model, batch), use_cache=False).logits
+    return answers.float()
+
+
+def rows_that_count(batch: Batch) -> Tensor:
+    """Which rows have targets, bool of shape (rows,). A row that stands in for none has NaN."""
+    return ~batch["targets"].isnan().any(1)
+
+
+@dataclass(frozen=True)
+class OneClass:
+    """Cross entropy of the one class of each row; its targets are (rows, 1) numbers of classes."""
+
+    names: tuple[str, ...]
+    unit: str = "rows"
+
+    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        answers = row_answers(model, batch)
+        observe("loss")
+        return F.cross_entropy(answers, _classes(batch), ignore_index=IGNORED, reduction="sum")
+
+    def terms(self, batch: Batch) -> Tensor:
+        return rows_that_count(batch).sum()
+
+    def sums(self, model: nn.Module, batch: Batch) -> AddedUp:
+        answers, truth = row_answers(model, batch), _classes(batch)
+        counted = rows_that_count(batch)
+        loss = F.cross_entropy(answers, truth, ignore_index=IGNORED, reduction="sum")
+        truth, guess = truth.clamp(min=0), answers.argmax(1)
+        return {
+            "loss": loss,
+            "terms": counted.sum(),
+            "true": _per_class(truth, counted, answers),
+            "guessed": _per_class(guess, counted, answers),
+            "right": _per_class(truth, counted & (guess == truth), answers),
+        }
+
+    def metrics(self, sums: AddedUp) -> dict[str, float]:
+        right = float(sums["right"].sum() / sums["terms"])
+        return {**_mean_loss(sums), "accuracy": right, "macro_f1": macro_f1(*_counts(sums))}
+
+
+@dataclass(frozen=True)
+class SeveralClasses:
+    """Binary cross entropy of every class, its mean over the classes; targets are (rows, classes) of 0 and 1."""
+
+    names: tuple[str, ...]
+    unit: str = "rows"
+
+    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        answers = row_answers(model, batch)
+        observe("loss")
+        return self._loss(answers, batch)
+
+    def terms(self, batch: Batch) -> Tensor:
+        return rows_that_count(batch).sum()
+
+    def sums(self, model: nn.Module, batch: Batch) -> AddedUp:
+        answers, counted = row_answers(model, batch), rows_that_count(batch)
+        truth, guess = batch["targets"].nan_to_num() > 0.5, answers > 0
+        truth, guess = truth & counted[:, None], guess & counted[:, None]
+        return {
+            "loss": self._loss(answers, batch),
+            "terms": counted.sum(),
+            "exact": ((truth == guess).all(1) & counted).sum(),
+            "true": truth.sum(0),
+            "guessed": guess.sum(0),
+            "right": (truth & guess).sum(0),
+        }
+
+    def metrics(self, sums: AddedUp) -> dict[str, float]:
+        true, guessed, right = _counts(sums)
+        each = f1(true, guessed, right)
+        return {
+            **_mean_loss(sums),
+            "accuracy": float(sums["exact"] / sums["terms"]),
+            "micro_f1": float(f1(true.sum(), guessed.sum(), right.sum())),
+            "macro_f1": macro_f1(true, guessed, right),
+            **{f"f1.{name}": float(value) for name, value in zip(self.names, each, strict=True)},
+        }
+
+    @staticmethod
+    def _loss(answers: Tensor, batch: Batch) -> Tensor:
+        targets = batch["targets"].nan_to_num()  # before the loss: a NaN would reach the gradient of its row's mask
+        losses = F.binary_cross_entropy_with_logits(answers, targets, reduction="none").mean(1)
+        return (losses * rows_that_count(batch)).sum()
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Squared error, its mean over the numbers of a row; targets are (rows, numbers)."""
+
+    names: tuple[str, ...]
+    unit: str = "rows"
+
+    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        answers = row_answers(model, batch)
+        observe("loss")
+        return self._loss(answers, batch)
+
+    def terms(self, batch: Batch) -> Tensor:
+        return rows_that_count(batch).sum()
+
+    def sums(self, model: nn.Module, batch: Batch) -> AddedUp:
+        answers, counted = row_answers(model, batch), rows_that_count(batch)
+        guess = torch.where(counted[:, None], answers, 0).double()
+        truth = batch["targets"].nan_to_num().double()
+        return {
+            "loss": self._loss(answers, batch),
+            "terms": counted.sum(),
+            "error": (guess - truth).square().sum(0),
+            "distance": (guess - truth).abs().sum(0),
+            "truth": truth.sum(0),
+            "truth_squared": truth.square().sum(0),
+            "guess": guess.sum(0),
+            "guess_squared": guess.square().sum(0),
+            "product": (truth * guess).sum(0),
+        }
+
+    def metrics(self, sums: AddedUp) -> dict[str, float]:
+        """Where there are several numbers, the mean over them. r2 and pearson are 0 where the truth never varies."""
+        rows = sums["terms"]
+        varies = sums["truth_squared"] - sums["truth"] ** 2 / rows
+        guess_varies = sums["guess_squared"] - sums["guess"] ** 2 / rows
+        together = sums["product"] - sums["truth"] * sums["guess"] / rows
+        r2 = torch.where(varies > 0, 1 - sums["error"] / varies, 0)
+        pearson = together / (varies * guess_varies).clamp(min=0).sqrt()
+        return {
+            **_mean_loss(sums),
+            "mse": float((sums["error"] / rows).mean()),
+            "mae": float((sums["distance"] / rows).mean()),
+            "r2": float(r2.mean()),
+            "pearson": float(torch.where(pearson.isfinite(), pearson, 0).mean()),
+        }
+
+    @staticmethod
+    def _loss(answers: Tensor, batch: Batch) -> Tensor:
+        errors = (answers - batch["targets"].nan_to_num()).square().mean(1)
+        return (errors * rows_that_count(batch)).sum()
+
+
+def build_row_objective(model: nn.Module) -> OneClass | SeveralClasses | Numbers:
+    """What the kind of the model's head asks for."""
+    config = causal_model(model).config
+    names = tuple(config.id2label[index] for index in range(config.num_labels))
+    if config.problem_type == "regression":
+        return Numbers(names)
+    return SeveralClasses(names) if config.problem_type == "multi_label_classification" else OneClass(names)
+
+
+def f1(true: Tensor, guessed: Tensor, right: Tensor) -> Tensor:
+    """Of counts: rows of a class, rows said to be of it, and both. 0 where neither occurs."""
+    return 2 * right / (true + guessed).clamp(min=1)
+
+
+def macro_f1(true: Tensor, guessed: Tensor, right: Tensor) -> float:
+    """The mean over the classes that occur, in the rows or in what is said of them."""
+    occurs = (true + guessed) > 0
+    return float((f1(true, guessed, right) * occurs).sum() / occurs.sum().clamp(min=1))
+
+
+def _classes(batch: Batch) -> Tensor:
+    """The class of each row, int64 of shape (rows,), IGNORED where the row does not count."""
+    return batch["targets"].nan_to_num(nan=IGNORED)[:, 0].long()
+
+
+def _per_class(classes: Tensor, counted: Tensor, answers: Tensor) -> Tensor:
+    """How many of the counted rows are of each class; float32, exact below 2^24 rows a batch."""
+    return answers.new_zeros(answers.shape[1]).index_add(0, classes, counted.float())
+
+
+def _counts(sums: AddedUp) -> tuple[Tensor, Tensor, Tensor]:
+    return sums["true"], sums["guessed"], sums["right"]
+
+
+def _mean_loss(sums: AddedUp) -> dict[str, float]:
+    return {"eval_loss": float(sums["loss"] / sums["terms"])}
