@@ -81,7 +81,7 @@ def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
     ids = ids.repeat(training.sequences_per_row, 1)
     rows, length = ids.shape
     batch = {"input_ids": ids, "labels": ids.clone()}
-    if training.has_reference and training.preference.precompute_reference:
+    if training.asks_reference_once:
         batch["reference"] = torch.zeros(rows, dtype=torch.float32, device=ids.device)
     if training.task is Task.PREFERENCE and not training.has_pairs:
         batch["targets"] = torch.ones((rows, 1), dtype=torch.float32, device=ids.device)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
+from framework.build.fingerprints import fixed_fingerprint
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.optimizer_state import flat_state, restore_state
@@ -84,6 +85,7 @@ def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int, repa
             verify_tensors(aside / name, part)
         state = {"format": FORMAT, "step": step, "optimizer": numbers, "random": random_numbers}
         state["loss_scale"] = assembly.loss_scale.state()
+        state["reference"] = fixed_fingerprint(assembly)
         state["repairs"] = [repair.to_json() for repair in repairs]
         state["config"] = assembly.config.model_dump(mode="json")
         (aside / _STATE).write_text(json.dumps(state))
@@ -137,6 +139,9 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
     Raises RequestError when it holds other tensors than the model that was built.
     """
     state = read_state(checkpoint)
+    if state.get("reference") not in (None, fixed_fingerprint(assembly)):
+        message = f"the model that {checkpoint} was measured against had other weights than the one built now"
+        raise RequestError([Problem("--resume", message, expected="the files that the run began with")])
     device = str(assembly.place.device)
     expected, stored = trained_state(assembly.model), load_file(checkpoint / _WEIGHTS, device=device)
     different = sorted(set(expected) ^ set(stored)) or [

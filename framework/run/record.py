@@ -21,6 +21,7 @@ from framework.text import to_yaml
 
 OURS = (
     "config.yaml",
+    "reference.safetensors",
     "plan.json",
     "environment.json",
     "metrics.jsonl",

@@ -32,7 +32,7 @@ from framework.run.evaluate import evaluate
 from framework.run.footprint import read_footprint, state_space, state_tensors
 from framework.run.loading import record_load
 from framework.run.pretend import pretend
-from framework.run.step import keep_nothing, train_step
+from framework.run.step import keep_nothing, reference_step, train_step
 from framework.run.tracker import Tracker
 from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
 from framework.schema.config import TrainingConfig
@@ -131,6 +131,9 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
         tracker.observe(phase)
 
     marks, config = tracker.trace.marks, assembly.config
+    if config.training.asks_reference_once:
+        reference_step(assembly, make_batch(assembly, int(config.training.per_device_eval_batch_size)), observe)
+        observe("end")
     before = len(marks) - 1
     if config.data.eval or config.data.eval_fraction:
         evaluate(assembly, [make_batch(assembly, int(config.training.per_device_eval_batch_size))], observe)

@@ -189,6 +189,7 @@ class Session:
             tuple(self._eval_shapes),
             documents=tuple(map(document_lengths, made)),
             joined=all("position_ids" in batch for batch in made),
+            has_reference=all("reference" in batch for batch in made),
         )
 
     def _moved(self, batch: Batch) -> Batch:

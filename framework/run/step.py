@@ -14,6 +14,7 @@ from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe, ignore_phases
 from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers.parameter_wise import ParameterWise
+from framework.build.tasks import Precomputed, reference_of
 from framework.errors import NonFinite
 
 
@@ -122,6 +123,15 @@ def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_phases
     observe("eval")
     with torch.no_grad(), assembly.attention, assembly.autocast:
         return assembly.sums_of(batch)
+
+
+def reference_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_phases) -> Tensor:
+    """Log-probabilities of the batch's answers under the reference that is asked before training, `[sequences]`."""
+    reference = reference_of(assembly.objective)
+    assert isinstance(reference, Precomputed), "only such a reference is asked apart from the step"
+    observe("eval")
+    with torch.no_grad(), assembly.attention, assembly.autocast:
+        return reference.source(assembly.model, batch)
 
 
 def _set_rate(assembly: Assembly, step: int) -> float:

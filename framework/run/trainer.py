@@ -10,15 +10,17 @@ from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.coverage import said_at_save
+from framework.build.fingerprints import take_fingerprints
 from framework.build.given import Given, PythonRows, take_rows
 from framework.build.heads import model_class
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
-from framework.build.verify import table
+from framework.build.verify import table, verify_unmoved
 from framework.run.comparison import last_line
 from framework.run.export import export
 from framework.run.fit import decide_or_refuse
 from framework.run.forecast import forecast_in_subprocess
+from framework.run.reference import know_reference
 from framework.run.session import LAST_SECONDS, Planner, Session, begin, open_session
 from framework.run.step import train_step
 from framework.run.survive import TRAIN, tries
@@ -79,6 +81,8 @@ def train(
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
         begin(session, overwrite)
         with session.running():
+            know_reference(session)
+            before = take_fingerprints(session.assembly)
             try_longest_rows(session)
             session.start()
             for step in range(session.step + 1, session.total + 1):
@@ -88,6 +92,7 @@ def train(
                         result = train_step(session.assembly, batches, step, session.observe, way_back.before_update)
                 session.after_step(step, result)
             session.save()
+            verify_unmoved(session.assembly, before)
             finished = _finish(session)
         session.close(after=LAST_SECONDS)
         return finished

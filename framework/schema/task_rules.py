@@ -44,7 +44,7 @@ def _answers_in_a_row(config: TrainingConfig) -> Iterator[Conflict]:
 
 def _reference(config: TrainingConfig) -> Iterator[Conflict]:
     training, method = config.training, config.peft.peft_method
-    if not training.has_reference or training.preference.precompute_reference:
+    if not training.has_reference or training.asks_reference_once:
         return
     if training.use_peft and method in MOVE_THE_BASE:
         message = f"{method} takes its start out of the base: without the adapter it is not the model it was"

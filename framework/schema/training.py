@@ -189,3 +189,8 @@ class TrainingParams(Params):
     def has_reference(self) -> bool:
         """Whether what is learnt is measured against the model as it was."""
         return self.task is Task.PREFERENCE and self.preference.loss_type not in WITHOUT_REFERENCE
+
+    @property
+    def asks_reference_once(self) -> bool:
+        """Whether that model is asked about all rows before the first step."""
+        return self.has_reference and self.preference.precompute_reference

@@ -5,18 +5,20 @@ from torch import nn
 from framework.build.loss import build_loss
 from framework.build.tasks.next_token import NextToken
 from framework.build.tasks.objective import Objective
-from framework.build.tasks.preference import build_preference
+from framework.build.tasks.preference import Pairs, Singles, build_preference
 from framework.build.tasks.preference_losses import PairLoss, SingleLoss
-from framework.build.tasks.reference import build_reference, frozen_copy
+from framework.build.tasks.reference import Precomputed, Reference, WithoutAdapter, build_reference, frozen_copy
 from framework.build.tasks.rows import build_row_objective
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
+
+__all__ = ["Precomputed", "WithoutAdapter", "build_companion", "build_objective", "reference_of"]
 
 
 def build_companion(config: TrainingConfig, model: nn.Module) -> nn.Module | None:
     """The frozen model beside the one that is trained, where the task needs one. `model` is as it was built."""
     training = config.training
-    if training.has_reference and not training.use_peft and not training.preference.precompute_reference:
+    if training.has_reference and not training.use_peft and not training.asks_reference_once:
         return frozen_copy(model)
     return None
 
@@ -31,3 +33,8 @@ def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Modu
         rule = PairLoss(training.preference) if training.has_pairs else SingleLoss(training.preference)
         return build_preference(loss, build_reference(config, loss, companion), rule)
     return NextToken(loss)
+
+
+def reference_of(objective: Objective) -> Reference | None:
+    """What a preference is measured against; None for a loss without a reference, and for other tasks."""
+    return objective.asked.reference if isinstance(objective, Pairs | Singles) else None

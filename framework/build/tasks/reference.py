@@ -73,7 +73,7 @@ def build_reference(config: TrainingConfig, loss: Loss, companion: nn.Module | N
         return FrozenCopy(loss, companion)
     starts_elsewhere = config.peft.peft_method in MOVE_THE_BASE
     source = WithoutAdapter(loss) if training.use_peft and not starts_elsewhere else AsItIs(loss)
-    return Precomputed(source) if training.preference.precompute_reference else source
+    return Precomputed(source) if training.asks_reference_once else source
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from framework.build.assembly import Assembly
+from framework.build.fingerprints import Fingerprints
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.verify.activations import (
     read_attention_kernel,
@@ -27,6 +28,11 @@ from framework.build.verify.adapter import (
 )
 from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches, read_padded_lengths
+from framework.build.verify.companion import (
+    read_known_reference,
+    read_moved,
+    read_reference,
+)
 from framework.build.verify.compiled import read_compiled_regions, read_compiled_runs, read_memory_budget
 from framework.build.verify.documents import (
     read_grouped_rows,
@@ -66,6 +72,7 @@ __all__ = [
     "verify",
     "verify_emptied_cache",
     "verify_first_step",
+    "verify_unmoved",
 ]
 
 READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
@@ -87,6 +94,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "liger_kernels": read_liger_kernels,
     "chunked_loss": read_chunked_loss,
     "isolation": read_isolation,
+    "reference": read_reference,
     "frozen_modules": read_frozen_modules,
     "offloaded_base": read_offloaded_base,
     "adapter": read_adapter,
@@ -116,6 +124,7 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "rows_end_to_end": read_rows_end_to_end,
     "grouped_rows": read_grouped_rows,
     "offloaded_base": read_offloaded_base_again,
+    "known_reference": read_known_reference,
 }
 """After step 1: optimizers make their states then, and batches can be seen only as they pass."""
 
@@ -133,6 +142,11 @@ def verify_first_step(assembly: Assembly, step: FirstStep) -> tuple[Reading, ...
 def verify_emptied_cache(assembly: Assembly, began: int, step: int) -> tuple[Reading, ...]:
     """That the cache was emptied as often as it was due in the steps `began` to `step`. Raises VerificationFailed."""
     return _holding(list(emptied_cache(assembly, began, step)))
+
+
+def verify_unmoved(assembly: Assembly, before: Fingerprints | None) -> tuple[Reading, ...]:
+    """That training has not moved what the model is measured against. Raises VerificationFailed."""
+    return _holding(list(read_moved(assembly, before)))
 
 
 def _holding(readings: Sequence[Reading]) -> tuple[Reading, ...]:

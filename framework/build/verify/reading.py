@@ -33,6 +33,8 @@ class FirstStep:
     number: int = 1
     documents: tuple[tuple[tuple[int, ...], ...], ...] = ()
     joined: bool = False
+    has_reference: bool = False
+    """Whether the micro batches carry what a reference has said of their rows."""
 
 
 def table(readings: Sequence[Reading]) -> list[str]:
