@@ -15,7 +15,7 @@ from framework.build.classes import Targets, find_classes, find_values
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
 from framework.build.encode import Encoding, encode_batch, row_chat, row_texts
 from framework.build.given import NOTHING, Given, PythonRows
-from framework.build.kinds import CHATTING, require_learnable
+from framework.build.kinds import CHATTING, require_answers, require_learnable
 from framework.build.mixing import mixture, shares_of
 from framework.build.packing import Packs, pack
 from framework.build.rows import Rows
@@ -67,6 +67,7 @@ def prepare_data(
     _refuse_unavailable(config.data)
     splits = read_splits(config, given)
     require_learnable(config.data.supervise, splits.sources)
+    require_answers(config.training, splits.sources)
     warnings = list(_check_chats(splits, tokenizer))
     policy = RowPolicy(
         limit=_row_limit(config.model.model_max_length),

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise, Task
+from framework.schema.training import TrainingParams
 
 WRITING = (
     RowFormat.TEXT,
@@ -80,6 +81,19 @@ def wrong_kind(form: RowFormat, task: Task) -> str | None:
     if form in KINDS[task]:
         return None
     return f"rows of `{form}` are for the task {' or '.join(tasks_for(form))}, and the task is {task}"
+
+
+def require_answers(training: TrainingParams, sources: Sequence[Described]) -> None:
+    """Raises RequestError where a preference's loss is for pairs and rows are single answers, or the reverse."""
+    if training.task is not Task.PREFERENCE:
+        return
+    wanted = RowFormat.PREFERENCE if training.has_pairs else RowFormat.UNPAIRED
+    loss, key = training.preference.loss_type, "training.preference.loss_type"
+    expected = "kto" if training.has_pairs else "dpo, ipo, orpo or simpo"
+    for source in sources:
+        if source.form is not wanted:
+            message = f"{loss} learns from `{wanted}` rows: {source.description}"
+            raise RequestError([Problem(key, message, expected=f"{expected}, or rows of `{wanted}`")])
 
 
 def require_learnable(supervise: Supervise | None, sources: Sequence[Described]) -> None:

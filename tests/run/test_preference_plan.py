@@ -44,6 +44,14 @@ def test_beside_an_adapter_the_reference_costs_no_weights():
     assert terms(with_reference, "load").weights == terms(without, "load").weights
 
 
+def test_a_reference_that_is_asked_once_costs_an_evaluation_and_no_weights(dpo):
+    once = planned({"preference": {"precompute_reference": True}})
+    own = 4 * once.total_parameters
+    assert terms(once, "load").weights == pytest.approx(own, rel=0.01)
+    assert terms(once, "eval").logits_and_loss > 0, "and there is no evaluation"
+    assert once.peak.allocated_bytes < dpo.peak.allocated_bytes - 0.9 * own
+
+
 def test_a_pair_is_two_sequences(dpo):
     alike = planned({"task": "sft", "per_device_train_batch_size": 4, "global_batch_size": 8})
     assert terms(dpo, "backward").activations == pytest.approx(terms(alike, "backward").activations, rel=0.1)
