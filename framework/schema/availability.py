@@ -20,7 +20,7 @@ class Row:
 
 
 ROWS = (
-    Row("training.task", ("sft", "pretrain", "preference", "classification", "regression"), "this task"),
+    Row("training.task", ("sft", "pretrain", "preference", "reward", "classification", "regression"), "this task"),
     Row(
         "model.attn_implementation",
         (

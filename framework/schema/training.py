@@ -51,8 +51,9 @@ class TrainingParams(Params):
 
     task: Task = Task.SFT
     """What is learnt. `sft` supervises the assistant's turns of a chat, `pretrain` every token; `preference` learns
-    from better and worse answers, whose pairs are two sequences a row; `classification` and `regression` train one
-    answer for each row, by a head that has no logits of tokens."""
+    from better and worse answers, whose pairs are two sequences a row, `reward` to give the better one the higher
+    number; `classification` and `regression` train one answer for each row. Heads of the last three have no logits of
+    tokens."""
     preference: PreferenceParams = PreferenceParams()
     """The loss of `task: preference`."""
     max_steps: Positive | None = None

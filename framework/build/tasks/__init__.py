@@ -8,6 +8,7 @@ from framework.build.tasks.objective import Objective
 from framework.build.tasks.preference import Pairs, Singles, build_preference
 from framework.build.tasks.preference_losses import PairLoss, SingleLoss
 from framework.build.tasks.reference import Precomputed, Reference, WithoutAdapter, build_reference, frozen_copy
+from framework.build.tasks.reward import BradleyTerry
 from framework.build.tasks.rows import build_row_objective
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
@@ -28,6 +29,8 @@ def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Modu
     training = config.training
     if training.task in (Task.CLASSIFICATION, Task.REGRESSION):
         return build_row_objective(model)
+    if training.task is Task.REWARD:
+        return BradleyTerry()
     loss = build_loss(config.model, model)
     if training.task is Task.PREFERENCE:
         rule = PairLoss(training.preference) if training.has_pairs else SingleLoss(training.preference)

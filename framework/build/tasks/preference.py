@@ -38,15 +38,15 @@ class Pairs:
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         judged, _, _ = self._judge(model, batch, observe)
-        return judged.losses.where(_counting_pairs(batch), 0).sum()
+        return judged.losses.where(counting_pairs(batch), 0).sum()
 
     def terms(self, batch: Batch) -> Tensor:
-        return _counting_pairs(batch).sum()
+        return counting_pairs(batch).sum()
 
     def sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         judged, chosen, rejected = self._judge(model, batch, ignore_phases)
         assert judged.rejected_rewards is not None
-        counting = _counting_pairs(batch)
+        counting = counting_pairs(batch)
         found = {
             "loss": judged.losses,
             "terms": counting,
@@ -80,7 +80,8 @@ def _half(numbers: Tensor | None, half: int) -> Tensor | None:
     return numbers.chunk(2)[half] if numbers is not None else None
 
 
-def _counting_pairs(batch: Batch) -> Tensor:
+def counting_pairs(batch: Batch) -> Tensor:
+    """Which pairs have supervised tokens in both answers, bool of shape `[pairs]`."""
     better, worse = (answer_tokens(batch) > 0).chunk(2)
     return better & worse
 
