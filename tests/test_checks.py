@@ -25,7 +25,8 @@ def test_a_good_request_gives_its_composition(write):
 
 def test_text_meaning_and_availability_are_told_together(write):
     recipe = write(
-        "training:\n  lerning_rate: 1\n  seed: x\n  warmup_steps: 9\n  max_steps: 3\n  task: reward\n"
+        "training:\n  lerning_rate: 1\n  seed: x\n  warmup_steps: 9\n  max_steps: 3\n"
+        "model: {attn_implementation: ring_attention}\n"
         "gpu: {name: t4, capability: '7.5'}\n"
     )
     problems, warnings = report(recipe, "training.mixed_precision_dtype=bf16")
@@ -33,7 +34,7 @@ def test_text_meaning_and_availability_are_told_together(write):
         "training.lerning_rate": "r.yaml:2",
         "training.seed": "r.yaml:3",
         "training.warmup_steps": "r.yaml:4",
-        "training.task": "r.yaml:6",
+        "model.attn_implementation": "r.yaml:6",
         "training.mixed_precision_dtype": "command line",
         "model.model_name": None,
     }
@@ -83,13 +84,13 @@ def test_a_missing_recipe_is_a_report_too():
 
 def test_a_config_made_in_python_is_checked_the_same():
     config = TrainingConfig.model_validate(
-        {"training": {"eval_steps": 3, "task": "reward"}, "model": {"model_name": "a"}}
+        {"training": {"eval_steps": 3}, "model": {"model_name": "a", "attn_implementation": "ring_attention"}}
     )
     with pytest.raises(RequestError) as caught:
         check(config)
     assert {problem.key for problem in caught.value.problems} == {
         "training.eval_steps",
-        "training.task",
+        "model.attn_implementation",
         "data.train",
     }
     assert check(TrainingConfig.model_validate({"model": {"model_name": "a"}}), CHECK)[0].key == "data.train"

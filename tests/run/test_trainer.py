@@ -349,8 +349,8 @@ def test_a_tracker_that_is_not_installed_is_an_error(corpus, tmp_path):
 
 
 def test_an_option_that_is_not_built_is_refused_from_python_too(corpus, tmp_path):
-    with pytest.raises(RequestError, match=r"training\.task: not yet available"):
-        train(config(corpus, tmp_path / "run", training={"task": "reward"}))
+    with pytest.raises(RequestError, match=r"model\.attn_implementation: not yet available"):
+        train(config(corpus, tmp_path / "run", model={"attn_implementation": "ring_attention"}))
     assert not (tmp_path / "run").exists()
 
 

@@ -24,7 +24,6 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("training", "task", "reward"),
         ("model", "attn_implementation", "ring_attention"),
         ("fsdp", "enable_fsdp", True),
         ("gpu", "count", 2),
