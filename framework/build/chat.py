@@ -46,6 +46,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 ASSISTANT = "assistant"
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names that a thought has in a message. A template reads one of them; it is given those under the others as that."""
+
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ROWS_CHECKED = 3
@@ -86,7 +89,10 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bo
     Raises one of TEMPLATE_ERRORS when the template refuses it.
     """
     text = tokenizer.apply_chat_template(
-        list(chat.messages), list(chat.tools) or None, tokenize=False, add_generation_prompt=generation_prompt
+        _spelled(chat, _template(tokenizer, chat)),
+        list(chat.tools) or None,
+        tokenize=False,
+        add_generation_prompt=generation_prompt,
     )
     return cast(str, text)
 
@@ -97,10 +103,11 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, 
     Raises one of TEMPLATE_ERRORS when the template refuses it.
     """
     special: dict[str, Any] = tokenizer.special_tokens_map
+    template = _template(tokenizer, chat)
     rendered = render_jinja_template(
-        [list(chat.messages)],
+        [_spelled(chat, template)],
         tools=list(chat.tools) or None,
-        chat_template=_template(tokenizer, chat),
+        chat_template=template,
         return_assistant_tokens_mask=True,
         **special,
     )
@@ -116,6 +123,17 @@ def marks_generation(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer can render a conversation."""
     return bool(tokenizer.chat_template)
+
+
+def _spelled(chat: Chat, template: str) -> list[Message]:
+    """The messages, with thoughts under the name that the template reads, where it reads one and it is another."""
+    if not any(name in message for message in chat.messages for name in REASONING):
+        return list(chat.messages)
+    read_names = [name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)]
+    if not read_names:
+        return list(chat.messages)
+    spelling = {name: read_names[0] for name in REASONING if name not in read_names}
+    return [{spelling.get(name, name): value for name, value in each.items()} for each in chat.messages]
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
@@ -171,7 +189,20 @@ def _doubts(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[str]:
             f"the generation block of the template leaves out {token!r}, the end of the turn, "
             "so the model does not learn to stop"
         )
+    found.extend(_unwritten(tokenizer, chat, whole))
     return [f"model.chat_template: {doubt}" for doubt in found]
+
+
+def _unwritten(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) -> list[str]:
+    """What the rows have and the template leaves out of them: tools, and the last thought."""
+    found = []
+    if chat.tools and whole == render(tokenizer, replace(chat, tools=())):
+        found.append("the template does not write the `tools` of the rows; the model is not told of them")
+    last = chat.messages[max(chat.answers())]
+    thoughts = [name for name in REASONING if (last.get(name) or "").strip() and last[name].strip() not in whole]
+    if thoughts:
+        found.append(f"the template does not write `{thoughts[0]}`, the thought before an answer, which is not learnt")
+    return found
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from framework.build.chat import (
+    REASONING,
     TEMPLATE_ERRORS,
     Chat,
     Message,
@@ -27,6 +28,9 @@ IGNORED = -100
 STAND_IN = "\ue000answer\ue000"
 """Takes an answer's place to find where the template puts it. Private-use characters do not occur in real text."""
 
+HEADER_END = 8
+"""Characters by which the end of a prompt is recognised in a rendered chat: as many as a short token for turns has."""
+
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
@@ -43,6 +47,9 @@ class Encoded:
     """What the row as a whole is to be told to be: its class, its value, or one number for each class."""
     rejected: "Encoded | None" = None
     """The worse answer to the same prompt; this row has the better one."""
+    parts: tuple[Span, ...] = ()
+    """Where the text stands, or both of a pair, in a row that is learnt as a whole; none in any other row. What the
+    tokenizer put around them stays when the row is cut."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,10 @@ def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[st
     for text, pair in texts:
         batch = tokenizer(text, pair, return_attention_mask=False, return_token_type_ids=False, verbose=False)
         ids = np.array(batch["input_ids"], dtype=np.int32)
-        found.append(_encoded(ids, np.zeros(len(ids), dtype=np.bool_)))
+        owners = np.array([-1 if owner is None else owner for owner in batch.sequence_ids(0)])
+        places = (np.flatnonzero(owners == owner) for owner in (0, 1))
+        parts = tuple((int(place[0]), int(place[-1]) + 1) for place in places if len(place))
+        found.append(replace(_encoded(ids, np.zeros(len(ids), dtype=np.bool_)), parts=parts))
     return found
 
 
@@ -151,11 +161,11 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, ans
 def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise) -> Marked | UnsuitedChat:
     try:
         if learnt is Supervise.ALL:
-            whole = render(tokenizer, chat)
+            whole = _render_with_calls(tokenizer, chat)
             return Marked(whole, [(0, len(whole))])
         answers = _learnt_answers(chat, learnt)
         if not marks_generation(tokenizer, chat):
-            whole = render(tokenizer, chat)
+            whole = _render_with_calls(tokenizer, chat)
             return Marked(whole, answer_spans(tokenizer, chat, whole, answers))
         whole, spans = render_marked(tokenizer, chat)
         if answers == chat.answers():
@@ -166,6 +176,16 @@ def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise) -> 
         return unsuited
     except TEMPLATE_ERRORS as error:
         return UnsuitedChat(f"the chat template does not render it: {one_line(error)}")
+
+
+def _render_with_calls(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
+    """The rendered chat. Raises UnsuitedChat when a tool call is not in it: its turn would be learnt as empty."""
+    whole = render(tokenizer, chat)
+    for number, message in enumerate(chat.messages, 1):
+        for call in message.get("tool_calls", ()):
+            if call.get("function", call)["name"] not in whole:
+                raise UnsuitedChat(f"the chat template does not write the tool call in message {number}")
+    return whole
 
 
 def _learnt_answers(chat: Chat, learnt: Supervise) -> list[int]:
@@ -198,26 +218,57 @@ def _render_or_none(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_p
 
 
 def _difference_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str) -> Span | None:
+    """Templates drop thoughts that were followed by another question, so the turn is also tried without its own."""
     prompt = _render_or_none(tokenizer, chat.through(index), generation_prompt=True)
-    through = whole if index == len(chat.messages) - 1 else _render_or_none(tokenizer, chat.through(index + 1))
-    if prompt is None or through is None or not through.startswith(prompt) or not whole.startswith(through):
-        return None
-    return (len(prompt), len(through))
+    message = chat.messages[index]
+    bare = {name: value for name, value in message.items() if name not in REASONING}
+    for turn in [message] if bare == message else [message, bare]:
+        is_whole = turn is message and index == len(chat.messages) - 1
+        through = whole if is_whole else _render_or_none(tokenizer, _with_message(chat, index, turn).through(index + 1))
+        if prompt is not None and through is not None and through.startswith(prompt) and whole.startswith(through):
+            return (len(prompt), len(through))
+    return None
 
 
 def _stand_in_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str) -> Span:
     message = chat.messages[index]
-    stand_in = _with_message(chat, index, {**message, "content": STAND_IN})
-    before, found, after = render(tokenizer, stand_in).rpartition(STAND_IN)
-    start = _shared_length(before, whole)
-    end = len(whole) - _shared_length(after[::-1], whole[::-1])
-    if not found or end < start or whole[start:end].strip() not in message["content"]:
+    for kept in ({"role": message["role"]}, message):
+        stand_in = _with_message(chat, index, {**kept, "content": STAND_IN})
+        before, found, after = (_render_or_none(tokenizer, stand_in) or "").rpartition(STAND_IN)
+        start = _shared_length(before, whole)
+        end = len(whole) - _shared_length(after[::-1], whole[::-1])
+        if found and start <= end and _may_be(whole[start:end].strip(), message, whole.endswith(after)):
+            break
+    else:
         raise UnsuitedChat(f"the answer in message {index + 1} cannot be found in what the chat template renders")
-    # The model also writes what the template puts between the prompt and the answer, such as an empty thought.
-    prompt = _render_or_none(tokenizer, chat.through(index), generation_prompt=True)
-    if prompt is not None and len(prompt) < start and whole.startswith(prompt):
-        start = len(prompt)
+    start = _start_of_turn(tokenizer, chat.through(index), before[:start], start)
     return (start, _end_of_turn(tokenizer, stand_in.through(index + 1), whole, end))
+
+
+def _start_of_turn(tokenizer: PreTrainedTokenizerBase, asked: Chat, before: str, start: int) -> int:
+    """Where the turn starts whose answer starts at `start`, behind `before`: where generation would.
+
+    The model also writes what the template puts between the prompt and its answer: an empty thought, a channel, a
+    space.
+    """
+    prompt = _render_or_none(tokenizer, asked, generation_prompt=True)
+    if prompt is None:
+        return start
+    if before.startswith(prompt):
+        return len(prompt)
+    header = prompt[_shared_length(prompt, _render_or_none(tokenizer, asked) or "") :]
+    found = before.rfind(header) + len(header)
+    last = asked.messages[-1]["content"].strip()
+    if header.strip() and found >= len(header) and last and last not in before[found:]:
+        return found
+    bare = before.rstrip()
+    return len(bare) if bare and prompt.endswith(bare[-HEADER_END:]) else start
+
+
+def _may_be(text: str, message: Message, is_all_else_there: bool) -> bool:
+    """Whether this can be what a template makes of a message: a part of its content, or its calls and thoughts too."""
+    is_plain = not message.get("tool_calls") and not any(message.get(name) for name in REASONING)
+    return text in message["content"] or (not is_plain and is_all_else_there and message["content"].strip() in text)
 
 
 def _with_message(chat: Chat, index: int, message: Message) -> Chat:
@@ -228,10 +279,13 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, through: Chat, whole: str, 
     """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
 
     Where the last turn of a chat ends in another token (`<|return|>`) than the turns before it (`<|end|>`), the two
-    share their first characters; that is enough, since a token is learnt whole when one character of it is.
+    share their first characters; that is enough, since a token is learnt whole when one character of it is. What both
+    begin behind a token that ends the turn (`<|endoftext|>`, `<|user|>`) is no part of it.
     """
     closing = (_render_or_none(tokenizer, through) or "").rpartition(STAND_IN)[2]
-    return end + _shared_length(closing, whole[end:])
+    shared = closing[: _shared_length(closing, whole[end:])]
+    ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]
+    return end + max(ends, default=len(shared))
 
 
 def _without_space_after_end(span: Span, whole: str, specials: tuple[str, ...]) -> Span:

@@ -97,7 +97,7 @@ def join_rows(encoded: Sequence[Encoded]) -> Rows:
 
 def supervised_count(row: Encoded) -> int:
     """Tokens of the row that are learnt, of both answers where there are two; 1 where the row as a whole is."""
-    if row.target is not None and not np.any(row.labels != IGNORED):
+    if row.parts:
         return 1
     own = int(np.count_nonzero(row.labels != IGNORED))
     if row.rejected is None:
@@ -120,9 +120,29 @@ def truncate(row: Encoded, limit: int, policy: Truncation) -> Encoded | None:
     length = len(row.input_ids)
     if length <= limit:
         return row
+    if row.parts:
+        return _shorter_parts(row, length - limit, policy)
     if policy is Truncation.RIGHT:
         return replace(row, input_ids=row.input_ids[:limit], labels=row.labels[:limit])
     return _starting_row(row, length - limit, length)
+
+
+def _shorter_parts(row: Encoded, excess: int, policy: Truncation) -> Encoded | None:
+    """The row with its texts cut, the longer one first; None where nothing would be left of them."""
+    lengths = [end - start for start, end in row.parts]
+    left = sum(lengths) - excess
+    if left < len(lengths):
+        return None
+    shorter = min(min(lengths), left // len(lengths))
+    kept = [left] if len(lengths) == 1 else [shorter, left - shorter]
+    if lengths[0] > lengths[-1]:
+        kept.reverse()
+    stays = np.ones(len(row.input_ids), dtype=np.bool_)
+    for (start, end), count in zip(row.parts, kept, strict=True):
+        stays[slice(start + count, end) if policy is Truncation.RIGHT else slice(start, end - count)] = False
+    before = np.concatenate([[0], np.cumsum(stays)])
+    parts = tuple((int(before[start]), int(before[end])) for start, end in row.parts)
+    return replace(row, input_ids=row.input_ids[stays], labels=row.labels[stays], parts=parts)
 
 
 def row_length(row: Encoded) -> int:

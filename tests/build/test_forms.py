@@ -38,7 +38,7 @@ def prepare(write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast) -> Callab
         source = {"path": write_rows("a.jsonl", rows)}
         source |= {name: data.pop(name) for name in ("format", "columns") if name in data}
         written = {
-            "training": {"task": task},
+            "training": training_for(task, rows),
             "model": {"model_max_length": data.pop("limit", 512)},
             "data": {"train": [source], **data},
         }
@@ -48,6 +48,12 @@ def prepare(write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast) -> Callab
 
 
 Prepare = Callable[..., Data]
+
+
+def training_for(task: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Judged answers are what the loss `kto` learns from."""
+    judged = task == "preference" and any("label" in row for row in rows)
+    return {"task": task, "preference": {"loss_type": "kto"}} if judged else {"task": task}
 
 
 def learnt(tokenizer: PreTrainedTokenizerFast, row: Row) -> str:

@@ -96,7 +96,7 @@ def encode_one(tokenizer: PreTrainedTokenizerFast, chat: Sequence[dict[str, str]
         ("gemma", ["Four.<end_of_turn>", "Yes, four.<end_of_turn>"]),
         ("plain", [" Four.<|endoftext|>", " Yes, four.<|endoftext|>"]),
         (THINKING, ["Four.<|im_end|>", "<think>\n\n</think>\n\nYes, four.<|im_end|>"]),
-        (SYSTEM_LAST, ["Four.<|endoftext|>", " Yes, four.<|endoftext|>"]),
+        (SYSTEM_LAST, [" Four.<|endoftext|>", " Yes, four.<|endoftext|>"]),
         (
             CHANNELS,
             ["<|channel|>final<|message|>Four.<|end|>", "<|channel|>final<|message|>Yes, four.<|return|>"],
