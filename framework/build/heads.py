@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from framework.build.convolutions import CONVOLUTIONAL
 from framework.build.tokenizer import padding_id
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
@@ -43,13 +44,15 @@ def answers(config: TrainingConfig) -> tuple[str, ...]:
     return labels or ASSUMED[config.training.task]
 
 
-def said_of_answers(config: TrainingConfig) -> tuple[str, ...]:
-    """What a plan has assumed of the head."""
-    task = config.training.task
-    if task not in (Task.CLASSIFICATION, Task.REGRESSION) or config.data.labels:
-        return ()
-    names = answers(config)
-    return (f"data.labels is unset, and a plan reads no rows: the head has {len(names)} outputs",)
+def said_of_answers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
+    """What a plan has assumed of the head, and of convolutions."""
+    said = []
+    if config.training.task in (Task.CLASSIFICATION, Task.REGRESSION) and not config.data.labels:
+        assumed = len(answers(config))
+        said.append(f"data.labels is unset, and a plan reads no rows: the head has {assumed} outputs")
+    if type(architecture) in CONVOLUTIONAL and config.gpu.name != "cpu":
+        said.append("cuDNN's workspaces for convolutions are not known beforehand: they come on top")
+    return tuple(said)
 
 
 def fit_head(config: TrainingConfig, architecture: PretrainedConfig) -> None:
@@ -70,6 +73,22 @@ def fit_head(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     text = architecture.get_text_config()
     if text.pad_token_id is None:
         text.pad_token_id = 0  # until `pad_like` knows the tokenizer
+
+
+def refuse_without_attention(config: TrainingConfig, architecture: PretrainedConfig) -> None:
+    """Raises RequestError for options that a convolutional model has nothing for."""
+    if type(architecture) not in CONVOLUTIONAL:
+        return
+    kind, model = architecture.model_type, config.model
+    asked = {"model.attn_implementation": model.attn_implementation, "model.sdpa_backend": model.sdpa_backend}
+    problems = [
+        Problem(key, f"{kind} has no attention", expected="unset") for key, value in asked.items() if value is not None
+    ]
+    if config.training.use_peft:
+        message = f"an adapter saves nothing beside {kind}, which has few weights and none that are pretrained"
+        problems.append(Problem("training.use_peft", message, expected="false"))
+    if problems:
+        raise RequestError(problems)
 
 
 def pad_like(architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

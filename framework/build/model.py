@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from framework.build.heads import fit_head, is_new, model_class, read_by_model
+from framework.build.heads import fit_head, is_new, model_class, read_by_model, refuse_without_attention
 from framework.build.hub import hub_is_reachable, nearest, one_line
 from framework.build.isolation import refuse_leaks
 from framework.build.liger import refuse_unknown_to_liger
@@ -44,6 +44,7 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in found]
     if derived:
         raise RequestError(derived)
+    refuse_without_attention(resolved, architecture)
     refuse_unknown_to_liger(resolved.model, architecture)
     refuse_leaks(resolved, architecture)
     return resolved, architecture

@@ -105,8 +105,16 @@ def workspace(packet: Any, args: Sequence[Any], card: GPUParams) -> list[int]:
         return _sum_workspace(args, card)
     if packet is aten._softmax_backward_data:
         return [args[1].numel() * args[1].element_size()] if card.capability else []  # `grad * output` in SoftMax.cu
+    if packet in (aten.convolution, aten.convolution_backward):
+        return _convolution_workspace(args) if card.name == "cpu" else []
     rule = _WORKSPACES.get(packet)
     return [size for size in rule(args) if size > 0] if rule is not None else []
+
+
+def _convolution_workspace(args: Sequence[Any]) -> list[int]:
+    """On the CPU oneDNN computes on copies of the first two operands in blocks (torch 2.13, x86, 2026-11): input and
+    weight forward, gradient and input backward. Of cuDNN's workspaces nothing is known beforehand."""
+    return [tensor.numel() * tensor.element_size() for tensor in args[:2]]
 
 
 def _sum_workspace(args: Sequence[Any], card: GPUParams) -> list[int]:

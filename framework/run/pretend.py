@@ -179,8 +179,9 @@ def attend(
     output: torch.Tensor
     scale = 1 / math.sqrt(call.head_dim) if scale is None else scale
     if backend is Backend.CPU_FLASH:
+        bias = _bias(attn_mask, query, key, aligned=False)
         output, *_ = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale
         )
         return output
     if backend is Backend.FLASH:

@@ -352,7 +352,7 @@ def open_session(
 def _read_and_plan(config: TrainingConfig, planner: Planner | None, given: Given) -> tuple[Inputs, Forecast | None]:
     """The rows, and the plan, which a process of its own makes in the meantime."""
     if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
-        inputs = read_inputs(config)
+        inputs = read_inputs(config, given)
         return inputs, planner(inputs.config) if planner is not None else None
     with ThreadPoolExecutor(1) as beside:
         planned = beside.submit(planner, config) if planner is not None else None

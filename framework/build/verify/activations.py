@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from framework.build.activations import keeps, offloading, recomputing, transformer_blocks
 from framework.build.assembly import Assembly
+from framework.build.convolutions import CONVOLUTIONAL
 from framework.build.loss import causal_model
 from framework.build.offload import LEAST_BYTES
 from framework.build.verify.probe import PROBE_TOKENS, probe
@@ -80,6 +81,7 @@ def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
 
 def read_attention_kernel(assembly: Assembly) -> Iterator[Reading]:
     """The kernel that the model's own config dispatches to; whatever it chose is said when none was asked for."""
-    found = causal_model(assembly.model).config._attn_implementation
+    config = causal_model(assembly.model).config
+    found = "none: convolutions" if type(config) in CONVOLUTIONAL else config._attn_implementation
     asked = assembly.config.model.attn_implementation
     yield Reading("model.attn_implementation", str(asked) if asked else None, str(found), "model.config")
