@@ -42,8 +42,8 @@ _ROOMS = {
         "Truncation"
     ),
     "framework.errors": (
-        "DoesNotFit Interrupted NonFinite OutOfMemory Problem RequestError SaveFailed TrainingStopped TunesmithError "
-        "VerificationFailed"
+        "BrokenRows DoesNotFit Interrupted NonFinite OutOfMemory Problem RequestError SaveFailed TrainingStopped "
+        "TunesmithError VerificationFailed"
     ),
     "framework.compose": "load to_yaml",
     "framework.checks": "check",

@@ -5,6 +5,7 @@ TunesmithError          1  an internal fault
 |- DoesNotFit           3  the plan is over the card
 |- TrainingStopped      4  training ended by itself
 |  |- NonFinite            a loss or gradient that is not a number
+|  |- BrokenRows           a row of a stream cannot be read
 |  |- VerificationFailed   an option asked for is not in effect
 |  |- SaveFailed           a checkpoint or export could not be written
 |  `- OutOfMemory          memory ran out and could not be repaired
@@ -69,6 +70,10 @@ class TrainingStopped(TunesmithError):
 
 class NonFinite(TrainingStopped):
     """The loss or the gradient norm is not a finite number."""
+
+
+class BrokenRows(TrainingStopped):
+    """Rows that are read while training goes on cannot be had; what was learnt until then is saved."""
 
 
 class VerificationFailed(TrainingStopped):

@@ -210,6 +210,10 @@ class GlobalBatches:
     def steps_per_epoch(self) -> int:
         return -(-len(self.rows) // self.batch.global_size)
 
+    def epochs(self, step: int) -> float:
+        """Epochs gone through before optimizer step `step` (0 is the first)."""
+        return step / self.steps_per_epoch
+
     def start(self, step: int) -> Iterator[list[MicroBatch]]:
         """From optimizer step `step` (0 is the first) on without end, the micro batches of each step.
 

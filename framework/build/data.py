@@ -14,17 +14,19 @@ from framework.build.chat import ROWS_CHECKED, check_chat
 from framework.build.classes import Targets, find_classes, find_values
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
 from framework.build.encode import Encoding, encode_batch, row_chat, row_texts
+from framework.build.files import Fault
 from framework.build.given import NOTHING, Given, PythonRows
 from framework.build.kinds import CHATTING, require_answers, require_learnable
 from framework.build.mixing import mixture, shares_of
 from framework.build.packing import Packs, pack
 from framework.build.rows import Rows
-from framework.build.sources import Place, Source, join_sources, read_sources
+from framework.build.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
+from framework.build.stream import Stream, columns_of, in_parts
 from framework.build.tally import RowPolicy, Tally
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig
-from framework.schema.data import DataParams, Datasets
+from framework.schema.data import DatasetParams, Datasets
 
 ENCODE_BATCH = 256
 """Rows tokenised in one call: enough to keep every core of a big host busy, little memory beside the rows."""
@@ -42,6 +44,8 @@ class Data:
     report: DataReport
     targets: Targets | None = None
     """What the rows' labels mean, where they have them."""
+    stream: Stream | None = None
+    """All training rows, where they are streamed; `train` are then those of its first block."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ def prepare_data(
     model's embedding, where it is known. Raises RequestError, before any
     weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
     """
-    _refuse_unavailable(config.data)
-    splits = read_splits(config, given)
+    opened = open_streams(config, given) if config.data.streaming else None
+    splits = read_splits(config, given, opened)
     require_learnable(config.data.supervise, splits.sources)
     require_answers(config.training, splits.sources)
     warnings = list(_check_chats(splits, tokenizer))
@@ -77,7 +81,11 @@ def prepare_data(
     )
     targets = find_targets(splits, config)
     encoding = Encoding(tokenizer, _learnt(config), targets)
-    train, train_report = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts)
+    stream = _stream(opened, encoding, policy, config) if opened is not None else None
+    if stream is None:
+        train, train_report = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts)
+    else:
+        train, train_report = _first_block(stream, config)
     held_out, eval_report = None, None
     if splits.eval is not None:
         held_out, eval_report = _prepare_split(splits.eval, "eval", encoding, policy, config)
@@ -91,12 +99,39 @@ def prepare_data(
         notes = ("the tokenizer pads on the left; training pads on the right whatever it says",)
     descriptions = tuple(source.description for source in splits.sources)
     report = DataReport(descriptions, train_report, eval_report, notes, tuple(warnings))
-    return Data(train, held_out, report, targets)
+    return Data(train, held_out, report, targets, stream)
 
 
-def read_splits(config: TrainingConfig, given: Given = NOTHING) -> Splits:
+def open_streams(config: TrainingConfig, given: Given) -> list[OpenSource]:
+    """The training sources, to be read as they are needed. Raises RequestError with the problems of all."""
+
+    def opened(index: int, source: DatasetParams) -> OpenSource:
+        return open_source(source, f"data.train[{index}]", config.training.task, given.train, streamed=True)
+
+    return gather(config.data.train, opened)
+
+
+def _stream(sources: Sequence[OpenSource], encoding: Encoding, policy: RowPolicy, config: TrainingConfig) -> Stream:
+    data, seed = config.data, config.training.seed
+    return Stream(sources, encoding, policy, seed, data.shuffle_buffer, data.packing, data.mixing)
+
+
+def _first_block(stream: Stream, config: TrainingConfig) -> tuple[Rows | Packs, SplitReport]:
+    """What is known of a stream before it begins. Raises RequestError when its first rows do not suit the limit."""
+    block = next(stream.blocks(0))
+    if not block.rows:
+        raise RequestError([_nothing_left(block.report, block.first_dropped, config)])
+    _require_little_lost(block.report, config.training.task)
+    shares = shares_of(config.data.train) if stream.mixing is not Mixing.CONCATENATE else []
+    drawn = tuple(f"{share:.1%} {source.path}" for share, source in zip(shares, config.data.train, strict=False))
+    head = f"its first {block.report.read} rows" + (f"; drawn from {', '.join(drawn)}" if drawn else "")
+    return block.rows, replace(block.report, stream=head)
+
+
+def read_splits(config: TrainingConfig, given: Given = NOTHING, streams: Sequence[OpenSource] | None = None) -> Splits:
     """The training and evaluation rows as read, `given` those of sources that come from Python.
 
+    Of `streams` only the first rows are read, which show what rows they have.
     Raises RequestError with the problems of both.
     """
     data = config.data
@@ -105,7 +140,10 @@ def read_splits(config: TrainingConfig, given: Given = NOTHING) -> Splits:
     if config.training.eval_steps is not None and not data.eval and not data.eval_fraction:
         message = "evaluation is asked for and there is nothing to evaluate on"
         raise RequestError([Problem("training.eval_steps", message, expected="data.eval or data.eval_fraction")])
-    train, train_problems = _try_read(data.train, "data.train", config.training.task, given.train)
+    if streams is None:
+        train, train_problems = _try_read(data.train, "data.train", config.training.task, given.train)
+    else:
+        train, train_problems = [stream.read(most=ENCODE_BATCH) for stream in streams], []
     held_out, eval_problems = _try_read(data.eval, "data.eval", config.training.task, given.eval)
     if train_problems or eval_problems:
         raise RequestError([*train_problems, *eval_problems])
@@ -138,6 +176,11 @@ def training_texts(config: TrainingConfig, given: Given = NOTHING) -> Iterator[s
 
     For building a tokenizer, which reads only the first part of it. Raises RequestError as `read_splits` does.
     """
+    if config.data.streaming:
+        for source in open_streams(config, given):
+            for part in in_parts(source.rows(), ENCODE_BATCH):
+                yield from row_texts(columns_of([values for _, values in part if not isinstance(values, Fault)]))
+        return
     rows = read_splits(config, given).train
     shuffled = rows.select(
         _generator(config.training.seed, TOKENIZER_TEXTS).permutation(len(rows)), keep_in_memory=True
@@ -169,13 +212,17 @@ def _prepare_split(
         raise RequestError(tally.problems)
     prepared, report = tally.finish(name)
     if not prepared:
-        raise RequestError([_nothing_left(tally, name, config)])
+        raise RequestError([_nothing_left(report, tally.first_dropped, config)])
+    _require_little_lost(report, config.training.task)
+    return _arrange(prepared, report, config, np.diff(kept, prepend=0).tolist())
+
+
+def _require_little_lost(report: SplitReport, task: Task) -> None:
     if report.supervised_lost_share > ERROR_SHARE:
         expected = f"at least {report.lengths['0.95']}, which keeps 95 % of the rows whole"
-        if any(column == "text" for column in rows.column_names):
+        if task is Task.SFT:
             expected += "; or training.task=pretrain, which splits long texts instead"
         raise RequestError([Problem("model.model_max_length", _loss_message(report), expected=expected)])
-    return _arrange(prepared, report, config, np.diff(kept, prepend=0).tolist())
 
 
 def _arrange(
@@ -201,14 +248,6 @@ def _epochs(config: TrainingConfig, rows: int) -> float:
     """How often the run goes through the rows of an epoch."""
     steps = config.training.max_steps
     return config.training.num_train_epochs if steps is None else steps * config.batch.global_size / rows
-
-
-def _refuse_unavailable(data: DataParams) -> None:
-    problems = []
-    if data.streaming:
-        problems.append(Problem("data.streaming", "is not yet available"))
-    if problems:
-        raise RequestError(problems)
 
 
 def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
@@ -256,17 +295,18 @@ def _try_read(sources: Datasets, key: str, task: Task, given: PythonRows | None)
         return [], list(error.problems)
 
 
-def _nothing_left(tally: Tally, name: str, config: TrainingConfig) -> Problem:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in tally.dropped.items())
+def _nothing_left(report: SplitReport, first: str | None, config: TrainingConfig) -> Problem:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
     try:
         per_step = f"; a step takes {config.batch.global_size}"
     except ValueError:
         per_step = ""
-    steps = "planned optimizer steps: 0; " if name == "train" else "nothing is left to evaluate on; "
-    message = f"{steps}{tally.read} rows read, {tally.read - len(tally.kept)} dropped ({reasons}), 0 kept{per_step}"
+    steps = "planned optimizer steps: 0; " if report.name == "train" else "nothing is left to evaluate on; "
+    dropped = sum(report.dropped.values())
+    message = f"{steps}{report.read} rows read, {dropped} dropped ({reasons}), 0 kept{per_step}"
     return Problem(
-        f"data.{name}",
-        f"{message}. The first: {tally.first_dropped}",
+        f"data.{report.name}",
+        f"{message}. The first: {first}",
         expected="rows whose supervised tokens begin within model.model_max_length",
     )
 

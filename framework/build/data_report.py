@@ -1,7 +1,8 @@
 """What became of the rows: read, dropped, cut, kept. Always printed, so that no limit works unseen."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,8 @@ class SplitReport:
     """What is drawn of each source, where they are mixed by weight."""
     mixing: str | None = None
     """The rule by which they are."""
+    stream: str | None = None
+    """Which part of a stream was counted; None where all rows were."""
 
     @property
     def packing_efficiency(self) -> float:
@@ -85,7 +88,8 @@ class SplitReport:
         return self.supervised_lost / max(self.supervised, 1)
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.read} rows read, {self.kept} rows of at most {self.limit} tokens kept"]
+        of = f" (a stream, {self.stream})" if self.stream else ""
+        lines = [f"{self.name}{of}: {self.read} rows read, {self.kept} rows of at most {self.limit} tokens kept"]
         if self.lengths:
             lines.append("  tokens per row: " + ", ".join(_quantile(share, at) for share, at in self.lengths.items()))
         if self.split:
@@ -107,6 +111,29 @@ class SplitReport:
                 f"each: {self.packing_efficiency:.1%} of the positions hold a token"
             )
         return "\n".join(lines)
+
+
+@dataclass
+class Account:
+    """What became of the rows of a stream so far, block by block."""
+
+    report: SplitReport | None = None
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    def add(self, report: SplitReport, lengths: Sequence[int]) -> None:
+        """Count a block, whose rows have these lengths."""
+        self.lengths.update(lengths)
+        both = [report] if self.report is None else [self.report, report]
+        sums: dict[str, Any] = {name: sum(getattr(each, name) for each in both) for name in _COUNTS}
+        sums["dropped"] = dict(sum((Counter(each.dropped) for each in both), Counter()))
+        sums["packs"] = None if report.packs is None else sum(each.packs or 0 for each in both)
+        self.report = replace(report, **sums, lengths=_counted_quantiles(self.lengths), stream="so far")
+
+
+_COUNTS = (
+    *("read", "cut", "split", "kept", "tokens", "tokens_lost", "supervised", "supervised_lost", "packed_tokens"),
+)
+"""Fields of a report that add up over blocks."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +162,17 @@ def length_quantiles(lengths: Sequence[int]) -> dict[str, int]:
         return {}
     found = np.quantile(np.asarray(lengths), QUANTILES, method="higher")
     return {str(share): int(length) for share, length in zip(QUANTILES, found, strict=True)}
+
+
+def _counted_quantiles(lengths: Counter[int]) -> dict[str, int]:
+    """The same of lengths that are counted."""
+    known = sorted(lengths)
+    ranks = np.cumsum([lengths[length] for length in known])
+    if not known:
+        return {}
+    wanted = [np.ceil(share * (ranks[-1] - 1)) for share in QUANTILES]
+    found = np.searchsorted(ranks, wanted, side="right")
+    return {str(share): known[int(at)] for share, at in zip(QUANTILES, found, strict=True)}
 
 
 def _quantile(share: str, length: int) -> str:

@@ -173,12 +173,30 @@ def endings() -> str:
 
 def read_records(path: Path) -> Iterator[Record]:
     """The rows of a file that `is_read`. Raises OSError when it cannot be opened."""
+    return _read(READERS[ending(path)], path)
+
+
+def _read(reader: Callable[[Path], Iterator[Record]], path: Path) -> Iterator[Record]:
     number = 0
     try:
-        for number, record in READERS[ending(path)](path):
+        for number, record in reader(path):
             yield number, record
     except BROKEN as error:
         yield number + 1, Fault(f"the compressed data is cut short or damaged here: {one_line(error)}")
+
+
+def stream_records(path: Path) -> Iterator[Record]:
+    """The same, never holding the whole file: `.json` has to be JSONL under another name."""
+    return _read(_json_lines if ending(path) == ".json" else READERS[ending(path)], path)
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    with open_bytes(path) as file:
+        start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"["):
+        yield 0, Fault("an array is one JSON text, which has to be read whole; for streaming write an object a line")
+    else:
+        yield from read_jsonl(path)
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[str]:

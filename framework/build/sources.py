@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import datasets
 import pyarrow as pa
 
-from framework.build.files import Fault, Record, read_records
+from framework.build.files import Fault, Record, read_records, stream_records
 from framework.build.finding import PYTHON_ROWS, STANDARD_LIBRARY, find_files, is_local, nearest_path
 from framework.build.forms import FORMS, Form, Values, choose_form
 from framework.build.given import PythonRows, python_records
@@ -30,6 +30,8 @@ PROBLEM_LIMIT = 10
 
 CHUNK = 10_000
 """Rows that become one piece of the Arrow table."""
+
+T = TypeVar("T")
 
 Files: TypeAlias = Iterable[tuple[str, Iterator[Record]]]
 """Names of files and the rows of each."""
@@ -75,35 +77,26 @@ def read_sources(
     sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT, given: PythonRows | None = None
 ) -> list[Source]:
     """Each source by itself, its rows fit for the task. Raises RequestError with the problems of all of them."""
-    read: list[Source] = []
+    return gather(sources, lambda index, source: read_source(source, f"{key}[{index}]", task, given))
+
+
+def gather(sources: Sequence[DatasetParams], read: Callable[[int, DatasetParams], T]) -> list[T]:
+    """What `read` makes of each source. Raises RequestError with the problems of all of them."""
+    made: list[T] = []
     problems: list[Problem] = []
     for index, source in enumerate(sources):
         try:
-            read.append(read_source(source, f"{key}[{index}]", task, given))
+            made.append(read(index, source))
         except RequestError as error:
             problems.extend(error.problems)
     if problems:
         raise RequestError(problems)
-    return read
+    return made
 
 
 def read_source(source: DatasetParams, key: str, task: Task = Task.SFT, given: PythonRows | None = None) -> Source:
     """One source. Raises RequestError."""
-    opened = open_source(source, key, task, given)
-    table = _Table(opened.form)
-    problems: list[Problem] = []
-    for place, values in opened.rows():
-        if isinstance(values, Fault):
-            problems.append(Problem(key, values.message, where=str(place)))
-        else:
-            table.add(values, place)
-        if len(problems) == PROBLEM_LIMIT:
-            problems.append(Problem(key, f"reading stopped after {PROBLEM_LIMIT} broken rows"))
-            break
-    if problems:
-        raise RequestError(problems)
-    description = f"{source.path}: {table.size} rows of `{opened.form.name}` ({opened.found})"
-    return Source(table.finish(), opened.form.name, description)
+    return open_source(source, key, task, given).read()
 
 
 @dataclass(frozen=True)
@@ -129,11 +122,39 @@ class OpenSource:
             values = self.form.read(self.form.take(record, self.params.columns))
             yield place, Fault(values) if isinstance(values, str) else values
 
+    def read(self, most: int | None = None) -> Source:
+        """All rows, or the first `most` of them for a look ahead. Raises RequestError."""
+        table = _Table(self.form)
+        problems: list[Problem] = []
+        for place, values in islice(self.rows(), most):
+            if isinstance(values, Fault):
+                problems.append(Problem(self.key, values.message, where=str(place)))
+            else:
+                table.add(values, place)
+            if len(problems) == PROBLEM_LIMIT:
+                problems.append(Problem(self.key, f"reading stopped after {PROBLEM_LIMIT} broken rows"))
+                break
+        if problems:
+            raise RequestError(problems)
+        many = f"{table.size} rows" if most is None else "a stream"
+        description = f"{self.params.path}: {many} of `{self.form.name}` ({self.found})"
+        return Source(table.finish(), self.form.name, description)
 
-def open_source(source: DatasetParams, key: str, task: Task = Task.SFT, given: PythonRows | None = None) -> OpenSource:
-    """Find the files, and by the first row the form unless it is set. Raises RequestError."""
+
+def open_source(
+    source: DatasetParams,
+    key: str,
+    task: Task = Task.SFT,
+    given: PythonRows | None = None,
+    streamed: bool = False,
+) -> OpenSource:
+    """Find the files, and by the first row the form unless it is set. Raises RequestError.
+
+    A source that is `streamed` is never held as a whole, neither here nor by the hub's client.
+    """
     _check_request(source, key)
-    reach = _Reach(_opener(source, key, given), _slice_of(source))
+    files = _opener(source, key, given, streamed)
+    reach = _Reach(files, _slice_of(source, streamed))
     head = list(_through_first_record(reach.records()))
     if not head:
         message = f"`{source.split}` holds none of the {reach.count} rows"
@@ -160,7 +181,7 @@ class _Reach:
         return islice(located, *self.split.rows(self.count if self.split.needs_count else None))
 
 
-def _opener(source: DatasetParams, key: str, given: PythonRows | None) -> Callable[[], Files]:
+def _opener(source: DatasetParams, key: str, given: PythonRows | None, streamed: bool) -> Callable[[], Files]:
     if source.path == STANDARD_LIBRARY:
         return standard_library
     if source.path == PYTHON_ROWS:
@@ -171,8 +192,9 @@ def _opener(source: DatasetParams, key: str, given: PythonRows | None) -> Callab
         return lambda: [(PYTHON_ROWS, python_records(given))]
     if is_local(source.path):
         paths = find_files(source.path, parse_split(source.split), key)
-        return lambda: ((str(path), read_records(path)) for path in paths)
-    dataset = _hub_dataset(source, key)
+        read = stream_records if streamed else read_records
+        return lambda: ((str(path), read(path)) for path in paths)
+    dataset = _hub_dataset(source, key, streamed)
     return lambda: [(source.path, _dataset_records(dataset))]
 
 
@@ -180,9 +202,9 @@ def _is_on_hub(source: DatasetParams) -> bool:
     return source.path not in (STANDARD_LIBRARY, PYTHON_ROWS) and not is_local(source.path)
 
 
-def _slice_of(source: DatasetParams) -> Split:
-    """The slice that is left for us to take; the hub's client takes its own."""
-    return Split("train") if _is_on_hub(source) else parse_split(source.split)
+def _slice_of(source: DatasetParams, streamed: bool) -> Split:
+    """The slice that is left for us to take; the hub's client takes its own, but of no stream."""
+    return Split("train") if _is_on_hub(source) and not streamed else parse_split(source.split)
 
 
 def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
@@ -298,8 +320,11 @@ class _Table:
         self.values, self.places = [], []
 
 
-def _hub_dataset(source: DatasetParams, key: str) -> datasets.Dataset:
+def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> datasets.Dataset | datasets.IterableDataset:
     """A dataset on the hub, or one downloaded before. Raises RequestError."""
+    split = source.split
+    if streamed:
+        split = _streamed_split(source, key).name
     local = Path(source.path).absolute()
     downloaded = Path(datasets.config.HF_DATASETS_CACHE, source.path.replace("/", "___")).exists()
     if not downloaded and not hub_is_reachable():
@@ -309,17 +334,30 @@ def _hub_dataset(source: DatasetParams, key: str) -> datasets.Dataset:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
-        dataset = datasets.load_dataset(source.path, source.name, split=source.split)
+        dataset = datasets.load_dataset(
+            source.path, source.name, split=split, **({"streaming": True} if streamed else {})
+        )
     except Exception as error:  # datasets and the hub client raise many kinds, all of them about the request
         message = f"no file or folder {local}; {hub_host()} answered: {one_line(error)}"
         raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))]) from error
+    if streamed and dataset.column_names is None:
+        return dataset
     wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
     # Decoding pictures or sound only to drop them would take most of the time.
     readable = [column for column in dataset.column_names if column in wanted] or dataset.column_names
     return dataset.select_columns(readable)
 
 
-def _dataset_records(dataset: datasets.Dataset) -> Iterator[Record]:
+def _streamed_split(source: DatasetParams, key: str) -> Split:
+    """Raises RequestError for a slice whose rows would have to be counted, which would load all of them."""
+    split = parse_split(source.split) if "+" not in source.split else None
+    if split is None or split.needs_count:
+        message = f"of a stream from the hub `{source.split}` cannot be taken without loading all of it"
+        raise RequestError([Problem(f"{key}.split", message, expected="row numbers, as in `train[:1000]`")])
+    return split
+
+
+def _dataset_records(dataset: datasets.Dataset | datasets.IterableDataset) -> Iterator[Record]:
     number = 0
     for batch in dataset.iter(batch_size=1000):
         for values in zip(*batch.values(), strict=True):

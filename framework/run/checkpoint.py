@@ -70,7 +70,14 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("step-????????"))
 
 
-def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int, repairs: Sequence[Repair] = ()) -> Path:
+def save_checkpoint(
+    folder: Path,
+    assembly: Assembly,
+    step: int,
+    keep: int,
+    repairs: Sequence[Repair] = (),
+    stream: Mapping[str, int] | None = None,
+) -> Path:
     """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
 
     Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
@@ -86,6 +93,7 @@ def save_checkpoint(folder: Path, assembly: Assembly, step: int, keep: int, repa
         state = {"format": FORMAT, "step": step, "optimizer": numbers, "random": random_numbers}
         state["loss_scale"] = assembly.loss_scale.state()
         state["reference"] = fixed_fingerprint(assembly)
+        state["stream"] = stream
         state["repairs"] = [repair.to_json() for repair in repairs]
         state["config"] = assembly.config.model_dump(mode="json")
         (aside / _STATE).write_text(json.dumps(state))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from framework.build.batches import eval_batches
+from framework.build.batches import GlobalBatches, eval_batches
 from framework.build.documents import on_device
 from framework.build.loss import Batch
 from framework.build.packing import Packs
@@ -45,6 +45,7 @@ def know_reference(session: Session) -> None:
         _write(file, known)
     told = {name: _told(rows, known, name, file) for name, rows in splits.items()}
     session.inputs = replace(session.inputs, data=replace(data, train=told["train"], eval=told.get("eval")))
+    assert isinstance(session.batches, GlobalBatches), "the schema refuses streaming"
     session.batches = replace(session.batches, rows=told["train"])
 
 

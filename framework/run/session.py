@@ -16,13 +16,12 @@ from transformers import set_seed
 
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
-from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
+from framework.build.batches import MicroBatch, eval_batches, rows_and_tokens
 from framework.build.compiled import newly_plain
 from framework.build.documents import document_lengths, on_device
 from framework.build.given import NOTHING, Given
 from framework.build.loss import Batch
 from framework.build.place import Place, real_place
-from framework.build.tokenizer import padding_id
 from framework.build.verify import (
     FirstStep,
     Reading,
@@ -32,9 +31,11 @@ from framework.build.verify import (
     verify_first_step,
 )
 from framework.errors import (
+    BrokenRows,
     DoesNotFit,
     Interrupted,
     NonFinite,
+    RequestError,
     TunesmithError,
     VerificationFailed,
 )
@@ -56,6 +57,7 @@ from framework.run.room import require_room, too_large
 from framework.run.step import StepResult
 from framework.run.survive import EVAL, remembered, shrunk, tries
 from framework.run.trackers import check_trackers, flattened
+from framework.run.training_batches import TrainingBatches, stream_state, total_steps, training_batches
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
@@ -74,7 +76,7 @@ class Session:
     inputs: Inputs
     assembly: Assembly
     readings: tuple[Reading, ...]
-    batches: GlobalBatches
+    batches: TrainingBatches
     accelerator: Accelerator
     progress: ProgressLine
     meter: Meter
@@ -119,6 +121,10 @@ class Session:
         with explained, recorded_memory(self.assembly.place), self.progress, watched_interrupt() as self.interrupt:
             try:
                 yield
+            except BrokenRows:
+                if self.step:
+                    self.save()
+                raise
             except NonFinite as error:
                 raise NonFinite(f"{error} Training rows of this step: {self.batches.rows_of(self.step)}.") from None
         self.accelerator.end_training()
@@ -139,14 +145,18 @@ class Session:
         """The micro batches of an optimizer step, on the device. Call it for one step after the other."""
         if self._stream is None:
             self._stream = self.batches.start(step - 1)
-        made = next(self._stream)
+        try:
+            made = next(self._stream)
+        except RequestError as error:
+            kept = f"the state after step {step - 1} is saved" if step > 1 else "no step was made"
+            raise BrokenRows(f"the rows of step {step} cannot be had; {kept}\n{error}") from None
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
             self._seen = self._look(made)
         return [self._moved(batch) for batch in made]
 
-    def rows_in_hand(self) -> list[int]:
-        """Numbers of the training rows in the micro batch at work; none between two."""
+    def rows_in_hand(self) -> Sequence[int | str]:
+        """Numbers of the training rows in the micro batch at work, of a stream where they stand; none between two."""
         at, micro_batch = self.watch.step, self.watch.micro_batch
         shares = self.batches.shares_of(at - 1) if at is not None else []
         return shares[micro_batch - 1] if 0 < micro_batch <= len(shares) else []
@@ -246,7 +256,7 @@ class Session:
         speed = result.tokens / seconds
         values: dict[str, float | None] = {
             "step": self.step,
-            "epoch": round(self.step / self.batches.steps_per_epoch, 4),
+            "epoch": round(self.batches.epochs(self.step), 4),
             "loss": result.loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
@@ -310,7 +320,9 @@ class Session:
         if self.saved != self.step:
             self.meter.observe("save")
             limit = self.config.training.save_total_limit
-            save_checkpoint(self.folder.path, self.assembly, self.step, limit, self.repairs)
+            save_checkpoint(
+                self.folder.path, self.assembly, self.step, limit, self.repairs, stream_state(self.batches, self.step)
+            )
             self.saved = self.step
             self._clock = time.perf_counter()
 
@@ -389,10 +401,10 @@ def _build(
     place = real_place(accelerator.device)
     meter = Meter(place)
     set_seed(config.training.seed)
-    batches = _training_batches(config, inputs)
+    batches = training_batches(config, inputs, read_state(newest) if newest is not None else None)
     watch = Watch(meter)
     with explained_failures(watch, forecast, None):
-        assembly = assemble(config, inputs.architecture, place, total_steps(config, batches.steps_per_epoch))
+        assembly = assemble(config, inputs.architecture, place, total_steps(config, batches))
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
         _empty_cache(place)
@@ -415,19 +427,6 @@ def _build(
         step=step,
         saved=step if newest else -1,
         repairs=repairs,
-    )
-
-
-def _training_batches(config: TrainingConfig, inputs: Inputs) -> GlobalBatches:
-    return GlobalBatches(
-        inputs.data.train,
-        config.batch,
-        seed=config.training.seed,
-        pad_token_id=padding_id(inputs.tokenizer),
-        workers=config.data.workers,
-        by_length=config.data.group_by_length,
-        padding_free=config.data.padding_free,
-        multiple=config.data.padded(1),
     )
 
 
@@ -472,9 +471,3 @@ def begin(session: Session, overwrite: bool) -> None:
         session.plan_again()  # what was planned is not the size that this run had shrunk to
     else:
         session.keep_forecast()
-
-
-def total_steps(config: TrainingConfig, per_epoch: int) -> int:
-    """Optimizer steps of the run: `max_steps`, else the epochs' worth, at least one."""
-    training = config.training
-    return training.max_steps or max(1, round(training.num_train_epochs * per_epoch))

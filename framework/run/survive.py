@@ -113,7 +113,8 @@ def _what_was_in_hand(session: "Session", known: Circumstances) -> Iterable[str]
     if known.phase not in ("forward", "loss", "backward"):
         return
     if next_size(config, TRAIN) is None:
-        longest = int(session.inputs.data.train.lengths.max())
+        data = session.inputs.data
+        longest = int(data.train.lengths.max()) if data.stream is None else config.longest
         held = f"row {numbers}" if (numbers := session.rows_in_hand()) else "the longest row"
         yield (
             f"nothing is left to halve: the micro batch is 1 {'pack' if config.data.packing else 'row'} "

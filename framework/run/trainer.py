@@ -15,6 +15,7 @@ from framework.build.given import Given, PythonRows, take_rows
 from framework.build.heads import model_class
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
+from framework.build.streamed_batches import StreamedBatches
 from framework.build.verify import table, verify_unmoved
 from framework.run.comparison import last_line
 from framework.run.export import export
@@ -116,6 +117,8 @@ def _announce(session: Session, searched: Sequence[str]) -> None:
 
 def _finish(session: Session) -> RunResult:
     """Evaluate and export. The export does not depend on the evaluation, nor the checkpoint on either."""
+    if isinstance(session.batches, StreamedBatches):
+        session.progress.say(str(session.batches.progress.account.report))
     try:
         session.evaluate()
     finally:

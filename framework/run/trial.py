@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from framework.build.batches import MicroBatch, MicroBatches, longest_rows
+from framework.build.batches import GlobalBatches, MicroBatch, MicroBatches, full_batch, longest_rows
 from framework.build.documents import on_device
 from framework.build.packing import Packs
 from framework.build.place import Place
@@ -53,7 +53,7 @@ def try_longest_rows(session: Session) -> None:
 def _try_training(session: Session) -> Iterator[str]:
     for attempt in tries(session, TRAIN):
         with attempt as way_back:
-            batch = _longest(session, session.batches.rows, TRAIN)
+            batch = _longest_of_training(session)
             made = [batch] * min(session.config.batch.accumulation, MOST_MICRO_BATCHES)
             session.watch.begin(None, [batch["input_ids"].numel()] * len(made))
             trial_step(session.assembly, made, session.watch.observe)
@@ -70,6 +70,16 @@ def _try_evaluation(session: Session) -> Iterator[str]:
             evaluate(session.assembly, [batch], session.watch.observe)
             way_back.undo()
     yield f"evaluation {_shape(batch)}"
+
+
+def _longest_of_training(session: Session) -> MicroBatch:
+    """One batch of the longest rows there are; of a stream, of the longest that may come."""
+    if isinstance(session.batches, GlobalBatches):
+        return _longest(session, session.batches.rows, TRAIN)
+    config, head = session.config, session.inputs.data.train
+    row = (head[0]["input_ids"] * config.longest)[: config.longest]
+    ids = torch.tensor([row] * size_of(config, TRAIN), device=session.assembly.place.device)
+    return full_batch(config, ids)
 
 
 def _longest(session: Session, rows: Rows | Packs, key: str) -> MicroBatch:

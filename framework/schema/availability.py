@@ -33,7 +33,6 @@ ROWS = (
     Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
     Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),
     Row("gpu.count", (1,), "more than one device"),
-    Row("data.streaming", (False,), "streaming"),
 )
 DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
 """Keys whose `auto` means the checkpoint's dtype, not a search."""

@@ -66,7 +66,11 @@ class DataParams(Params):
     (up to 8 lengths; else for one that varies). Costs the padding, in the worst batch too when it divides no
     `model.model_max_length`. Unset: to the longest row."""
     streaming: bool = False
-    """Read rows as they are needed instead of all at once. Needs `training.max_steps`."""
+    """Read training rows as they are needed, so that no source is held as a whole. Needs `training.max_steps`; rows to
+    evaluate on are read whole."""
+    shuffle_buffer: Positive = 1000
+    """Rows of a stream, as they are read, that are shuffled (and packed) among each other; 1 keeps their order. Two
+    times so many rows are in host memory."""
     supervise: Supervise | None = None
     """Tokens the loss is taken over. Unset: the assistant's turns in a chat, the completion of a prompt, every token of
     a text; under `pretrain` every token of all."""

@@ -2,14 +2,38 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Mixing
+from framework.schema.choices import Mixing, Task
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 
 
 def data_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Weights and the rule of the mixture, which need each other."""
+    """Weights and the rule of the mixture, which need each other; what cannot be had of a stream."""
     yield from _mixing(config)
+    if config.data.streaming:
+        yield from _streaming(config)
+
+
+def _streaming(config: TrainingConfig) -> Iterator[Conflict]:
+    data, key = config.data, "data.streaming"
+    if config.training.max_steps is None:
+        message = "the length of streamed data is not known, so the number of steps must be"
+        yield Conflict((key, "training.max_steps"), message, "training.max_steps")
+    if data.eval_fraction and not data.eval:
+        message = "rows can be held out of a stream only by reading all of it first"
+        yield Conflict((key, "data.eval_fraction"), message, "data.eval, such as a slice: `split: train[:500]`")
+    if data.group_by_length:
+        message = "the lengths of streamed rows are not known before they are read"
+        yield Conflict((key, "data.group_by_length"), message, "data.packing or data.padding_free")
+    if config.training.asks_reference_once:
+        message = "rows that are read as they are needed cannot be asked about before the first step"
+        yield Conflict((key, "training.preference.precompute_reference"), message, "false")
+    if data.workers > 1:
+        message = "a stream is read in order, by one process"
+        yield Conflict((key, "data.workers"), message, "0 or 1")
+    if config.training.task is Task.CLASSIFICATION and not data.labels:
+        message = "the classes of a stream are not known before its end"
+        yield Conflict((key, "data.labels"), message, "data.labels: [their names]")
 
 
 def _mixing(config: TrainingConfig) -> Iterator[Conflict]:

@@ -344,9 +344,6 @@ def _steps(config: TrainingConfig) -> Iterator[Conflict]:
     if training.eval_steps is not None and not data.eval and not data.eval_fraction:
         three = ("training.eval_steps", "data.eval", "data.eval_fraction")
         yield Conflict(three, "evaluation is asked for, but there is no data for it", "data.eval or data.eval_fraction")
-    if data.streaming and training.max_steps is None:
-        message = "the length of streamed data is not known, so the number of steps must be"
-        yield Conflict(("data.streaming", "training.max_steps"), message, "training.max_steps")
 
 
 def _model(config: TrainingConfig) -> Iterator[Conflict]:
@@ -586,6 +583,7 @@ IDLE = (
         lambda c: c.training.task is not Task.CLASSIFICATION,
         "only classification has classes",
     ),
+    Idle(("data.shuffle_buffer",), "data.streaming", lambda c: not c.data.streaming, "data.streaming is off"),
     Idle(("data.eval_fraction",), "data.eval", lambda c: bool(c.data.eval), "data.eval is given"),
     Idle(
         ("model.model_revision",),

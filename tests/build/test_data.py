@@ -254,7 +254,6 @@ class TestChecks:
     @pytest.mark.parametrize(
         ("options", "keys"),
         [
-            ({"streaming": True}, ["streaming"]),
             ({"supervise": "assistant"}, ["supervise"]),
             ({"supervise": "last"}, ["supervise"]),
             ({"supervise": "completion"}, ["supervise"]),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from framework.build import compiled
 from framework.compose import load
-from framework.errors import DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
+from framework.errors import BrokenRows, DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
 from framework.run import session as session_module
 from framework.run import trainer
 from framework.run.checkpoint import checkpoints
@@ -261,6 +261,33 @@ def test_rows_from_python_train_and_are_asked_for_again(corpus, tmp_path):
     assert max(metrics(tmp_path / "given")) == 5
 
 
+STREAM = {"streaming": True, "shuffle_buffer": 16, "eval_fraction": 0.0}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_goes_on_where_it_stood(corpus, tmp_path, workers):
+    def run(name, steps):
+        training = {"max_steps": steps, "lr_scheduler_type": "constant"}
+        return config(corpus, tmp_path / name, data={**STREAM, "workers": workers}, training=training)
+
+    whole = train(run("whole", 18))
+    train(run("parts", 7))
+    train(run("parts", 18), resume=True, allow=["training.max_steps"])
+    assert metrics(tmp_path / "parts") == metrics(whole.folder)
+    assert same(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
+
+
+def test_a_broken_row_of_a_stream_ends_the_run_with_what_was_learnt(corpus, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "a few words"}\n' * 300 + '{"text": 5}\n')
+    some = config(broken, tmp_path / "run", data={**STREAM, "packing": True}, training={"max_steps": 200})
+    with pytest.raises(BrokenRows, match=r"broken\.jsonl:301") as caught:
+        train(some)
+    step = max(metrics(tmp_path / "run"))
+    assert f"the state after step {step} is saved" in str(caught.value)
+    assert [int(folder.name[5:]) for folder in checkpoints(tmp_path / "run")] == [step]
+
+
 def test_nothing_to_resume_is_said(corpus, tmp_path):
     with pytest.raises(RequestError, match="there is no checkpoint"):
         train(config(corpus, tmp_path / "run"), resume=True)
@@ -436,7 +463,7 @@ def test_rows_padded_to_a_multiple_learn_the_same_and_are_read_back(corpus, tmp_
 
 
 def test_a_width_that_is_no_multiple_stops_the_run(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(session_module, "_training_batches", _unpadded(session_module._training_batches))
+    monkeypatch.setattr(session_module, "training_batches", _unpadded(session_module.training_batches))
     with pytest.raises(VerificationFailed, match=r"data.pad_to_multiple_of: asked 32, in effect"):
         train(config(corpus, tmp_path / "run", data={"pad_to_multiple_of": 32}, model={"model_max_length": 31}))
 
