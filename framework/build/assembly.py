@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from framework.schema.training import TrainingParams
 
 if TYPE_CHECKING:
     from framework.build.adapter import Adapter
+    from framework.build.shard import Sharding
 
 AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16}
 SDPA_BACKENDS = {
@@ -95,15 +96,20 @@ class Assembly:
         return contextlib.nullcontext() if self.parallel is None or is_last else self.parallel.no_sync()
 
     @property
+    def sharding(self) -> "Sharding | None":
+        """How the weights are split over the ranks; None where each holds all."""
+        return cast("Sharding", self.parallel) if self.parallel and self.config.fsdp.is_sharded else None
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the optimizer changes."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The context that forward and loss run in."""
-        dtype = AUTOCAST_DTYPES.get(MixedPrecision(self.config.training.mixed_precision_dtype or "none"))
-        if dtype is None:
+        """The context that forward and loss run in. Split weights are gathered in the lower dtype instead."""
+        dtype = autocast_dtype(self.config.training)
+        if dtype is None or self.config.fsdp.is_sharded:
             return contextlib.nullcontext()
         return torch.autocast(self.place.kind, dtype=dtype)
 

@@ -18,11 +18,15 @@ from framework.schema.config import TrainingConfig
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the `world` that train together; alone by default. `local_rank` counts on its machine."""
+    """This process among the `world` that train together; alone by default.
+
+    `local_rank` is its number among the `local_world` of its machine.
+    """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -43,6 +47,23 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard where it is split, else all of it."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def shard_number(tensor: Tensor) -> int:
+    """Which part of a split tensor this rank holds; 0 of one that is not split."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return 0 if mesh is None else int(mesh.get_local_rank(mesh.ndim - 1))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered where it is split: every rank must call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class Parallel(Protocol):
@@ -81,6 +102,10 @@ def parallelise(config: TrainingConfig, model: nn.Module, place: Place, ranks: R
     """
     if ranks.world == 1:
         return None
+    if config.fsdp.is_sharded:
+        from framework.build.shard import shard  # torch's sharding takes seconds to import
+
+        return shard(config, Root(model), model, place, ranks)
     return _replicated(Root(model))
 
 

@@ -78,6 +78,7 @@ _COMPILED = {"training.compile": True}
 _CHECKPOINTED = {"training.enable_gradient_checkpointing": True}
 _GLOBAL_8 = {"training.global_batch_size": 8}
 _UNCLIPPED = {"training.max_grad_norm": 0.0, "training.global_batch_size": None}
+_SHARDED = {"fsdp.enable_fsdp": True}
 _PURE_BF16 = {"model.torch_dtype_str": "bfloat16", "training.mixed_precision_dtype": "none"}
 _ROUNDED = {"training.optimizer": "anyprecision_adamw", **_PURE_BF16}
 
@@ -799,6 +800,58 @@ CACHES = (
     ),
 )
 
+SHARDING = (
+    Lever(
+        "fsdp.enable_fsdp",
+        (Setting(False), Setting(True, "gathers and reductions cross the link beside the compute (not measured)")),
+        ("weights", "gradients", "optimizer"),
+        "sharding",
+        "Weights, gradients and states are split over the devices; each block is gathered when it runs.",
+    ),
+    Lever(
+        "fsdp.sharding_strategy",
+        (
+            Setting("SHARD_GRAD_OP", beside=_SHARDED),
+            Setting("FULL_SHARD", "+4 % a step (1B, two H200, prototype; 2026-11): gathers again", beside=_SHARDED),
+            Setting("HYBRID_SHARD", "as FULL_SHARD within a machine, one more sum between them", beside=_SHARDED),
+        ),
+        ("communication", "weights"),
+        "sharding",
+        "SHARD_GRAD_OP keeps gathered weights from forward to backward; the hybrid ones split within a machine only.",
+    ),
+    Lever(
+        "fsdp.cpu_offload",
+        (
+            Setting(False, beside=_SHARDED),
+            Setting(True, "weights and gradients cross the link to the host (not measured)", "", "cuda", "", _SHARDED),
+        ),
+        ("weights", "gradients", "optimizer"),
+        "offloaded_shards",
+        "Each device's part stays in pinned host memory, where the optimizer steps; the device holds gathered blocks.",
+    ),
+    Lever(
+        "fsdp.forward_prefetch",
+        (
+            Setting(True, beside=_SHARDED),
+            Setting(False, "forward gathers when the host reaches a block", "", beside=_SHARDED),
+        ),
+        ("communication",),
+        "prefetch",
+        "Gathers the next block while one computes. Helps where the host is slow; holds one more gathered block.",
+    ),
+    Lever(
+        "fsdp.backward_prefetch",
+        (
+            Setting("BACKWARD_PRE", beside=_SHARDED),
+            Setting("BACKWARD_POST", "backward waits for part of each gather (not measured)", beside=_SHARDED),
+            Setting("NONE", "backward waits for each gather (not measured)", beside=_SHARDED),
+        ),
+        ("communication",),
+        "prefetch",
+        "When backward gathers the next block: before the gradients of this one, after them, or when it is needed.",
+    ),
+)
+
 LEVERS = (
     *BATCH,
     *ROWS,
@@ -811,6 +864,7 @@ LEVERS = (
     *ADAPTERS,
     *FREEZING,
     *CACHES,
+    *SHARDING,
 )
 
 

@@ -66,11 +66,13 @@ class Footprint:
     """Blocks of a base that is kept in host memory."""
     streamed_bytes: int = 0
     """What crosses the link from there in one micro batch."""
+    shards: int = 1
+    """Devices that each weight is split over. All sizes but `export_bytes` are of one device's part."""
 
     @property
     def checkpoint_bytes(self) -> int:
         """One checkpoint: the trained weights as they are trained, and the optimizer's states."""
-        return sum(self.trained_sizes) + sum(self.state_sizes)
+        return self.shards * (sum(self.trained_sizes) + sum(self.state_sizes))
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def new_allocator(config: TrainingConfig) -> CachingAllocator:
 def resume_trace(footprint: Footprint) -> Trace:
     """The load of a checkpoint: its weights arrive whole beside the model's, are copied, and then the states arrive.
 
-    Follows `load_checkpoint` in framework/run/checkpoint.py.
+    Follows `load_checkpoint` in framework/run/checkpoint.py. Parts of weights are read on the host, into their place.
     """
     trace = Trace()
     trace.enter("resume")
@@ -144,7 +146,7 @@ def resume_trace(footprint: Footprint) -> Trace:
         trace.bear(size, Kind.WEIGHTS)
     for size in footprint.home_sizes:
         trace.bear(size, Kind.WEIGHTS, Space.HOST)
-    stored = [trace.bear(size, Kind.TEMPORARIES) for size in footprint.trained_sizes]
+    stored = [trace.bear(size, Kind.TEMPORARIES) for size in footprint.trained_sizes if footprint.shards == 1]
     for block in stored:
         trace.bury(block)
     for size, space in zip(footprint.state_sizes, footprint.state_spaces, strict=True):
@@ -308,10 +310,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     if config.gpu.name == "cpu":
         said.append("cpu: bytes are what tensors take of the process's resident memory; libraries come on top")
     if config.gpu.count > 1:
-        said.append(
-            f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit; "
-            "what devices exchange is not counted"
-        )
+        exchanged = "" if config.fsdp.is_sharded else "; what devices exchange is not counted"
+        said.append(f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit{exchanged}")
+        if config.gpu.link_bytes_per_second is None:
+            said.append("the rate between two cards is not known: step time is without what they exchange")
     said += rehearsal.said
     kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
     forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))

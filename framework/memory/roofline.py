@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from framework.memory.trace import RECOMPUTED, TRANSFER, Operation
+from framework.memory.trace import GATHER, RECOMPUTED, REDUCE, TAKE_OVER, TRANSFER, Operation
 from framework.schema.gpu import GPUParams
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -53,6 +53,10 @@ class Efficiency:
     """Host time between two steps: batch, schedule, the wait for the loss."""
     link: float = 5.5 / 6.3
     """Of the rate between host and card, for pinned memory (framework/run/calibrate.py)."""
+    card_link: float = 0.7
+    """Of the rate between two cards. NCCL's share of NVLink by its own documents' busbw; not measured here."""
+    collective_seconds: float = 25e-6
+    """Start and end of one exchange."""
 
 
 CALIBRATED = Efficiency(
@@ -107,10 +111,21 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
         raise ValueError(f"the rates of {card.name} are not known")
     host = efficiency.step_seconds
     compute = memory = communication = done = 0.0
+    link = gathered = 0.0
     for operation in operations:
         host += _host_seconds(operation, efficiency)
         if not operation.bytes:
             continue
+        if operation.name in (GATHER, REDUCE):
+            exchange = _exchange_seconds(operation, card, efficiency)
+            communication += exchange
+            link = max(link, host, done if operation.name == REDUCE else 0.0) + exchange
+            gathered = link if operation.name == GATHER else gathered
+            continue
+        if operation.name == TAKE_OVER:
+            done = max(done, gathered)
+        elif operation.phase == "optimizer_step":
+            done = max(done, link)
         if operation.name == TRANSFER:
             communication += operation.bytes / ((card.host_link_bytes_per_second or math.inf) * efficiency.link)
             continue
@@ -125,6 +140,12 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
             memory += kernel
         done = max(done, host) + kernel
     return StepTime(max(done, host, communication), compute, memory, host, communication)
+
+
+def _exchange_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency) -> float:
+    """On the link of the cards, by which one exchange follows the other; at once where its rate is not known."""
+    rate = card.link_bytes_per_second or math.inf
+    return operation.bytes / (rate * efficiency.card_link) + efficiency.collective_seconds
 
 
 def repeat_micro_batches(step: StepTime, one_more: StepTime, times: int) -> StepTime:

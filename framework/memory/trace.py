@@ -36,6 +36,12 @@ RECOMPUTED = "recompute"
 TRANSFER = "transfer"
 """`Operation.name` of a copy between host and device, beside which the device computes."""
 
+GATHER, REDUCE = "all_gather", "reduce"
+"""`Operation.name` of what ranks exchange beside the computation; `bytes` are those that cross the link of one card."""
+
+TAKE_OVER = "split_with_sizes_copy"
+"""`Operation.name` of the copy that waits for the last gather."""
+
 
 class Operation(NamedTuple):
     """One operator call, for the roofline. `shape` is (batch, m, n, k) of a matrix product and empty otherwise.

@@ -11,6 +11,7 @@ from framework.build.assembly import Assembly
 from framework.build.loss import causal_model
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.quantize import scale_tensors, weight_count
+from framework.build.ranks import local_part
 from framework.memory.planning import Footprint
 from framework.memory.trace import Space
 from framework.run.checkpoint import trained_state
@@ -65,12 +66,14 @@ def read_footprint(assembly: Assembly) -> Footprint:
         export_bytes=_export_bytes(assembly),
         trained_products=trained_products,
         frozen_products=frozen_products,
+        shards=assembly.sharding.shards if assembly.sharding is not None else 1,
         streamed_bytes=assembly.streamed.bytes_per_micro_batch if assembly.streamed is not None else 0,
     )
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Bytes of each that this rank holds."""
+    return tuple(local.numel() * local.element_size() for local in map(local_part, tensors))
 
 
 def _export_bytes(assembly: Assembly) -> int:

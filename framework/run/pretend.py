@@ -303,7 +303,7 @@ def describe_attention(
     )
 
 
-class _Patches:
+class Patches:
     """Attributes replaced, and put back in reverse order."""
 
     def __init__(self) -> None:
@@ -325,7 +325,7 @@ class _NoDeviceGuard(contextlib.nullcontext[None]):
         super().__init__()
 
 
-def _patch_cuda(patches: _Patches, mode: PretendedCard) -> None:
+def _patch_cuda(patches: Patches, mode: PretendedCard) -> None:
     """Answer what libraries ask of torch.cuda with the facts of the card."""
     card = mode.card
     major, minor = capability_of(card.capability) if card.capability is not None else (0, 0)
@@ -353,7 +353,7 @@ def _patch_cuda(patches: _Patches, mode: PretendedCard) -> None:
     patches.set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
 
 
-def _patch_kernels(patches: _Patches) -> None:
+def _patch_kernels(patches: Patches) -> None:
     """Let optimizers and clipping take their foreach and fused paths for tensors whose type says meta."""
     foreach = torch.utils._foreach_utils
     readers = [importlib.import_module(name) for name in ("torch.optim.optimizer", "torch.nn.utils.clip_grad")]
@@ -364,7 +364,7 @@ def _patch_kernels(patches: _Patches) -> None:
                 patches.set(owner, name, lambda devices=devices: devices)
 
 
-def _patch_autograd(patches: _Patches, mode: PretendedCard) -> None:
+def _patch_autograd(patches: Patches, mode: PretendedCard) -> None:
     """Stay in the mode during backward, where checkpoints recompute and hooks run but torch has popped it."""
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
@@ -392,7 +392,7 @@ def _patch_autograd(patches: _Patches, mode: PretendedCard) -> None:
 def pretend(card: GPUParams) -> Iterator[PretendedCard]:
     """Within the block, meta tensors are on `card`. All patches are undone at its end."""
     mode = PretendedCard(card)
-    patches = _Patches()
+    patches = Patches()
     try:
         if mode.device.type == "cuda":
             _patch_cuda(patches, mode)

@@ -21,6 +21,7 @@ from framework.build.heads import reads_both_ways, said_of_answers
 from framework.build.loss import Batch, Observe
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
+from framework.build.ranks import ALONE, Ranks
 from framework.build.refuse import refuse_impossible
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
@@ -37,6 +38,8 @@ from framework.run.tracker import Tracker
 from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
+CARDS_A_MACHINE = 8
+"""How many cards of a plan are taken to share a machine: what a hybrid strategy splits over."""
 REHEARSED_MICRO_BATCHES = 2
 """The first makes the gradients, the second adds to them; all others are like the second."""
 
@@ -59,15 +62,21 @@ def record(config: TrainingConfig) -> Rehearsal:
         from framework.build.coverage import said_of_adapter
     if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
         from framework.run import compiled_blocks
+    ranks = rehearsed_ranks(config)
+    several: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if ranks.world > 1:
+        from framework.run.pretend_ranks import pretend_ranks
+
+        several = pretend_ranks(config.gpu, ranks.world, tracker)
     launches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     launched: tuple[str, ...] = ()
     if config.model.enable_liger_kernel is True:
         from framework.run.launches import SAID, noted_launches
 
         launches, launched = noted_launches(tracker.record_launch), (SAID,)
-    with _no_garbage_collection(), pretend(config.gpu) as mode, launches:
+    with _no_garbage_collection(), pretend(config.gpu) as mode, several, launches:
         with torch.device(place.device):  # adapters too are made without storage
-            assembly = assemble(config, architecture, place, config.training.max_steps or 1000)
+            assembly = assemble(config, architecture, place, config.training.max_steps or 1000, ranks)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
         mode.on_empty_cache = tracker.note_emptied_cache
         blocks = compiled_blocks.plan_compiled_blocks(assembly, mode, tracker) if is_compiled else None
@@ -85,6 +94,14 @@ def record(config: TrainingConfig) -> Rehearsal:
     covered = said_of_adapter(assembly) if is_adapted else ()
     said = (*map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
+
+
+def rehearsed_ranks(config: TrainingConfig) -> Ranks:
+    """The first rank of a sharded run. Ranks that each hold the whole model are alike, and rehearsed as one."""
+    world = config.gpu.count
+    return (
+        Ranks(world=world, local_world=min(world, CARDS_A_MACHINE)) if config.fsdp.is_sharded and world > 1 else ALONE
+    )
 
 
 def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:

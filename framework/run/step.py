@@ -14,6 +14,7 @@ from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe, ignore_phases
 from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers.parameter_wise import ParameterWise
+from framework.build.ranks import whole
 from framework.build.tasks import Precomputed, reference_of
 from framework.errors import NonFinite
 
@@ -189,11 +190,11 @@ def _gradients_dropped(assembly: Assembly) -> Iterator[None]:
 
 
 def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Global gradient norm before clipping; clips to `limit` unless it is 0."""
+    """Global gradient norm before clipping, of all ranks' parts; clips to `limit` unless it is 0."""
     if limit:
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return whole(torch.nn.utils.clip_grad_norm_(parameters, limit))
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(grads)
+    return whole(torch.nn.utils.get_total_norm(grads))
 
 
 def _finite(value: float) -> bool:

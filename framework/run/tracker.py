@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.memory.trace import RECOMPUTED, TRANSFER, Kind, Operation, Space, Trace
+from framework.build.ranks import local_part
+from framework.memory.trace import GATHER, RECOMPUTED, REDUCE, TRANSFER, Kind, Operation, Space, Trace
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
 from framework.run.packed import is_packed_product, packed_result, packed_shape, packed_workspace
@@ -51,6 +53,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize = torch.UntypedStorage.resize_
         self._in_forward_code = False
         self._is_compiled = False
+        self.is_one_of_several = False
+        """Whether tensors may be split over ranks."""
+        self._communicates = False
+        self.stream = 0
+        """The CUDA stream that tensors are born in; its pool of the allocator serves them."""
 
     # -- what the step tells
     def observe(self, phase: str, empties_cache: bool = False) -> None:
@@ -67,7 +74,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Say what `tensors` are for; those not yet known are born now."""
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
-                block = self._track(tensor)
+                block = self._track(local_part(tensor))
                 if block is not None:
                     self.trace.kinds[block] = kind
                     self._births.pop(block, None)
@@ -98,7 +105,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block
 
     def _bear(self, size: int, kind: Kind, space: Space = Space.DEVICE) -> int:
-        block = self.trace.bear(size, kind, space)
+        block = self.trace.bear(size, kind, space, self.stream)
         if kind is Kind.ACTIVATIONS and self.phase in _KEEPS_RESULTS:
             self._births[block] = self._stretch
         return block
@@ -119,6 +126,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _guess_kind(self, tensor: torch.Tensor) -> Kind:
         phase = self.phase
+        if self._communicates:
+            return Kind.COMMUNICATION
         if phase == _LOSS or (tensor.dim() and tensor.shape[-1] == self._vocabulary and phase in _HAS_LOGITS):
             return Kind.LOGITS_AND_LOSS
         if phase in _KEEPS_RESULTS or phase == _BETWEEN:
@@ -159,6 +168,26 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._finalizers[sum_block]
         self._bind(storage, older)
         return True
+
+    # -- several ranks
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Within the block, what is born is gathered from other ranks or on its way to them."""
+        before, self._communicates = self._communicates, True
+        try:
+            yield
+        finally:
+            self._communicates = before
+
+    def _exchange(self, packet: Any, args: tuple[Any, ...]) -> None:
+        """What crosses this card's link: all of a gather but what it holds, all that it gives away of a reduction.
+
+        An all-reduce is both (a ring).
+        """
+        sizes = [sum(map(kernels.count_bytes, kernels.tensors_in((argument,)))) for argument in args[:2]]
+        name, size = (GATHER if "gather" in packet.__name__ else REDUCE), abs(sizes[0] - sizes[1])
+        size = size if sizes[1] else 2 * sizes[0]
+        self.trace.operations.append(Operation(name, self._operation_phase(), 0, size, ""))
 
     # -- compiled code
     @contextlib.contextmanager
@@ -214,12 +243,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if block is not None and self.trace.sizes[block] != size:
             self._finalizers.pop(block)
             self.trace.bury(block)
-            self._bind(storage, self.trace.bear(size, self.trace.kinds[block], self.trace.spaces[block]))
+            trace = self.trace
+            born = trace.bear(size, trace.kinds[block], trace.spaces[block], trace.streams[block])
+            self._bind(storage, born)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.is_one_of_several:
+            if any(kind.__name__ == "DTensor" for kind in types):
+                return NotImplemented  # a split tensor turns into operators on this rank's part
+            if active_fake_mode() is not None:
+                return func(*args, **kwargs)  # shapes of the whole, which torch works out beside the computation
         with torch._C.DisableTorchFunction():
             packet = func._overloadpacket
             if packet is aten.empty and kwargs.get("pin_memory"):
@@ -246,6 +282,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return  # bookkeeping on the host, such as the step count of an optimizer
         for tensor in results:
             self._track(tensor)
+        if func.namespace == "c10d":
+            self._exchange(packet, args)
+            return
         made_memory = len(self.trace.events) > events
         if packet in _IN_PLACE_IN_BACKWARD and made_memory and self.phase == _BACKWARD and not torch.is_grad_enabled():
             self._note_update(packet, args, result)

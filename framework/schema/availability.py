@@ -29,7 +29,6 @@ ROWS = (
         ),
         "attention over several devices",
     ),
-    Row("fsdp.enable_fsdp", (False,), "sharding"),
     Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
     Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),
     Row("gpu.count", (1,), "more than one device"),

@@ -26,3 +26,8 @@ class FSDPParams(Params):
     """Devices that share one sequence."""
     tensor_parallel_size: Positive = 1
     """Devices that share each matrix."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each device holds a part of the weights; with `NO_SHARD` each holds all."""
+        return self.enable_fsdp is True and self.sharding_strategy is not ShardingStrategy.NO_SHARD

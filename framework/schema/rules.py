@@ -29,6 +29,7 @@ from framework.schema.conflict import Conflict
 from framework.schema.data_rules import data_conflicts
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
+from framework.schema.sharding_rules import sharding_conflicts
 from framework.schema.survival_rules import survival_conflicts
 from framework.schema.task_rules import task_conflicts
 
@@ -164,10 +165,6 @@ TORCHAO = (Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT)
 def _optimizer(config: TrainingConfig) -> Iterator[Conflict]:
     training, choice = config.training, config.training.optimizer
     key = "training.optimizer"
-    if choice in (*BITSANDBYTES, *TORCHAO) and config.fsdp.enable_fsdp is True:
-        message = f"the states of {choice} cannot be sharded: they fail at the first step or at the save"
-        works = "adamw_torch_fused (sharded), anyprecision_adamw (bf16 states), or fsdp.cpu_offload=true with adamw"
-        yield Conflict((key, "fsdp.enable_fsdp"), message, works)
     is_trained_in_float32 = config.model.torch_dtype_str == TorchDtype.FLOAT32 and not training.use_peft
     if choice is Optimizer.ANYPRECISION_ADAMW and is_trained_in_float32:
         message = "anyprecision_adamw is for bfloat16 weights: float32 ones have nothing to round"
@@ -634,6 +631,7 @@ RULES = (
     _recompute,
     find_liger_conflicts,
     _offloaded_base,
+    sharding_conflicts,
     survival_conflicts,
     task_conflicts,
     classifier_conflicts,

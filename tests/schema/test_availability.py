@@ -25,7 +25,6 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
     ("section", "key", "value"),
     [
         ("model", "attn_implementation", "ring_attention"),
-        ("fsdp", "enable_fsdp", True),
         ("gpu", "count", 2),
     ],
 )

@@ -22,7 +22,7 @@ def conflicts(warnings=False, **sections):
 @pytest.mark.parametrize("optimizer", [*EIGHT_BIT, "adamw_torchao_8bit", "adamw_torchao_4bit"])
 def test_small_states_are_not_sharded(optimizer):
     """F02."""
-    [found] = conflicts(training={"optimizer": optimizer}, fsdp={"enable_fsdp": True})
+    [found] = conflicts(training={"optimizer": optimizer}, fsdp={"enable_fsdp": True}, gpu={"count": 2})
     assert found.keys == ("training.optimizer", "fsdp.enable_fsdp")
     assert optimizer in found.message
     assert "adamw_torch_fused" in found.expected
@@ -114,7 +114,7 @@ def test_a_missing_package_is_named_where_a_run_starts_and_not_for_a_plan(monkey
     ("sections", "other"),
     [
         ({"training": IN_BACKWARD}, "training.optimizer_in_backward"),
-        ({"fsdp": {"enable_fsdp": True}}, "fsdp.enable_fsdp"),
+        ({"fsdp": {"enable_fsdp": True}, "gpu": {"count": 2}}, "fsdp.enable_fsdp"),
     ],
 )
 def test_what_cannot_be_undone_is_not_repaired(sections, other):

@@ -13,21 +13,27 @@ import torch
 from torch import Tensor
 
 from framework.build.optimizers.seeds import mixed
+from framework.build.ranks import local_part, shard_number
 from framework.schema.choices import Rounding
 
 CHUNK = 1 << 24
 """Elements computed at once without a kernel: float32 temporaries stay below 0.5 GiB however large an embedding is."""
+
+PARTS_APART = 1_000_003
+"""Between the seeds of two parts of a sharded weight, which must not draw the same bits."""
 
 Kernel = Callable[["Update"], None]
 """One update of one parameter in a single pass over its memory."""
 
 
 class Update:
-    """One parameter with its gradient and states, and the numbers of this step, among them a seed of its own."""
+    """One parameter with its gradient and states, of each this rank's part, and the numbers of this step, among them a
+    seed of its own."""
 
     def __init__(self, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], seed: int) -> None:
-        self.tensors = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
-        self.tensors += [state["compensation"]] if "compensation" in state else []
+        tensors = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+        tensors += [state["compensation"]] if "compensation" in state else []
+        self.tensors: list[Tensor] = list(map(local_part, tensors))
         self.beta1, self.beta2 = group["betas"]
         self.rate, self.epsilon, self.decay = group["lr"], group["eps"], group["weight_decay"]
         self.correction1 = 1 - self.beta1 ** state["step"]
@@ -79,8 +85,12 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
             for name in names:
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         state["step"] += 1
-        update = Update(parameter, state, group, mixed(self._seed, state["step"], self._numbers[parameter]))
-        if self._kernel is not None and parameter.is_contiguous() and update.tensors[1].is_contiguous():
+        part = shard_number(parameter)
+        seed = self._seed + part * PARTS_APART
+        update = Update(parameter, state, group, mixed(seed, state["step"], self._numbers[parameter]))
+        if not update.tensors[0].numel():
+            return  # fewer rows than ranks
+        if self._kernel is not None and update.tensors[0].is_contiguous() and update.tensors[1].is_contiguous():
             self._kernel(update)
             return
         self._generator.manual_seed(update.seed)

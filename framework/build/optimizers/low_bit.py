@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.build.ranks import local_part
 from framework.schema.choices import Optimizer
 
 
@@ -115,7 +116,9 @@ def forget_pages(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parts_of(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, plain tensor) of what a state holds: nothing of a number, itself without a name, or its inner tensors."""
+    """(name, plain tensor) of what this rank holds of a state: nothing of a number, itself without a name, or its inner
+    tensors."""
+    state = local_part(state)
     if hasattr(state, "__tensor_flatten__"):
         for inner in state.__tensor_flatten__()[0]:
             yield inner, getattr(state, inner)

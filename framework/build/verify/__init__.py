@@ -53,6 +53,7 @@ from framework.build.verify.optimizer import (
 )
 from framework.build.verify.products import read_float8_products
 from framework.build.verify.reading import FirstStep, Reading, table
+from framework.build.verify.sharding import read_offloaded_shards, read_prefetch, read_sharding
 from framework.build.verify.weights import (
     read_autocast,
     read_float32_products,
@@ -104,6 +105,9 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "adapter_dtype": read_adapter_dtype,
     "faster_matrices": read_faster_matrices,
     "quantized": read_quantized,
+    "sharding": read_sharding,
+    "offloaded_shards": read_offloaded_shards,
+    "prefetch": read_prefetch,
     "adapter_saved_modules": read_adapter_saved_modules,
 }
 """Before step 1, in the order of the printed table. `head`, `parameters` and `keeping_blocks` are no levers: they are

@@ -1,0 +1,176 @@
+"""`fsdp`: weights, gradients and optimizer states split over the ranks, by torch's `fully_shard` (FSDP2).
+
+Each transformer block is one unit: its weights are gathered right before it runs and freed right after. What is in no
+block (embedding, head, last norm, a task's own head) is the unit of the root, which is gathered for the whole of
+forward and of backward. Gradients are sums over the ranks, as the loss is a sum over the global batch. Every micro
+batch is reduced at once, because unreduced gradients would be as large as the whole model on every card.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from framework.build.activations import transformer_blocks
+from framework.build.hub import nearest
+from framework.build.loss import causal_model
+from framework.build.place import Place
+from framework.build.ranks import Ranks
+from framework.errors import Problem, RequestError
+from framework.schema.choices import BackwardPrefetch, ShardingStrategy
+from framework.schema.config import TrainingConfig
+from framework.schema.fsdp import FSDPParams
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+STAYS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
+"""Strategies that keep a block's weights from its forward to its backward."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What was split. `blocks` in the order they run; the root holds what is in none of them."""
+
+    root: FSDPModule
+    blocks: tuple[FSDPModule, ...]
+    block_class: str
+    """Name of the class of the blocks."""
+    shards: int
+    """Ranks over which each weight is split."""
+    replicas: int
+    """Groups of ranks that hold the same shards."""
+
+    @property
+    def units(self) -> tuple[FSDPModule, ...]:
+        """Blocks and root: what is gathered, and reduced, at a time."""
+        return (*self.blocks, self.root)
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(model, *arguments)` with the weights that it needs gathered."""
+        return self.root(function, *arguments)  # type: ignore[operator]
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Every micro batch's gradients are reduced at once."""
+        return contextlib.nullcontext()
+
+    def free_gathered(self) -> None:
+        """Free weights that are still gathered, as after passes without backward."""
+        for unit in self.units:
+            unit.reshard()
+
+
+def shard(config: TrainingConfig, root: nn.Module, model: nn.Module, place: Place, ranks: Ranks) -> Sharding:
+    """Split the parameters below `root` over the ranks, in place; hybrid strategies over those of one machine.
+
+    `model` is the transformers model (or its adapter's wrapper) below `root`. Call it last: checkpoints and compiled
+    regions are inside of what is gathered. Raises RequestError for blocks that are not found or whose trained weights
+    are of several dtypes.
+    """
+    params, strategy = config.fsdp, ShardingStrategy(config.fsdp.sharding_strategy)
+    blocks = sharded_blocks(params, model)
+    _refuse_mixed_units(root, blocks)
+    block_class = type(blocks[0]).__name__  # before sharding gives it another
+    shards = ranks.local_world if strategy in HYBRID else ranks.world
+    replicas = ranks.world // shards
+    settings: dict[str, Any] = {
+        "mesh": _mesh(place, replicas, shards),
+        "reshard_after_forward": strategy not in STAYS_GATHERED,
+        "mp_policy": precision(config),
+        "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if params.cpu_offload is True else OffloadPolicy(),
+    }
+    units = [fully_shard(module, **settings) for module in (*blocks, root)]
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # a division by 1 would be an operation of NCCL's alone
+    sharding = Sharding(units[-1], tuple(units[:-1]), block_class, shards, replicas)
+    _arrange_prefetch(params, sharding.blocks)
+    return sharding
+
+
+def sharded_blocks(params: FSDPParams, model: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered one by one: of the class that was named, else those transformers repeats.
+
+    Raises RequestError when there are none.
+    """
+    key, name = "fsdp.transformer_layer_cls", params.transformer_layer_cls
+    repeated: list[nn.Module] = list(transformer_blocks(model))
+    inferred = sorted({type(block).__name__ for block in repeated})
+    if name is None:
+        if not repeated:
+            message = f"{type(causal_model(model)).__name__} has no blocks that transformers knows of"
+            raise RequestError([Problem(key, message, expected="the class of its repeated blocks")])
+        return repeated
+    modules = list(causal_model(model).modules())
+    found = [module for module in modules if type(module).__name__ == name]
+    if not found:
+        classes = {type(module).__name__ for module in modules}
+        message = f"the model has no {name}"
+        raise RequestError([Problem(key, message, expected=", ".join(inferred), nearest=nearest(name, classes))])
+    return found
+
+
+def precision(config: TrainingConfig) -> MixedPrecisionPolicy:
+    """Shards are in the weights' dtype; under mixed precision they are gathered, and computed with, in the lower one.
+
+    That takes the place of autocast, which would gather float32 and cast every weight again on every card. Gradients
+    are then summed in float32. Activations between two blocks are in the lower dtype, where autocast leaves float32.
+    """
+    from framework.build.assembly import autocast_dtype
+
+    lower = autocast_dtype(config.training)
+    return MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32) if lower else MixedPrecisionPolicy()
+
+
+def _mesh(place: Place, replicas: int, shards: int) -> DeviceMesh:
+    if replicas > 1:
+        return init_device_mesh(place.kind, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(place.kind, (shards,), mesh_dim_names=("shard",))
+
+
+def _refuse_mixed_units(root: nn.Module, blocks: list[nn.Module]) -> None:
+    """Gradients of a unit travel in one buffer, so they are of one dtype."""
+    in_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    units = [(type(block).__name__, list(block.parameters())) for block in blocks]
+    units.append(("what is in no block", [item for item in root.parameters() if item not in in_blocks]))
+    for name, parameters in units:
+        dtypes = sorted({str(item.dtype).removeprefix("torch.") for item in parameters if item.requires_grad})
+        if len(dtypes) > 1:
+            message = f"{name} has trained weights of {' and '.join(dtypes)}, which cannot be sharded together"
+            raise RequestError([Problem("model.torch_dtype_str", message, expected="one dtype")])
+
+
+def _arrange_prefetch(params: FSDPParams, blocks: tuple[FSDPModule, ...]) -> None:
+    """When the next block is gathered, in forward and in backward.
+
+    Without `forward_prefetch` forward gathers a block when the host reaches it, which on a card is while earlier ones
+    compute. FSDP2's own backward is BACKWARD_PRE.
+    """
+    if params.forward_prefetch:
+        for block, following in itertools.pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+    backward = BackwardPrefetch(params.backward_prefetch)
+    if backward is BackwardPrefetch.BACKWARD_PRE:
+        return
+    for previous, block in zip((None, *blocks), blocks, strict=False):
+        block.set_modules_to_backward_prefetch([block])  # itself, which is there already: so no other
+        if backward is BackwardPrefetch.BACKWARD_POST and previous is not None:
+            _gather_when_done(block, previous)
+
+
+def _gather_when_done(block: FSDPModule, previous: FSDPModule) -> None:
+    """Gather `previous` when the gradients of `block` are computed and before they are sent away."""
+
+    def gather(gradient: Tensor) -> None:
+        previous.unshard(async_op=True)
+
+    def watch(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        first = next((item for item in inputs if isinstance(item, Tensor) and item.requires_grad), None)
+        if first is not None and torch._C._current_graph_task_id() == -1:
+            first.register_hook(gather)  # type: ignore[no-untyped-call]
+
+    cast(nn.Module, block).register_forward_pre_hook(watch)

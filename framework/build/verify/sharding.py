@@ -1,0 +1,78 @@
+"""Sharded weights: which modules are gathered one by one, what this rank holds of them, and when they are gathered."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from framework.build.assembly import Assembly
+from framework.build.ranks import local_part
+from framework.build.verify.reading import Reading
+from framework.schema.choices import BackwardPrefetch, ShardingStrategy
+
+
+def read_sharding(assembly: Assembly) -> Iterator[Reading]:
+    """How much of the weights this rank holds, in which dtype they are held and gathered, and in how many units."""
+    sharding, fsdp = assembly.sharding, assembly.config.fsdp
+    if sharding is None:
+        if fsdp.enable_fsdp is True:
+            held = "no part but all" if _held(assembly) == 1 else "a part"
+            yield Reading("fsdp.sharding_strategy", "no part but all", held, "parameters of this rank")
+        return
+    share = round(1 / _held(assembly), 1)
+    source = f"{_dtypes(assembly)} of this rank; {sharding.replicas} of the same"
+    yield Reading("fsdp.enable_fsdp", f"1/{sharding.shards} of the weights", f"1/{share:g} of the weights", source)
+    blocks = sum(1 for block in sharding.blocks if _groups(block))
+    asked, found = (f"{count} {sharding.block_class} and the rest" for count in (len(sharding.blocks), blocks))
+    lower = _groups(sharding.blocks[0])[0].mp_policy.param_dtype
+    gathered = f"fully_shard, gathered in {_word(lower)}" if lower is not None else "fully_shard"
+    yield Reading("fsdp.transformer_layer_cls", asked, found, gathered)
+    stays = {not bool(_groups(block)[0].post_forward_mesh_info) for block in sharding.blocks}
+    wanted = fsdp.sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
+    found = str(fsdp.sharding_strategy) if stays == {wanted} else "other"
+    yield Reading("fsdp.sharding_strategy", str(fsdp.sharding_strategy), found, "what frees a block after forward")
+
+
+def read_offloaded_shards(assembly: Assembly) -> Iterator[Reading]:
+    """Where this rank's part of the weights is."""
+    if assembly.sharding is None or assembly.config.fsdp.cpu_offload is not True or assembly.place.rehearsed:
+        return
+    kinds = Counter(local_part(parameter).device.type for parameter in assembly.model.parameters())
+    yield Reading("fsdp.cpu_offload", "cpu", ", ".join(sorted(kinds)), "devices of this rank's parameters")
+
+
+def read_prefetch(assembly: Assembly) -> Iterator[Reading]:
+    """How many blocks gather another one before it is needed."""
+    sharding, fsdp = assembly.sharding, assembly.config.fsdp
+    if sharding is None:
+        return
+    states: list[Any] = [block._get_fsdp_state() for block in sharding.blocks]
+    forward = sum(1 for state in states if state._states_to_forward_prefetch)
+    asked = len(states) - 1 if fsdp.forward_prefetch else 0
+    yield Reading("fsdp.forward_prefetch", f"{asked} blocks", f"{forward} blocks", "lists of fully_shard")
+    own = sum(1 for state in states if state._states_to_backward_prefetch == [state])
+    wanted = 0 if fsdp.backward_prefetch is BackwardPrefetch.BACKWARD_PRE else len(states)
+    found = str(fsdp.backward_prefetch) if own == wanted else f"{len(states) - own} blocks ahead"
+    yield Reading("fsdp.backward_prefetch", str(fsdp.backward_prefetch), found, "lists of fully_shard")
+
+
+def _held(assembly: Assembly) -> float:
+    """Share of all weights that this rank holds."""
+    parameters = list(assembly.model.parameters())
+    return sum(local_part(item).numel() for item in parameters) / sum(item.numel() for item in parameters)
+
+
+def _groups(module: Any) -> list[Any]:
+    """What torch keeps of a module whose weights travel together."""
+    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def _dtypes(assembly: Assembly) -> str:
+    counted: Counter[str] = Counter()
+    for parameter in assembly.model.parameters():
+        counted[_word(parameter.dtype)] += local_part(parameter).numel()
+    return ", ".join(f"{count:,} {dtype}" for dtype, count in counted.most_common())
+
+
+def _word(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,132 @@
+"""Pretend to be rank 0 of several: a process group that exchanges nothing, and CUDA streams that are only names.
+
+Collectives of torch's `fake` backend return at once, so sharding, its gathered blocks and its buffers take the memory
+that they take on the first rank of a real run. torch's allocator keeps the free blocks of each stream apart, so the
+tracker is told in which stream a tensor is born.
+
+Private names of torch used here (checked by tests/run/test_pretend_ranks.py): `torch.testing._internal.distributed.
+fake_pg`, `torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from framework.run.pretend import Patches
+from framework.run.tracker import Tracker
+from framework.schema.gpu import GPUParams
+
+_COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward")
+"""What sharding does around a unit: gather its weights, take them over, reduce its gradients."""
+
+
+@contextlib.contextmanager
+def pretend_ranks(card: GPUParams, world: int, tracker: Tracker) -> Iterator[None]:
+    """Within the block this process is rank 0 of `world`, one card each. All patches are undone at its end."""
+    if world == 1:
+        yield
+        return
+    patches, tracker.is_one_of_several = Patches(), True
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        if card.capability is not None:
+            _patch_streams(patches, tracker, world)
+        _patch_units(patches, tracker)
+        yield
+    finally:
+        patches.restore()
+        dist.destroy_process_group()
+
+
+class Stream:
+    """A CUDA stream in name: number 0 is the one that computes."""
+
+    made = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Stream.made += 1
+        self.number = Stream.made
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Order changes nothing where nothing runs."""
+
+    def wait_event(self, event: "Event | None") -> None:
+        """The same."""
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """An event that has happened."""
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """All is done."""
+
+
+class Event:
+    """A CUDA event that has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what torch gives, which changes nothing."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        """It has happened."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """It has happened."""
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+
+def _patch_streams(patches: Patches, tracker: Tracker, world: int) -> None:
+    computing = Stream()
+    Stream.made = computing.number = 0
+    running = [computing]
+
+    @contextlib.contextmanager
+    def enter(stream: Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        running.append(stream)
+        tracker.stream = stream.number
+        try:
+            yield
+        finally:
+            running.pop()
+            tracker.stream = running[-1].number
+
+    answers = {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *args: running[-1],
+        "stream": enter,
+        "set_device": lambda *args: None,
+        "is_available": lambda: True,
+        "device_count": lambda: world,
+    }
+    for name, answer in answers.items():
+        patches.set(torch.cuda, name, answer)
+    patches.set(torch, "Event", Event)
+
+
+def _patch_units(patches: Patches, tracker: Tracker) -> None:
+    """Tell the tracker when sharding is at work, so that it knows what its buffers are for."""
+    for name in _COMMUNICATES:
+        patches.set(FSDPParamGroup, name, _noted(getattr(FSDPParamGroup, name), tracker))
+
+
+def _noted(method: Any, tracker: Tracker) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with tracker.communicating():
+            return method(*args, **kwargs)
+
+    return run

@@ -1,0 +1,101 @@
+"""The plan of a sharded run against two cards that ran it, and what each strategy changes in it.
+
+The rows were measured by the prototype's step on two H200 (tests/calibration/h200_fsdp2_step.json). Nothing here is
+fitted to them.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from framework import load
+from framework.memory.ledger import Plan
+from framework.memory.trace import GATHER, REDUCE
+from framework.run.rehearse import record, rehearse
+from framework.schema.config import TrainingConfig
+from tests.tiny import LLAMA, tiny_config
+
+ROWS = json.loads((Path(__file__).parents[1] / "calibration" / "h200_fsdp2_step.json").read_text())["rows"]
+QUICK = ("l1b-fp32mp-nogc",)
+CARD = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "link_bytes_per_second": 4.5e11}
+
+
+def measured_config(row: dict) -> TrainingConfig:
+    dtype = row.get("dtype", "float32")
+    lora = ["peft=lora", "peft.lora_r=16", "peft.lora_alpha=32", "peft.adapter_dtype=bfloat16"]
+    changes = [f"model={row['model']}", "gpu=h200_141gb", "gpu.count=2", "fsdp.enable_fsdp=true"]
+    changes += [f"fsdp.sharding_strategy={row.get('strategy', 'FULL_SHARD')}", f"model.torch_dtype_str={dtype}"]
+    changes += [f"training.mixed_precision_dtype={'bf16' if dtype == 'float32' else 'none'}"]
+    changes += [f"training.enable_gradient_checkpointing={str(row['gc']).lower()}", "model.chunked_loss=false"]
+    changes += [
+        f"training.per_device_train_batch_size={row['micro']}",
+        f"training.global_batch_size={2 * row['micro']}",
+    ]
+    changes += ["model.model_max_length=2048", "training.optimizer=adamw_torch_fused", "training.learning_rate=1e-4"]
+    changes += ["data.eval_fraction=0", *(lora if row.get("lora") else ["training.use_peft=false"])]
+    return load("finetune_local", overrides=changes)
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[] if row["name"] in QUICK else pytest.mark.slow, id=row["name"]) for row in ROWS]
+)
+def test_a_plan_is_what_two_cards_took(row):
+    peak = rehearse(measured_config(row)).step_peak
+    assert peak.allocated_bytes == pytest.approx(row["allocated_bytes"], rel=0.001)
+    assert peak.reserved_bytes == pytest.approx(row["reserved_bytes"], rel=0.06)
+
+
+def plan(count: int = 4, **fsdp: object) -> Plan:
+    return rehearse(config(count, **fsdp))
+
+
+def config(count: int = 4, accumulation: int = 1, **fsdp: object) -> TrainingConfig:
+    shape = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    training = {"enable_gradient_checkpointing": True, "gradient_accumulation_steps": accumulation}
+    training |= {"global_batch_size": None, "per_device_train_batch_size": 1, "optimizer": "adamw_torch_fused"}
+    return tiny_config(
+        shape,
+        model={"model_max_length": 32},
+        training=training,
+        gpu={**CARD, "count": count},
+        fsdp={"enable_fsdp": True, **fsdp},
+    )
+
+
+def test_each_device_plans_its_part_of_weights_and_states():
+    two, eight = (plan(count) for count in (2, 8))
+    for term in ("weights", "optimizer"):
+        sizes = [max(getattr(phase.terms, term) for phase in found.phases) for found in (two, eight)]
+        assert sizes[0] / sizes[1] == pytest.approx(4, rel=0.1)
+    assert two.checkpoint_bytes == pytest.approx(eight.checkpoint_bytes, rel=1e-3)  # numbers of steps are on each
+    assert "8 devices" in "".join(eight.assumptions)
+
+
+def test_gathered_blocks_are_what_each_strategy_and_prefetch_holds():
+    """M20."""
+    held = {
+        name: max(phase.terms.communication for phase in plan(4, **fsdp).phases)
+        for name, fsdp in {
+            "none": {"backward_prefetch": "NONE"},
+            "plain": {},
+            "zero2": {"sharding_strategy": "SHARD_GRAD_OP"},
+        }.items()
+    }
+    assert held["none"] < held["plain"] < held["zero2"]
+
+
+def test_every_micro_batch_gathers_and_reduces():
+    one, two = (record(config(4, accumulation)).trace.operations for accumulation in (1, 2))
+    for name, units in ((GATHER, 2 * 5), (REDUCE, 5)):
+        counts = [sum(item.bytes > 1000 for item in found if item.name == name) for found in (one, two)]
+        assert counts[1] == 2 * counts[0]
+        assert counts[0] % units == 0
+
+
+def test_what_each_card_sends_is_all_of_its_gradients_but_its_own_part():
+    """A ring: 3/4 of the gradients' bytes on 4 cards."""
+    found = record(config(4))
+    sent = sum(item.bytes for item in found.trace.operations if item.name == REDUCE and item.bytes > 1000)
+    steps = sum(mark.phase == "optimizer_step" for mark in found.trace.marks)
+    assert sent / steps == pytest.approx(0.75 * 4 * found.footprint.trainable_parameters, rel=0.01)
