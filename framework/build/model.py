@@ -157,6 +157,7 @@ def _random(
     except (ImportError, ValueError, RuntimeError, TypeError) as error:
         raise RequestError([_refused(architecture, attention, error)]) from None
     built: PreTrainedModel = model
+    built.tie_weights()  # which goes with the values that a rehearsal does without
     return built
 
 

@@ -12,7 +12,7 @@ from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
 from framework.memory.trace import Kind
 from framework.run.child import plan_in_subprocess
-from framework.run.rehearse import record
+from framework.run.rehearse import record, rehearse
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 from tests.run.reference import H100
@@ -199,3 +199,9 @@ def test_a_plan_over_the_card_does_not_fit() -> None:
     made = make_plan(record(TrainingConfig(**{**dict(config), "gpu": small})))
     assert not made.fits
     assert made.peak.device_bytes_upper > made.peak.device_bytes
+
+
+def test_a_head_that_is_the_embedding_is_planned_once():
+    plan = rehearse(tiny_config({**LLAMA, "tie_word_embeddings": True}))
+    apart = rehearse(tiny_config(LLAMA))
+    assert apart.total_parameters - plan.total_parameters == LLAMA["vocab_size"] * LLAMA["hidden_size"]
