@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from framework.cli import look, work
+from framework.cli.data import data
 from framework.cli.diff import diff
 from framework.cli.doctor import doctor
 from framework.cli.explain import explain
@@ -33,6 +34,7 @@ app.command()(plan)
 app.command()(fit)
 app.command()(explain)
 app.command()(look.check)
+app.command()(data)
 app.command()(look.show)
 app.command()(diff)
 app.command()(levers)

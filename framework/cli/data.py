@@ -1,0 +1,59 @@
+"""The verb that shows the rows."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from framework.cli.arguments import Json, Overrides, Recipe
+from framework.cli.plan import check_writable, decided
+from framework.cli.printing import print_json, print_warnings, stdout
+from framework.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from framework.run.preview import Preview
+
+
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows that are shown.")] = 3,
+    split: Annotated[str, typer.Option("--split", help="train or eval.")] = "train",
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page that needs nothing else.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the rows as the model will see them: what is learnt, lengths, what is cut, padding. Loads no weights."""
+    from framework.checks import TRAIN, check_request, located
+
+    if split not in ("train", "eval"):
+        raise RequestError([Problem("--split", f"there is no split {split!r}", None, "train or eval")])
+    if html is not None:
+        check_writable(html, "--html")
+    report = check_request(recipe, overrides or (), None, TRAIN)
+    print_warnings(report.warnings)
+    if report.composition is None:
+        raise RequestError(report.problems)
+    composition, _ = decided(report.composition)
+    from framework.run.preview import preview
+
+    try:
+        found = preview(composition.config, split, rows)
+    except RequestError as error:
+        raise RequestError(located(error.problems, composition.origins)) from None
+    if html is not None:
+        from framework.report.rows_page import data_page
+
+        html.write_text(data_page(composition.recipe, found), encoding="utf-8")
+    if as_json:
+        print_json({"recipe": composition.recipe, **found.to_json()})
+    else:
+        _print(composition.recipe, found)
+
+
+def _print(title: str, found: "Preview") -> None:
+    from framework.report.rows import data_lines, marks_for
+
+    console = stdout()
+    is_coloured = console.is_terminal and console.color_system is not None and not console.no_color
+    for line in data_lines(title, found, console.width, marks_for(console.encoding, is_coloured)):
+        console.print(line)

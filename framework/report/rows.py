@@ -1,0 +1,162 @@
+"""The rows of a run as lines for a terminal: what is learnt in colour, or between marks where there is none."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from framework.run.preview import Passage, Piece, Preview, ShownRow
+
+LONGEST = 1600
+"""Characters of a passage that are shown; of a longer one the beginning and the end."""
+WIDE = 100
+"""Columns from which on the answers of a pair stand side by side."""
+CLASSES = 30
+"""Classes that are listed; more are counted."""
+LEARNT, OTHER, SOFT = "bold green", "", "dim"
+"""Styles of what is learnt, of the text around it, and of what is said about both."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What stands around text that is learnt where colour does not tell it."""
+
+    start: str
+    end: str
+    rest: str = "…"
+
+
+BRACKETS = Marks("⟦", "⟧")
+PLAIN = Marks("[[", "]]", "...")
+"""For an output that cannot encode the others."""
+COLOUR = Marks("", "")
+
+
+def marks_for(encoding: str, is_coloured: bool) -> Marks:
+    """The marks that an output needs and can show."""
+    if is_coloured:
+        return COLOUR
+    try:
+        (BRACKETS.start + BRACKETS.end + BRACKETS.rest).encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN
+    return BRACKETS
+
+
+def data_lines(title: str, preview: "Preview", width: int = 80, marks: Marks = BRACKETS) -> list[Text]:
+    """Everything that is known of a split, then its first rows."""
+    lines = [Text(f"{title}: {preview.task}", style="bold"), *map(Text, preview.report.sources), Text("")]
+    lines += [Text(line) for line in str(preview.split).splitlines()]
+    lines += [Text(f"  {sentence}") for sentence in facts(preview)]
+    lines += [Text(note) for note in preview.report.notes]
+    lines += [Text(f"warning: {warning}", style="yellow") for warning in preview.report.warnings]
+    if preview.rows:
+        lines += [Text(""), _legend(marks)]
+    for row in preview.rows:
+        lines += _row_lines(row, width, marks)
+    return lines
+
+
+def facts(preview: "Preview") -> list[str]:
+    """Sentences about lengths, batches and classes that the report does not say."""
+    made, kept = preview.padding, preview.kept
+    said = [f"kept rows: median {kept['0.5']} tokens, 95 % have at most {kept['0.95']}, longest {kept['1.0']}"]
+    counted = f"{made.share:.1%} of the positions of {made.micro_batches} micro batches are padding"
+    said.append(f"{counted}; the largest has {made.rows} sequences, the widest {made.longest} positions")
+    if made.supervised:
+        said.append(f"{made.supervised / made.tokens:.1%} of the tokens are supervised")
+    if preview.classes is not None:
+        said.append(f"classes: {classes_in_words(preview.classes)}")
+    if preview.values is not None:
+        low, middle, high = (preview.values[share] for share in ("0.0", "0.5", "1.0"))
+        said.append(f"values: {low:g} to {high:g}, median {middle:g}")
+    return said
+
+
+def classes_in_words(classes: "dict[str, int]") -> str:
+    """Each class with its rows, the first of them where there are many."""
+    shown = ", ".join(f"{visible(name)} {count}" for name, count in list(classes.items())[:CLASSES])
+    return shown + (f", and {len(classes) - CLASSES} more" if len(classes) > CLASSES else "")
+
+
+def headline(row: "ShownRow") -> str:
+    """What is said above a row."""
+    supervised = sum(passage.supervised for passage in row.passages)
+    parts = [f"row {row.number}", f"{row.tokens} tokens"]
+    parts += [f"{supervised} supervised"] if supervised or row.target is None else []
+    return ", ".join([*parts, *([] if row.target is None else [f"target: {visible(row.target)}"])])
+
+
+def passage_line(passage: "Passage") -> str:
+    """What is said above one of several passages."""
+    relabelled = f", {passage.relabelled} with another label than the token" if passage.relabelled else ""
+    return f"{passage.name}: {passage.tokens} tokens, {passage.supervised} supervised{relabelled}"
+
+
+def visible(text: str) -> str:
+    """The text with control characters as pictures: none of them reaches a terminal, and all can be seen."""
+    return "".join(chr(0x2400 + ord(each)) if ord(each) < 32 and each not in "\n\t" else each for each in text).replace(
+        "\x7f", "\u2421"
+    )
+
+
+def shortened(pieces: "tuple[Piece, ...]", rest: str, longest: int = LONGEST) -> "Iterator[tuple[str, bool]]":
+    """Texts and whether they are learnt, with the middle left out where there are more than `longest` characters."""
+    excess = sum(len(piece.text) for piece in pieces) - longest
+    at, start, end = 0, longest // 2, longest // 2 + excess
+    for piece in pieces:
+        text = piece.text
+        if excess > 0:
+            first, last = text[: max(0, start - at)], text[max(0, end - at) :]
+            is_cut_here = at <= start < at + len(text)
+            text = first + (f" {rest} {excess} characters {rest} " if is_cut_here else "") + last
+        at += len(piece.text)
+        if text:
+            yield text, piece.supervised
+
+
+def _legend(marks: Marks) -> Text:
+    if marks is COLOUR:
+        return Text.assemble(("what is learnt", LEARNT), (" and what is only read", OTHER))
+    return Text(f"{marks.start}what is learnt{marks.end} and what is only read")
+
+
+def _row_lines(row: "ShownRow", width: int, marks: Marks) -> "Iterator[Text]":
+    yield Text("")
+    yield Text(headline(row), style="bold")
+    if [passage.name for passage in row.passages] == ["chosen", "rejected"] and width >= WIDE:
+        yield from _side_by_side(row, width, marks)
+        return
+    for passage in row.passages:
+        if passage.name is not None:
+            yield Text(f"-- {passage_line(passage)}", style=SOFT)
+        yield _written(passage, marks)
+
+
+def _written(passage: "Passage", marks: Marks) -> Text:
+    text = Text()
+    for part, is_learnt in shortened(passage.pieces, marks.rest):
+        shown = visible(part)
+        text.append(f"{marks.start}{shown}{marks.end}" if is_learnt else shown, LEARNT if is_learnt else OTHER)
+    return text
+
+
+def _side_by_side(row: "ShownRow", width: int, marks: Marks) -> "Iterator[Text]":
+    """Both answers of a pair in columns."""
+    column = (width - 3) // 2
+    heads = [passage_line(passage) for passage in row.passages]
+    yield Text("   ".join(head[:column].ljust(column) for head in heads).rstrip(), style=SOFT)
+    left, right = (_wrapped(_written(passage, marks), column) for passage in row.passages)
+    for index in range(max(len(left), len(right))):
+        one = left[index] if index < len(left) else Text("")
+        other = right[index] if index < len(right) else Text("")
+        yield Text.assemble(one, " " * (column - one.cell_len + 3), other)
+
+
+def _wrapped(text: Text, width: int) -> "list[Text]":
+    from rich.console import Console
+
+    lines = text.wrap(Console(width=width, soft_wrap=False), width, tab_size=4)
+    return list(lines)

@@ -1,0 +1,243 @@
+"""The rows of a run as its model will see them: everything from the tokens and labels that training would take."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, pairwise
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.batches import MicroBatch, eval_batches
+from framework.build.data import Data
+from framework.build.data_report import QUANTILES, DataReport, SplitReport, length_quantiles
+from framework.build.labels import IGNORED
+from framework.build.packing import Packs
+from framework.build.rows import Row, Rows
+from framework.build.tokenizer import padding_id
+from framework.errors import Problem, RequestError
+from framework.run.inputs import Inputs, read_inputs
+from framework.run.training_batches import training_batches
+from framework.schema.choices import Task
+from framework.schema.config import TrainingConfig
+
+STEPS_COUNTED = 200
+"""Steps whose padding is counted: enough for a share to the per cent, a second at most."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text whose tokens are all learnt, or none of them."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One document, answer or text as the model reads it."""
+
+    name: str | None
+    """What it is called where a row has several."""
+    tokens: int
+    supervised: int
+    relabelled: int
+    """Learnt tokens whose label is another token: labels that came with the row."""
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class ShownRow:
+    """One row of a batch."""
+
+    number: int
+    """Its number in the split, by which errors in training name it."""
+    tokens: int
+    passages: tuple[Passage, ...]
+    """The row; of packed rows each document; of a pair the better answer, then the worse one."""
+    target: str | None
+    """What the row as a whole is told to be, in words."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What micro batches hold, counted over the first steps of a run."""
+
+    micro_batches: int
+    rows: int
+    """In each, at most."""
+    positions: int
+    """Of all of them, padding included."""
+    tokens: int
+    supervised: int
+    longest: int
+    """Positions of the widest."""
+
+    @property
+    def share(self) -> float:
+        """Of the positions, those that hold no token."""
+        return 1 - self.tokens / max(self.positions, 1)
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What is known of the rows of a split before training."""
+
+    task: str
+    report: DataReport
+    split: SplitReport
+    kept: dict[str, int]
+    """Share of the rows that are trained on -> tokens that they have at most."""
+    padding: Padding
+    classes: dict[str, int] | None
+    """Class or judgement -> rows that have it."""
+    values: dict[str, float] | None
+    """Share of the rows -> value that they have at most, where rows have one."""
+    rows: tuple[ShownRow, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what docs/data.md describes."""
+        split = {**asdict(self.split), "supervised_lost_share": self.split.supervised_lost_share}
+        if self.split.packs is not None:
+            split["packing_efficiency"] = self.split.packing_efficiency
+        return {
+            "task": self.task,
+            "sources": list(self.report.sources),
+            "split": split,
+            "kept_lengths": self.kept,
+            "batches": {**asdict(self.padding), "padding_share": self.padding.share},
+            "classes": self.classes,
+            "values": self.values,
+            "notes": list(self.report.notes),
+            "warnings": list(self.report.warnings),
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def preview(config: TrainingConfig, split: str, count: int) -> Preview:
+    """The first `count` rows of a split (`train` or `eval`), and the figures of all. Loads no weights.
+
+    Raises RequestError for everything that training would refuse its rows for, and where there is no such split.
+    """
+    inputs = read_inputs(config)
+    data, config = inputs.data, inputs.config
+    rows, report = (data.train, data.report.train) if split == "train" else (data.eval, data.report.eval)
+    if rows is None or report is None:
+        raise RequestError(
+            [Problem("--split", "there are no rows to evaluate on", None, "data.eval or data.eval_fraction")]
+        )
+    held = rows.rows if isinstance(rows, Packs) else rows
+    shown = (show_row(index, rows[index], inputs) for index in range(min(count, len(rows))))
+    return Preview(
+        task=str(config.training.task),
+        report=data.report,
+        split=report,
+        kept=length_quantiles(held.lengths.tolist()),
+        padding=count_padding(_batches(config, inputs, rows, split)),
+        classes=_classes(held, data, config.training.task),
+        values=_values(held, config.training.task),
+        rows=tuple(shown),
+    )
+
+
+def show_row(number: int, row: Row, inputs: Inputs) -> ShownRow:
+    """A row in words."""
+    tokenizer, task = inputs.tokenizer, inputs.config.training.task
+    target = _target(row["target"], inputs.data, task) if "target" in row else None
+    parts = list(_parts(row))
+    found = tuple(_passage(tokenizer, name if len(parts) > 1 else None, ids, labels) for name, ids, labels in parts)
+    tokens = max(each.tokens for each in found) if "rejected" in row else len(row["input_ids"])
+    return ShownRow(number, tokens, found, target)
+
+
+def _parts(row: Row) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Name, tokens and labels of each passage."""
+    if "rejected" in row:
+        yield "chosen", row["input_ids"], row["labels"]
+        yield "rejected", row["rejected"]["input_ids"], row["rejected"]["labels"]
+        return
+    edges = [0, *np.cumsum(row.get("documents") or [len(row["input_ids"])]).tolist()]
+    for index, (start, end) in enumerate(pairwise(edges), 1):
+        yield f"document {index}", row["input_ids"][start:end], row["labels"][start:end]
+
+
+def count_padding(batches: Iterator[MicroBatch]) -> Padding:
+    """What these micro batches hold together."""
+    count, rows, positions, tokens, supervised, longest = 0, 0, 0, 0, 0, 0
+    for batch in batches:
+        count += 1
+        rows = max(rows, batch["input_ids"].shape[0])
+        positions += batch["input_ids"].numel()
+        mask = batch.get("attention_mask")
+        tokens += batch["input_ids"].numel() if mask is None else int(mask.sum())
+        supervised += int((batch["labels"] != IGNORED).sum())
+        longest = max(longest, batch["input_ids"].shape[1])
+    return Padding(count, rows, positions, tokens, supervised, longest)
+
+
+def _batches(config: TrainingConfig, inputs: Inputs, rows: Rows | Packs, split: str) -> Iterator[MicroBatch]:
+    if split == "eval":
+        size, pad = config.training.per_device_eval_batch_size, padding_id(inputs.tokenizer)
+        if size == "auto":
+            raise TypeError("rows are looked at for a resolved config, whose batch sizes are known")
+        batches = eval_batches(rows, size, pad, padding_free=config.data.padding_free, multiple=config.data.padded(1))
+        return islice(batches, STEPS_COUNTED)
+    # Without worker processes: the batches are the same, and a look at the data should leave nothing running.
+    here = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
+    made = training_batches(here, inputs, None)
+    steps = min(-(-len(rows) // config.batch.global_size), STEPS_COUNTED)  # of a stream those of its first block
+    return chain.from_iterable(islice(made.start(0), steps))
+
+
+def _passage(
+    tokenizer: PreTrainedTokenizerBase, name: str | None, ids: Sequence[int], labels: Sequence[int]
+) -> Passage:
+    learnt = [label != IGNORED for label in labels]
+    other = sum(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True))
+    return Passage(name, len(ids), sum(learnt), other, tuple(_pieces(tokenizer, ids, learnt)))
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: Sequence[bool]) -> Iterator[Piece]:
+    """Runs of tokens as text. A run is what the text grows by, since a token alone may be half a character."""
+    edges = [0, *(at for at in range(1, len(ids)) if learnt[at] != learnt[at - 1]), len(ids)]
+    before = ""
+    for start, end in pairwise(edges):
+        text = _decoded(tokenizer, ids[:end])
+        is_longer = text.startswith(before)
+        yield Piece(text[len(before) :] if is_longer else _decoded(tokenizer, ids[start:end]), learnt[start])
+        before = text
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def _target(target: Sequence[float], data: Data, task: Task) -> str:
+    if task is Task.PREFERENCE:
+        return "good" if target[0] else "bad"
+    if data.targets is None or not data.targets.names:
+        return ", ".join(f"{value:g}" for value in target)
+    names = data.targets.names
+    if not data.targets.several:
+        return names[int(target[0])]
+    return ", ".join(name for name, value in zip(names, target, strict=True) if value) or "none"
+
+
+def _classes(rows: Rows, data: Data, task: Task) -> dict[str, int] | None:
+    if rows.targets is None:
+        return None
+    values = rows.targets if rows.order is None else rows.targets[rows.order]
+    if task is Task.PREFERENCE:
+        return {"good": int(values.sum()), "bad": int(len(values) - values.sum())}
+    if data.targets is None or not data.targets.names:
+        return None
+    names = data.targets.names
+    counts = values.sum(0) if data.targets.several else np.bincount(values[:, 0].astype(int), minlength=len(names))
+    return dict(zip(names, map(int, counts), strict=True))
+
+
+def _values(rows: Rows, task: Task) -> dict[str, float] | None:
+    if task is not Task.REGRESSION or rows.targets is None or rows.targets.shape[1] > 1:
+        return None
+    found = np.quantile(rows.targets[:, 0], QUANTILES, method="higher")
+    return {str(share): float(value) for share, value in zip(QUANTILES, found, strict=True)}
