@@ -68,7 +68,7 @@ class Assembly:
     adapter: "Adapter | None" = None
     streamed: StreamedBase | None = None
     companion: nn.Module | None = None
-    """The frozen model beside the trained one: what a preference is measured against."""
+    """The frozen model beside the trained one: what a preference is measured against, or a teacher."""
     new_weights: tuple[str, ...] = ()
     """Names of the head's weights that no checkpoint had, so that they started random."""
     ranks: Ranks = ALONE
@@ -138,10 +138,11 @@ def assemble(
     loaded_at = loading_place(place) if streams else place
     built, new_weights = build_model(config, architecture, loaded_at, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
-    companion = build_companion(config, built)
+    companion = build_companion(config, built, place, autocast)
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
-    for each in (built, *([companion] if companion is not None else [])):
-        use_liger_kernels(config.model, each)
+    use_liger_kernels(config.model, built)
+    if companion is not None and config.training.has_reference:
+        use_liger_kernels(config.model, companion)  # of the same kind
     model: nn.Module = built
     frozen = freeze(config.model, built)
     masters = autocast is not None

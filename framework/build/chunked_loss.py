@@ -20,7 +20,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, t
     hidden `[tokens, width]`, weight `[vocabulary, width]`, bias `[vocabulary]`, targets `[tokens]`; float32 scalar.
     Under autocast the products run in its dtype, as a linear layer's would.
     """
-    kind, dtype = _computed(hidden, weight)
+    kind, dtype = product_dtype(hidden, weight)
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, chunk, dtype)  # type: ignore[no-untyped-call]
     return loss
@@ -30,7 +30,7 @@ def chunked_log_probabilities(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
 ) -> Tensor:
     """Log-probability of each target, 0 where it is -100: float32 of shape `[tokens]`. Arguments as above."""
-    kind, dtype = _computed(hidden, weight)
+    kind, dtype = product_dtype(hidden, weight)
     with torch.autocast(kind, enabled=False):
         found: Tensor = _ChunkedLogProbabilities.apply(hidden, weight, bias, targets, chunk, dtype)  # type: ignore[no-untyped-call]
     return found
@@ -41,30 +41,31 @@ def chunked_counts(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """The same sum of cross entropies, and how many targets are the likeliest token: float32 and int64 scalars."""
-    kind, dtype = _computed(hidden, weight)
+    kind, dtype = product_dtype(hidden, weight)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     with torch.autocast(kind, enabled=False):
         computed = weight.to(dtype)
-        for part in _parts(hidden, chunk):
-            scores = _scores(hidden[part].to(dtype), computed, bias)
+        for part in chunks(hidden, chunk):
+            scores = chunk_scores(hidden[part].to(dtype), computed, bias)
             loss += _chunk(scores, targets[part], with_grad=False)
             correct += (scores.argmax(1) == targets[part]).sum()
             del scores
     return loss, correct
 
 
-def _computed(hidden: Tensor, weight: Tensor) -> tuple[str, torch.dtype]:
+def product_dtype(hidden: Tensor, weight: Tensor) -> tuple[str, torch.dtype]:
     """Kind of device, and the dtype that a linear layer would multiply in."""
     kind = "cpu" if hidden.device.type == "cpu" else "cuda"
     return kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-def _parts(hidden: Tensor, chunk: int) -> Iterator[slice]:
+def chunks(hidden: Tensor, chunk: int) -> Iterator[slice]:
+    """Which tokens are computed together, one chunk after the other."""
     return (slice(start, start + chunk) for start in range(0, hidden.shape[0], chunk))
 
 
-def _scores(rows: Tensor, computed: Tensor, bias: Tensor | None) -> Tensor:
+def chunk_scores(rows: Tensor, computed: Tensor, bias: Tensor | None) -> Tensor:
     """Float32 logits of one chunk."""
     scores = rows @ computed.t()
     if bias is not None:
@@ -89,9 +90,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight) if of_weight else None
         bias_grad = torch.zeros_like(bias) if bias is not None and of_bias else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in _parts(hidden, chunk):
+        for part in chunks(hidden, chunk):
             rows = hidden[part].to(dtype)
-            scores = _scores(rows, computed, bias)
+            scores = chunk_scores(rows, computed, bias)
             total += _chunk(scores, targets[part], of_hidden or of_weight)
             if bias_grad is not None:
                 bias_grad += scores.sum(0)
@@ -101,7 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del scores
             if hidden_grad is not None:
                 hidden_grad[part] = grad @ computed
-            _add_product(weight_grad, grad, rows)
+            add_product(weight_grad, grad, rows)
             del grad
         ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         return total
@@ -126,8 +127,8 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         computed = weight.to(dtype)
         found = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(found)
-        for part in _parts(hidden, chunk):
-            scores = _scores(hidden[part].to(dtype), computed, bias)
+        for part in chunks(hidden, chunk):
+            scores = chunk_scores(hidden[part].to(dtype), computed, bias)
             log_sums[part] = scores.logsumexp(1)
             picked = scores.gather(1, targets[part].clamp_min(0).unsqueeze(1)).squeeze(1)
             found[part] = (picked - log_sums[part]) * (targets[part] != -100)
@@ -144,9 +145,9 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if of_hidden else None
         weight_grad = torch.zeros_like(weight) if of_weight else None
         bias_grad = torch.zeros_like(bias) if bias is not None and of_bias else None
-        for part in _parts(hidden, ctx.chunk):
+        for part in chunks(hidden, ctx.chunk):
             rows, picked = hidden[part].to(dtype), targets[part].clamp_min(0).unsqueeze(1)
-            scores = _scores(rows, computed, bias)
+            scores = chunk_scores(rows, computed, bias)
             scores.sub_(log_sums[part].unsqueeze(1)).exp_().neg_()
             scores.scatter_add_(1, picked, torch.ones_like(picked, dtype=scores.dtype))
             scores.mul_((scale[part] * (targets[part] != -100)).unsqueeze(1))
@@ -156,12 +157,12 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
             del scores
             if hidden_grad is not None:
                 hidden_grad[part] = grad @ computed
-            _add_product(weight_grad, grad, rows)
+            add_product(weight_grad, grad, rows)
             del grad
         return hidden_grad, weight_grad, bias_grad, None, None, None
 
 
-def _add_product(weight_grad: Tensor | None, grad: Tensor, rows: Tensor) -> None:
+def add_product(weight_grad: Tensor | None, grad: Tensor, rows: Tensor) -> None:
     """One chunk's part of the gradient of the head's weight."""
     if weight_grad is not None and weight_grad.dtype == grad.dtype:
         weight_grad.addmm_(grad.t(), rows)  # without a product as large as the weight

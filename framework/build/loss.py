@@ -53,32 +53,31 @@ def ignore_phases(phase: str) -> None:
 
 
 def build_loss(params: ModelParams, model: nn.Module) -> Loss:
-    """The loss that was asked for: over all logits at once, or a chunk of tokens at a time.
+    """The loss that was asked for: over all logits at once, or a chunk of tokens at a time. Raises as `chunk_size`."""
+    chunk = chunk_size(params, model)
+    return full_loss if chunk is None else _Chunked(chunk)
 
-    Raises RequestError when the model's head is more than one linear layer, or caps or scales its output, which chunks
-    cannot repeat.
+
+def chunk_size(params: ModelParams, model: nn.Module, key: str = "model.chunked_loss") -> int | None:
+    """Tokens whose logits may exist at a time; None for all.
+
+    Raises RequestError, about `key`, when the model's head is more than one linear layer, or caps or scales its output,
+    which chunks cannot repeat.
     """
     if params.chunked_loss is False:
-        return full_loss
+        return None
     settings = causal_model(model).config.get_text_config().to_dict()
     after = [
         f"{name} {settings[name]:g}" for name, idle in AFTER_THE_HEAD.items() if settings.get(name) not in (None, idle)
     ]
     if after:
         message = f"this model changes its logits after the head ({', '.join(after)}), so a chunk's would differ"
-        raise RequestError([Problem("model.chunked_loss", message, expected="false")])
+        raise RequestError([Problem(key, message, expected="model.chunked_loss: false")])
     head = causal_model(model).get_output_embeddings()
     if type(head) is not nn.Linear:
-        raise RequestError(
-            [
-                Problem(
-                    "model.chunked_loss",
-                    f"needs a plain linear head; this model's is {type(head).__name__}",
-                    expected="false, or no adapter on the head",
-                )
-            ]
-        )
-    return _Chunked(DEFAULT_CHUNK if params.chunked_loss is True else int(params.chunked_loss))
+        message = f"chunks need a plain linear head; this model's is {type(head).__name__}"
+        raise RequestError([Problem(key, message, expected="model.chunked_loss: false, or no adapter on the head")])
+    return DEFAULT_CHUNK if params.chunked_loss is True else int(params.chunked_loss)
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -115,30 +114,22 @@ class _Whole:
     """Over the logits of all tokens at once, in float32."""
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        logits = self._logits(model, batch, observe)
+        logits = token_logits(model, batch, observe)
         targets = next_tokens(batch["labels"]).flatten()
         return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
 
     def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        logits = self._logits(model, batch, observe)
+        logits = token_logits(model, batch, observe)
         targets = next_tokens(batch["labels"]).flatten()
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="none")
         return -losses.view(batch["labels"].shape)
 
     def counts(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = self._logits(model, batch, ignore_phases)
+        logits = token_logits(model, batch, ignore_phases)
         targets = next_tokens(batch["labels"]).flatten()
         correct = (logits.argmax(-1).flatten() == targets).sum()
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
         return loss, correct
-
-    @staticmethod
-    def _logits(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        logits: Tensor = model(**model_inputs(model, batch), use_cache=False).logits
-        observe("loss")
-        if logits.shape[1] != batch["labels"].shape[1]:  # places of a trained prompt before the row
-            logits = logits[:, -batch["labels"].shape[1] :]  # whose backward takes one more tensor like the logits
-        return logits
 
 
 full_loss = _Whole()
@@ -151,22 +142,31 @@ class _Chunked:
         self.chunk = chunk
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        return chunked_cross_entropy(*self._head(model, batch, observe), self.chunk)
+        return chunked_cross_entropy(*head_inputs(model, batch, observe), self.chunk)
 
     def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        return chunked_log_probabilities(*self._head(model, batch, observe), self.chunk).view(batch["labels"].shape)
+        return chunked_log_probabilities(*head_inputs(model, batch, observe), self.chunk).view(batch["labels"].shape)
 
     def counts(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        return chunked_counts(*self._head(model, batch, ignore_phases), self.chunk)
+        return chunked_counts(*head_inputs(model, batch, ignore_phases), self.chunk)
 
-    @staticmethod
-    def _head(model: nn.Module, batch: Batch, observe: Observe) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """What the head is given, its weight and bias, and what it should say, over all tokens of the batch."""
-        causal = causal_model(model)
-        hidden = causal.base_model(**model_inputs(model, batch), use_cache=False).last_hidden_state
-        observe("loss")
-        head = causal.get_output_embeddings()
-        return hidden.flatten(0, 1), head.weight, head.bias, next_tokens(batch["labels"]).flatten()
+
+def token_logits(model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+    """The logits of all tokens, `[rows, tokens, vocabulary]`, in the dtype that the model gives them."""
+    logits: Tensor = model(**model_inputs(model, batch), use_cache=False).logits
+    observe("loss")
+    if logits.shape[1] != batch["labels"].shape[1]:  # places of a trained prompt before the row
+        logits = logits[:, -batch["labels"].shape[1] :]  # whose backward takes one more tensor like the logits
+    return logits
+
+
+def head_inputs(model: nn.Module, batch: Batch, observe: Observe) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """What the head is given, its weight and bias, and what it should say, over all tokens of the batch."""
+    causal = causal_model(model)
+    hidden = causal.base_model(**model_inputs(model, batch), use_cache=False).last_hidden_state
+    observe("loss")
+    head = causal.get_output_embeddings()
+    return hidden.flatten(0, 1), head.weight, head.bias, next_tokens(batch["labels"]).flatten()
 
 
 def head_is_last(model: nn.Module, batch: Batch) -> bool:

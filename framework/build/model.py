@@ -32,7 +32,8 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     """The config with everything derived written out, and the model's own config that it was derived from.
 
     Raises RequestError as `read_architecture` does, for rows longer than the model has positions, for a checkpoint's
-    dtype that cannot be trained as it is, or not on this card, and where packed documents would see each other.
+    dtype that cannot be trained as it is, or not on this card, where packed documents would see each other, and for a
+    teacher that is not one for this model.
     """
     architecture = read_architecture(config)
     settings = architecture.get_text_config().to_dict()
@@ -47,6 +48,10 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     refuse_without_attention(resolved, architecture)
     refuse_unknown_to_liger(resolved.model, architecture)
     refuse_leaks(resolved, architecture)
+    if resolved.training.task is Task.DISTILLATION:
+        from framework.build.teacher import read_teacher  # which builds its model here
+
+        read_teacher(resolved, architecture)
     return resolved, architecture
 
 

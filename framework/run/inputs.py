@@ -9,6 +9,7 @@ from framework.build.data import Data, prepare_data, training_texts
 from framework.build.given import NOTHING, Given
 from framework.build.heads import fit_head, pad_like
 from framework.build.model import settle
+from framework.build.teacher import refuse_other_words
 from framework.build.tokenizer import build_tokenizer
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
@@ -80,6 +81,8 @@ def read_tokenizer(
     if len(tokenizer) > vocabulary:
         message = f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} embeddings"
         raise RequestError([Problem("model.tokenizer_name", message, expected="the tokenizer of this model")])
+    if config.training.teacher is not None and config.training.teacher.model_name is not None:
+        refuse_other_words(config, tokenizer)
     return tokenizer
 
 

@@ -33,7 +33,10 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
         _stay_on_host(tracker, assembly.streamed)
     if assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
         _read_checkpoint(tracker, assembly, weights)
-    tracker.claim([*weights, *copied], Kind.WEIGHTS)
+    tracker.claim(weights, Kind.WEIGHTS)
+    if assembly.config.training.teacher is not None and assembly.place.kind == "cuda":
+        _pass(tracker, sum(tensor.numel() * tensor.element_size() for tensor in copied), Space.DEVICE)
+    tracker.claim(copied, Kind.WEIGHTS)
     tracker.observe("end", empties_cache=True)
     tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
 

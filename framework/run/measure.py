@@ -57,7 +57,7 @@ def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
         raise RequestError([Problem("--measure", "this machine has no CUDA card to measure on")])
     choose_allocator(config)
     place = real_place(torch.device("cuda", torch.cuda.current_device()))
-    random = config.model_copy(update={"model": config.model.model_copy(update={"load_pretrained_weights": False})})
+    random = with_random_weights(config)
     torch.manual_seed(config.training.seed)
     try:
         random, architecture = settle(random)
@@ -65,6 +65,17 @@ def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
         return _measure(assembly, synthetic_batches(assembly), steps)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(str(error).splitlines()[0]) from None
+
+
+def with_random_weights(config: TrainingConfig) -> TrainingConfig:
+    """The config that loads no weights, a teacher's neither."""
+    unloaded, teacher = {"load_pretrained_weights": False}, config.training.teacher
+    training = {"teacher": teacher.model_copy(update=unloaded)} if teacher is not None else {}
+    changes = {
+        "model": config.model.model_copy(update=unloaded),
+        "training": config.training.model_copy(update=training),
+    }
+    return config.model_copy(update=changes)
 
 
 def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:

@@ -20,7 +20,6 @@ class Row:
 
 
 ROWS = (
-    Row("training.task", ("sft", "pretrain", "preference", "reward", "classification", "regression"), "this task"),
     Row(
         "model.attn_implementation",
         (

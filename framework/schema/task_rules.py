@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from framework.schema.choices import PeftMethod, Task
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
+from framework.schema.distillation import DistillationParams
 from framework.schema.preference import READ_BY, PreferenceParams
 
 TASK, LOSS = "training.task", "training.preference.loss_type"
@@ -15,6 +16,7 @@ MOVE_THE_BASE = (PeftMethod.PISSA, PeftMethod.OLORA, PeftMethod.LOFTQ)
 def task_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Keys that the task does not read, rows that it cannot join, and references that would be another model."""
     yield from _preference_keys(config)
+    yield from _distillation(config)
     yield from _answers_in_a_row(config)
     yield from _reference(config)
 
@@ -29,6 +31,23 @@ def _preference_keys(config: TrainingConfig) -> Iterator[Conflict]:
         elif name not in ("loss_type", *READ_BY[preference.loss_type]):
             users = ", ".join(str(loss) for loss, keys in READ_BY.items() if name in keys)
             yield Conflict((key, LOSS), f"{preference.loss_type} does not read it", f"unset, or loss_type: {users}")
+
+
+def _distillation(config: TrainingConfig) -> Iterator[Conflict]:
+    training, unset = config.training, DistillationParams()
+    teacher = training.teacher
+    if training.task is Task.DISTILLATION:
+        if teacher is None or (teacher.model_name is None and teacher.architecture is None):
+            message = "there is no teacher to distil from"
+            yield Conflict(("training.teacher", TASK), message, "a model_name, or an architecture")
+        elif not teacher.load_pretrained_weights and teacher.architecture is None:
+            keys = ("training.teacher.load_pretrained_weights", "training.teacher.architecture")
+            yield Conflict(keys, "random weights need an architecture", "training.teacher.architecture")
+        return
+    written = [f"distillation.{name}" for name, value in training.distillation if value != getattr(unset, name)]
+    for name in [*(["teacher"] if teacher is not None else []), *written]:
+        message = f"is read by the task distillation, and this is {training.task}"
+        yield Conflict((f"training.{name}", TASK), message, "unset, or training.task=distillation")
 
 
 def _answers_in_a_row(config: TrainingConfig) -> Iterator[Conflict]:

@@ -18,6 +18,7 @@ from framework.schema.choices import (
     Task,
     Tracker,
 )
+from framework.schema.distillation import DistillationParams, TeacherParams
 from framework.schema.params import Auto, Integer, Number, Params, parse_sequence
 from framework.schema.preference import WITHOUT_REFERENCE, PreferenceParams
 
@@ -53,9 +54,13 @@ class TrainingParams(Params):
     """What is learnt. `sft` supervises the assistant's turns of a chat, `pretrain` every token; `preference` learns
     from better and worse answers, whose pairs are two sequences a row, `reward` to give the better one the higher
     number; `classification` and `regression` train one answer for each row. Heads of the last three have no logits of
-    tokens."""
+    tokens. `distillation` learns a teacher's next tokens."""
     preference: PreferenceParams = PreferenceParams()
     """The loss of `task: preference`."""
+    teacher: TeacherParams | None = None
+    """The model that `task: distillation` learns from; its weights stay on the device beside the trained ones."""
+    distillation: DistillationParams = DistillationParams()
+    """The loss of `task: distillation`."""
     max_steps: Positive | None = None
     """Optimizer steps to make; wins over `num_train_epochs`. No memory."""
     num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0

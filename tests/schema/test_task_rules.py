@@ -47,3 +47,16 @@ def test_a_base_that_gave_its_start_away_is_no_reference(method):
     assert keys[:2] == ("peft.peft_method", "training.preference.loss_type")
     assert not refused({**training, "preference": {"loss_type": "orpo"}}, peft={"peft_method": method})
     assert not refused({**training, "preference": {"precompute_reference": True}}, peft={"peft_method": method})
+
+
+def test_a_distillation_needs_a_teacher_and_nothing_else_has_one():
+    assert [keys for keys, _ in refused({"task": "distillation"})] == [("training.teacher", "training.task")]
+    teacher = {"model_name": "a"}
+    assert not refused({"task": "distillation", "teacher": teacher, "distillation": {"temperature": 2.0}})
+    assert [keys for keys, _ in refused({"teacher": teacher, "distillation": {"alpha": 0.9}})] == [
+        ("training.teacher", "training.task"),
+        ("training.distillation.alpha", "training.task"),
+    ]
+    random = {"model_name": "a", "load_pretrained_weights": False}
+    ((keys, _),) = refused({"task": "distillation", "teacher": random})
+    assert keys[0] == "training.teacher.load_pretrained_weights"

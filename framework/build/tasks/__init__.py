@@ -1,8 +1,11 @@
 """Tasks: each is a loss and a form of batch behind the same step."""
 
+import torch
 from torch import nn
 
-from framework.build.loss import build_loss
+from framework.build.loss import build_loss, chunk_size
+from framework.build.place import Place
+from framework.build.tasks.distillation import Distillation
 from framework.build.tasks.next_token import NextToken
 from framework.build.tasks.objective import Objective
 from framework.build.tasks.preference import Pairs, Singles, build_preference
@@ -10,15 +13,23 @@ from framework.build.tasks.preference_losses import PairLoss, SingleLoss
 from framework.build.tasks.reference import Precomputed, Reference, WithoutAdapter, build_reference, frozen_copy
 from framework.build.tasks.reward import BradleyTerry
 from framework.build.tasks.rows import build_row_objective
+from framework.build.teacher import build_teacher
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
 __all__ = ["Precomputed", "WithoutAdapter", "build_companion", "build_objective", "reference_of"]
 
 
-def build_companion(config: TrainingConfig, model: nn.Module) -> nn.Module | None:
-    """The frozen model beside the one that is trained, where the task needs one. `model` is as it was built."""
+def build_companion(
+    config: TrainingConfig, model: nn.Module, place: Place, computed: torch.dtype | None
+) -> nn.Module | None:
+    """The frozen model beside the one that is trained, where the task needs one.
+
+    `model` is the one that is trained, as it was built; `computed` is autocast's dtype.
+    """
     training = config.training
+    if training.task is Task.DISTILLATION:
+        return build_teacher(config, place, computed)
     if training.has_reference and not training.use_peft and not training.asks_reference_once:
         return frozen_copy(model)
     return None
@@ -31,6 +42,10 @@ def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Modu
         return build_row_objective(model)
     if training.task is Task.REWARD:
         return BradleyTerry()
+    if training.task is Task.DISTILLATION:
+        assert companion is not None, "build_companion() makes the teacher"
+        chunk_size(config.model, companion, "training.teacher.model_name")
+        return Distillation(companion, training.distillation, chunk_size(config.model, model))
     loss = build_loss(config.model, model)
     if training.task is Task.PREFERENCE:
         rule = PairLoss(training.preference) if training.has_pairs else SingleLoss(training.preference)

@@ -32,6 +32,7 @@ from framework.build.verify.companion import (
     read_known_reference,
     read_moved,
     read_reference,
+    read_teacher,
 )
 from framework.build.verify.compiled import read_compiled_regions, read_compiled_runs, read_memory_budget
 from framework.build.verify.documents import (
@@ -96,6 +97,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "chunked_loss": read_chunked_loss,
     "isolation": read_isolation,
     "reference": read_reference,
+    "teacher": read_teacher,
     "frozen_modules": read_frozen_modules,
     "offloaded_base": read_offloaded_base,
     "adapter": read_adapter,
@@ -110,8 +112,9 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "prefetch": read_prefetch,
     "adapter_saved_modules": read_adapter_saved_modules,
 }
-"""Before step 1, in the order of the printed table. `head`, `parameters` and `keeping_blocks` are no levers: they are
-said for every run they are about; `isolation` is of every lever that puts several documents in a row."""
+"""Before step 1, in the order of the printed table. `head`, `parameters`, `keeping_blocks`, `reference` and `teacher`
+are no levers: they are said for every run they are about; `isolation` is of every lever that puts several documents in
+a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,

@@ -6,8 +6,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from framework.build.assembly import Assembly
 from framework.build.fingerprints import Fingerprints, take_fingerprints
+from framework.build.model import TORCH_DTYPES
 from framework.build.tasks import Precomputed, WithoutAdapter, reference_of
 from framework.build.verify.reading import FirstStep, Reading
+from framework.schema.choices import TorchDtype
 
 KEY = "training.preference.loss_type"
 
@@ -24,7 +26,11 @@ def read_reference(assembly: Assembly) -> Iterator[Reading]:
     elif training.use_peft:
         asked, (found, source) = "the model without its adapter", _without_adapter(assembly, reference)
     else:
-        asked, found, source = "a frozen copy", _frozen(assembly), "its parameters, their addresses, the optimizer's"
+        asked, found, source = (
+            "a frozen copy",
+            _frozen(assembly, "copy"),
+            "its parameters, their addresses, the optimizer's",
+        )
     yield Reading(f"{KEY} = {training.preference.loss_type}, reference", asked, found, source)
 
 
@@ -50,7 +56,22 @@ def _without_adapter(assembly: Assembly, reference: object) -> tuple[str, str]:
     return found, f"{off} of {len(layers)} layers off for the reference, {on} on again"
 
 
-def _frozen(assembly: Assembly) -> str:
+def read_teacher(assembly: Assembly) -> Iterator[Reading]:
+    """The teacher of a distillation: frozen, for inference, apart from the model, in its dtype."""
+    teacher, companion = assembly.config.training.teacher, assembly.companion
+    if teacher is None:
+        return
+    held = {parameter.dtype for parameter in companion.parameters()} if companion is not None else set()
+    wanted = TORCH_DTYPES.get(teacher.torch_dtype_str or TorchDtype.AUTO)
+    count = sum(parameter.numel() for parameter in companion.parameters()) if companion is not None else 0
+    words = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
+    yield Reading("training.teacher", "a frozen model", _frozen(assembly, "model"), f"{count:,} parameters, {words}")
+    if wanted is not None:
+        found = str(teacher.torch_dtype_str) if held == {wanted} else words
+        yield Reading("training.teacher.torch_dtype_str", str(teacher.torch_dtype_str), found, "its parameters")
+
+
+def _frozen(assembly: Assembly, what: str) -> str:
     """`a frozen copy`, or what is wrong with it."""
     companion = assembly.companion
     if companion is None:
@@ -65,7 +86,7 @@ def _frozen(assembly: Assembly) -> str:
         "in training mode": any(module.training for module in companion.modules()),
     }
     wrong = [fault for fault, holds in faults.items() if holds]
-    return f"a copy {', '.join(wrong)}" if wrong else "a frozen copy"
+    return f"a {what} {', '.join(wrong)}" if wrong else f"a frozen {what}"
 
 
 def read_moved(assembly: Assembly, before: Fingerprints | None) -> Iterator[Reading]:
@@ -75,7 +96,8 @@ def read_moved(assembly: Assembly, before: Fingerprints | None) -> Iterator[Read
     now = take_fingerprints(assembly)
     assert now is not None
     said = "unmoved" if now.fixed == before.fixed else "moved"
-    what = "companion" if assembly.companion is not None else "base under the adapter"
+    what = "reference: base under the adapter" if assembly.companion is None else "reference"
+    what = "teacher" if assembly.config.training.teacher is not None else what
     moved = "moved" if now.trained != before.trained else "has not moved"
     yield Reading(
         f"reference ({what})", "unmoved", said, f"sum of its bits {now.fixed:016x}; the trained model {moved}"

@@ -3,22 +3,31 @@
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from framework.build.assembly import Assembly
 from framework.build.loss import head_is_last
 from framework.build.verify.reading import Reading
+
+CHANGED, SOURCE = "no: this model changes its logits after the head", "logits with the head's output replaced"
 
 
 def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
     """A few tokens through the model tell whether its head can be computed apart from it."""
     if assembly.config.model.chunked_loss is False:
         return
-    model = assembly.model
-    ids = torch.arange(4, device=assembly.place.device).unsqueeze(0)
+    asked = str(assembly.config.model.chunked_loss)
+    yield Reading("model.chunked_loss", asked, asked if _is_apart(assembly, assembly.model) else CHANGED, SOURCE)
+    if assembly.config.training.teacher is not None and assembly.companion is not None:
+        found = asked if _is_apart(assembly, assembly.companion) else CHANGED
+        yield Reading("model.chunked_loss of the teacher", asked, found, SOURCE)
+
+
+def _is_apart(assembly: Assembly, model: nn.Module) -> bool:
+    """Whether the head of a model can be computed apart from it."""
+    was_training = model.training
     model.eval()
     with assembly.autocast:
-        apart = head_is_last(model, {"input_ids": ids})
-    model.train()
-    asked = str(assembly.config.model.chunked_loss)
-    found = asked if apart else "no: this model changes its logits after the head"
-    yield Reading("model.chunked_loss", asked, found, "logits with the head's output replaced")
+        apart = head_is_last(model, {"input_ids": torch.arange(4, device=assembly.place.device).unsqueeze(0)})
+    model.train(was_training)
+    return apart

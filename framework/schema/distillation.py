@@ -1,0 +1,39 @@
+"""`training.teacher` and `training.distillation`: whose next tokens are learnt, and how they are compared."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from framework.schema.choices import Attention, Divergence, TorchDtype
+from framework.schema.params import FrozenMapping, Number, Params
+
+
+class TeacherParams(Params):
+    """The model that is learnt from. It is loaded beside the trained one, never trained, and in no checkpoint."""
+
+    model_name: str | None = None
+    """Hub id or local folder. With `architecture` beside it, planning needs no network."""
+    architecture: FrozenMapping | None = None
+    """A Hugging Face config written out, with as many tokens in its vocabulary as the trained model has."""
+    load_pretrained_weights: bool = True
+    """false: random weights of `architecture`, to measure what a run takes."""
+    torch_dtype_str: TorchDtype | None = None
+    """dtype its weights are held in: 4 bytes a weight in float32, 2 in bfloat16. Unset: the checkpoint's."""
+    attn_implementation: Attention | None = None
+    """Its attention kernel. Unset: `sdpa` where it supports it, else `eager`. It keeps no activations."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the teacher. Only for models you would also install as a program."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+
+class DistillationParams(Params):
+    """The loss of `training.task: distillation`."""
+
+    divergence: Divergence = Divergence.FORWARD_KL
+    """`forward_kl` makes the student cover all that the teacher would say, `reverse_kl` avoid what it would not,
+    `jsd` lies between. No memory."""
+    temperature: Annotated[Number, Field(gt=0)] = 1.0
+    """Both models' logits are divided by it: above 1 unlikely tokens count for more. No memory."""
+    alpha: Annotated[Number, Field(gt=0, le=1)] = 0.5
+    """Weight of the divergence; the labels' cross entropy has the rest. No memory."""
