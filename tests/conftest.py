@@ -1,7 +1,7 @@
 """A writer of recipes in a folder of their own, where the command is then "typed"."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,14 @@ def pytest_collection_finish() -> None:
     """What was imported stays, so collections need not walk it: a run collects after each step that it undoes."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests make is kept in no cache of the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

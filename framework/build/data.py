@@ -19,6 +19,7 @@ from framework.build.given import NOTHING, Given, PythonRows
 from framework.build.kinds import CHATTING, require_answers, require_learnable
 from framework.build.mixing import mixture, shares_of
 from framework.build.packing import Packs, pack
+from framework.build.row_cache import Fitted, RowCache
 from framework.build.rows import Rows
 from framework.build.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.stream import Stream, columns_of, in_parts
@@ -68,38 +69,86 @@ def prepare_data(
     model's embedding, where it is known. Raises RequestError, before any
     weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
     """
-    opened = open_streams(config, given) if config.data.streaming else None
+    if config.data.streaming:
+        return _prepare_stream(config, tokenizer, vocab_size, given)
+    cache = RowCache(config, tokenizer, vocab_size)
+    fitted, kept = cache.read(), None
+    if fitted is None:
+        fitted = _fit(config, tokenizer, vocab_size, given)
+        kept = cache.write(fitted)
+    train, train_report = _arrange(fitted.train, fitted.train_report, config, fitted.kept)
+    held_out, eval_report = cast(Rows | Packs | None, fitted.eval), fitted.eval_report
+    if fitted.eval is not None and eval_report is not None:
+        held_out, eval_report = _arrange(fitted.eval, eval_report, config)
+    notes = (*fitted.notes, *([kept] if kept else []))
+    report = DataReport(fitted.sources, train_report, eval_report, notes, fitted.warnings)
+    return Data(train, held_out, report, fitted.targets)
+
+
+def _fit(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, given: Given) -> Fitted:
+    """Read, check, tokenise and fit all rows."""
+    splits = read_splits(config, given)
+    encoding, warnings = _encoding(splits, config, tokenizer)
+    policy = _policy(config, vocab_size)
+    train, train_report, kept = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts)
+    held_out, eval_report = None, None
+    if splits.eval is not None:
+        held_out, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
+    warnings = (*warnings, *_losses(train_report, eval_report))
+    descriptions = tuple(source.description for source in splits.sources)
+    notes = _padding_note(tokenizer)
+    return Fitted(train, train_report, kept, held_out, eval_report, descriptions, warnings, notes, encoding.targets)
+
+
+def _prepare_stream(
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, given: Given
+) -> Data:
+    """What is known of a stream before it begins, and its evaluation rows."""
+    opened = open_streams(config, given)
     splits = read_splits(config, given, opened)
+    encoding, warnings = _encoding(splits, config, tokenizer)
+    data, seed, policy = config.data, config.training.seed, _policy(config, vocab_size)
+    stream = Stream(opened, encoding, policy, seed, data.shuffle_buffer, data.packing, data.mixing)
+    train, train_report = _first_block(stream, config)
+    held_out, eval_report = cast(Rows | Packs | None, None), None
+    if splits.eval is not None:
+        rows, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
+        held_out, eval_report = _arrange(rows, eval_report, config)
+    warnings = (*warnings, *_losses(train_report, eval_report))
+    descriptions = tuple(source.description for source in splits.sources)
+    report = DataReport(descriptions, train_report, eval_report, _padding_note(tokenizer), warnings)
+    return Data(train, held_out, report, encoding.targets, stream)
+
+
+def _encoding(
+    splits: Splits, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Encoding, tuple[str, ...]]:
+    """How the rows become tokens, and warnings. Raises RequestError where they do not suit what is asked for."""
     require_learnable(config.data.supervise, splits.sources)
     require_answers(config.training, splits.sources)
-    warnings = list(_check_chats(splits, tokenizer))
-    policy = RowPolicy(
+    warnings = _check_chats(splits, tokenizer)
+    if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
+        warnings += ("the tokenizer has no end token, so the model does not learn where a text ends",)
+    return Encoding(tokenizer, _learnt(config), find_targets(splits, config)), warnings
+
+
+def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
+    return RowPolicy(
         limit=_row_limit(config.model.model_max_length),
         truncation=config.data.truncation,
         splits_documents=config.training.task is Task.PRETRAIN,
         vocab_size=vocab_size,
     )
-    targets = find_targets(splits, config)
-    encoding = Encoding(tokenizer, _learnt(config), targets)
-    stream = _stream(opened, encoding, policy, config) if opened is not None else None
-    if stream is None:
-        train, train_report = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts)
-    else:
-        train, train_report = _first_block(stream, config)
-    held_out, eval_report = None, None
-    if splits.eval is not None:
-        held_out, eval_report = _prepare_split(splits.eval, "eval", encoding, policy, config)
-    for split in (train_report, eval_report):
-        if split is not None and split.supervised_lost_share > WARNING_SHARE:
-            warnings.append(_loss_message(split))
-    if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
-        warnings.append("the tokenizer has no end token, so the model does not learn where a text ends")
-    notes: tuple[str, ...] = ()
-    if tokenizer.padding_side == "left":
-        notes = ("the tokenizer pads on the left; training pads on the right whatever it says",)
-    descriptions = tuple(source.description for source in splits.sources)
-    report = DataReport(descriptions, train_report, eval_report, notes, tuple(warnings))
-    return Data(train, held_out, report, targets, stream)
+
+
+def _losses(*reports: SplitReport | None) -> list[str]:
+    return [_loss_message(each) for each in reports if each and each.supervised_lost_share > WARNING_SHARE]
+
+
+def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    if tokenizer.padding_side != "left":
+        return ()
+    return ("the tokenizer pads on the left; training pads on the right whatever it says",)
 
 
 def open_streams(config: TrainingConfig, given: Given) -> list[OpenSource]:
@@ -109,11 +158,6 @@ def open_streams(config: TrainingConfig, given: Given) -> list[OpenSource]:
         return open_source(source, f"data.train[{index}]", config.training.task, given.train, streamed=True)
 
     return gather(config.data.train, opened)
-
-
-def _stream(sources: Sequence[OpenSource], encoding: Encoding, policy: RowPolicy, config: TrainingConfig) -> Stream:
-    data, seed = config.data, config.training.seed
-    return Stream(sources, encoding, policy, seed, data.shuffle_buffer, data.packing, data.mixing)
 
 
 def _first_block(stream: Stream, config: TrainingConfig) -> tuple[Rows | Packs, SplitReport]:
@@ -196,8 +240,8 @@ def _prepare_split(
     policy: RowPolicy,
     config: TrainingConfig,
     counts: Sequence[int] = (),
-) -> tuple[Rows | Packs, SplitReport]:
-    """The rows of a split, fitted; `counts` of them are of each source, and are mixed where that is asked for."""
+) -> tuple[Rows, SplitReport, tuple[int, ...]]:
+    """The rows of a split, fitted, and how many are of each source, where `counts` were read of each."""
     tally, kept = Tally(policy, f"data.{name}"), list[int]()
     ends = np.cumsum(counts or [len(rows)]).tolist()
     for start, end in pairwise([0, *ends]):
@@ -214,7 +258,7 @@ def _prepare_split(
     if not prepared:
         raise RequestError([_nothing_left(report, tally.first_dropped, config)])
     _require_little_lost(report, config.training.task)
-    return _arrange(prepared, report, config, np.diff(kept, prepend=0).tolist())
+    return prepared, report, tuple(np.diff(kept, prepend=0).tolist())
 
 
 def _require_little_lost(report: SplitReport, task: Task) -> None:
@@ -226,7 +270,7 @@ def _require_little_lost(report: SplitReport, task: Task) -> None:
 
 
 def _arrange(
-    rows: Rows, report: SplitReport, config: TrainingConfig, kept: Sequence[int]
+    rows: Rows, report: SplitReport, config: TrainingConfig, kept: Sequence[int] = ()
 ) -> tuple[Rows | Packs, SplitReport]:
     """The rows of an epoch: mixed and packed, where that is asked for. `kept` of them are of each source."""
     data, seed, arranged = config.data, config.training.seed, cast(Rows | Packs, rows)

@@ -213,16 +213,22 @@ def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
     Tests, caches and installed packages are left out, and files that are not UTF-8.
     """
     root = Path(os.__file__).parent
+    for path in library_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        yield path.relative_to(root).as_posix(), iter([(1, {"text": text})])
+
+
+def library_files() -> list[Path]:
+    """Its files, sorted."""
+    root = Path(os.__file__).parent
     found: list[Path] = []
     for folder, folders, files in os.walk(root):
         folders[:] = set(folders) - LEFT_OUT  # never enters site-packages, which may be enormous
-        found.extend(Path(folder, file).relative_to(root) for file in files if file.endswith(".py"))
-    for path in sorted(found):
-        try:
-            text = (root / path).read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        yield path.as_posix(), iter([(1, {"text": text})])
+        found.extend(Path(folder, file) for file in files if file.endswith(".py"))
+    return sorted(found, key=lambda path: path.relative_to(root))
 
 
 def _check_request(source: DatasetParams, key: str) -> None:

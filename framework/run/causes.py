@@ -48,7 +48,8 @@ NO_MEMORY = (
         for name in ("tokenizer_name", "tokenizer", "chat_template", "trust_remote_code", "model_revision")
     ),
     *("peft.lora_alpha", "peft.peft_save_mode"),
-    *(f"data.{name}" for name in ("train", "streaming", "supervise", "truncation", "workers")),
+    *(f"data.{name}" for name in ("train", "streaming", "supervise", "truncation", "workers", "cache")),
+    *(f"data.{name}" for name in ("mixing", "shuffle_buffer")),
 )
 """Keys that a plan of device memory does not depend on."""
 

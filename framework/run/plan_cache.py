@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from framework.caches import cache_folder, our_files, versions
 from framework.memory.ledger import Plan
 from framework.schema.config import TrainingConfig
 
@@ -19,11 +18,6 @@ _NO_MATTER = (
     *(("training", name) for name in ("output_dir", "run_name", "seed", "learning_rate", "trackers", "on_oom")),
     ("data", "train"),
 )
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/tunesmith/plans`, by default below `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tunesmith" / "plans"
 
 
 def read(config: TrainingConfig) -> Plan | None:
@@ -48,20 +42,9 @@ def _file(config: TrainingConfig) -> Path:
     for section, name in _NO_MATTER:
         document[section].pop(name)
     text = json.dumps([document, _made_with()], sort_keys=True)
-    return cache_folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    return cache_folder("plans") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
-@cache
 def _made_with() -> Mapping[str, Any]:
     """Versions of the libraries, and size and time of each of our own files."""
-    package = Path(__file__).resolve().parent.parent
-    files = {str(file.relative_to(package)): file.stat() for file in sorted(package.rglob("*.py"))}
-    ours = {name: (facts.st_size, facts.st_mtime_ns) for name, facts in files.items()}
-    return {**{name: _version(name) for name in _LIBRARIES}, "ours": ours}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return {**versions(_LIBRARIES), "ours": our_files()}

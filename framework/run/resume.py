@@ -22,6 +22,7 @@ HARMLESS = {
     "training.allocator.max_split_size_mb",
     "training.allocator.garbage_collection_threshold",
     "data.workers",
+    "data.cache",
     "training.activation_offload",
 }
 """Keys that change neither the weights nor the order of the rows."""
