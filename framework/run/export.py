@@ -49,8 +49,8 @@ def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path)
             if with_base:
                 whole = detach(assembly.adapter.model)
                 write_model(whole, aside / BASE_FOLDER, whole.dtype)
-                tokenizer.save_pretrained(aside / BASE_FOLDER)
-        tokenizer.save_pretrained(aside)
+                write_tokenizer(tokenizer, aside / BASE_FOLDER)
+        write_tokenizer(tokenizer, aside)
     return dtype
 
 
@@ -58,6 +58,19 @@ def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> Non
     """A plain model's folder, read back. Raises SaveFailed when it would not load elsewhere."""
     model.save_pretrained(folder)
     _verify(folder, dtype, "model")
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """The tokenizer with its chat template, read back. Raises SaveFailed when it would render or encode otherwise."""
+    tokenizer.save_pretrained(folder)
+    again = type(tokenizer).from_pretrained(folder)
+    for name, one, other in (
+        ("chat template", tokenizer.chat_template, again.chat_template),
+        ("number of tokens", len(tokenizer), len(again)),
+        ("end token", tokenizer.eos_token, again.eos_token),
+    ):
+        if one != other:
+            raise SaveFailed(f"the {name} of the tokenizer in {folder} is not the one that was trained with")
 
 
 def _write_adapter(adapter: Adapter, folder: Path, base: str | None) -> None:

@@ -58,7 +58,8 @@ class ModelParams(Params):
     tokenizer: TokenizerTraining | None = None
     """Build a tokenizer on the training text: `{train: bpe, vocab_size: 4096}`."""
     chat_template: str | None = None
-    """Jinja template of a chat: its text, or a path to a file. Unset: the tokenizer's own."""
+    """Jinja template of a chat: `chatml`, `gemma`, `llama3`, `mistral` or `plain`, a path to a file, or its text. Saved
+    with the tokenizer. Unset: the tokenizer's own."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models you would also install as a program."""
     model_revision: str | None = None

@@ -1,0 +1,138 @@
+"""Training on chats, from rows to the folder that is left: what is learnt, and that it renders the same afterwards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from framework.build.batches import GlobalBatches
+from framework.build.chat import Chat, read_template
+from framework.build.labels import IGNORED, Encoded, encode_chats
+from framework.errors import RequestError, SaveFailed
+from framework.run import trainer
+from framework.run.export import write_tokenizer
+from framework.run.inputs import read_inputs
+from framework.run.training_batches import training_batches
+from framework.schema.config import TrainingConfig
+from tests.tiny import LLAMA
+
+CHATS = [
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": f"What is {number} and two?"},
+        {"role": "assistant", "content": f"It is {number + 2}."},
+    ]
+    for number in range(8)
+]
+
+
+def config(tmp_path: Path, rows: list[dict[str, Any]], template: str | None = None, **sections: Any) -> TrainingConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    training = {"max_steps": 1, "per_device_train_batch_size": 2, "output_dir": str(tmp_path / "run")}
+    return TrainingConfig.model_validate(
+        {
+            "training": {**training, **sections.pop("training", {})},
+            "model": {
+                "architecture": {**LLAMA, "vocab_size": 400, "max_position_embeddings": 256},
+                "load_pretrained_weights": False,
+                "model_max_length": sections.pop("limit", 96),
+                "tokenizer": {"train": "bpe", "vocab_size": 300},
+                "chat_template": template,
+            },
+            "data": {"train": [{"path": str(path)}], **sections},
+        }
+    )
+
+
+@pytest.mark.parametrize("written", ["chatml", "own.jinja", "{{ messages | tojson }}{{ eos_token }}"])
+def test_the_final_folder_renders_the_training_rows_identically(written: str, tmp_path: Path) -> None:
+    """D07: a template by name, from a file, or as its text."""
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    template = str(tmp_path / written) if written.endswith(".jinja") else written
+    some = config(tmp_path, [{"messages": chat} for chat in CHATS], template, supervise="all", limit=256)
+    rows = read_inputs(some).data.train
+    result = trainer.train(some, planner=None, quiet=True)
+    again = AutoTokenizer.from_pretrained(result.folder / "final")
+    assert again.chat_template == read_template(template)
+    assert [again.apply_chat_template(chat, return_dict=False) for chat in CHATS] == [row["input_ids"] for row in rows]
+
+
+def test_without_a_template_the_named_ones_are_told(tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_inputs(config(tmp_path, [{"messages": chat} for chat in CHATS]))
+    (problem,) = caught.value.problems
+    assert problem.key == "model.chat_template"
+    assert "chatml, gemma, llama3, mistral, plain" in str(problem.expected)
+
+
+def test_a_tokenizer_that_does_not_read_back_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = read_inputs(config(tmp_path, [{"messages": chat} for chat in CHATS], "plain")).tokenizer
+    save = PreTrainedTokenizerBase.save_pretrained
+
+    def without_template(self: PreTrainedTokenizerBase, folder: Path, **options: Any) -> None:
+        save(self, folder, **options)
+        (folder / "chat_template.jinja").unlink()
+
+    write_tokenizer(tokenizer, tmp_path / "whole")
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", without_template)
+    with pytest.raises(SaveFailed, match="chat template"):
+        write_tokenizer(tokenizer, tmp_path / "broken")
+
+
+def test_a_left_padding_tokenizer_makes_the_same_batches(tmp_path: Path) -> None:
+    """P07, D04: padding is on the right and never learnt; the end of each answer is, though it is the padding too."""
+    some = config(tmp_path, [{"messages": chat[number % 2 :]} for number, chat in enumerate(CHATS)], "plain")
+    inputs = read_inputs(some)
+    made = list(next(training_batches(some, inputs, None).start(0)))
+    inputs.tokenizer.padding_side = "left"
+    inputs.tokenizer.pad_token = inputs.tokenizer.eos_token
+    batches = training_batches(some, inputs, None)
+    assert isinstance(batches, GlobalBatches)
+    for one, other in zip(made, next(batches.start(0)), strict=True):
+        assert torch.equal(one["labels"], other["labels"])
+        mask = other.get("attention_mask", torch.ones_like(other["input_ids"]))
+        assert torch.equal(one["input_ids"] * mask, other["input_ids"] * mask)
+        assert (mask.diff(dim=1) <= 0).all()
+        assert (other["labels"][mask == 0] == IGNORED).all()
+        ends = [row[row != IGNORED][-1].item() for row in other["labels"]]
+        assert ends == [inputs.tokenizer.eos_token_id] * len(ends)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": True}, {"padding_free": True}, {"group_by_length": True}])
+@pytest.mark.parametrize("steps", [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 1}])
+def test_no_micro_batch_has_nothing_to_learn(options: dict[str, Any], steps: dict[str, int], tmp_path: Path) -> None:
+    """D01: rows whose answer is cut off are never in a batch, nor in one of an accumulated step."""
+    long = {"role": "user", "content": "What is two and two? " * 40}
+    rows = [{"messages": [*([long] if number % 3 == 0 else []), *chat]} for number, chat in enumerate(CHATS * 3)]
+    some = config(tmp_path, rows, "plain", training=steps, **options)
+    inputs = read_inputs(some)
+    batches = training_batches(some, inputs, None)
+    assert isinstance(batches, GlobalBatches)
+    assert inputs.data.report.train.dropped == {"no supervised token within 96 tokens": 8}
+    started = batches.start(0)
+    for _ in range(batches.steps_per_epoch):
+        for micro_batch in next(started):
+            assert (micro_batch["labels"] != IGNORED).any()
+
+
+def test_streamed_chats_are_those_that_are_held(tmp_path: Path) -> None:
+    some = config(tmp_path, [{"messages": chat} for chat in CHATS], "plain")
+    streamed = config(tmp_path, [{"messages": chat} for chat in CHATS], "plain", streaming=True, shuffle_buffer=4)
+    tokenizer = read_inputs(streamed).tokenizer
+    wanted = encode_chats(tokenizer, [Chat(chat) for chat in CHATS])
+    inputs = read_inputs(streamed)
+    started = training_batches(streamed, inputs, None).start(0)
+    seen = []
+    for _ in range(4):
+        for batch in next(started):
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+            seen += [row[kept == 1].tolist() for row, kept in zip(batch["labels"], mask, strict=True)]
+    assert sorted(seen) == sorted(row.labels.tolist() for row in wanted if isinstance(row, Encoded))
+    assert len(read_inputs(some).data.train) == len(seen)
