@@ -84,9 +84,7 @@ def _findings(
         message = conflict.message + (f" ({', '.join(others)})" if others else "")
         found = Problem(key, message, places.get(key), conflict.expected)
         (warnings if conflict.is_warning else problems).append(found)
-    problems += [
-        Problem(key, message, place(key, origins), works) for key, message, works in unavailable(config, needs.devices)
-    ]
+    problems += [Problem(key, message, place(key, origins), works) for key, message, works in unavailable(config)]
     problems += _missing_files(config, origins, as_written) if needs.data == "required" else []
     return problems, warnings
 

@@ -6,7 +6,7 @@ The order is a function of (seed, epoch) alone. The rows of a step are cut into 
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeAlias
 
@@ -228,6 +228,11 @@ class GlobalBatches:
     def rows_of(self, step: int) -> list[int]:
         """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first); of a pack, all in it."""
         return [row for share in self.shares_of(step) for row in share]
+
+    def all_rows_of(self, step: int) -> list[int]:
+        """The same of all ranks."""
+        ranks = (replace(self, rank=rank) for rank in range(self.batch.world))
+        return list(dict.fromkeys(row for rank in ranks for row in rank.rows_of(step)))
 
     def shares_of(self, step: int) -> list[list[int]]:
         """The same for each of its micro batches."""

@@ -112,11 +112,15 @@ def parallelise(config: TrainingConfig, model: nn.Module, place: Place, ranks: R
 def _replicated(root: Root) -> DistributedDataParallel:
     """torch's DDP: gradients are added up while backward goes on.
 
-    Every trained weight gets a gradient in every backward pass, so unused ones are not searched for (G07). Gradients
-    are views of the buckets that are sent: they are there once, not twice. Buffers are constants, of each rank's own.
+    What is frozen, and buffers, which are constants, are neither compared nor sent: every rank has read the same. Every
+    trained weight gets a gradient in every backward pass, so unused ones are not searched for (G07). Gradients are
+    views of the buckets that are sent: they are there once, not twice.
     """
     torch._dynamo.config.optimize_ddp = False  # it would cut each compiled block at the buckets' edges
-    replicated = DistributedDataParallel(root, broadcast_buffers=False, gradient_as_bucket_view=True)
+    frozen = [name for name, parameter in root.named_parameters() if not parameter.requires_grad]
+    frozen += [name for name, _ in root.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, frozen)  # type: ignore[no-untyped-call]
+    replicated = DistributedDataParallel(root, gradient_as_bucket_view=True)
     replicated.register_comm_hook(None, _add_up)
     return replicated
 

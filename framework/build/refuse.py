@@ -19,7 +19,7 @@ def refuse_impossible(config: TrainingConfig, devices: Literal["one", "any"]) ->
         for conflict in (*find_conflicts(config, Needs()), *unmet_requirements(config, runs_here=devices == "one"))
         if not conflict.is_warning
     ]
-    problems += [Problem(key, message, expected=works) for key, message, works in unavailable(config, devices)]
+    problems += [Problem(key, message, expected=works) for key, message, works in unavailable(config)]
     message = "is `auto`, which nothing has decided yet"
     problems += [Problem(key, message, expected="a value, or framework.fit()") for key in left_open(config)]
     if problems:

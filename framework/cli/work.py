@@ -1,5 +1,8 @@
 """The verbs that make something happen."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -7,9 +10,13 @@ import typer
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_warnings
 from framework.errors import Problem, RequestError
+from framework.run.launched import launched
 
 if TYPE_CHECKING:
+    from framework.compose import Composition
+    from framework.run.launched import Launched
     from framework.run.trainer import RunResult
+    from framework.schema.config import TrainingConfig
 
 
 def train(
@@ -25,26 +32,89 @@ def train(
     multirun: Annotated[bool, typer.Option("-m", "--multirun", help="Sweep over lists of values.")] = False,
     as_json: Json = False,
     nproc: Processes = None,
-) -> None:
+) -> int:
     """Compose, check and train; everything is in the run folder afterwards."""
-    from framework.checks import TRAIN, check_request
-
     if multirun:
         raise RequestError([Problem("-m", "not yet available: sweeps")])
-    report = check_request(recipe, overrides or (), nproc, TRAIN)
+    options = Options(resume, tuple(allow or ()), overwrite, dry_run, quiet, as_json)
+    if (found := launched()) is not None and found.world > 1:
+        _train_as_rank(found, recipe, overrides or (), nproc, options)
+        return 0
+    composition = _checked(recipe, overrides or (), nproc)
+    if composition.config.gpu.count > 1:
+        from framework.run.launch import launch
+
+        return launch(composition.config, composition.recipe, options.words)
+    _train(composition.config, composition.recipe, options)
+    return 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `train`, as it reads them and as words that say them to another process."""
+
+    resume: bool
+    allow: tuple[str, ...]
+    overwrite: bool
+    dry_run: bool
+    quiet: bool
+    as_json: bool
+
+    @property
+    def words(self) -> list[str]:
+        flags = {"resume": self.resume, "overwrite": self.overwrite, "dry-run": self.dry_run, "quiet": self.quiet}
+        words = [f"--{name}" for name, is_set in {**flags, "json": self.as_json}.items() if is_set]
+        return words + [word for key in self.allow for word in ("--allow", key)]
+
+
+def _checked(recipe: str, overrides: Sequence[str], nproc: int | None) -> "Composition":
+    from framework.checks import TRAIN, check_request
+
+    report = check_request(recipe, overrides, nproc, TRAIN)
     print_warnings(report.warnings)
     if report.composition is None:
         raise RequestError(report.problems)
+    return report.composition
+
+
+def _train_as_rank(
+    found: "Launched", recipe: str, overrides: Sequence[str], nproc: int | None, options: Options
+) -> None:
+    """Train as one of several that were started together. The main one composes, so that what is wrong is said once."""
+    from framework.run.crew import met
+    from framework.schema.config import TrainingConfig
+
+    def compose() -> str:
+        if nproc not in (None, found.world):
+            message = f"--nproc {nproc} is asked for, and {found.by} has started {found.world} processes"
+            raise RequestError([Problem("--nproc", message, expected=f"--nproc {found.world}, or none")])
+        composition = _checked(recipe, overrides, found.world)
+        return json.dumps({"config": composition.config.model_dump(mode="json"), "name": composition.recipe})
+
+    with met() as crew:
+        request = json.loads(crew.shared("request", compose))
+        _train(TrainingConfig.model_validate(request["config"]), request["name"], options, crew.ranks.is_main)
+
+
+def _train(config: "TrainingConfig", name: str, options: Options, is_main: bool = True) -> None:
     from framework.run.trainer import train as run
 
-    config, name = report.composition.config, report.composition.recipe
-    silent = quiet or as_json
-    result = run(config, name, resume=resume, overwrite=overwrite, dry_run=dry_run, allow=allow or (), quiet=silent)
-    if as_json:
+    result = run(
+        config,
+        name,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        dry_run=options.dry_run,
+        allow=options.allow,
+        quiet=options.quiet or options.as_json,
+    )
+    if not is_main:
+        return
+    if options.as_json:
         print_json(
             {"folder": str(result.folder), "steps": result.steps, "evals": result.evals, "sample": result.sample}
         )
-    elif not dry_run:
+    elif not options.dry_run:
         _report(result)
 
 

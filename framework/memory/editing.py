@@ -43,5 +43,5 @@ def possible(config: TrainingConfig, changes: Mapping[str, Any], runs_here: bool
     except ValidationError:
         return None
     conflicts = (*find_conflicts(changed, Needs()), *unmet_requirements(changed, runs_here))
-    refused = any(not conflict.is_warning for conflict in conflicts) or any(unavailable(changed, "any"))
+    refused = any(not conflict.is_warning for conflict in conflicts) or any(unavailable(changed))
     return None if refused else changed

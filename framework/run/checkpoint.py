@@ -22,7 +22,7 @@ from framework.build.fingerprints import fixed_fingerprint
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.optimizer_state import flat_state, restore_state
-from framework.run.random_state import random_state, restore_random_state
+from framework.run.random_state import parsed, random_state, restore_random_state
 
 FORMAT = 1
 """Version of the files in a checkpoint."""
@@ -77,8 +77,11 @@ def save_checkpoint(
     keep: int,
     repairs: Sequence[Repair] = (),
     stream: Mapping[str, int] | None = None,
+    others: Sequence[str] = (),
 ) -> Path:
     """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
+
+    `others` are the random states of ranks 1, 2, ... as `random_state.dumped` gives them.
 
     Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
     """
@@ -91,6 +94,8 @@ def save_checkpoint(
             save_file(part, aside / name)
             verify_tensors(aside / name, part)
         state = {"format": FORMAT, "step": step, "optimizer": numbers, "random": random_numbers}
+        for rank, text in enumerate(others, 1):
+            (aside / _random_of(rank)).write_text(text)
         state["loss_scale"] = assembly.loss_scale.state()
         state["reference"] = fixed_fingerprint(assembly)
         state["stream"] = stream
@@ -100,6 +105,10 @@ def save_checkpoint(
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
+
+
+def _random_of(rank: int) -> str:
+    return f"random-{rank:05d}.json"
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
@@ -162,6 +171,9 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
         for name, tensor in expected.items():
             tensor.copy_(stored.pop(name))
     restore_state(assembly, load_file(checkpoint / _OPTIMIZER), state["optimizer"])
-    restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
+    if assembly.ranks.is_main:
+        restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
+    elif (own := checkpoint / _random_of(assembly.ranks.rank)).exists():  # else there were fewer ranks
+        restore_random_state(*parsed(own.read_text()))
     assembly.loss_scale.restore(state.get("loss_scale", {}))
     return int(state["step"])

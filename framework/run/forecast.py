@@ -1,6 +1,7 @@
 """The plan of a run from a process of its own, which goes on to find out what each lever saves. Loads no torch."""
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ class Forecast:
 
     plan: Plan
     entries: list[dict[str, Any]] = field(default_factory=list)
+    patience: float = math.inf
+    """Seconds that a run which has failed may wait for more of them, where others hang meanwhile."""
     _process: "subprocess.Popen[str] | None" = None
     _keep: Keep | None = None
     _thread: threading.Thread | None = None

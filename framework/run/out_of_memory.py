@@ -163,7 +163,7 @@ def _explained(error: Exception, watch: Watch, forecast: Forecast | None, folder
 def explained(text: str, circumstances: Circumstances, forecast: Forecast | None, more: Sequence[str]) -> OutOfMemory:
     """The failure with its explanation, waited for, and `more` lines."""
     if forecast is not None:
-        forecast.wait(PATIENCE)
+        forecast.wait(min(PATIENCE, forecast.patience))
     plan = forecast.document if forecast is not None else None
     lines = explanation_lines(explain_evidence(Evidence(text, circumstances, plan)))
     return OutOfMemory("\n".join([*lines, *more]))

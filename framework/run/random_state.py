@@ -1,5 +1,6 @@
 """Every generator that a step may draw from: torch's on the CPU and on the card, Python's and numpy's."""
 
+import json
 import random
 from typing import Any
 
@@ -16,6 +17,19 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     numpy_state = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
     return tensors, {"python": random.getstate(), "numpy": numpy_state}
+
+
+def dumped() -> str:
+    """The same as one text."""
+    tensors, numbers = random_state()
+    return json.dumps({"tensors": {name: tensor.tolist() for name, tensor in tensors.items()}, "numbers": numbers})
+
+
+def parsed(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `dumped` has written."""
+    document = json.loads(text)
+    tensors = {name: torch.tensor(values, dtype=torch.uint8) for name, values in document["tensors"].items()}
+    return tensors, document["numbers"]
 
 
 def restore_random_state(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:

@@ -41,17 +41,23 @@ class RunFolder:
     """The folder of one run."""
 
     path: Path
+    is_written: bool = True
+    """Whether this process writes there: of several ranks the main one alone."""
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Write one document whole or not at all."""
-        _replace(self.path / name, json.dumps(document, indent=2) + "\n")
+        if self.is_written:
+            _replace(self.path / name, json.dumps(document, indent=2) + "\n")
 
     def write_config(self, config: TrainingConfig) -> None:
         """The resolved config, which trains again as it is."""
-        _replace(self.path / "config.yaml", to_yaml(config))
+        if self.is_written:
+            _replace(self.path / "config.yaml", to_yaml(config))
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
         """One line of `metrics.jsonl`. Raises SaveFailed."""
+        if not self.is_written:
+            return
         file = self.path / "metrics.jsonl"
         try:
             with file.open("a") as lines:

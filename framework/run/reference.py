@@ -42,7 +42,8 @@ def know_reference(session: Session) -> None:
         known = _read(file)
     else:
         known = _ask(session, splits)
-        _write(file, known)
+        if session.folder.is_written:
+            _write(file, known)
     told = {name: _told(rows, known, name, file) for name, rows in splits.items()}
     session.inputs = replace(session.inputs, data=replace(data, train=told["train"], eval=told.get("eval")))
     assert isinstance(session.batches, GlobalBatches), "the schema refuses streaming"

@@ -3,36 +3,26 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from accelerate import Accelerator
-from transformers import set_seed
 
-from framework.build.allocator import choose_allocator
-from framework.build.assembly import Assembly, assemble
-from framework.build.batches import MicroBatch, eval_batches, rows_and_tokens
+from framework.build.assembly import Assembly
+from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
 from framework.build.compiled import newly_plain
 from framework.build.documents import document_lengths, on_device
-from framework.build.given import NOTHING, Given
 from framework.build.loss import Batch
-from framework.build.place import Place, real_place
 from framework.build.verify import (
     FirstStep,
     Reading,
     missing_gradients,
-    verify,
     verify_emptied_cache,
     verify_first_step,
 )
 from framework.errors import (
     BrokenRows,
-    DoesNotFit,
     Interrupted,
     NonFinite,
     RequestError,
@@ -41,23 +31,23 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from framework.run.checkpoint import save_checkpoint
 from framework.run.comparison import compare
+from framework.run.crew import Crew
 from framework.run.evaluate import evaluate, in_words
 from framework.run.forecast import Forecast
-from framework.run.inputs import Inputs, read_inputs
+from framework.run.inputs import Inputs
 from framework.run.interrupt import Interrupt, watched_interrupt
 from framework.run.meter import Meter
 from framework.run.moved import SPAN, MovedElements, caution
 from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
 from framework.run.progress import ProgressLine
-from framework.run.record import RunFolder, clear, environment, make, open_folder
-from framework.run.resume import check_resume
-from framework.run.room import require_room, too_large
+from framework.run.record import RunFolder
 from framework.run.step import StepResult
-from framework.run.survive import EVAL, remembered, shrunk, tries
-from framework.run.trackers import check_trackers, flattened
-from framework.run.training_batches import TrainingBatches, stream_state, total_steps, training_batches
+from framework.run.survive import EVAL, shrunk, tries
+from framework.run.together import random_states_of_others
+from framework.run.trackers import flattened
+from framework.run.training_batches import TrainingBatches, stream_state
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
@@ -82,6 +72,7 @@ class Session:
     meter: Meter
     forecast: Forecast | None
     watch: Watch
+    crew: Crew = field(default_factory=Crew)
     planner: Planner | None = None
     step: int = 0
     saved: int = -1
@@ -122,11 +113,11 @@ class Session:
             try:
                 yield
             except BrokenRows:
-                if self.step:
+                if self.step and self.assembly.ranks.world == 1:  # else the others wait in the middle of a step
                     self.save()
                 raise
             except NonFinite as error:
-                raise NonFinite(f"{error} Training rows of this step: {self.batches.rows_of(self.step)}.") from None
+                raise NonFinite(f"{error} Training rows of this step: {self._rows_at_work()}.") from None
         self.accelerator.end_training()
 
     def start(self) -> None:
@@ -148,12 +139,18 @@ class Session:
         try:
             made = next(self._stream)
         except RequestError as error:
-            kept = f"the state after step {step - 1} is saved" if step > 1 else "no step was made"
+            after = self.step if self.assembly.ranks.world == 1 else max(self.saved, 0)
+            kept = f"the state after step {after} is saved" if after else "no state is saved"
             raise BrokenRows(f"the rows of step {step} cannot be had; {kept}\n{error}") from None
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
             self._seen = self._look(made)
         return [self._moved(batch) for batch in made]
+
+    def _rows_at_work(self) -> Sequence[int | str]:
+        """The training rows of the step at work, on all ranks; of a stream on this one."""
+        batches = self.batches
+        return batches.all_rows_of(self.step) if isinstance(batches, GlobalBatches) else batches.rows_of(self.step)
 
     def rows_in_hand(self) -> Sequence[int | str]:
         """Numbers of the training rows in the micro batch at work, of a stream where they stand; none between two."""
@@ -231,9 +228,13 @@ class Session:
             self.save()
         for line in newly_plain(self.assembly.model):
             self.progress.say(f"warning   step {step}: {line}")
-        if self.interrupt.asked and step < self.total:
+        if self._is_asked_to_end() and step < self.total:
             self.save()
             raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
+
+    def _is_asked_to_end(self) -> bool:
+        """Whether some rank was asked to: all of them stop after the same step."""
+        return self.assembly.ranks.count(int(self.interrupt.asked), self.assembly.place.device) > 0
 
     def _verify_emptied_cache(self, step: int) -> None:
         """Read back that the cache was emptied, when it first was due. Raises VerificationFailed."""
@@ -308,7 +309,8 @@ class Session:
         self._eval_shapes.clear()
         data, size = self.config.data, int(self.config.training.per_device_eval_batch_size)
         pad, joined = self.batches.pad_token_id, data.padding_free
-        made = eval_batches(self.inputs.data.eval, size, pad, padding_free=joined, multiple=data.padded(1))
+        ranks = self.assembly.ranks
+        made = eval_batches(self.inputs.data.eval, size, pad, ranks.rank, ranks.world, joined, data.padded(1))
         return evaluate(self.assembly, (self._moved(self._noted(batch)) for batch in made), self.meter.observe)
 
     def _noted(self, batch: Batch) -> Batch:
@@ -316,158 +318,16 @@ class Session:
         return batch
 
     def save(self) -> None:
-        """A checkpoint of the step just made, unless it is there already."""
+        """A checkpoint of the step just made, unless it is there already. The main rank writes, the others wait."""
         if self.saved != self.step:
             self.meter.observe("save")
-            limit = self.config.training.save_total_limit
-            save_checkpoint(
-                self.folder.path, self.assembly, self.step, limit, self.repairs, stream_state(self.batches, self.step)
-            )
+            with self.crew.phase(f"saving step {self.step}"):
+                others = random_states_of_others(self.crew, self.step)
+                self.crew.shared(f"saved/{self.step}", partial(self._write_checkpoint, others))
             self.saved = self.step
             self._clock = time.perf_counter()
 
-
-def open_session(
-    config: TrainingConfig,
-    name: str,
-    *,
-    resume: bool,
-    overwrite: bool,
-    allow: Sequence[str],
-    quiet: bool,
-    planner: Planner | None,
-    given: Given = NOTHING,
-) -> Session:
-    """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
-
-    Raises RequestError for what cannot be done, DoesNotFit when the plan is over the card, VerificationFailed for an
-    option that is not in effect, OutOfMemory. Close the session when it is done with.
-    """
-    check_trackers(config)
-    transformers.utils.logging.disable_progress_bar()  # ours is the one bar
-    inputs, forecast = _read_and_plan(config, planner, given)
-    try:
-        fits = forecast is None or forecast.plan.fits
-        if forecast is not None and not fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
-            raise DoesNotFit(f"{too_large(forecast.plan)} `tunesmith plan` shows every term; nothing was loaded.")
-        session = _build(inputs, forecast, name, resume, overwrite, allow, quiet)
-        session.planner = planner
-        if forecast is not None and not fits:
-            session.progress.say(f"warning   {too_large(forecast.plan)} training.on_oom=shrink tries it nevertheless")
-        return session
-    except BaseException:
-        if forecast is not None:
-            forecast.stop()
-        raise
-
-
-def _read_and_plan(config: TrainingConfig, planner: Planner | None, given: Given) -> tuple[Inputs, Forecast | None]:
-    """The rows, and the plan, which a process of its own makes in the meantime."""
-    if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
-        inputs = read_inputs(config, given)
-        return inputs, planner(inputs.config) if planner is not None else None
-    with ThreadPoolExecutor(1) as beside:
-        planned = beside.submit(planner, config) if planner is not None else None
-        try:
-            inputs = read_inputs(config, given)
-        except BaseException:
-            if planned is not None and planned.exception() is None:
-                planned.result().stop()
-            raise
-        return inputs, planned.result() if planned is not None else None
-
-
-def _build(
-    inputs: Inputs,
-    forecast: Forecast | None,
-    name: str,
-    resume: bool,
-    overwrite: bool,
-    allow: Sequence[str],
-    quiet: bool,
-) -> Session:
-    """The session around what was read and planned."""
-    config = inputs.config
-    folder = open_folder(config, name, resume, overwrite)
-    if forecast is not None:
-        require_room(forecast.plan, folder.path)
-    newest = checkpoints(folder.path)[-1] if resume else None
-    repairs, changes = list[Repair](), list[str]()
-    if newest is not None:
-        state = read_state(newest)
-        config, repairs = remembered(config, state.get("repairs", []), allow)
-        changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
-    accelerator = _start_device(config, folder)
-    place = real_place(accelerator.device)
-    meter = Meter(place)
-    set_seed(config.training.seed)
-    batches = training_batches(config, inputs, read_state(newest) if newest is not None else None)
-    watch = Watch(meter)
-    with explained_failures(watch, forecast, None):
-        assembly = assemble(config, inputs.architecture, place, total_steps(config, batches))
-        meter.observe("end")  # what verifying runs is no part of loading
-        readings = verify(assembly)
-        _empty_cache(place)
-        step = _resumed(newest, assembly, meter)
-    progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
-    for line in changes:
-        progress.say(f"resumed with {line}")
-    return Session(
-        config,
-        folder,
-        inputs,
-        assembly,
-        readings,
-        batches,
-        accelerator,
-        progress,
-        meter,
-        forecast,
-        watch,
-        step=step,
-        saved=step if newest else -1,
-        repairs=repairs,
-    )
-
-
-def _start_device(config: TrainingConfig, folder: RunFolder) -> Accelerator:
-    """The device of this process, with the trackers; its allocator has its settings before anything is on it."""
-    choose_allocator(config)
-    return Accelerator(
-        cpu=config.gpu.name == "cpu",
-        log_with=[str(tracker) for tracker in config.training.trackers] or None,
-        project_dir=str(folder.path),
-    )
-
-
-def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:
-    """The last step of the checkpoint that was loaded, 0 without one."""
-    if checkpoint is None:
-        return 0
-    meter.observe("resume")
-    step = load_checkpoint(checkpoint, assembly)
-    _empty_cache(assembly.place)
-    return step
-
-
-def _empty_cache(place: Place) -> None:
-    """Give back what a load left unused: what comes next starts from what is held, as it was planned."""
-    if place.kind == "cuda":
-        torch.cuda.empty_cache()
-
-
-def begin(session: Session, overwrite: bool) -> None:
-    """Write the files that say what is about to run. The first thing that changes the run folder."""
-    make(session.folder)
-    if overwrite:
-        clear(session.folder)
-    if session.step:
-        session.folder.forget_metrics_after(session.step)
-    else:
-        session.folder.write_config(session.config)
-    device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
-    session.folder.write_json("environment.json", {**environment(), **device})
-    if session.config.batch != session.inputs.config.batch:
-        session.plan_again()  # what was planned is not the size that this run had shrunk to
-    else:
-        session.keep_forecast()
+    def _write_checkpoint(self, others: Sequence[str]) -> str:
+        limit = self.config.training.save_total_limit
+        stream = stream_state(self.batches, self.step)
+        return str(save_checkpoint(self.folder.path, self.assembly, self.step, limit, self.repairs, stream, others))

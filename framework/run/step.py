@@ -132,7 +132,8 @@ def reference_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_p
     assert isinstance(reference, Precomputed), "only such a reference is asked apart from the step"
     observe("eval")
     with torch.no_grad(), assembly.attention, assembly.autocast:
-        return reference.source(assembly.model, batch)
+        answers: Tensor = assembly.through(reference.source, batch)
+        return answers
 
 
 def _set_rate(assembly: Assembly, step: int) -> float:

@@ -18,13 +18,15 @@ from framework.build.refuse import refuse_impossible
 from framework.build.streamed_batches import StreamedBatches
 from framework.build.verify import table, verify_unmoved
 from framework.run.comparison import last_line
+from framework.run.crew import met, require_world
 from framework.run.export import export
-from framework.run.fit import decide_or_refuse
 from framework.run.forecast import forecast_in_subprocess
+from framework.run.opening import begin, open_session
 from framework.run.reference import know_reference
-from framework.run.session import LAST_SECONDS, Planner, Session, begin, open_session
+from framework.run.session import LAST_SECONDS, Planner, Session
 from framework.run.step import train_step
 from framework.run.survive import TRAIN, tries
+from framework.run.together import decided_by_main
 from framework.run.trial import try_longest_rows
 from framework.schema.config import TrainingConfig
 
@@ -67,36 +69,51 @@ def train(
     What `config` leaves `auto` is searched first. `train_rows` and `eval_rows` are rows by column, in a list or from a
     function that yields them: the source `{path: python_rows}` of `data.train` or `data.eval`, the only one where the
     config has none.
-    Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
+    Where torchrun or the like has started several processes, each calls this with the same arguments: they train
+    together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
     config, given = take_rows(config, Given(train_rows, eval_rows))
-    decided = decide_or_refuse(config)
-    config = decided.config
-    refuse_impossible(config, devices="one")
-    session = open_session(
-        config, name, resume=resume, overwrite=overwrite, allow=allow, quiet=quiet, planner=planner, given=given
-    )
-    with closing(session):
-        _announce(session, decided.said)
-        if dry_run:
-            return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
-        begin(session, overwrite)
-        with session.running():
-            know_reference(session)
-            before = take_fingerprints(session.assembly)
-            try_longest_rows(session)
-            session.start()
-            for step in range(session.step + 1, session.total + 1):
-                for attempt in tries(session, TRAIN):
-                    with attempt as way_back:
-                        batches = session.take(step)
-                        result = train_step(session.assembly, batches, step, session.observe, way_back.before_update)
-                session.after_step(step, result)
-            session.save()
-            verify_unmoved(session.assembly, before)
-            finished = _finish(session)
-        session.close(after=LAST_SECONDS)
-        return finished
+    with met() as crew:
+        require_world(config, crew.ranks)
+        config, said = decided_by_main(crew, config)
+        refuse_impossible(config, devices="one")
+        session = open_session(
+            config,
+            name,
+            resume=resume,
+            overwrite=overwrite,
+            allow=allow,
+            quiet=quiet,
+            planner=planner,
+            given=given,
+            crew=crew,
+        )
+        with closing(session):
+            _announce(session, said)
+            if dry_run:
+                return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
+            return _trained(session, overwrite)
+
+
+def _trained(session: Session, overwrite: bool) -> RunResult:
+    """All that changes the run folder."""
+    begin(session, overwrite)
+    with session.running():
+        know_reference(session)
+        before = take_fingerprints(session.assembly)
+        try_longest_rows(session)
+        session.start()
+        for step in range(session.step + 1, session.total + 1):
+            for attempt in tries(session, TRAIN):
+                with attempt as way_back:
+                    batches = session.take(step)
+                    result = train_step(session.assembly, batches, step, session.observe, way_back.before_update)
+            session.after_step(step, result)
+        session.save()
+        verify_unmoved(session.assembly, before)
+        finished = _finish(session)
+    session.close(after=LAST_SECONDS)
+    return finished
 
 
 def _announce(session: Session, searched: Sequence[str]) -> None:
@@ -125,14 +142,27 @@ def _finish(session: Session) -> RunResult:
         memory = session.write_memory()
         for line in said_at_save(session.assembly):
             session.progress.say(line)
-        try:
-            sample = _sample(session)  # before the export, which takes an adapted model apart
-        finally:
-            export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
+        sample = _exported(session)
     evals = tuple(session.evals)
     peak = session.meter.allocated
     loader = model_class(session.config.training.task).__name__
     return RunResult(session.folder.path, session.step, evals, peak, sample, last_line(memory), loader)
+
+
+def _exported(session: Session) -> tuple[str, str] | None:
+    """Write the export and return a sample. The main rank does, the others wait."""
+    samples: list[tuple[str, str] | None] = [None]
+
+    def write() -> str:
+        try:
+            samples.append(_sample(session))  # before the export, which takes an adapted model apart
+        finally:
+            export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
+        return "written"
+
+    with session.crew.phase("exporting"):
+        session.crew.shared("exported", write)
+    return samples[-1]
 
 
 def _sample(session: Session) -> tuple[str, str] | None:

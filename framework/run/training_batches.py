@@ -12,8 +12,10 @@ from framework.schema.config import TrainingConfig
 TrainingBatches: TypeAlias = GlobalBatches | StreamedBatches
 
 
-def training_batches(config: TrainingConfig, inputs: Inputs, state: Mapping[str, Any] | None) -> TrainingBatches:
-    """The batches of a config; `state` is that of the checkpoint to go on from."""
+def training_batches(
+    config: TrainingConfig, inputs: Inputs, state: Mapping[str, Any] | None, rank: int = 0
+) -> TrainingBatches:
+    """The batches of a config, for one rank; `state` is that of the checkpoint to go on from."""
     data, pad = config.data, padding_id(inputs.tokenizer)
     if inputs.data.stream is None:
         return GlobalBatches(
@@ -21,6 +23,7 @@ def training_batches(config: TrainingConfig, inputs: Inputs, state: Mapping[str,
             config.batch,
             seed=config.training.seed,
             pad_token_id=pad,
+            rank=rank,
             workers=data.workers,
             by_length=data.group_by_length,
             padding_free=data.padding_free,
@@ -30,6 +33,7 @@ def training_batches(config: TrainingConfig, inputs: Inputs, state: Mapping[str,
         inputs.data.stream,
         config.batch,
         pad,
+        rank=rank,
         workers=data.workers,
         padding_free=data.padding_free,
         multiple=data.padded(1),

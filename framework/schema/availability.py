@@ -4,7 +4,7 @@ does nothing is the fault this tool exists to end. Whoever builds one deletes it
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import Path, dotted, key_at, values
@@ -30,18 +30,14 @@ ROWS = (
     ),
     Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
     Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),
-    Row("gpu.count", (1,), "more than one device"),
 )
 DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
 """Keys whose `auto` means the checkpoint's dtype, not a search."""
 
 
-def unavailable(config: TrainingConfig, devices: Literal["one", "any"] = "one") -> Iterator[tuple[str, str, str]]:
-    """Key, sentence and what works now, for each value that is declared but not built.
-
-    With `devices="any"` their number is no matter: a plan is of one device's share.
-    """
-    rows = {row.key: row for row in ROWS if not (row.key == "gpu.count" and devices == "any")}
+def unavailable(config: TrainingConfig) -> Iterator[tuple[str, str, str]]:
+    """Key, sentence and what works now, for each value that is declared but not built."""
+    rows = {row.key: row for row in ROWS}
     for path, value in values(config):
         key, name = dotted(path), ".".join(part for part in path if isinstance(part, str))
         row = rows.get(name)

@@ -29,6 +29,7 @@ from framework.schema.conflict import Conflict
 from framework.schema.data_rules import data_conflicts
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
+from framework.schema.ranks_rules import ranks_conflicts
 from framework.schema.sharding_rules import sharding_conflicts
 from framework.schema.survival_rules import survival_conflicts
 from framework.schema.task_rules import task_conflicts
@@ -633,6 +634,7 @@ RULES = (
     _offloaded_base,
     sharding_conflicts,
     survival_conflicts,
+    ranks_conflicts,
     task_conflicts,
     classifier_conflicts,
     _card,

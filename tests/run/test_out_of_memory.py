@@ -81,7 +81,7 @@ def test_while_loading_nothing_is_written(corpus, tmp_path, monkeypatch):  # noq
     def fail(*_):
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr("framework.run.session.assemble", fail)
+    monkeypatch.setattr("framework.run.opening.assemble", fail)
     with pytest.raises(OutOfMemory, match=r"^out of memory in load: "):
         train(config(corpus, tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from framework.build import compiled
 from framework.compose import load
 from framework.errors import BrokenRows, DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
+from framework.run import opening, trainer
 from framework.run import session as session_module
-from framework.run import trainer
 from framework.run.checkpoint import checkpoints
 from framework.run.child import plan_in_subprocess
 from framework.run.forecast import Forecast
@@ -463,7 +463,7 @@ def test_rows_padded_to_a_multiple_learn_the_same_and_are_read_back(corpus, tmp_
 
 
 def test_a_width_that_is_no_multiple_stops_the_run(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(session_module, "training_batches", _unpadded(session_module.training_batches))
+    monkeypatch.setattr(opening, "training_batches", _unpadded(opening.training_batches))
     with pytest.raises(VerificationFailed, match=r"data.pad_to_multiple_of: asked 32, in effect"):
         train(config(corpus, tmp_path / "run", data={"pad_to_multiple_of": 32}, model={"model_max_length": 31}))
 

@@ -1,0 +1,133 @@
+"""`--nproc`: one process a device, started and watched over by this one.
+
+torch's own launcher gives ranks that it ends 30 seconds and then kills them, whatever they are about: a rank that saves
+because Ctrl-C was pressed would lose its checkpoint. It has no exit codes but its own, either. So the processes are
+ours; what they find in their environment is what torchrun gives, and how they meet is torch's.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from framework.errors import Problem, RequestError
+from framework.run.crew import FAILED, GRACE, PARENT
+from framework.schema.config import TrainingConfig
+from framework.text import to_yaml
+
+LOST = 4
+"""Exit code of a run one of whose ranks was killed: it has stopped by itself."""
+_HOST = "127.0.0.1"
+_PAUSE = 0.1
+
+
+def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
+    """Train a decided config on `gpu.count` devices of this machine; the exit code of the run.
+
+    Each rank runs `tunesmith train` with `options`. Raises RequestError when the machine has fewer devices.
+    """
+    world = config.gpu.count
+    require_devices(config)
+    # made in this process, so that no other can take its port in between
+    store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+    crew = PrefixStore("tunesmith/0/0", store)
+    crew.set(PARENT, "")
+    with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+        recipe = Path(folder) / f"{name}.yaml"
+        recipe.write_text(to_yaml(config))
+        command = [sys.executable, "-m", "framework", "train", str(recipe), *options]
+        ranks = [
+            subprocess.Popen(command, env=_environment(rank, world, store.port), start_new_session=True)
+            for rank in range(world)
+        ]
+        with _passing_signals_on(ranks):
+            try:
+                return _watched(ranks, crew)
+            finally:
+                for process in ranks:
+                    if process.poll() is None:
+                        process.kill()
+                        process.wait()
+
+
+def require_devices(config: TrainingConfig) -> None:
+    """Raises RequestError when this machine has fewer cards than processes are to be started."""
+    count = torch.cuda.device_count()
+    if config.gpu.name != "cpu" and config.gpu.count > count:
+        message = f"{config.gpu.count} processes are asked for, and this machine has {count} CUDA cards"
+        raise RequestError([Problem("gpu.count", message, expected="gpu=cpu, or at most as many processes as cards")])
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun gives its processes. Its store, like ours, is kept by who starts them."""
+    threads = max(1, (os.cpu_count() or 1) // world)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _watched(ranks: Sequence["subprocess.Popen[bytes]"], crew: Store) -> int:
+    """Wait for all of them. When one fails the others follow within seconds."""
+    while any(process.poll() is None for process in ranks):
+        failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
+        if failed is not None:
+            return _ended(ranks, failed, crew)
+        time.sleep(_PAUSE)
+    return next((_ended(ranks, rank, crew) for rank, process in enumerate(ranks) if process.returncode), 0)
+
+
+def _ended(ranks: Sequence["subprocess.Popen[bytes]"], failed: int, crew: Store) -> int:
+    """Leave a note for a rank that was killed, let the others go, and say what nobody else can. The run's exit code."""
+    code = ranks[failed].returncode
+    mine = json.dumps({"rank": failed, "code": code if code > 0 else LOST})
+    note = json.loads(crew.compare_set(FAILED, "", mine))
+    end = time.monotonic() + 4 * GRACE
+    while any(process.poll() is None for process in ranks) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+    for rank, process in enumerate(ranks):
+        if process.poll() is not None and process.returncode < 0:
+            print(f"error rank {rank} {_death(-process.returncode)}; checkpoints are intact", file=sys.stderr)
+    return int(note["code"])
+
+
+def _death(number: int) -> str:
+    """What ended a process, in words."""
+    if number == signal.SIGKILL:
+        return "was killed (SIGKILL), by a user or by the system when the host's memory ran out"
+    return f"died of {signal.Signals(number).name}"
+
+
+@contextlib.contextmanager
+def _passing_signals_on(ranks: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM go to the ranks, which save and end. They are in sessions of their own, so a terminal does not
+    send them a second one."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    earlier = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

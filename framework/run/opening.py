@@ -1,0 +1,199 @@
+"""Before the first step: what a run reads, plans, builds and verifies, and the first files that it writes."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from transformers import set_seed
+
+from framework.build.allocator import choose_allocator
+from framework.build.assembly import Assembly, assemble
+from framework.build.given import NOTHING, Given
+from framework.build.place import Place, real_place
+from framework.build.verify import (
+    verify,
+)
+from framework.errors import (
+    DoesNotFit,
+)
+from framework.memory.explain.causes import Repair
+from framework.run.checkpoint import checkpoints, load_checkpoint, read_state
+from framework.run.crew import Crew
+from framework.run.forecast import Forecast
+from framework.run.inputs import Inputs, read_inputs
+from framework.run.meter import Meter
+from framework.run.out_of_memory import Watch, explained_failures
+from framework.run.progress import ProgressLine
+from framework.run.record import RunFolder, clear, environment, make
+from framework.run.resume import check_resume
+from framework.run.room import require_room, too_large
+from framework.run.session import Planner, Session
+from framework.run.survive import remembered
+from framework.run.together import agree, digest, find_folder, plan_of_all, seed_apart
+from framework.run.trackers import check_trackers
+from framework.run.training_batches import total_steps, training_batches
+from framework.schema.choices import OnOutOfMemory
+from framework.schema.config import TrainingConfig
+
+
+def open_session(
+    config: TrainingConfig,
+    name: str,
+    *,
+    resume: bool,
+    overwrite: bool,
+    allow: Sequence[str],
+    quiet: bool,
+    planner: Planner | None,
+    given: Given = NOTHING,
+    crew: Crew,
+) -> Session:
+    """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
+
+    Raises RequestError for what cannot be done, DoesNotFit when the plan is over the card, VerificationFailed for an
+    option that is not in effect, OutOfMemory. Close the session when it is done with.
+    """
+    check_trackers(config)
+    transformers.utils.logging.disable_progress_bar()  # ours is the one bar
+    with crew.phase("reading rows and planning"):
+        inputs, forecast = _read_and_plan(config, planner if crew.ranks.is_main else None, given)
+    forecast = plan_of_all(crew, forecast)
+    try:
+        fits = forecast is None or forecast.plan.fits
+        if forecast is not None and not fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
+            raise DoesNotFit(f"{too_large(forecast.plan)} `tunesmith plan` shows every term; nothing was loaded.")
+        with crew.phase("loading the model"):
+            session = _build(inputs, forecast, name, resume, overwrite, allow, quiet, crew)
+        session.planner = planner
+        if forecast is not None and not fits:
+            session.progress.say(f"warning   {too_large(forecast.plan)} training.on_oom=shrink tries it nevertheless")
+        return session
+    except BaseException:
+        if forecast is not None:
+            forecast.stop()
+        raise
+
+
+def _read_and_plan(config: TrainingConfig, planner: Planner | None, given: Given) -> tuple[Inputs, Forecast | None]:
+    """The rows, and the plan, which a process of its own makes in the meantime."""
+    if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
+        inputs = read_inputs(config, given)
+        return inputs, planner(inputs.config) if planner is not None else None
+    with ThreadPoolExecutor(1) as beside:
+        planned = beside.submit(planner, config) if planner is not None else None
+        try:
+            inputs = read_inputs(config, given)
+        except BaseException:
+            if planned is not None and planned.exception() is None:
+                planned.result().stop()
+            raise
+        return inputs, planned.result() if planned is not None else None
+
+
+def _build(
+    inputs: Inputs,
+    forecast: Forecast | None,
+    name: str,
+    resume: bool,
+    overwrite: bool,
+    allow: Sequence[str],
+    quiet: bool,
+    crew: Crew,
+) -> Session:
+    """The session around what was read and planned."""
+    config = inputs.config
+    folder = find_folder(crew, config, name, resume, overwrite)
+    if forecast is not None and folder.is_written:
+        require_room(forecast.plan, folder.path)
+    newest = checkpoints(folder.path)[-1] if resume else None
+    repairs, changes = list[Repair](), list[str]()
+    if newest is not None:
+        state = read_state(newest)
+        config, repairs = remembered(config, state.get("repairs", []), allow)
+        changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
+    accelerator = _start_device(config, folder, crew)
+    place = real_place(accelerator.device)
+    meter = Meter(place)
+    set_seed(config.training.seed)
+    batches = training_batches(config, inputs, read_state(newest) if newest is not None else None, crew.ranks.rank)
+    watch = Watch(meter)
+    total = total_steps(config, batches)
+    agree(crew, digest(inputs, total))  # before the first collective, which is one of assembling
+    with explained_failures(watch, forecast, None):
+        assembly = assemble(config, inputs.architecture, place, total, crew.ranks)
+        seed_apart(config.training.seed, crew.ranks)
+        meter.observe("end")  # what verifying runs is no part of loading
+        readings = verify(assembly)
+        _empty_cache(place)
+        step = _resumed(newest, assembly, meter)
+    quiet = quiet or not crew.ranks.is_main
+    progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
+    for line in changes:
+        progress.say(f"resumed with {line}")
+    return Session(
+        config,
+        folder,
+        inputs,
+        assembly,
+        readings,
+        batches,
+        accelerator,
+        progress,
+        meter,
+        forecast,
+        watch,
+        crew,
+        step=step,
+        saved=step if newest else -1,
+        repairs=repairs,
+    )
+
+
+def _start_device(config: TrainingConfig, folder: RunFolder, crew: Crew) -> Accelerator:
+    """The device of this process, with the trackers; its allocator has its settings before anything is on it."""
+    choose_allocator(config)
+    crew.start(config)
+    return Accelerator(
+        cpu=config.gpu.name == "cpu",
+        log_with=[str(tracker) for tracker in config.training.trackers] or None,
+        project_dir=str(folder.path),
+    )
+
+
+def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:
+    """The last step of the checkpoint that was loaded, 0 without one."""
+    if checkpoint is None:
+        return 0
+    meter.observe("resume")
+    step = load_checkpoint(checkpoint, assembly)
+    _empty_cache(assembly.place)
+    return step
+
+
+def _empty_cache(place: Place) -> None:
+    """Give back what a load left unused: what comes next starts from what is held, as it was planned."""
+    if place.kind == "cuda":
+        torch.cuda.empty_cache()
+
+
+def begin(session: Session, overwrite: bool) -> None:
+    """Write the files that say what is about to run. The first thing that changes the run folder."""
+    if not session.folder.is_written:
+        return
+    make(session.folder)
+    if overwrite:
+        clear(session.folder)
+    if session.step:
+        session.folder.forget_metrics_after(session.step)
+    else:
+        session.folder.write_config(session.config)
+    device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
+    session.folder.write_json("environment.json", {**environment(), **device})
+    if session.config.batch != session.inputs.config.batch:
+        session.plan_again()  # what was planned is not the size that this run had shrunk to
+    else:
+        session.keep_forecast()

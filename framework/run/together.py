@@ -1,0 +1,104 @@
+"""What a run settles between its ranks before and beside training. One process settles it with itself."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import set_seed
+
+from framework.build.packing import Packs
+from framework.build.ranks import Ranks
+from framework.build.rows import Rows
+from framework.errors import Problem, RequestError, VerificationFailed
+from framework.memory.ledger import Plan
+from framework.run.crew import Crew
+from framework.run.fit import decide_or_refuse
+from framework.run.forecast import Forecast
+from framework.run.inputs import Inputs
+from framework.run.random_state import dumped
+from framework.run.record import RunFolder, open_folder
+from framework.schema.availability import left_open
+from framework.schema.config import TrainingConfig
+
+PATIENCE = 5.0
+"""Seconds that a rank which ran out of memory waits for what the levers would save: the others hang meanwhile."""
+
+
+def decided_by_main(crew: Crew, config: TrainingConfig) -> tuple[TrainingConfig, Sequence[str]]:
+    """The config without `auto` as the main rank decides, and what it says of that. Raises DoesNotFit."""
+    if not left_open(config):
+        return config, ()
+    said: list[str] = []
+
+    def decide() -> str:
+        decided = decide_or_refuse(config)
+        said.extend(decided.said)
+        return decided.config.model_dump_json()
+
+    with crew.phase("deciding what is auto"):
+        return TrainingConfig.model_validate_json(crew.shared("decided", decide)), said
+
+
+def plan_of_all(crew: Crew, forecast: Forecast | None) -> Forecast | None:
+    """The main rank's plan, on every rank: so all refuse together, and each can explain its own memory."""
+    text = crew.shared("plan", lambda: json.dumps(forecast.plan.to_json() if forecast is not None else None))
+    if forecast is not None:
+        if crew.ranks.world > 1:
+            forecast.patience = PATIENCE
+        return forecast
+    document = json.loads(text)
+    return Forecast(Plan.from_json(document)) if document is not None else None
+
+
+def find_folder(crew: Crew, config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:
+    """The run folder that the main rank has chosen; the others only read there.
+
+    Raises RequestError as `open_folder` does, and where a rank that resumes does not see the main one's folder.
+    """
+    if crew.ranks.world == 1:
+        return open_folder(config, name, resume, overwrite)
+    chosen = Path(crew.shared("folder", lambda: str(open_folder(config, name, resume, overwrite).path.absolute())))
+    if resume and not chosen.exists():
+        message = f"rank {crew.ranks.rank} does not see {chosen}, from which rank 0 resumes"
+        raise RequestError([Problem("training.output_dir", message, expected="a folder that all machines share")])
+    return RunFolder(chosen, is_written=crew.ranks.is_main)
+
+
+def digest(inputs: Inputs, steps: int) -> str:
+    """What every rank must have read alike: the rows, token by token, and so the batches of each step."""
+    parts = [f"{steps} steps"]
+    for name, rows in (("training", inputs.data.train), ("evaluation", inputs.data.eval)):
+        if rows is not None:
+            plain = rows.rows if isinstance(rows, Packs) else rows
+            summed = f"{_checksum(plain):08x}" if isinstance(plain, Rows) else "?"
+            parts.append(f"{len(rows)} rows for {name} (tokens {summed})")
+    return ", ".join(parts)
+
+
+def _checksum(rows: Rows) -> int:
+    found = 0
+    for array in (rows.tokens, rows.labels, rows.offsets):
+        found = zlib.crc32(np.ascontiguousarray(array).data, found)
+    return found
+
+
+def agree(crew: Crew, text: str) -> None:
+    """Raises VerificationFailed on every rank where one has another text: its batches would be other ones."""
+    texts = crew.gathered("digests", text)
+    if len(set(texts)) > 1:
+        listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise VerificationFailed(f"the ranks did not read the same: {listed}. Do they see the same files?")
+
+
+def random_states_of_others(crew: Crew, step: int) -> list[str]:
+    """For a checkpoint, the states of the generators of ranks 1, 2, ..."""
+    return crew.gathered(f"random/{step}", dumped())[1:] if crew.ranks.world > 1 else []
+
+
+def seed_apart(seed: int, ranks: Ranks) -> None:
+    """Call it when the model is built, which is from the same seed everywhere: from here on each rank drops out its
+    own elements. The main one goes on as a process on its own would."""
+    if not ranks.is_main:
+        set_seed(int(np.random.SeedSequence([seed, ranks.rank]).generate_state(1)[0]))

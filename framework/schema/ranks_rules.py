@@ -1,0 +1,31 @@
+"""What several ranks that train one model go with, and what they do not."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import OnOutOfMemory, OptimizerOffload
+from framework.schema.config import TrainingConfig
+from framework.schema.conflict import Conflict
+
+
+def ranks_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Levers that work on one device alone, beside a larger `gpu.count`."""
+    training, count = config.training, "gpu.count"
+    if config.gpu.count == 1:
+        return
+    if training.on_oom is OnOutOfMemory.SHRINK:
+        message = "a rank that runs out of memory leaves the others waiting in the middle of a step: they cannot shrink"
+        yield Conflict(("training.on_oom", count), message, "training.on_oom: stop")
+    if training.optimizer_in_backward is True:
+        message = "the ranks' gradients are added up when backward is done, and would be used up before"
+        yield Conflict(("training.optimizer_in_backward", count), message, "optimizer_in_backward: false")
+    if training.optimizer_offload is OptimizerOffload.NVME:
+        message = "the ranks of a machine would write their states over each other's"
+        yield Conflict(("training.optimizer_offload", count), message, "cpu, or none")
+    if config.model.offload_frozen_base is True:
+        message = "each rank would keep a copy of the base in host memory"
+        yield Conflict(("model.offload_frozen_base", count), message, "offload_frozen_base: false")
+    reentrant = training.gradient_checkpointing_kwargs.use_reentrant
+    if training.enable_gradient_checkpointing is True and reentrant:
+        keys = ("training.gradient_checkpointing_kwargs.use_reentrant", count)
+        message = "re-entrant checkpoints end a gradient twice where the ranks' gradients are added up (G07)"
+        yield Conflict(keys, message, "use_reentrant: false")
