@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from framework.compose import Composition
     from framework.run.launched import Launched
     from framework.run.trainer import RunResult
-    from framework.schema.config import TrainingConfig
 
 
 def train(
@@ -45,7 +44,9 @@ def train(
         from framework.run.launch import launch
 
         return launch(composition.config, composition.recipe, options.words)
-    _train(composition.config, composition.recipe, options)
+    from framework.run.trainer import train as run
+
+    _show(run(composition.config, composition.recipe, **options.keywords), options)
     return 0
 
 
@@ -59,6 +60,13 @@ class Options:
     dry_run: bool
     quiet: bool
     as_json: bool
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """As `framework.run.trainer.train` takes them."""
+        quiet = self.quiet or self.as_json
+        keys = {"resume": self.resume, "overwrite": self.overwrite, "dry_run": self.dry_run, "quiet": quiet}
+        return {**keys, "allow": self.allow}
 
     @property
     def words(self) -> list[str]:
@@ -82,6 +90,7 @@ def _train_as_rank(
 ) -> None:
     """Train as one of several that were started together. The main one composes, so that what is wrong is said once."""
     from framework.run.crew import met
+    from framework.run.trainer import train as run
     from framework.schema.config import TrainingConfig
 
     def compose() -> str:
@@ -93,23 +102,12 @@ def _train_as_rank(
 
     with met() as crew:
         request = json.loads(crew.shared("request", compose))
-        _train(TrainingConfig.model_validate(request["config"]), request["name"], options, crew.ranks.is_main)
+        result = run(TrainingConfig.model_validate(request["config"]), request["name"], **options.keywords)
+        if crew.ranks.is_main:
+            _show(result, options)
 
 
-def _train(config: "TrainingConfig", name: str, options: Options, is_main: bool = True) -> None:
-    from framework.run.trainer import train as run
-
-    result = run(
-        config,
-        name,
-        resume=options.resume,
-        overwrite=options.overwrite,
-        dry_run=options.dry_run,
-        allow=options.allow,
-        quiet=options.quiet or options.as_json,
-    )
-    if not is_main:
-        return
+def _show(result: "RunResult", options: Options) -> None:
     if options.as_json:
         print_json(
             {"folder": str(result.folder), "steps": result.steps, "evals": result.evals, "sample": result.sample}

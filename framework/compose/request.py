@@ -111,7 +111,7 @@ def _with_world(layers: list[Layer], world: int | None, problems: list[Problem])
     origin = Origin("command line", f"--nproc {world}")
     found = highest(layers, ("gpu", "count"))
     if found and found.value != world:
-        message = f"{found.plain()} cards are written, but --nproc starts {world} processes"
+        message = f"{found.plain()} cards are written, but {world} processes are started"
         problems.append(Problem("gpu.count", message, found.origin.place, str(world)))
     return [*layers, Layer(len(layers), node_of({"gpu": {"count": world}}, origin))]
 

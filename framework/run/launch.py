@@ -20,8 +20,13 @@ from types import FrameType
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from framework.errors import Problem, RequestError
+from framework.build.refuse import refuse_impossible
+from framework.errors import DoesNotFit, Problem, RequestError
+from framework.run.child import plan_in_subprocess
 from framework.run.crew import FAILED, GRACE, PARENT
+from framework.run.fit import decide_or_refuse
+from framework.run.record import open_folder
+from framework.run.room import require_room, too_large
 from framework.schema.config import TrainingConfig
 from framework.text import to_yaml
 
@@ -34,10 +39,10 @@ _PAUSE = 0.1
 def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
     """Train a decided config on `gpu.count` devices of this machine; the exit code of the run.
 
-    Each rank runs `tunesmith train` with `options`. Raises RequestError when the machine has fewer devices.
+    Each rank runs `tunesmith train` with `options`. Raises RequestError and DoesNotFit for what can be refused before.
     """
+    config = _possible(config, name, options)
     world = config.gpu.count
-    require_devices(config)
     # made in this process, so that no other can take its port in between
     store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
     crew = PrefixStore("tunesmith/0/0", store)
@@ -58,6 +63,21 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
                     if process.poll() is None:
                         process.kill()
                         process.wait()
+
+
+def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> TrainingConfig:
+    """The config without `auto`; whatever can be refused is refused here, once, before any rank is started."""
+    require_devices(config)
+    decided = decide_or_refuse(config)
+    for line in decided.said:
+        print(f"auto      {line}", file=sys.stderr)
+    refuse_impossible(decided.config, devices="one")
+    folder = open_folder(decided.config, name, "--resume" in options, "--overwrite" in options)
+    plan = plan_in_subprocess(decided.config)
+    if not plan.fits:
+        raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was started.")
+    require_room(plan, folder.path)
+    return decided.config
 
 
 def require_devices(config: TrainingConfig) -> None:

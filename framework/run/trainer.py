@@ -92,28 +92,25 @@ def train(
             _announce(session, said)
             if dry_run:
                 return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
-            return _trained(session, overwrite)
-
-
-def _trained(session: Session, overwrite: bool) -> RunResult:
-    """All that changes the run folder."""
-    begin(session, overwrite)
-    with session.running():
-        know_reference(session)
-        before = take_fingerprints(session.assembly)
-        try_longest_rows(session)
-        session.start()
-        for step in range(session.step + 1, session.total + 1):
-            for attempt in tries(session, TRAIN):
-                with attempt as way_back:
-                    batches = session.take(step)
-                    result = train_step(session.assembly, batches, step, session.observe, way_back.before_update)
-            session.after_step(step, result)
-        session.save()
-        verify_unmoved(session.assembly, before)
-        finished = _finish(session)
-    session.close(after=LAST_SECONDS)
-    return finished
+            begin(session, overwrite)
+            with session.running():
+                know_reference(session)
+                before = take_fingerprints(session.assembly)
+                try_longest_rows(session)
+                session.start()
+                for step in range(session.step + 1, session.total + 1):
+                    for attempt in tries(session, TRAIN):
+                        with attempt as way_back:
+                            batches = session.take(step)
+                            result = train_step(
+                                session.assembly, batches, step, session.observe, way_back.before_update
+                            )
+                    session.after_step(step, result)
+                session.save()
+                verify_unmoved(session.assembly, before)
+                finished = _finish(session)
+            session.close(after=LAST_SECONDS)
+            return finished
 
 
 def _announce(session: Session, searched: Sequence[str]) -> None:

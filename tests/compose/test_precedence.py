@@ -152,7 +152,7 @@ def test_without_a_choice_the_detected_card_is_taken_and_anything_written_is_abo
 def test_the_number_of_processes_is_the_number_of_cards(write):
     assert compose(write("training: {seed: 1}\n"), world=2).config.gpu.count == 2
     assert compose(write("gpu: {count: 2}\n"), world=2).config.gpu.count == 2
-    with pytest.raises(RequestError, match="2 cards are written, but --nproc starts 3") as caught:
+    with pytest.raises(RequestError, match="2 cards are written, but 3 processes") as caught:
         compose(write("gpu: {count: 2}\n"), world=3)
     assert caught.value.problems[0].where == "r.yaml:1"
 

@@ -401,7 +401,7 @@ def compare_bytes(predicted, own, phases):
 def test_a_run_over_the_card_is_refused_before_anything_is_loaded(corpus, tmp_path, monkeypatch):
     plan = plan_in_subprocess(config(corpus, tmp_path / "run"))
     small = dataclasses.replace(plan, device=dataclasses.replace(plan.device, name="toaster", usable_bytes=1000))
-    monkeypatch.setattr(session_module, "assemble", lambda *_: pytest.fail("weights were made"))
+    monkeypatch.setattr(opening, "assemble", lambda *_: pytest.fail("weights were made"))
     with pytest.raises(DoesNotFit, match=r"toaster has 0\.00 GiB usable; most is"):
         train(config(corpus, tmp_path / "run"), planner=lambda _: Forecast(small))
     assert not (tmp_path / "run").exists()
@@ -411,7 +411,7 @@ def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_loaded(cor
     """C07, through `train`."""
     plan = plan_in_subprocess(config(corpus, tmp_path / "run"))
     large = dataclasses.replace(plan, disk_bytes=1 << 60)
-    monkeypatch.setattr(session_module, "assemble", lambda *_: pytest.fail("weights were made"))
+    monkeypatch.setattr(opening, "assemble", lambda *_: pytest.fail("weights were made"))
     with pytest.raises(DoesNotFit, match=r"writes up to 1073741824\.0 GiB"):
         train(config(corpus, tmp_path / "run"), planner=lambda _: Forecast(large))
     assert not (tmp_path / "run").exists()

@@ -25,7 +25,7 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
     ("section", "key", "value"),
     [
         ("model", "attn_implementation", "ring_attention"),
-        ("gpu", "count", 2),
+        ("fsdp", "context_parallel_size", 2),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(section, key, value):
