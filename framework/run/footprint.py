@@ -12,6 +12,8 @@ from framework.build.loss import causal_model
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.quantize import scale_tensors, weight_count
 from framework.build.ranks import local_part
+from framework.build.streamed_base import SLOTS
+from framework.build.tasks import WithoutAdapter, reference_of
 from framework.memory.planning import Footprint
 from framework.memory.trace import Space
 from framework.run.checkpoint import trained_state
@@ -67,8 +69,17 @@ def read_footprint(assembly: Assembly) -> Footprint:
         trained_products=trained_products,
         frozen_products=frozen_products,
         shards=assembly.sharding.shards if assembly.sharding is not None else 1,
-        streamed_bytes=assembly.streamed.bytes_per_micro_batch if assembly.streamed is not None else 0,
+        streamed_bytes=_streamed_bytes(assembly),
     )
+
+
+def _streamed_bytes(assembly: Assembly) -> int:
+    """What crosses the link in a micro batch. A reference's forward pass leaves the last blocks in the slots, so that
+    every block comes once more."""
+    if assembly.streamed is None:
+        return 0
+    again = isinstance(reference_of(assembly.objective), WithoutAdapter) and len(assembly.streamed.homes) > SLOTS
+    return assembly.streamed.bytes_per_micro_batch + (sum(map(len, assembly.streamed.homes)) if again else 0)
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

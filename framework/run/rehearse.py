@@ -23,6 +23,7 @@ from framework.build.model import settle
 from framework.build.place import rehearsal_place
 from framework.build.ranks import ALONE, Ranks
 from framework.build.refuse import refuse_impossible
+from framework.build.tasks import said_of_companion
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import Rehearsal, make_plan
@@ -93,6 +94,7 @@ def record(config: TrainingConfig) -> Rehearsal:
     planned = blocks.said if blocks is not None else ()
     covered = said_of_adapter(assembly) if is_adapted else ()
     said = (*map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
+    said += said_of_companion(config, assembly.companion)
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 

@@ -43,6 +43,9 @@ def _distillation(config: TrainingConfig) -> Iterator[Conflict]:
         elif not teacher.load_pretrained_weights and teacher.architecture is None:
             keys = ("training.teacher.load_pretrained_weights", "training.teacher.architecture")
             yield Conflict(keys, "random weights need an architecture", "training.teacher.architecture")
+        if config.fsdp.is_sharded:
+            message = "a teacher is not sharded yet: each device would hold all of it"
+            yield Conflict(("fsdp.enable_fsdp", TASK), message, "fsdp.enable_fsdp: false")
         return
     written = [f"distillation.{name}" for name, value in training.distillation if value != getattr(unset, name)]
     for name in [*(["teacher"] if teacher is not None else []), *written]:
@@ -65,6 +68,11 @@ def _reference(config: TrainingConfig) -> Iterator[Conflict]:
     training, method = config.training, config.peft.peft_method
     if not training.has_reference or training.asks_reference_once:
         return
+    if config.fsdp.is_sharded:
+        what = "an adapter is taken away" if training.use_peft else "a frozen copy is held"
+        message = f"the weights are sharded, and {what} on whole ones"
+        keys = ("fsdp.enable_fsdp", LOSS, "training.preference.precompute_reference")
+        yield Conflict(keys, message, "training.preference.precompute_reference=true, or fsdp.enable_fsdp: false")
     if training.use_peft and method in MOVE_THE_BASE:
         message = f"{method} takes its start out of the base: without the adapter it is not the model it was"
         keys = ("peft.peft_method", LOSS, "training.preference.precompute_reference")

@@ -33,6 +33,8 @@ def test_the_frozen_copy_is_in_the_plan_and_a_loss_without_a_reference_has_none(
     assert terms(dpo, "optimizer_step").optimizer == pytest.approx(2 * own, rel=0.05)
     orpo = planned({"preference": {"loss_type": "orpo"}})
     assert terms(orpo, "load").weights == pytest.approx(own, rel=0.01)
+    assert any("the reference, a frozen copy of the weights, takes 0.00 GiB" in line for line in dpo.assumptions)
+    assert not any("reference" in line for line in orpo.assumptions)
 
 
 def test_beside_an_adapter_the_reference_costs_no_weights():

@@ -60,3 +60,12 @@ def test_a_distillation_needs_a_teacher_and_nothing_else_has_one():
     random = {"model_name": "a", "load_pretrained_weights": False}
     ((keys, _),) = refused({"task": "distillation", "teacher": random})
     assert keys[0] == "training.teacher.load_pretrained_weights"
+
+
+def test_what_is_measured_against_is_not_sharded():
+    sharded = {"fsdp": {"enable_fsdp": True}, "gpu": {"count": 2}}
+    refusing = lambda training: [keys for keys, _ in refused(training, **sharded) if keys[0] == "fsdp.enable_fsdp"]  # noqa: E731
+    assert refusing({"task": "preference"})
+    assert refusing({"task": "distillation", "teacher": {"model_name": "a"}})
+    assert not refusing({"task": "preference", "preference": {"precompute_reference": True}})
+    assert not refusing({"task": "preference", "preference": {"loss_type": "orpo"}})

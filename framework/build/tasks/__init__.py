@@ -17,7 +17,7 @@ from framework.build.teacher import build_teacher
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
-__all__ = ["Precomputed", "WithoutAdapter", "build_companion", "build_objective", "reference_of"]
+__all__ = ["Precomputed", "WithoutAdapter", "build_companion", "build_objective", "reference_of", "said_of_companion"]
 
 
 def build_companion(
@@ -33,6 +33,18 @@ def build_companion(
     if training.has_reference and not training.use_peft and not training.asks_reference_once:
         return frozen_copy(model)
     return None
+
+
+def said_of_companion(config: TrainingConfig, companion: nn.Module | None) -> tuple[str, ...]:
+    """What a plan has taken the task to need beside the model."""
+    training = config.training
+    if companion is not None:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in companion.parameters())
+        what = "the teacher" if training.task is Task.DISTILLATION else "the reference, a frozen copy of the weights,"
+        return (f"{what} takes {size / 2**30:.2f} GiB beside them, and a forward pass of its own in each step",)
+    if training.asks_reference_once:
+        return ("the reference is asked once before the first step: its forward passes are in no step",)
+    return ("the reference is the model without its adapter: one more forward pass",) if training.has_reference else ()
 
 
 def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Module | None = None) -> Objective:
