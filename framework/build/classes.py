@@ -43,6 +43,8 @@ class Targets:
 
     def _index(self, label: object) -> int:
         name = class_name(label)
+        if _is_no_class(label):
+            raise WrongLabel(f"{name} is no class; rows without one have no label, and values are for task regression")
         if name in self.names:
             return self.names.index(name)
         if isinstance(label, int) and 0 <= label < len(self.names):
@@ -64,7 +66,9 @@ def find_classes(labels: Iterable[str | None], given: Sequence[str] | None) -> T
     names: set[str] = set()
     for label in _parsed(labels):
         several = isinstance(label, list) if several is None else several
-        names.update(map(class_name, label if isinstance(label, list) else [label]))
+        for each in label if isinstance(label, list) else [label]:
+            if not _is_no_class(each):  # such a row is refused, with its place
+                names.add(class_name(each))
     found = tuple(given) if given else tuple(sorted(names, key=_order(names)))
     return Targets(found, bool(several), len(found) if several else 1)
 
@@ -76,8 +80,14 @@ def find_values(labels: Iterable[str | None]) -> Targets:
 
 
 def class_name(label: object) -> str:
-    """The class as text: `true`, `3`, or its name."""
-    return str(label).lower() if isinstance(label, bool) else str(label)
+    """The class as text: `true`, `3` (also for 3.0, which tables make of it), or its name."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    return str(int(label)) if isinstance(label, float) and label == int(label) else str(label)
+
+
+def _is_no_class(label: object) -> bool:
+    return isinstance(label, (int, float)) and (label < 0 or label != int(label))
 
 
 def _order(names: set[str]) -> "type[int] | type[str]":

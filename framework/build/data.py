@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import cast
 
 import datasets
@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.chat import ROWS_CHECKED, check_chat
 from framework.build.classes import Targets, find_classes, find_values
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
-from framework.build.encode import Encoding, encode_batch, row_chat, row_texts
+from framework.build.encode import Encoding, encode_batch, row_texts
 from framework.build.files import Fault
 from framework.build.given import NOTHING, Given, PythonRows
-from framework.build.kinds import CHATTING, require_answers, require_learnable
+from framework.build.kinds import require_answers, require_learnable
 from framework.build.mixing import mixture, shares_of
 from framework.build.packing import Packs, pack
+from framework.build.prompts import check_prompts
 from framework.build.row_cache import Fitted, RowCache
 from framework.build.rows import Rows
 from framework.build.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
@@ -126,7 +126,7 @@ def _encoding(
     """How the rows become tokens, and warnings. Raises RequestError where they do not suit what is asked for."""
     require_learnable(config.data.supervise, splits.sources)
     require_answers(config.training, splits.sources)
-    warnings = _check_chats(splits, tokenizer)
+    warnings = check_prompts(splits.sources, tokenizer)
     if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
         warnings += ("the tokenizer has no end token, so the model does not learn where a text ends",)
     return Encoding(tokenizer, _learnt(config), find_targets(splits, config)), warnings
@@ -321,15 +321,6 @@ def _row_limit(limit: int | str | None) -> int:
         message = "a row of one token has nothing to predict"
         raise RequestError([Problem("model.model_max_length", message, expected="at least 2")])
     return limit
-
-
-def _check_chats(splits: Splits, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    for source in splits.sources:
-        chats = (row_chat(row, tokenizer) for row in source.dataset if source.form in CHATTING)
-        first = list(islice((chat for chat in chats if chat is not None), ROWS_CHECKED))
-        if first:
-            return check_chat(tokenizer, first)
-    return ()
 
 
 def _try_read(sources: Datasets, key: str, task: Task, given: PythonRows | None) -> tuple[list[Source], list[Problem]]:

@@ -73,22 +73,21 @@ def row_texts(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
                 yield from _texts_in(json.loads(row[column]))
 
 
-def row_chat(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | None:
-    """The conversation that the row is rendered as (of a pair, the better one), or None where it is none."""
+def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str] | None:
+    """The conversation that the row is rendered as, or its prompt and completion; of a pair, with the better answer.
+
+    None where the row has no prompt, or nothing in it.
+    """
+    form = RowFormat(row["form"])
     if _is_empty(row):
         return None
-    form = RowFormat(row["form"])
     if form in (RowFormat.MESSAGES, RowFormat.SHAREGPT):
         return _conversation(row)
     if form is RowFormat.ALPACA:
-        return _alpaca_chat(row) if has_template(tokenizer) else None
+        return _alpaca_chat(row) if has_template(tokenizer) else _alpaca_text(row)
     if form is RowFormat.PREFERENCE:
-        answered = _answered(row, "chosen")
-    elif form in (RowFormat.PROMPT_COMPLETION, RowFormat.UNPAIRED):
-        answered = _answered(row, "completion")
-    else:
-        return None
-    return answered if isinstance(answered, Chat) else None
+        return _answered(row, "chosen")
+    return _answered(row, "completion") if form in (RowFormat.PROMPT_COMPLETION, RowFormat.UNPAIRED) else None
 
 
 def _rows(batch: Mapping[str, Sequence[Any]]) -> Iterator[StoredRow]:

@@ -17,15 +17,8 @@ WRITING = (
 )
 """Rows to be continued as they are."""
 
-CHATTING = (
-    RowFormat.MESSAGES,
-    RowFormat.SHAREGPT,
-    RowFormat.ALPACA,
-    RowFormat.PROMPT_COMPLETION,
-    RowFormat.PREFERENCE,
-    RowFormat.UNPAIRED,
-)
-"""Rows that are conversations, or may be."""
+PROMPTLESS = (RowFormat.TEXT, RowFormat.LABELLED, RowFormat.TOKENS)
+"""Rows in which nothing is asked and nothing answered."""
 
 SUPERVISED: Mapping[RowFormat, Sequence[Supervise]] = {
     RowFormat.TEXT: (Supervise.ALL,),

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -364,8 +364,23 @@ def _streamed_split(source: DatasetParams, key: str) -> Split:
 
 
 def _dataset_records(dataset: datasets.Dataset | datasets.IterableDataset) -> Iterator[Record]:
-    number = 0
+    """The rows, with the names of classes where the dataset knows them; a class of -1 is none."""
+    number, classes = 0, _class_names(dataset.features or {})
     for batch in dataset.iter(batch_size=1000):
+        for column, names in classes.items():
+            batch[column] = [_named_class(value, names) for value in batch[column]]
         for values in zip(*batch.values(), strict=True):
             number += 1
             yield number, dict(zip(batch, values, strict=True))
+
+
+def _class_names(features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """The names of the classes of each column that has classes, or lists of them."""
+    inner = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
+    return {column: feature.names for column, feature in inner.items() if isinstance(feature, datasets.ClassLabel)}
+
+
+def _named_class(value: Any, names: Sequence[str]) -> Any:
+    if isinstance(value, list):
+        return [_named_class(each, names) for each in value]
+    return None if value is None or value < 0 else names[value]

@@ -148,6 +148,11 @@ class TestPromptCompletion:
         assert tokenizer.decode(row["input_ids"]) == f"What is two? It is four.{END}"
         assert learnt(tokenizer, row) == f" It is four.{END}"
 
+    def test_a_token_of_both_is_warned_about(self, prepare: Prepare) -> None:
+        (warning,) = prepare([{"prompt": "What? ", "completion": "It is four."}] * 2).report.warnings
+        assert "are one token, ' It'" in warning
+        assert prepare([{"prompt": "What?", "completion": " It is four."}]).report.warnings == ()
+
     @pytest.mark.parametrize(
         ("prompt", "completion"),
         [([ASKED, FOUR, AGAIN], [YES]), ([ASKED, FOUR, AGAIN], "Yes."), ("Sure?", [YES])],
@@ -307,6 +312,17 @@ class TestLabelled:
         (problem,) = refused(prepare, [{"text": "x", "label": "bb"}], "classification", labels=["c", "b", "a"])
         assert problem.message == "column `label`: 'bb' is none of the classes (c, b, a); did you mean b?"
         assert str(problem.where).endswith("a.jsonl:1")
+
+    @pytest.mark.parametrize("label", [-1, 0.5, -0.5])
+    def test_what_is_no_class(self, label: float, prepare: Prepare) -> None:
+        (problem,) = refused(prepare, [{"text": "x", "label": 1}, {"text": "x", "label": label}], "classification")
+        assert f"{label} is no class" in problem.message
+        assert str(problem.where).endswith("a.jsonl:2")
+
+    def test_whole_numbers_that_a_table_made_floats(self, prepare: Prepare) -> None:
+        data = prepare([{"text": "x", "label": label} for label in (2.0, 0.0, 1)], "classification")
+        assert data.targets is not None
+        assert data.targets.names == ("0", "1", "2")
 
     def test_one_class_among_several_is_refused(self, prepare: Prepare) -> None:
         (problem,) = refused(prepare, [{"text": "x", "label": [1]}, {"text": "x", "label": 1}], "classification")

@@ -18,6 +18,7 @@ import pytest
 from framework.build.files import Fault
 from framework.build.sources import open_source, read_rows, read_source, standard_library
 from framework.errors import Problem, RequestError
+from framework.schema.choices import Task
 from framework.schema.data import DatasetParams
 
 WriteRows = Callable[..., str]
@@ -499,6 +500,18 @@ class TestHub:
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         rows = read("acme/chats", name="small", split="test")
         assert rows == [{"messages": CHAT, "path": "acme/chats", "row": row} for row in (1, 2)]
+
+    def test_classes_of_a_hub_dataset_have_their_names(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import datasets
+
+        features = datasets.Features(
+            {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["sad", "glad"])}
+        )
+        rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, -1]}, features)
+        monkeypatch.setattr("framework.build.sources.hub_is_reachable", lambda: True)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+        found = list(read_rows([DatasetParams(path="acme/moods")], "data.train", Task.CLASSIFICATION))
+        assert [row["label"] for row in found] == ['"glad"', '"sad"', None]
 
     def test_what_the_hub_answers_is_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import datasets
