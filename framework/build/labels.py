@@ -151,10 +151,12 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, ans
     its reasoning, or move the system message) fail that test; there the turn is found by putting a stand-in in its
     place. Raises UnsuitedChat when that fails too.
     """
+    specials = special_tokens(tokenizer)
     spans = []
     for index in answers:
-        span = _difference_span(tokenizer, chat, index, whole) or _stand_in_span(tokenizer, chat, index, whole)
-        spans.append(_without_space_after_end(span, whole, special_tokens(tokenizer)))
+        span = _difference_span(tokenizer, chat, index, whole)
+        span = span or _stand_in_span(tokenizer, chat, index, whole, specials)
+        spans.append(_without_space_after_end(span, whole, specials))
     return spans
 
 
@@ -230,7 +232,9 @@ def _difference_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int,
     return None
 
 
-def _stand_in_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str) -> Span:
+def _stand_in_span(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str, specials: tuple[str, ...]
+) -> Span:
     message = chat.messages[index]
     for kept in ({"role": message["role"]}, message):
         stand_in = _with_message(chat, index, {**kept, "content": STAND_IN})
@@ -242,7 +246,7 @@ def _stand_in_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, w
     else:
         raise UnsuitedChat(f"the answer in message {index + 1} cannot be found in what the chat template renders")
     start = _start_of_turn(tokenizer, chat.through(index), before[:start], start)
-    return (start, _end_of_turn(tokenizer, stand_in.through(index + 1), whole, end))
+    return (start, _end_of_turn(tokenizer, stand_in.through(index + 1), whole, end, specials))
 
 
 def _start_of_turn(tokenizer: PreTrainedTokenizerBase, asked: Chat, before: str, start: int) -> int:
@@ -275,7 +279,9 @@ def _with_message(chat: Chat, index: int, message: Message) -> Chat:
     return replace(chat, messages=[*chat.messages[:index], message, *chat.messages[index + 1 :]])
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, through: Chat, whole: str, end: int) -> int:
+def _end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, through: Chat, whole: str, end: int, specials: tuple[str, ...]
+) -> int:
     """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
 
     Where the last turn of a chat ends in another token (`<|return|>`) than the turns before it (`<|end|>`), the two
@@ -284,7 +290,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, through: Chat, whole: str, 
     """
     closing = (_render_or_none(tokenizer, through) or "").rpartition(STAND_IN)[2]
     shared = closing[: _shared_length(closing, whole[end:])]
-    ends = [shared.rfind(token) + len(token) for token in special_tokens(tokenizer) if token in shared]
+    ends = [shared.rfind(token) + len(token) for token in specials if token in shared]
     return end + max(ends, default=len(shared))
 
 

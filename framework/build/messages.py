@@ -144,7 +144,7 @@ def _parsed(text: str, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Fault(f"{what} is not JSON: {error}") from None
+        raise Fault(f"{what}: not JSON: {error}") from None
 
 
 def shared_messages(first: Sequence[object], second: Sequence[object]) -> int:

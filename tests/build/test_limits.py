@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from framework.build.chat import read_template
 from framework.build.data import Data, prepare_data
+from framework.build.kinds import SUPERVISED
 from framework.build.labels import IGNORED
 from framework.build.rows import Row
 from framework.errors import Problem, RequestError
-from framework.schema.choices import RowFormat
+from framework.schema.choices import RowFormat, Supervise
 from framework.schema.config import TrainingConfig
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -160,6 +161,59 @@ class TestTruncation:
             f"{start}abcd{end}",
         ]
         assert data.report.train.cut == 3
+
+
+class TestSupervise:
+    @pytest.mark.parametrize("form", LONG)
+    @pytest.mark.parametrize("supervise", Supervise)
+    def test_what_a_form_cannot_do_is_refused_by_name(self, form: str, supervise: Supervise, prepare: Prepare) -> None:
+        task, row = LONG[form]
+        rows = [_short(row)] * 2
+        if supervise in SUPERVISED[RowFormat(form)]:
+            assert len(prepare(rows, task, 200, supervise=str(supervise)).train) == 2
+            return
+        (problem,) = refused(prepare, rows, task, 200, supervise=str(supervise))
+        assert problem.key == "data.supervise"
+        assert f"`{supervise}` " in problem.message
+        assert f"2 rows of `{form}`" in problem.message
+
+
+class TestFaults:
+    """Every value is checked, and the message has file, row and column."""
+
+    @pytest.mark.parametrize(
+        ("task", "row", "message"),
+        [
+            ("sft", {"text": 3}, "column `text`: expected text, not int 3"),
+            ("sft", {"messages": [{"role": "user"}]}, "column `messages`: message 1: there is no `content`"),
+            ("sft", {"messages": [{**FOUR, "name": 3}]}, "message 1: `name`: expected text, not int 3"),
+            ("sft", {"messages": [{**FOUR, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+             "column `messages`: message 1: the arguments of call 1: not JSON"),
+            ("sft", {"messages": [{**FOUR, "function_call": {"name": "f"}}]}, "`function_call` is read by no template"),
+            ("sft", {"messages": [FOUR], "tools": "[1]"}, "column `tools`: expected a list of tools, not str '[1]'"),
+            ("sft", {"messages": [FOUR], "tools": "{"}, "column `tools`: a list of tools: not JSON"),
+            ("sft", {"conversations": [{"from": "alien", "value": "x"}]},
+             "column `conversations`: turn 1: `from`: 'alien' is nobody known; known are system, human"),
+            ("sft", {"conversations": [{"from": "gpt"}]}, "column `conversations`: turn 1: there is no `value`"),
+            ("sft", {"instruction": 1, "output": "x"}, "column `instruction`: expected text, not int 1"),
+            ("sft", {"instruction": "x", "output": "x", "input": ["y"]}, "column `input`: expected text, not list"),
+            ("sft", {"prompt": 1, "completion": "x"}, "column `prompt`: expected text, not int 1"),
+            ("sft", {"prompt": "x", "completion": [3]},
+             "column `completion`: message 1: expected {role: .., content: ..}"),
+            ("preference", {"chosen": "x", "rejected": 2}, "column `rejected`: expected text, not int 2"),
+            ("preference", {"prompt": "x", "completion": "y", "label": 2}, "column `label`: expected true or false"),
+            ("classification", {"text": "x", "label": {"a": 1}}, "column `label`: expected a class name, a number"),
+            ("classification", {"text": ["x"], "label": 1}, "column `text`: expected text, not list"),
+            ("regression", {"text": "x", "label": float("nan")}, "column `label`: expected a finite number, not nan"),
+            ("sft", {"text": "x\ud83e"}, "is not a character"),
+            ("sft", {"messages": [{**FOUR, "tool_calls": [{"name": "x\ud83e", "arguments": {}}]}]},
+             "is not a character"),
+        ],
+    )  # fmt: skip
+    def test_with_their_place(self, task: str, row: Mapping[str, Any], message: str, prepare: Prepare) -> None:
+        (problem,) = refused(prepare, [row], task, 200)
+        assert message in problem.message
+        assert str(problem.where).endswith("a.jsonl:1")
 
 
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
