@@ -8,6 +8,7 @@ from typing import cast
 import datasets
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from framework.build.classes import Targets, find_classes, find_values
@@ -20,6 +21,7 @@ from framework.build.mixing import mixture, shares_of
 from framework.build.packing import Packs, pack
 from framework.build.prompts import check_prompts
 from framework.build.row_cache import Fitted, RowCache
+from framework.build.row_progress import row_progress
 from framework.build.rows import Rows
 from framework.build.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.stream import Stream, columns_of, in_parts
@@ -61,20 +63,24 @@ class Splits:
 
 
 def prepare_data(
-    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None, given: Given = NOTHING
+    config: TrainingConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None = None,
+    given: Given = NOTHING,
+    console: Console | None = None,
 ) -> Data:
     """Every row of the run, ready for batches. The same config gives the same rows on every rank.
 
     The config is a resolved one: its `model.model_max_length` is a number. `vocab_size` is the number of rows of the
-    model's embedding, where it is known. Raises RequestError, before any
-    weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
+    model's embedding, where it is known; on `console` there is a bar if it is a terminal. Raises RequestError, before
+    any weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
     """
     if config.data.streaming:
         return _prepare_stream(config, tokenizer, vocab_size, given)
     cache = RowCache(config, tokenizer, vocab_size)
     fitted, kept = cache.read(), None
     if fitted is None:
-        fitted = _fit(config, tokenizer, vocab_size, given)
+        fitted = _fit(config, tokenizer, vocab_size, given, console)
         kept = cache.write(fitted)
     train, train_report = _arrange(fitted.train, fitted.train_report, config, fitted.kept)
     held_out, eval_report = cast(Rows | Packs | None, fitted.eval), fitted.eval_report
@@ -85,12 +91,18 @@ def prepare_data(
     return Data(train, held_out, report, fitted.targets)
 
 
-def _fit(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, given: Given) -> Fitted:
+def _fit(
+    config: TrainingConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    given: Given,
+    console: Console | None,
+) -> Fitted:
     """Read, check, tokenise and fit all rows."""
     splits = read_splits(config, given)
     encoding, warnings = _encoding(splits, config, tokenizer)
     policy = _policy(config, vocab_size)
-    train, train_report, kept = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts)
+    train, train_report, kept = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts, console)
     held_out, eval_report = None, None
     if splits.eval is not None:
         held_out, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
@@ -240,18 +252,21 @@ def _prepare_split(
     policy: RowPolicy,
     config: TrainingConfig,
     counts: Sequence[int] = (),
+    console: Console | None = None,
 ) -> tuple[Rows, SplitReport, tuple[int, ...]]:
     """The rows of a split, fitted, and how many are of each source, where `counts` were read of each."""
     tally, kept = Tally(policy, f"data.{name}"), list[int]()
     ends = np.cumsum(counts or [len(rows)]).tolist()
-    for start, end in pairwise([0, *ends]):
-        for batch in rows.select(range(start, end)).iter(batch_size=ENCODE_BATCH):
-            places = map(Place, batch["path"], batch["row"])
-            for place, row in zip(places, encode_batch(batch, encoding), strict=True):
-                tally.take(place, row)
-            if tally.is_full_of_problems:
-                break
-        kept.append(len(tally.kept))
+    with row_progress(name, len(rows), console) as done:
+        for start, end in pairwise([0, *ends]):
+            for batch in rows.select(range(start, end)).iter(batch_size=ENCODE_BATCH):
+                places = map(Place, batch["path"], batch["row"])
+                for place, row in zip(places, encode_batch(batch, encoding), strict=True):
+                    tally.take(place, row)
+                done(len(batch["row"]))
+                if tally.is_full_of_problems:
+                    break
+            kept.append(len(tally.kept))
     if tally.problems:
         raise RequestError(tally.problems)
     prepared, report = tally.finish(name)

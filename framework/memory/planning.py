@@ -27,6 +27,9 @@ MIB, GIB = 1 << 20, 1 << 30
 HOST_BASE_BYTES = 2500 * MIB
 """Resident memory of a process with torch, transformers and a CUDA context, before any model. An upper estimate; not
 measured on a GPU machine yet."""
+WORKER_BYTES = 200 * MIB
+"""What a process of `data.workers` adds: it shares all with its parent until it is touched. 11 MiB at first, 146 after
+its garbage collector ran (torch 2.13, transformers 5.24, Linux, 2026-11); a block of a stream comes on top."""
 CHUNK = 1024
 """Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/loss.py; a test compares)."""
 PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -276,13 +279,14 @@ def _batch_use(config: TrainingConfig) -> BatchUse:
 def _host_bytes(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> int:
     """Host memory of one rank. A load streams one tensor at a time; a save holds a whole file's tensors, beside a base
     that stays there."""
+    process = HOST_BASE_BYTES + rehearsal.config.data.workers * WORKER_BYTES
     if rehearsal.config.gpu.name == "cpu":
-        return HOST_BASE_BYTES + max(peak.reserved for peak in peaks)
+        return process + max(peak.reserved for peak in peaks)
     footprint = rehearsal.footprint
     base = sum(footprint.home_sizes)
     saved = max(sum(footprint.trained_sizes), sum(footprint.state_sizes), footprint.export_bytes)
     offloaded = max(peak.host for peak in peaks)
-    return HOST_BASE_BYTES + max(offloaded, base + saved, max(footprint.weight_sizes, default=0))
+    return process + max(offloaded, base + saved, max(footprint.weight_sizes, default=0))
 
 
 def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:

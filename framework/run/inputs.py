@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from framework.build.classes import Targets
@@ -26,8 +27,8 @@ class Inputs:
     data: Data
 
 
-def read_inputs(config: TrainingConfig, given: Given = NOTHING) -> Inputs:
-    """Read everything a config names, weights excepted; `given` are rows from Python.
+def read_inputs(config: TrainingConfig, given: Given = NOTHING, console: Console | None = None) -> Inputs:
+    """Read everything a config names, weights excepted; `given` are rows from Python, `console` is for a bar.
 
     Raises RequestError for what cannot be read, for rows with nothing to learn, and for a tokenizer with more tokens
     than the model has embeddings.
@@ -36,7 +37,7 @@ def read_inputs(config: TrainingConfig, given: Given = NOTHING) -> Inputs:
         raise RequestError([Problem("data.train", "there is nothing to train on", expected="a list of sources")])
     config, architecture = settle(config)
     tokenizer = read_tokenizer(config, architecture, given)
-    data = read_rows_for(config, architecture, tokenizer, given)
+    data = read_rows_for(config, architecture, tokenizer, given, console)
     if config.training.task.is_of_rows:
         config = with_labels(config, data.targets)
         fit_head(config, architecture)
@@ -91,6 +92,7 @@ def read_rows_for(
     architecture: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     given: Given = NOTHING,
+    console: Console | None = None,
 ) -> Data:
     """The tokenised rows, their ids checked against the model's vocabulary."""
-    return prepare_data(config, tokenizer, architecture.get_text_config().vocab_size, given)
+    return prepare_data(config, tokenizer, architecture.get_text_config().vocab_size, given, console)

@@ -76,7 +76,7 @@ def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> Trai
     plan = plan_in_subprocess(decided.config)
     if not plan.fits:
         raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was started.")
-    require_room(plan, folder.path)
+    require_room(plan, folder.path, decided.config.data.workers)
     return decided.config
 
 

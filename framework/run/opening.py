@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
+from rich.console import Console
 from transformers import set_seed
 
 from framework.build.allocator import choose_allocator
@@ -60,7 +61,8 @@ def open_session(
     check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     with crew.phase("reading rows and planning"):
-        inputs, forecast = _read_and_plan(config, planner if crew.ranks.is_main else None, given)
+        console = Console(stderr=True, quiet=quiet or not crew.ranks.is_main)
+        inputs, forecast = _read_and_plan(config, planner if crew.ranks.is_main else None, given, console)
     forecast = plan_of_all(crew, forecast)
     try:
         fits = forecast is None or forecast.plan.fits
@@ -78,15 +80,17 @@ def open_session(
         raise
 
 
-def _read_and_plan(config: TrainingConfig, planner: Planner | None, given: Given) -> tuple[Inputs, Forecast | None]:
+def _read_and_plan(
+    config: TrainingConfig, planner: Planner | None, given: Given, console: Console
+) -> tuple[Inputs, Forecast | None]:
     """The rows, and the plan, which a process of its own makes in the meantime."""
     if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
-        inputs = read_inputs(config, given)
+        inputs = read_inputs(config, given, console)
         return inputs, planner(inputs.config) if planner is not None else None
     with ThreadPoolExecutor(1) as beside:
         planned = beside.submit(planner, config) if planner is not None else None
         try:
-            inputs = read_inputs(config, given)
+            inputs = read_inputs(config, given, console)
         except BaseException:
             if planned is not None and planned.exception() is None:
                 planned.result().stop()
@@ -108,7 +112,7 @@ def _build(
     config = inputs.config
     folder = find_folder(crew, config, name, resume, overwrite)
     if forecast is not None and folder.is_written:
-        require_room(forecast.plan, folder.path)
+        require_room(forecast.plan, folder.path, config.data.workers)
     newest = checkpoints(folder.path)[-1] if resume else None
     repairs, changes = list[Repair](), list[str]()
     if newest is not None:

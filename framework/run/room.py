@@ -8,6 +8,7 @@ import psutil
 
 from framework.errors import DoesNotFit
 from framework.memory.ledger import Plan
+from framework.memory.planning import WORKER_BYTES
 from framework.run.record import OURS
 
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -15,9 +16,12 @@ _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 _GIB = 1 << 30
 
 
-def require_room(plan: Plan, folder: Path) -> None:
-    """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it."""
-    short = [*_short_of_disk(plan, folder), *_short_of_host_memory(plan)]
+def require_room(plan: Plan, folder: Path, workers: int = 0) -> None:
+    """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it.
+
+    `workers` is how many processes that prepare batches the plan's host memory counts.
+    """
+    short = [*_short_of_disk(plan, folder), *_short_of_host_memory(plan, workers)]
     if short:
         raise DoesNotFit("; ".join(short) + ". Nothing was loaded.")
 
@@ -33,11 +37,15 @@ def _short_of_disk(plan: Plan, folder: Path) -> Iterator[str]:
         )
 
 
-def _short_of_host_memory(plan: Plan) -> Iterator[str]:
+def _short_of_host_memory(plan: Plan, workers: int) -> Iterator[str]:
     held = psutil.Process().memory_info().rss
     missing, free = plan.host_bytes - held, available_host_bytes()
     if missing > free:
-        yield f"the run needs up to {_gib(plan.host_bytes)} of host memory, {_gib(held + free)} can be had"
+        said = f"the run needs up to {_gib(plan.host_bytes)} of host memory, {_gib(held + free)} can be had"
+        left = workers - -(-(missing - free) // WORKER_BYTES)
+        if workers and left >= 0:
+            said += f": there is room for {left} of the {workers} data.workers ({_gib(WORKER_BYTES)} each)"
+        yield said
 
 
 def available_host_bytes() -> int:

@@ -86,7 +86,8 @@ class DataParams(Params):
     """Keep tokenised rows in `~/.cache/tunesmith/rows` for the next run with the same files, tokenizer and limits, and
     take them from there: mapped files of 8 bytes a token. Costs disk, 20 GiB at most."""
     workers: Count = 0
-    """Processes that prepare batches. Each costs host memory."""
+    """Processes that prepare batches. Each costs 200 MiB of host memory; a run with more than there is room for is
+    refused, with the number that fits."""
 
     def padded(self, tokens: int) -> int:
         """The length of a micro batch whose longest row has `tokens`."""

@@ -7,7 +7,7 @@ import pytest
 from framework.build.loss import DEFAULT_CHUNK
 from framework.memory.cards import card_of_size, read_card, smallest
 from framework.memory.ledger import Plan
-from framework.memory.planning import CHUNK, HOST_BASE_BYTES, make_plan
+from framework.memory.planning import CHUNK, HOST_BASE_BYTES, WORKER_BYTES, make_plan
 from framework.run.rehearse import record
 from framework.schema.config import TrainingConfig
 from tests.tiny import LLAMA, tiny_config
@@ -121,6 +121,8 @@ def test_a_plan_for_the_cpu_counts_resident_bytes_and_says_so() -> None:
     assert made.step is None
     assert made.run_hours is None
     assert made.host_bytes == HOST_BASE_BYTES + made.peak.reserved_bytes
+    workers = make_plan(record(tiny_config(gpu=read_card("cpu"), data={"workers": 3})))
+    assert workers.host_bytes == made.host_bytes + 3 * WORKER_BYTES
 
 
 def test_the_batch_and_the_length_are_said() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from framework.errors import DoesNotFit
+from framework.memory.planning import WORKER_BYTES
 from framework.run import room
 from tests.report.plans import GIB, PLAN
 
@@ -51,6 +52,20 @@ def test_both_shortages_are_said_at_once(
     disk.free = 0
     with pytest.raises(DoesNotFit, match=r"has 0.0 GiB free.*needs up to 1280.0 GiB of host memory"):
         room.require_room(replace(PLAN, host_bytes=1280 * GIB), tmp_path)
+
+
+def test_too_many_workers_are_refused_with_the_number_that_fits(
+    tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0)))
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 10 * GIB)
+    plan = replace(PLAN, host_bytes=9 * GIB + 16 * WORKER_BYTES)
+    with pytest.raises(DoesNotFit, match=r"room for 5 of the 16 data\.workers"):
+        room.require_room(plan, tmp_path, workers=16)
+    room.require_room(replace(plan, host_bytes=9 * GIB + 5 * WORKER_BYTES), tmp_path, workers=5)
+    with pytest.raises(DoesNotFit) as raised:  # without any it would not fit either
+        room.require_room(replace(plan, host_bytes=20 * GIB), tmp_path, workers=4)
+    assert "data.workers" not in str(raised.value)
 
 
 def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
