@@ -78,6 +78,11 @@ class SplitReport:
     stream: str | None = None
     """Which part of a stream was counted; None where all rows were."""
 
+    first_cut: str | None = None
+    """The first row of which a part was kept: where it stands, and its tokens."""
+    first_dropped: str | None = None
+    """The first row that was dropped, and why."""
+
     @property
     def packing_efficiency(self) -> float:
         """Share of the positions of full packs that hold a token."""
@@ -96,11 +101,15 @@ class SplitReport:
             unpacked = " (no packing)" if self.packs is None else ""
             lines.append(f"  {self.split} long documents were split into consecutive rows; nothing is lost{unpacked}")
         lines.extend(f"  dropped {count} rows: {reason}" for reason, count in self.dropped.items())
+        if self.first_dropped:
+            lines.append(f"    the first: {self.first_dropped}")
         lines.append(
             f"  cut {self.cut} rows ({_percent(self.cut, self.read)}); "
             f"lost {_percent(self.tokens_lost, self.tokens)} of the tokens, "
             f"{_percent(self.supervised_lost, self.supervised)} of the supervised tokens"
         )
+        if self.first_cut:
+            lines.append(f"    the first: {self.first_cut}")
         if self.mixture:
             lines.append(f"  mixed by weight, {self.mixing}: {sum(each.drawn for each in self.mixture)} rows an epoch")
             lines.extend(f"    {each}" for each in self.mixture)
@@ -126,6 +135,8 @@ class Account:
         both = [report] if self.report is None else [self.report, report]
         sums: dict[str, Any] = {name: sum(getattr(each, name) for each in both) for name in _COUNTS}
         sums["dropped"] = dict(sum((Counter(each.dropped) for each in both), Counter()))
+        for name in ("first_cut", "first_dropped"):
+            sums[name] = next((getattr(each, name) for each in both if getattr(each, name)), None)
         sums["packs"] = None if report.packs is None else sum(each.packs or 0 for each in both)
         self.report = replace(report, **sums, lengths=_counted_quantiles(self.lengths), stream="so far")
 

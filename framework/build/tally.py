@@ -43,6 +43,7 @@ class Tally:
     supervised_lost: int = 0
     problems: list[Problem] = field(default_factory=list)
     first_dropped: str | None = None
+    first_cut: str | None = None
 
     @property
     def is_full_of_problems(self) -> bool:
@@ -70,6 +71,8 @@ class Tally:
             cut=self.cut,
             split=self.split,
             kept=len(self.kept),
+            first_cut=self.first_cut,
+            first_dropped=self.first_dropped,
             lengths=length_quantiles(self.lengths),
             tokens=sum(self.lengths),
             tokens_lost=self.tokens_lost,
@@ -109,6 +112,8 @@ class Tally:
         else:
             self.kept.append(fitted)
             self.cut += fitted is not row
+            if fitted is not row and self.first_cut is None:
+                self.first_cut = f"{place} has {length} tokens"
         self.tokens_lost += length - (row_length(fitted) if fitted is not None and after else 0)
         self.supervised_lost += before - after
 

@@ -71,6 +71,10 @@ class TestTruncation:
         report = data.report.train
         assert (report.read, report.kept, report.cut) == (8, 7, 0)
         assert report.dropped == {"no supervised token within 64 tokens": 1}
+        assert (
+            f"the first: {path}:8 has {len(tokenizer.apply_chat_template(chat(100, 9)['messages'], return_dict=False))} tokens: no supervised"
+            in str(report)
+        )
         assert (report.supervised, report.supervised_lost) == (80, 10)
         assert data.report.warnings == (
             "12.5% of the supervised tokens of train are lost to the limit of 64 tokens "
@@ -108,6 +112,7 @@ class TestTruncation:
         # 9 x (9 words + end), 1 x (99 words + end); of each row the first token is not learnt.
         assert (report.tokens, report.supervised) == (190, 180)
         assert (report.cut, report.tokens_lost, report.supervised_lost) == (1, 36, 36)
+        assert report.first_cut == f"{path}:10 has 100 tokens"
         assert report.lengths == {"0.0": 10, "0.5": 10, "0.9": 100, "0.95": 100, "0.99": 100, "1.0": 100}
         assert data.train.lengths.max() == 64
         assert tokenizer.eos_token_id not in data.train[9]["input_ids"]
