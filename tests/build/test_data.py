@@ -71,10 +71,8 @@ class TestTruncation:
         report = data.report.train
         assert (report.read, report.kept, report.cut) == (8, 7, 0)
         assert report.dropped == {"no supervised token within 64 tokens": 1}
-        assert (
-            f"the first: {path}:8 has {len(tokenizer.apply_chat_template(chat(100, 9)['messages'], return_dict=False))} tokens: no supervised"
-            in str(report)
-        )
+        length = len(tokenizer.apply_chat_template(chat(100, 9)["messages"], return_dict=False))
+        assert f"the first: {path}:8 has {length} tokens: no supervised token" in str(report)
         assert (report.supervised, report.supervised_lost) == (80, 10)
         assert data.report.warnings == (
             "12.5% of the supervised tokens of train are lost to the limit of 64 tokens "
