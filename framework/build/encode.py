@@ -90,6 +90,36 @@ def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tup
     return _answered(row, "completion") if form in (RowFormat.PROMPT_COMPLETION, RowFormat.UNPAIRED) else None
 
 
+def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | Sequence[int] | None:
+    """What the row asks a model to go on from: a chat up to the answer, a text, or tokens; None where nothing is asked.
+
+    The answer beside it, where there is one, is left out.
+    """
+    form = RowFormat(row["form"])
+    if form is RowFormat.TOKENS:
+        return row["input_ids"] if row["input_ids"] is not None and len(row["input_ids"]) else None
+    if form is RowFormat.TEXT:
+        return row["text"] or None
+    if form in (RowFormat.MESSAGES, RowFormat.SHAREGPT):
+        return _before_answer(_conversation(row)) if row["messages"] is not None else None
+    if row["prompt"] is None:
+        return None
+    if form is RowFormat.ALPACA:
+        unanswered = {**row, "completion": '""'}
+        if not has_template(tokenizer):
+            return _alpaca_text(unanswered)[0]
+        chat = _alpaca_chat(unanswered)
+        return chat.through(chat.prompt)
+    prompt = json.loads(row["prompt"])
+    return prompt if isinstance(prompt, str) else Chat(prompt, _tools(row))
+
+
+def _before_answer(chat: Chat) -> Chat:
+    """The conversation without the answer that it ends in."""
+    last = len(chat.messages) - 1
+    return chat.through(last) if last in chat.answers() and last else chat
+
+
 def _rows(batch: Mapping[str, Sequence[Any]]) -> Iterator[StoredRow]:
     for values in zip(*batch.values(), strict=True):
         yield dict(zip(batch, values, strict=True))

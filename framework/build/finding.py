@@ -14,6 +14,9 @@ from framework.schema.split import Split
 STANDARD_LIBRARY = "python_stdlib"
 """The path that means the embedded source."""
 
+STANDARD_DOCSTRINGS = "python_docstrings"
+"""The path that means the docstrings of some of its packages, labelled with the package."""
+
 PYTHON_ROWS = "python_rows"
 """The path that means rows which a program hands over."""
 
@@ -51,7 +54,9 @@ def find_files(written: str, split: Split, key: str) -> list[Path]:
 
 def nearest_path(path: Path, written: str) -> str | None:
     """The path as written, with its last part replaced by the nearest name that exists there."""
-    close = nearest(path.name, [*(sibling.name for sibling in path.parent.glob("*")), STANDARD_LIBRARY])
+    close = nearest(
+        path.name, [*(sibling.name for sibling in path.parent.glob("*")), STANDARD_LIBRARY, STANDARD_DOCSTRINGS]
+    )
     return os.path.join(os.path.dirname(written), close) if close else None
 
 

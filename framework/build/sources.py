@@ -12,8 +12,16 @@ from typing import Any, TypeAlias, TypeVar
 import datasets
 import pyarrow as pa
 
+from framework.build.docstrings import standard_docstrings
 from framework.build.files import Fault, Record, read_records, stream_records
-from framework.build.finding import PYTHON_ROWS, STANDARD_LIBRARY, find_files, is_local, nearest_path
+from framework.build.finding import (
+    PYTHON_ROWS,
+    STANDARD_DOCSTRINGS,
+    STANDARD_LIBRARY,
+    find_files,
+    is_local,
+    nearest_path,
+)
 from framework.build.forms import FORMS, Form, Values, choose_form
 from framework.build.given import PythonRows, python_records
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
@@ -184,6 +192,8 @@ class _Reach:
 def _opener(source: DatasetParams, key: str, given: PythonRows | None, streamed: bool) -> Callable[[], Files]:
     if source.path == STANDARD_LIBRARY:
         return standard_library
+    if source.path == STANDARD_DOCSTRINGS:
+        return standard_docstrings
     if source.path == PYTHON_ROWS:
         if given is None:
             message = "these rows came from Python, and none are given now"
@@ -199,7 +209,7 @@ def _opener(source: DatasetParams, key: str, given: PythonRows | None, streamed:
 
 
 def _is_on_hub(source: DatasetParams) -> bool:
-    return source.path not in (STANDARD_LIBRARY, PYTHON_ROWS) and not is_local(source.path)
+    return source.path not in (STANDARD_LIBRARY, STANDARD_DOCSTRINGS, PYTHON_ROWS) and not is_local(source.path)
 
 
 def _slice_of(source: DatasetParams, streamed: bool) -> Split:

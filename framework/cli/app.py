@@ -13,6 +13,7 @@ from framework.cli.fit import fit
 from framework.cli.levers import levers
 from framework.cli.merge import merge
 from framework.cli.plan import plan
+from framework.cli.predict import predict
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,6 +40,7 @@ app.command()(look.show)
 app.command()(diff)
 app.command()(levers)
 app.command()(merge)
+app.command()(predict)
 app.command("list")(look.list_choices)
 app.command()(look.schema)
 app.command()(doctor)

@@ -8,8 +8,8 @@ from typing import Any
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md")
 """What a data path ends in when it must be a file, not a hub id."""
 
-EMBEDDED = "python_stdlib"
-"""The one data path that is a name: the sources of the running Python."""
+EMBEDDED = ("python_stdlib", "python_docstrings")
+"""The data paths that are names: what the running Python has."""
 
 
 def looks_local(text: str) -> bool:
@@ -45,7 +45,7 @@ def _sources(value: Any) -> Any:
 
 
 def _has_path(item: Any) -> bool:
-    return isinstance(item, Mapping) and item.get("path", EMBEDDED) != EMBEDDED
+    return isinstance(item, Mapping) and item.get("path", EMBEDDED[0]) not in EMBEDDED
 
 
 def _absolute(value: Any, key: str) -> Any:

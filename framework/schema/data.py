@@ -15,8 +15,8 @@ class DatasetParams(Params):
 
     path: str
     """Local file (JSONL, JSON, CSV, text, each also as .gz, .bz2, .xz or .zst; Parquet, Arrow), a folder of them, one
-    that `save_to_disk` wrote, a glob, a hub id, `python_stdlib`, the embedded source, or `python_rows`, rows that a
-    program hands to `framework.train`."""
+    that `save_to_disk` wrote, a glob, a hub id, `python_stdlib` or `python_docstrings`, which every Python has, or
+    `python_rows`, rows that a program hands to `framework.train`."""
     name: str | None = None
     """Configuration of a hub dataset."""
     split: Annotated[str, AfterValidator(check_split)] = "train"

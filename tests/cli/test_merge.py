@@ -1,6 +1,7 @@
 """`merge` from the command line, and adapted runs from end to end."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_what_cannot_be_merged_is_named(run, capsys):
     for folder, reason in (
         (plain, "is a plain model already"),
         (prompt, "nothing to add to the weights"),
-        (Path("empty"), "neither an adapter nor a run"),
+        (Path("empty"), "neither a model nor a run"),
         (Path("absent"), "is no folder"),
         (unfinished, "has not finished"),
     ):
@@ -105,8 +106,10 @@ def test_an_adapter_folder_alone(run, capsys):
     assert main(["merge", str(folder / "final"), "--output", "alone"]) == 0
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained("alone")), expected, atol=1e-5)
     other = run("peft=lora", folder="other")
-    assert main(["merge", str(other / "final")]) == 2
+    shutil.copytree(other / "final", "elsewhere")
+    assert main(["merge", "elsewhere"]) == 2
     assert "which base" in capsys.readouterr().err
+    assert main(["merge", str(other / "final")]) == 0, "the run that it came from is beside it"
 
 
 @pytest.mark.parametrize("peft", ["prefix", "prompt", "ia3", "olora", "rslora"])

@@ -1,0 +1,196 @@
+"""Rows to ask a trained model about: read as in training, but for the answers, which they need not have."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.chat import TEMPLATE_ERRORS, Chat, render
+from framework.build.data import ENCODE_BATCH
+from framework.build.encode import Encoding, StoredRow, encode_batch, row_prompt
+from framework.build.files import Fault, read_records
+from framework.build.finding import find_files
+from framework.build.forms import FORMS, Form
+from framework.build.hub import nearest, one_line
+from framework.build.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
+from framework.build.rows import row_length, truncate
+from framework.build.sources import PROBLEM_LIMIT, Place, read_source
+from framework.errors import Problem, RequestError
+from framework.schema.choices import RowFormat, Supervise, Task, Truncation
+from framework.schema.config import TrainingConfig
+from framework.schema.data import DatasetParams
+from framework.schema.split import Split
+
+KEY = "FILE"
+ASKING: dict[RowFormat, str] = {
+    RowFormat.TOKENS: "input_ids",
+    RowFormat.MESSAGES: "messages",
+    RowFormat.SHAREGPT: "conversations",
+    RowFormat.ALPACA: "instruction",
+    RowFormat.PROMPT_COMPLETION: "prompt",
+    RowFormat.TEXT: "text",
+}
+"""The forms that ask for a continuation, in the order they are looked for, and the column that asks."""
+
+
+def read_texts(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """Texts, or pairs of them, for a model that answers for whole rows; a label beside one is not read.
+
+    Cut as in training. Raises RequestError with every broken row.
+    """
+    source = _source(path, config)
+    form = _asking(RowFormat.LABELLED, "text")
+
+    def encode(rows: Sequence[StoredRow]) -> list[Encoded | str]:
+        encoded = encode_labelled(tokenizer, [(row["text"] or "", row.get("text_pair")) for row in rows])
+        return [
+            _fitted(one, config) if row["text"] else "there is no text" for row, one in zip(rows, encoded, strict=True)
+        ]
+
+    return _encoded(path, _stored(path, lambda columns: _need(form, columns, source), source), encode)
+
+
+def read_prompts(
+    path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> list[Encoded]:
+    """What a causal model is asked to go on from, of at most `most` tokens: chats up to the answer, prompts, texts.
+
+    Raises RequestError with every broken row, and with those that are too long.
+    """
+    source = _source(path, config)
+
+    def choose(columns: Sequence[str]) -> Form:
+        if source.format is not None and source.format in ASKING:
+            return _need(_asking(source.format, ASKING[source.format]), columns, source)
+        for name, column in ASKING.items():
+            if FORMS[name].name_in(column, columns, source.columns) in columns:
+                return _asking(name, column)
+        wanted = ", ".join(ASKING.values())
+        message = f"no column asks for anything; the columns are: {', '.join(columns)}"
+        raise RequestError([Problem(KEY, message, expected=wanted, nearest=nearest(columns[0], [*ASKING.values()]))])
+
+    def encode(rows: Sequence[StoredRow]) -> list[Encoded | str]:
+        return [_prompt(row, tokenizer, most) for row in rows]
+
+    return _encoded(path, _stored(path, choose, source), encode)
+
+
+def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """Rows with their answers, the tokens that training would learn marked. Raises RequestError as training does."""
+    source = read_source(_source(path, config), KEY, config.training.task)
+    learnt = config.data.supervise
+    if learnt is None and config.training.task is Task.PRETRAIN:
+        learnt = Supervise.ALL
+    encoding, found, problems = Encoding(tokenizer, learnt), list[Encoded](), list[Problem]()
+    for batch in source.dataset.iter(batch_size=ENCODE_BATCH):
+        places = map(Place, batch["path"], batch["row"])
+        for place, row in zip(places, encode_batch(batch, encoding), strict=True):
+            fitted = "is empty" if row is None else str(row) if isinstance(row, UnsuitedChat) else _fitted(row, config)
+            if isinstance(fitted, Encoded) and not np.any(fitted.labels != IGNORED):
+                fitted = f"no supervised token within {config.model.model_max_length} tokens"
+            if isinstance(fitted, str):
+                problems.append(Problem(KEY, fitted, where=str(place)))
+            else:
+                found.append(fitted)
+    if problems:
+        raise RequestError(problems[:PROBLEM_LIMIT])
+    return found
+
+
+def _source(path: str, config: TrainingConfig) -> DatasetParams:
+    """The file, read as the first source of the run was: its columns, its form where that was set."""
+    first = config.data.train[0] if config.data.train else None
+    if first is None:
+        return DatasetParams(path=path)
+    return DatasetParams(path=path, columns=first.columns, format=first.format)
+
+
+def _stored(
+    path: str, choose: Callable[[Sequence[str]], Form], source: DatasetParams
+) -> Iterator[tuple[Place, StoredRow | Fault]]:
+    """Each row of the files as the form keeps it that their first row shows."""
+    form: Form | None = None
+    for file in find_files(path, Split("train"), KEY):
+        for number, record in read_records(file):
+            place = Place(str(file), number)
+            if isinstance(record, Fault):
+                yield place, record
+                continue
+            form = form or choose(list(record))
+            values = form.read(form.take(record, source.columns))
+            yield place, Fault(values) if isinstance(values, str) else values
+
+
+def _encoded(
+    path: str,
+    rows: Iterator[tuple[Place, StoredRow | Fault]],
+    encode: Callable[[Sequence[StoredRow]], list[Encoded | str]],
+) -> list[Encoded]:
+    """The rows as tokens, in order. Raises RequestError for broken ones, and when there are none."""
+    places, kept, problems = list[Place](), list[StoredRow](), list[Problem]()
+    for place, row in rows:
+        if isinstance(row, Fault):
+            problems.append(Problem(KEY, row.message, where=str(place)))
+        else:
+            places.append(place)
+            kept.append(row)
+    found = []
+    for place, one in zip(places, encode(kept), strict=True):
+        if isinstance(one, str):
+            problems.append(Problem(KEY, one, where=str(place)))
+        else:
+            found.append(one)
+    if problems:
+        raise RequestError(problems[:PROBLEM_LIMIT])
+    if not found:
+        raise RequestError([Problem(KEY, f"{path} has no rows")])
+    return found
+
+
+def _asking(name: RowFormat, column: str) -> Form:
+    """The form as it is for rows that need no more than the column which asks."""
+    form = FORMS[name]
+    return replace(form, needs=(column,), also=tuple(other for other in form.columns if other != column))
+
+
+def _need(form: Form, columns: Sequence[str], source: DatasetParams) -> Form:
+    missing = form.missing(columns, source.columns)
+    if missing:
+        message = f"there is no column `{missing[0]}`; the columns are: {', '.join(columns) or 'none'}"
+        raise RequestError([Problem(KEY, message, nearest=nearest(missing[0], columns))])
+    return form
+
+
+def _fitted(row: Encoded, config: TrainingConfig) -> Encoded | str:
+    """The row within the limit, cut as in training; or why it is not."""
+    limit, policy = config.model.model_max_length, config.data.truncation
+    assert isinstance(limit, int), "the config is resolved"
+    if row_length(row) <= limit:
+        return row
+    if policy in (Truncation.LEFT, Truncation.RIGHT):
+        return truncate(row, limit, policy) or row
+    return f"the row has {row_length(row)} tokens and the limit is {limit} (data.truncation: {policy})"
+
+
+def _prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None) -> Encoded | str:
+    asked: Any = row_prompt(row, tokenizer)
+    if asked is None:
+        return "there is nothing to go on from"
+    if isinstance(asked, Chat):
+        try:
+            ids = tokenizer(render(tokenizer, asked, generation_prompt=True), add_special_tokens=False)["input_ids"]
+        except TEMPLATE_ERRORS as error:
+            return f"the chat template does not render it: {one_line(error)}"
+    elif isinstance(asked, str):
+        ids = tokenizer(asked, verbose=False)["input_ids"]
+        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1 else ids
+    else:
+        ids = list(asked)
+    if not ids:
+        return "there is nothing to go on from"
+    if most is not None and len(ids) > most:
+        return f"the prompt has {len(ids)} tokens, and with the new ones the model has room for {most}"
+    tokens = np.array(ids, np.int32)
+    return Encoded(tokens, np.full(len(tokens), IGNORED, np.int32))

@@ -1,0 +1,23 @@
+"""`predict`: what a trained model says of the rows of a file."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a folder with a model or an adapter.")],
+    file: Annotated[str, typer.Argument(help="Rows: a file, a folder or a glob, read as the run read its own.")],
+    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest completion.")] = 128,
+    score: Annotated[
+        bool, typer.Option("--score", help="How likely the answers of the rows are, instead of new ones.")
+    ] = False,
+) -> None:
+    """One JSON object a row, in the order of the rows: a class, numbers, a completion, or a score."""
+    from framework.run.predict import Request
+    from framework.run.predict import predict as ask
+
+    for answer in ask(run, file, Request(new_tokens, score)):
+        print(json.dumps(answer, ensure_ascii=False))

@@ -1,0 +1,153 @@
+"""What a run has left behind, found and loaded again: a plain model, or an adapter with its base."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from framework.build.assembly import autocast_dtype
+from framework.build.heads import model_class, pad_like
+from framework.build.hub import hub_is_reachable, one_line
+from framework.build.model import build_model, settle
+from framework.build.place import real_place
+from framework.build.quantize import quantize
+from framework.compose import load
+from framework.errors import Problem, RequestError
+from framework.run.export import BASE_FOLDER
+from framework.schema.choices import Task
+from framework.schema.config import TrainingConfig
+
+ADAPTER_FILE, CONFIG_FILE, MODEL_FILE, FINAL = "adapter_config.json", "config.yaml", "config.json", "final"
+PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
+"""peft's names of adapters that are tokens before the row."""
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """The folder of a trained model or adapter, and the config of the run it came from, where that is known."""
+
+    folder: Path
+    config: TrainingConfig | None
+
+    @property
+    def adapter_kind(self) -> str | None:
+        """peft's name of the kind of adapter; None for a plain model."""
+        file = self.folder / ADAPTER_FILE
+        return str(json.loads(file.read_text()).get("peft_type", "")) if file.exists() else None
+
+    @property
+    def task(self) -> Task:
+        """What it was trained for: as the run says, else as its files tell."""
+        if self.config is not None:
+            return self.config.training.task
+        if self.adapter_kind is not None:
+            kind = json.loads((self.folder / ADAPTER_FILE).read_text()).get("task_type")
+            return Task.CLASSIFICATION if kind == "SEQ_CLS" else Task.SFT
+        settings = json.loads((self.folder / MODEL_FILE).read_text())
+        if not any(str(name).endswith("ForSequenceClassification") for name in settings.get("architectures") or ()):
+            return Task.SFT
+        return Task.REGRESSION if settings.get("problem_type") == "regression" else Task.CLASSIFICATION
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that was saved with it. Raises RequestError."""
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            message = f"the tokenizer of {self.folder} does not load: {one_line(error)}"
+            raise RequestError([Problem("RUN", message)]) from None
+        return tokenizer
+
+
+def find_artefact(source: Path) -> Artefact:
+    """What a run folder, or a folder with a model or an adapter, holds. Raises RequestError saying what there is."""
+    for folder in (source / FINAL, source):
+        if (folder / ADAPTER_FILE).exists() or (folder / MODEL_FILE).exists():
+            return Artefact(folder, _config_of(folder))
+    if (source / CONFIG_FILE).exists():
+        message = f"{source} is a run that has not finished: it has no {FINAL}/"
+        raise RequestError([Problem("RUN", message, expected=f"tunesmith train {source / CONFIG_FILE} --resume")])
+    what = "has neither a model nor a run in it" if source.is_dir() else "is no folder"
+    expected = f"a run folder, or one with {MODEL_FILE} or {ADAPTER_FILE}"
+    raise RequestError([Problem("RUN", f"{source} {what}", expected=expected)])
+
+
+def _config_of(folder: Path) -> TrainingConfig | None:
+    written = folder.absolute().parent / CONFIG_FILE
+    return load(str(written)) if written.exists() else None
+
+
+def load_plain(name: str, task: Task) -> PreTrainedModel:
+    """A plain model of the task's class, in the dtype it was written in. Raises RequestError."""
+    try:
+        model: PreTrainedModel = model_class(task).from_pretrained(
+            name, dtype="auto", local_files_only=not hub_is_reachable()
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise RequestError([Problem("RUN", f"{name} does not load: {one_line(error)}")]) from None
+    return model
+
+
+def load_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
+    """The weights that the adapter was trained on, as they were held then, and the dtype to write them in.
+
+    Raises RequestError when the adapter does not say which these are, or they do not load.
+    """
+    if artefact.config is not None:
+        return _base_of_run(artefact.config, artefact)
+    if artefact.task.is_of_rows:
+        message = f"{artefact.folder} does not say how many classes its model has, nor their names"
+        raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
+    name = PeftConfig.from_pretrained(str(artefact.folder)).base_model_name_or_path
+    if not name:
+        message = f"{artefact.folder} does not say which base it belongs on"
+        raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
+    model = load_plain(name, artefact.task)
+    return model, model.dtype
+
+
+def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
+    """The base with the adapter on it. Raises RequestError where it does not go there."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            # peft reads a property that transformers 5.20 renamed; nothing a user could change
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            adapted: PeftModel = PeftModel.from_pretrained(base, str(artefact.folder))
+    except (ValueError, RuntimeError, OSError) as error:
+        message = f"{artefact.folder} does not go on its base: {one_line(error)}"
+        raise RequestError([Problem("RUN", message)]) from None
+    return adapted
+
+
+def load_model(artefact: Artefact) -> Any:
+    """Model, or base and adapter, to be asked: in evaluation mode, on the GPU where there is one."""
+    if artefact.adapter_kind is None:
+        model: Any = load_plain(str(artefact.folder), artefact.task)
+    else:
+        model = with_adapter(load_base(artefact)[0], artefact)
+    on_card = any(parameter.is_cuda for parameter in model.parameters())  # packed weights are there already
+    return (model if on_card or not torch.cuda.is_available() else model.to("cuda")).eval()
+
+
+def _base_of_run(config: TrainingConfig, artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
+    config, architecture = settle(config)
+    stated = architecture.dtype  # building writes the training dtype over it
+    if (artefact.folder / BASE_FOLDER).exists():
+        model = load_plain(str(artefact.folder / BASE_FOLDER), artefact.task)
+    else:
+        if config.training.task.is_of_rows:
+            pad_like(architecture, artefact.tokenizer)
+        is_too_large = config.model.offload_frozen_base is True
+        place = real_place(torch.device("cuda" if torch.cuda.is_available() and not is_too_large else "cpu"))
+        set_seed(config.training.seed)  # random weights come out as they did for the run
+        autocast = autocast_dtype(config.training)
+        model, _ = build_model(config, architecture, place, autocast)
+        if config.peft.q_lora:
+            quantize(config.peft, model, autocast or model.dtype, place)
+    return model, getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype

@@ -1,0 +1,257 @@
+"""`tunesmith predict`: a trained model is asked about the rows of a file, many at a time, the answers in file order."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from framework.build.batches import collate
+from framework.build.heads import answers
+from framework.build.labels import Encoded
+from framework.build.loss import causal_model, full_loss, ignore_phases, model_inputs
+from framework.build.model import settle
+from framework.build.questions import read_answered, read_prompts, read_texts
+from framework.build.rows import Row, join_rows
+from framework.build.tokenizer import padding_id
+from framework.errors import Problem, RequestError
+from framework.run.artefact import MODEL_FILE, PROMPTS, Artefact, find_artefact, load_model
+from framework.schema.architecture import position_count
+from framework.schema.choices import Task
+from framework.schema.config import TrainingConfig
+from framework.schema.data import DataParams
+from framework.schema.model import ModelParams
+from framework.schema.training import TrainingParams
+
+MOST_ROWS, MOST_TOKENS = 64, 16_384
+"""Rows of a batch, and its positions with padding: beyond these a batch is no faster, on a card either."""
+MOST_LOGITS = 1 << 28
+"""Numbers that the logits of a scored batch may have: 1 GiB in float32."""
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """`new_tokens` is how long a completion may be; `score`: rows have answers, tell how likely they are."""
+
+    new_tokens: int = 128
+    score: bool = False
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A model, its tokenizer, and how the run that made it read rows."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    config: TrainingConfig
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = causal_model(self.model).get_input_embeddings().weight.device
+        return device
+
+
+def predict(source: Path, file: str, request: Request | None = None) -> Iterator[Answer]:
+    """What the trained model in `source` says of each row of `file`, in order.
+
+    Everything is read and checked before the first answer. Raises RequestError for a folder without a model, and with
+    every broken row.
+    """
+    request = request or Request()
+    disable_progress_bar()  # results go to a pipe, and a bar is none of them
+    artefact = find_artefact(source)
+    config = _reading(artefact)
+    tokenizer = artefact.tokenizer
+    task = config.training.task
+    _refuse(artefact, task, request)
+    if task.is_of_rows:
+        rows = read_texts(file, config, tokenizer)
+    elif request.score:
+        rows = read_answered(file, config, tokenizer)
+    else:
+        rows = read_prompts(file, config, tokenizer, _room(config, request))
+    asked = _Asked(load_model(artefact), tokenizer, config)
+    if task.is_of_rows:
+        return _in_order(rows, _judging(asked), MOST_TOKENS)
+    if request.score:
+        vocabulary = causal_model(asked.model).config.get_text_config().vocab_size
+        return _in_order(rows, _scoring(asked), max(1, MOST_LOGITS // vocabulary))
+    return _in_order(rows, _completing(asked, request.new_tokens), MOST_TOKENS, request.new_tokens)
+
+
+def _reading(artefact: Artefact) -> TrainingConfig:
+    """The run's config, about the model that came of it; of a folder alone, what its files say."""
+    config = artefact.config
+    if artefact.adapter_kind is not None:
+        return settle(config)[0] if config is not None else TrainingConfig(model=ModelParams(model_max_length=1 << 30))
+    model = ModelParams(model_name=str(artefact.folder))
+    if config is None:
+        config = TrainingConfig(training=TrainingParams(task=artefact.task), data=_labels(artefact), model=model)
+    else:
+        kept = {"model_max_length": config.model.model_max_length, "trust_remote_code": config.model.trust_remote_code}
+        config = config.model_copy(update={"model": model.model_copy(update=kept)})
+        if config.training.use_peft:  # a merged model, or one that was saved merged
+            training = config.training.model_copy(update={"use_peft": False})
+            config = config.model_copy(update={"training": training})
+    return settle(config)[0]
+
+
+def _labels(artefact: Artefact) -> DataParams:
+    """The names of the classes that a folder's config has."""
+    if not artefact.task.is_of_rows:
+        return DataParams()
+    settings = json.loads((artefact.folder / MODEL_FILE).read_text())
+    names = settings.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    several = settings.get("problem_type") == "multi_label_classification"
+    labels = tuple(names[key] for key in sorted(names, key=int))
+    return DataParams(labels=labels, multi_label=several if artefact.task is Task.CLASSIFICATION else None)
+
+
+def _refuse(artefact: Artefact, task: Task, request: Request) -> None:
+    if task is Task.REWARD:
+        raise RequestError([Problem("RUN", "rewards of answers are not yet available")])
+    if task.is_of_rows and request.score:
+        message = f"a model of the task {task} always tells how sure it is"
+        raise RequestError([Problem("--score", message, expected="leave it out")])
+    if artefact.adapter_kind in PROMPTS and not request.score:
+        message = f"peft 0.21 loses a trained {artefact.adapter_kind} when it writes"
+        raise RequestError([Problem("RUN", message, expected="--score")])
+
+
+def _room(config: TrainingConfig, request: Request) -> int | None:
+    """Tokens that a prompt may have, so that the new ones still have positions."""
+    if config.model.model_name is None:
+        return None
+    _, architecture = settle(config)
+    positions = position_count(architecture.get_text_config().to_dict())
+    if positions is None:
+        return None
+    if positions <= request.new_tokens:
+        message = f"{request.new_tokens} new tokens are all of the model's {positions} positions, or more"
+        raise RequestError([Problem("--max-new-tokens", message, expected=f"less than {positions}")])
+    return positions - request.new_tokens
+
+
+def _in_order(
+    rows: Sequence[Encoded], ask: Callable[[list[Row]], list[Answer]], most_tokens: int, more: int = 0
+) -> Iterator[Answer]:
+    """Answers to all rows in their order; asked with rows of about the same length together, the longest first."""
+    table = join_rows(rows)
+    order = sorted(range(len(table)), key=lambda index: -int(table.lengths[index]))
+    found: dict[int, Answer] = {}
+    start, size = 0, MOST_ROWS
+    while start < len(order):
+        longest = int(table.lengths[order[start]]) + more
+        chosen = order[start : start + max(1, min(size, most_tokens // longest))]
+        try:
+            with torch.inference_mode():
+                told = ask([table[index] for index in chosen])
+        except torch.OutOfMemoryError:
+            if len(chosen) == 1:
+                raise
+            size = len(chosen) // 2
+            torch.cuda.empty_cache()
+            continue
+        found.update(zip(chosen, told, strict=True))
+        start += len(chosen)
+    return (found[index] for index in range(len(table)))
+
+
+def _judging(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:
+    """The class of each row and how sure the model is, or its numbers."""
+    names, kind = answers(asked.config), asked.model.config.problem_type
+
+    def ask(rows: list[Row]) -> list[Answer]:
+        told = asked.model(**_inputs(asked, rows), use_cache=False).logits.float()
+        if kind == "regression":
+            return [_numbers(names, row) for row in told.tolist()]
+        if kind == "multi_label_classification":
+            return [_several(names, row) for row in told.sigmoid().tolist()]
+        return [_one(names, row) for row in told.softmax(1).tolist()]
+
+    return ask
+
+
+def _one(names: Sequence[str], shares: list[float]) -> Answer:
+    best = max(range(len(shares)), key=shares.__getitem__)
+    return {"label": names[best], "probabilities": dict(zip(names, shares, strict=True))}
+
+
+def _several(names: Sequence[str], shares: list[float]) -> Answer:
+    chosen = [name for name, share in zip(names, shares, strict=True) if share > 0.5]
+    return {"labels": chosen, "probabilities": dict(zip(names, shares, strict=True))}
+
+
+def _numbers(names: Sequence[str], values: list[float]) -> Answer:
+    return {"value": values[0]} if len(values) == 1 else {"values": dict(zip(names, values, strict=True))}
+
+
+def _scoring(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:
+    """The log-probability of each row's supervised tokens, and how many they are."""
+
+    def ask(rows: list[Row]) -> list[Answer]:
+        batch = _moved(asked, rows)
+        told = full_loss.log_probabilities(asked.model, batch, ignore_phases).sum(1).tolist()
+        counts = (batch["labels"][:, 1:] >= 0).sum(1).tolist()
+        return [{"log_likelihood": told, "tokens": count} for told, count in zip(told, counts, strict=True)]
+
+    return ask
+
+
+def _completing(asked: _Asked, new_tokens: int) -> Callable[[list[Row]], list[Answer]]:
+    """What the model writes, always its likeliest token, until its end token or `new_tokens`."""
+    pad, tokenizer = padding_id(asked.tokenizer), asked.tokenizer
+    ends = _end_tokens(asked)
+
+    def ask(rows: list[Row]) -> list[Answer]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):  # on the left, so that every row goes on at the same place
+            ids[index, longest - len(row["input_ids"]) :] = torch.tensor(row["input_ids"])
+            mask[index, longest - len(row["input_ids"]) :] = 1
+        written = asked.model.generate(
+            input_ids=ids.to(asked.device),
+            attention_mask=mask.to(asked.device),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=pad,
+            eos_token_id=ends or None,
+        )
+        return [_completion(tokenizer, tokens, ends) for tokens in written[:, longest:].tolist()]
+
+    return ask
+
+
+def _end_tokens(asked: _Asked) -> list[int]:
+    """Where a completion ends: the tokenizer's end token, and those that the model's own settings name."""
+    named = getattr(causal_model(asked.model).generation_config, "eos_token_id", None)
+    listed = named if isinstance(named, list) else [named]
+    return sorted({token for token in (asked.tokenizer.eos_token_id, *listed) if isinstance(token, int)})
+
+
+def _completion(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Sequence[int]) -> Answer:
+    end = next((at for at, token in enumerate(tokens) if token in ends), None)
+    kept = tokens if end is None else tokens[:end]
+    return {
+        "completion": tokenizer.decode(kept, skip_special_tokens=True),
+        "tokens": len(kept),
+        "finished": end is not None,
+    }
+
+
+def _moved(asked: _Asked, rows: list[Row]) -> dict[str, Tensor]:
+    batch = collate(rows, padding_id(asked.tokenizer))
+    return {name: tensor.to(asked.device) for name, tensor in batch.items()}
+
+
+def _inputs(asked: _Asked, rows: list[Row]) -> dict[str, Any]:
+    return model_inputs(asked.model, _moved(asked, rows))

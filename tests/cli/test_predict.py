@@ -1,0 +1,218 @@
+"""`predict`: answers in file order, the same as the model gives by itself; what is wrong with rows is said."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from framework.cli import main
+from framework.compose import load
+from framework.run import predict as predicting
+from framework.run import trainer
+from framework.run.predict import Request, predict
+from tests.tiny import BERT, GPT2, LLAMA
+
+TEXTS = ["a red apple", "the blue sky is wide and far above the hills", "green grass", "blue", "red red red apple tree"]
+TRAINING = {"per_device_train_batch_size": 4, "max_steps": 8, "learning_rate": 1e-2}
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def train(folder, architecture, rows, task, **sections):
+    """A run of a few steps on `rows`."""
+    from framework.schema.config import TrainingConfig
+
+    shape = {key: value for key, value in architecture.items() if key != "vocab_size"}
+    model = {"architecture": shape, "load_pretrained_weights": False, "model_max_length": 64}
+    config = TrainingConfig(
+        training={**TRAINING, "task": task, "output_dir": str(folder / "run"), **sections.pop("training", {})},
+        model={**model, "tokenizer": {"train": "bpe", "vocab_size": 300}, **sections.pop("model", {})},
+        data={"train": [{"path": lines(folder / "rows.jsonl", rows), **sections.pop("source", {})}]},
+        **sections,
+    )
+    trainer.train(config, planner=None, quiet=True)
+    return folder / "run"
+
+
+def said(capsys, *words):
+    assert main(["predict", *map(str, words)]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def refused(capsys, *words):
+    assert main(["predict", *map(str, words)]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    return found.err
+
+
+def labelled(label):
+    return [{"text": f"{text} {number}", "label": label(number)} for number, text in enumerate(TEXTS * 4)]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    rows = labelled(lambda number: ["fruit", "sky", "lawn"][number % 3])
+    return train(tmp_path_factory.mktemp("classifier"), BERT, rows, "classification")
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    rows = [{"prompt": f"{text}:", "completion": f" {text.upper()}"} for text in TEXTS * 4]
+    return train(tmp_path_factory.mktemp("writer"), GPT2, rows, "sft")
+
+
+def test_classes_and_their_probabilities_are_those_of_the_model_in_file_order(
+    classifier, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(predicting, "MOST_ROWS", 2)
+    answers = said(capsys, classifier, lines(tmp_path / "asked.jsonl", [{"text": text} for text in TEXTS]))
+    model = AutoModelForSequenceClassification.from_pretrained(classifier / "final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(classifier / "final")
+    assert len(answers) == len(TEXTS)
+    for text, answer in zip(TEXTS, answers, strict=True):
+        ids = torch.tensor([tokenizer(text)["input_ids"][:64]])
+        with torch.no_grad():
+            shares = model(input_ids=ids).logits[0].softmax(0)
+        assert answer["probabilities"] == pytest.approx(
+            dict(zip(["fruit", "lawn", "sky"], shares.tolist(), strict=True)), abs=1e-5
+        )
+        assert answer["label"] == max(answer["probabilities"], key=answer["probabilities"].get)
+
+
+def test_labels_beside_the_texts_are_not_read_and_an_exported_folder_alone_serves(classifier, tmp_path, capsys):
+    bare = lines(tmp_path / "bare.jsonl", [{"text": text} for text in TEXTS])
+    beside = lines(tmp_path / "beside.jsonl", [{"text": text, "label": "unheard of"} for text in TEXTS])
+    expected = said(capsys, classifier, bare)
+    assert said(capsys, classifier, beside) == expected
+    assert said(capsys, classifier / "final", bare) == expected
+    shutil.copytree(classifier / "final", tmp_path / "alone")
+    alone = said(capsys, tmp_path / "alone", bare)
+    assert [answer["label"] for answer in alone] == [answer["label"] for answer in expected]
+
+
+def test_an_adapter_comes_with_its_base(tmp_path, capsys):
+    rows = labelled(lambda number: ["fruit", "sky"][number % 2])
+    peft = {"lora_target_modules": ["all-linear"]}
+    run = train(tmp_path, LLAMA, rows, "classification", training={"use_peft": True, "max_steps": 20}, peft=peft)
+    asked = lines(tmp_path / "asked.jsonl", rows)
+    answers = said(capsys, run, asked)
+    assert main(["merge", str(run)]) == 0
+    capsys.readouterr()
+    merged = said(capsys, run / "merged", asked)
+    for one, other in zip(answers, merged, strict=True):
+        assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-4)
+    shutil.copytree(run / "final", tmp_path / "alone")
+    assert "how many classes" in refused(capsys, tmp_path / "alone", asked)
+
+
+def test_several_classes_and_numbers(tmp_path, capsys):
+    (tmp_path / "several").mkdir()
+    (tmp_path / "numbers").mkdir()
+    rows = labelled(lambda number: [["fruit"], ["sky", "fruit"], []][number % 3])
+    several = train(tmp_path / "several", BERT, rows, "classification")
+    answers = said(capsys, several, lines(tmp_path / "asked.jsonl", rows[:3]))
+    for answer in answers:
+        assert answer["labels"] == [name for name, share in answer["probabilities"].items() if share > 0.5]
+        assert set(answer["probabilities"]) == {"fruit", "sky"}
+    rows = labelled(lambda number: [number / 10, -number])
+    numbers = train(tmp_path / "numbers", BERT, rows, "regression")
+    answers = said(capsys, numbers, lines(tmp_path / "asked.jsonl", rows[:3]))
+    assert all(set(answer["values"]) == {"value_0", "value_1"} for answer in answers)
+
+
+def test_completions_are_the_likeliest_tokens_whatever_rows_are_beside(writer, tmp_path, capsys):
+    asked = lines(tmp_path / "asked.jsonl", [{"prompt": f"{text}:"} for text in TEXTS])
+    answers = said(capsys, writer, asked, "--max-new-tokens", "6")
+    model = AutoModelForCausalLM.from_pretrained(writer / "final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(writer / "final")
+    for text, answer in zip(TEXTS, answers, strict=True):
+        ids = torch.tensor([tokenizer(f"{text}:")["input_ids"]])
+        for _ in range(answer["tokens"]):
+            with torch.no_grad():
+                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+        assert answer["completion"] == tokenizer.decode(ids[0, len(tokenizer(f"{text}:")["input_ids"]) :])
+        assert answer["finished"] or answer["tokens"] == 6
+    plain = lines(tmp_path / "plain.jsonl", [{"text": f"{text}:"} for text in TEXTS])
+    assert said(capsys, writer, plain, "--max-new-tokens", "6") == answers
+
+
+def test_a_score_is_the_log_probability_of_what_training_learns(writer, tmp_path, capsys):
+    rows = [{"prompt": f"{text}:", "completion": f" {text[:7].upper()}"} for text in TEXTS[::-1]]
+    answers = said(capsys, writer, lines(tmp_path / "asked.jsonl", rows), "--score")
+    model = AutoModelForCausalLM.from_pretrained(writer / "final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(writer / "final")
+    for row, answer in zip(rows, answers, strict=True):
+        ids = [*tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer.eos_token_id][:64]
+        start = len(tokenizer(row["prompt"])["input_ids"])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0]
+        told = -F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum").item()
+        assert answer == {"log_likelihood": pytest.approx(told, rel=1e-4), "tokens": len(ids) - start}
+
+
+def test_a_batch_that_does_not_fit_is_halved(classifier, tmp_path, monkeypatch):
+    asked = lines(tmp_path / "asked.jsonl", [{"text": text} for text in TEXTS])
+    expected, judging, sizes = list(predict(classifier, asked)), predicting._judging, []
+
+    def tight(asked):
+        ask = judging(asked)
+
+        def narrow(rows):
+            sizes.append(len(rows))
+            if len(rows) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return ask(rows)
+
+        return narrow
+
+    monkeypatch.setattr(predicting, "_judging", tight)
+    assert [answer["label"] for answer in predict(classifier, asked)] == [answer["label"] for answer in expected]
+    assert sizes == [5, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ([{"text": "fine"}, {"text": 7}], "expected text, not int 7"),
+        ([{"text": "fine"}, {"text": None}], "there is no text"),
+        ([{"body": "fine"}], "there is no column `text`"),
+        ([], "has no rows"),
+    ],
+)
+def test_broken_rows_are_refused_with_their_place(classifier, tmp_path, capsys, rows, word):
+    told = refused(capsys, classifier, lines(tmp_path / "asked.jsonl", rows))
+    assert word in told
+    assert len(rows) < 2 or "asked.jsonl:2" in told or "row 2" in told or "line 2" in told
+
+
+def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
+    asked = lines(tmp_path / "asked.jsonl", [{"text": text} for text in TEXTS])
+    assert "--score" in refused(capsys, classifier, asked, "--score")
+    assert "is no folder" in refused(capsys, tmp_path / "nowhere", asked)
+    assert "has neither a model nor a run in it" in refused(capsys, tmp_path, asked)
+    assert "nothere.jsonl" in refused(capsys, classifier, tmp_path / "nothere.jsonl")
+    assert "room for" in refused(capsys, writer, asked, "--max-new-tokens", "126")
+    assert "128 positions" in refused(capsys, writer, asked, "--max-new-tokens", "128")
+    shutil.copytree(writer, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
+    assert "has not finished" in refused(capsys, tmp_path / "unfinished", asked)
+
+
+def test_the_run_reads_rows_as_it_did_in_training(tmp_path, capsys):
+    rows = [{"body": row["text"], "topic": row["label"]} for row in labelled(lambda number: "ab"[number % 2])]
+    source = {"columns": {"text": "body", "label": "topic"}}
+    run = train(
+        tmp_path, {"model_type": "textcnn", "hidden_size": 16, "num_filters": 8}, rows, "classification", source=source
+    )
+    assert len(said(capsys, run, lines(tmp_path / "asked.jsonl", [{"body": text} for text in TEXTS]))) == len(TEXTS)
+    assert load(str(run / "config.yaml")).data.labels == ("a", "b")
+    assert list(predict(run, str(tmp_path / "asked.jsonl"), Request())) == said(
+        capsys, Path(run), tmp_path / "asked.jsonl"
+    )
