@@ -90,7 +90,7 @@ def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tup
     return _answered(row, "completion") if form in (RowFormat.PROMPT_COMPLETION, RowFormat.UNPAIRED) else None
 
 
-def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | Sequence[int] | None:
+def row_question(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | Sequence[int] | None:
     """What the row asks a model to go on from: a chat up to the answer, a text, or tokens; None where nothing is asked.
 
     The answer beside it, where there is one, is left out.

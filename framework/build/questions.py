@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from framework.build.chat import TEMPLATE_ERRORS, Chat, render
 from framework.build.data import ENCODE_BATCH
-from framework.build.encode import Encoding, StoredRow, encode_batch, row_prompt
+from framework.build.encode import Encoding, StoredRow, encode_batch, row_question
 from framework.build.files import Fault, read_records
 from framework.build.finding import find_files
 from framework.build.forms import FORMS, Form
@@ -175,7 +175,7 @@ def _fitted(row: Encoded, config: TrainingConfig) -> Encoded | str:
 
 
 def _prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None) -> Encoded | str:
-    asked: Any = row_prompt(row, tokenizer)
+    asked: Any = row_question(row, tokenizer)
     if asked is None:
         return "there is nothing to go on from"
     if isinstance(asked, Chat):
