@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig
 
 from framework.build.activations import arrange_blocks
+from framework.build.arrival import await_weights
 from framework.build.compiled import compile_regions
 from framework.build.device_cache import DeviceCache
 from framework.build.float8 import convert_products
@@ -136,7 +137,11 @@ def assemble(
     autocast = autocast_dtype(config.training)
     streams = config.model.offload_frozen_base is True
     loaded_at = loading_place(place) if streams else place
-    built, new_weights = build_model(config, architecture, loaded_at, autocast)
+    arrival = await_weights(config, architecture, place, ranks)
+    if arrival is not None:
+        built, new_weights, loaded_at = arrival.model, arrival.new, arrival.place
+    else:
+        built, new_weights = build_model(config, architecture, loaded_at, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     companion = build_companion(config, built, place, autocast)
     lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
@@ -157,7 +162,7 @@ def assemble(
     streamed = StreamedBase(model, place) if streams else None
     objective = build_objective(config, model, companion)
     compile_regions(config, model, place)
-    parallel = parallelise(config, model, place, ranks)
+    parallel = parallelise(config, model, place, ranks, arrival)
     optimizer = build_optimizer(config, model, place)
     schedule = build_schedule(config.training, total_steps)
     scale = build_loss_scale(config.training, place)

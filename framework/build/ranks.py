@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed
@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from framework.build.place import Place
 from framework.schema.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from framework.build.arrival import Arrival
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,10 @@ class Root(nn.Module):
         return function(self.model, *arguments)
 
 
-def parallelise(config: TrainingConfig, model: nn.Module, place: Place, ranks: Ranks) -> Parallel | None:
-    """The model as all ranks train it; None for one rank, which trains it as it is.
+def parallelise(
+    config: TrainingConfig, model: nn.Module, place: Place, ranks: Ranks, arrival: "Arrival | None" = None
+) -> Parallel | None:
+    """The model as all ranks train it; None for one rank, which trains it as it is. `arrival` brings its weights.
 
     Call it right before the optimizer is built. Names of parameters stay as they are.
     """
@@ -105,7 +110,7 @@ def parallelise(config: TrainingConfig, model: nn.Module, place: Place, ranks: R
     if config.fsdp.is_sharded:
         from framework.build.shard import shard  # torch's sharding takes seconds to import
 
-        return shard(config, Root(model), model, place, ranks)
+        return shard(config, Root(model), model, place, ranks, arrival)
     return _replicated(Root(model))
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from framework.build.activations import transformer_blocks
+from framework.build.arrival import Arrival
 from framework.build.hub import nearest
 from framework.build.loss import causal_model
 from framework.build.place import Place
@@ -58,14 +59,30 @@ class Sharding:
         """Every micro batch's gradients are reduced at once."""
         return contextlib.nullcontext()
 
+    @property
+    def gathered_dtype(self) -> torch.dtype | None:
+        """The dtype that weights are gathered in where it is not their own, by torch's word."""
+        state: Any = self.blocks[0]._get_fsdp_state()
+        dtype: torch.dtype | None = state._fsdp_param_groups[0].mp_policy.param_dtype
+        return dtype
+
     def free_gathered(self) -> None:
         """Free weights that are still gathered, as after passes without backward."""
         for unit in self.units:
             unit.reshard()
 
 
-def shard(config: TrainingConfig, root: nn.Module, model: nn.Module, place: Place, ranks: Ranks) -> Sharding:
+def shard(
+    config: TrainingConfig,
+    root: nn.Module,
+    model: nn.Module,
+    place: Place,
+    ranks: Ranks,
+    arrival: Arrival | None = None,
+) -> Sharding:
     """Split the parameters below `root` over the ranks, in place; hybrid strategies over those of one machine.
+
+    `arrival` fills each unit right before it is split.
 
     `model` is the transformers model (or its adapter's wrapper) below `root`. Call it last: checkpoints and compiled
     regions are inside of what is gathered. Raises RequestError for blocks that are not found or whose trained weights
@@ -83,7 +100,13 @@ def shard(config: TrainingConfig, root: nn.Module, model: nn.Module, place: Plac
         "mp_policy": precision(config),
         "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if params.cpu_offload is True else OffloadPolicy(),
     }
-    units = [fully_shard(module, **settings) for module in (*blocks, root)]
+    units = []
+    for module in (*blocks, root):
+        if arrival is not None:
+            arrival.fill(module)
+        units.append(fully_shard(module, **settings))
+    if arrival is not None:
+        arrival.close()
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a division by 1 would be an operation of NCCL's alone

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from framework.build.ranks import local_part
 from framework.schema.choices import Optimizer, TorchDtype
 from framework.schema.config import TrainingConfig
 
@@ -26,7 +27,7 @@ class Moved:
 
 
 class MovedElements:
-    """Remembers a sample of every trained tensor, on the host, from one look to the next."""
+    """Remembers a sample of what this rank holds of every trained tensor, on the host, from one look to the next."""
 
     def __init__(self, trained: Sequence[Tensor]) -> None:
         self._trained = trained
@@ -38,8 +39,8 @@ class MovedElements:
         changed = [
             float((now != then).float().mean()) for now, then in zip(self._before, before, strict=True) if len(now)
         ]
-        sizes = [tensor.numel() for tensor in self._trained if tensor.numel()]
-        vectors = [tensor.dim() < 2 for tensor in self._trained if tensor.numel()]
+        here = [tensor for tensor in map(local_part, self._trained) if tensor.numel()]
+        sizes, vectors = [tensor.numel() for tensor in here], [tensor.dim() < 2 for tensor in here]
         return Moved(
             _mean(changed, sizes) or 0.0,
             _mean(changed, [size * is_vector for size, is_vector in zip(sizes, vectors, strict=True)]),
@@ -48,7 +49,8 @@ class MovedElements:
     @torch.no_grad()
     def _sample(self) -> list[Tensor]:
         # An odd stride, so that the elements of a matrix are not all of one column.
-        taken = [tensor.detach().flatten()[:: -(-tensor.numel() // SAMPLE) | 1] for tensor in self._trained]
+        here = [local_part(tensor).detach() for tensor in self._trained]
+        taken = [tensor.flatten()[:: -(-tensor.numel() // SAMPLE) | 1] for tensor in here]
         together = torch.cat([part.float() for part in taken]).cpu()  # one copy from the device, not one a tensor
         return list(torch.split(together, [len(part) for part in taken]))
 

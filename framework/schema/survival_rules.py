@@ -15,9 +15,6 @@ def survival_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if training.optimizer_in_backward is True:
         message = "weights that change during backward cannot be put back when it runs out of memory"
         yield Conflict((key, "training.optimizer_in_backward"), message, "training.on_oom: stop")
-    if config.fsdp.enable_fsdp is True:
-        message = "ranks that share weights cannot shrink one by one: a sharded run stops on every rank"
-        yield Conflict((key, "fsdp.enable_fsdp"), message, "training.on_oom: stop")
     if training.per_device_train_batch_size == 1:
         message = "the micro batch is one row: there is nothing to halve"
         yield Conflict((key, "training.per_device_train_batch_size"), message, "stop, or more rows", is_warning=True)

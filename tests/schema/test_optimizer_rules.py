@@ -114,7 +114,7 @@ def test_a_missing_package_is_named_where_a_run_starts_and_not_for_a_plan(monkey
     ("sections", "other"),
     [
         ({"training": IN_BACKWARD}, "training.optimizer_in_backward"),
-        ({"fsdp": {"enable_fsdp": True}, "gpu": {"count": 2}}, "fsdp.enable_fsdp"),
+        ({"gpu": {"count": 2}}, "gpu.count"),
     ],
 )
 def test_what_cannot_be_undone_is_not_repaired(sections, other):

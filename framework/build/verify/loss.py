@@ -28,6 +28,7 @@ def _is_apart(assembly: Assembly, model: nn.Module) -> bool:
     was_training = model.training
     model.eval()
     with assembly.autocast:
-        apart = head_is_last(model, {"input_ids": torch.arange(4, device=assembly.place.device).unsqueeze(0)})
+        batch = {"input_ids": torch.arange(4, device=assembly.place.device).unsqueeze(0)}
+        apart = assembly.through(head_is_last, batch) if model is assembly.model else head_is_last(model, batch)
     model.train(was_training)
-    return apart
+    return bool(apart)

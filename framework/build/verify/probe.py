@@ -15,7 +15,7 @@ from framework.build.assembly import Assembly
 from framework.build.batches import full_batch
 from framework.build.compiled import plain_code
 from framework.build.hub import one_line
-from framework.build.loss import model_inputs
+from framework.build.loss import Batch, model_inputs
 
 PROBE_TOKENS = 16
 
@@ -45,12 +45,18 @@ def probe(assembly: Assembly) -> Seen:
     with torch.random.fork_rng(devices), uncompiled, plain_code(assembly.model), _watched(assembly.model, seen):
         try:
             with assembly.attention, assembly.autocast, Operators(seen):
-                assembly.model(**model_inputs(assembly.model, batch), use_cache=False)
+                assembly.through(_forward, batch)
         except RuntimeError as error:  # "No available kernel. Aborting execution."
             if "kernel" not in str(error).lower():
                 raise
             seen.failure = one_line(error)
+    if assembly.sharding is not None:
+        assembly.sharding.free_gathered()  # no backward follows
     return seen
+
+
+def _forward(model: nn.Module, batch: Batch) -> None:
+    model(**model_inputs(model, batch), use_cache=False)
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

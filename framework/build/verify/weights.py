@@ -64,7 +64,12 @@ def read_autocast(assembly: Assembly) -> Iterator[Reading]:
     """The dtype that a matrix product has inside the context of forward, its masters and its loss scaler."""
     asked = MixedPrecision(assembly.config.training.mixed_precision_dtype or "none")
     words = {dtype: str(word) for word, dtype in AUTOCAST_DTYPES.items()}
-    kind = assembly.place.kind
+    kind, sharding = assembly.place.kind, assembly.sharding
+    if sharding is not None:
+        gathered = sharding.gathered_dtype
+        found = words.get(gathered, "?") if gathered is not None else "none"
+        yield Reading("training.mixed_precision_dtype", str(asked), found, "what fully_shard gathers weights in")
+        return
     with assembly.autocast:
         found = words.get(torch.get_autocast_dtype(kind), "?") if torch.is_autocast_enabled(kind) else "none"
     source, scale = f"torch.autocast on {kind}", assembly.loss_scale

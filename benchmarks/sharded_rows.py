@@ -1,0 +1,68 @@
+"""The rows of benchmarks/sharded.py as configs, which need no card."""
+
+from typing import Any
+
+from framework import load
+from framework.schema.config import TrainingConfig
+
+_1B = {"model": "llama3.2_1b", "micro": 4, "gc": True}
+ROWS: tuple[dict[str, Any], ...] = (
+    {"name": "1b-gc", **_1B},
+    {"name": "1b", **_1B, "gc": False},
+    {"name": "1b-zero2", **_1B, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+    {"name": "1b-bf16-gc", **_1B, "dtype": "bfloat16"},
+    {"name": "1b-chunked", **_1B, "gc": False, "changes": ["model.chunked_loss=1024"]},
+    {"name": "1b-prefetch", **_1B, "fsdp": {"forward_prefetch": True}},
+    {"name": "1b-no-prefetch", **_1B, "fsdp": {"backward_prefetch": "NONE"}},
+    {"name": "1b-post-prefetch", **_1B, "fsdp": {"backward_prefetch": "BACKWARD_POST"}},
+    {"name": "1b-offload", **_1B, "fsdp": {"cpu_offload": True}},
+    {"name": "1b-accumulated", **_1B, "micro": 2, "accumulation": 3},
+    {"name": "3b-gc", "model": "llama3.2_3b", "micro": 2, "gc": True},
+    {"name": "8b-gc-chunked", "model": "llama3.1_8b", "micro": 1, "gc": True, "changes": ["model.chunked_loss=1024"]},
+    {"name": "8b-lora-gc", "model": "llama3.1_8b", "micro": 2, "gc": True, "dtype": "bfloat16", "lora": True},
+    {"name": "qwen3-1.7b-gc", "model": "qwen3_1.7b", "micro": 2, "gc": True},
+)
+_CURVE = {"steps": 50, "world": True}
+CURVES: tuple[dict[str, Any], ...] = (
+    {"name": "curve-one", **_CURVE, "world": False},
+    {"name": "curve-full", **_CURVE, "fsdp": {}},
+    {"name": "curve-zero2", **_CURVE, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+    {"name": "curve-offload", **_CURVE, "fsdp": {"cpu_offload": True}},
+    {"name": "curve-post", **_CURVE, "fsdp": {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True}},
+    {"name": "curve-ddp", **_CURVE, "fsdp": None},
+)
+
+
+def step_config(row: dict[str, Any], world: int, card: str = "h100_80gb") -> TrainingConfig:
+    """The config of a row on `world` cards."""
+    dtype, accumulation = row.get("dtype", "float32"), row.get("accumulation", 1)
+    lora = ["peft=lora", "peft.lora_r=16", "peft.lora_alpha=32", "peft.adapter_dtype=bfloat16"]
+    changes = [f"model={row['model']}", f"gpu={card}", f"gpu.count={world}", "fsdp.enable_fsdp=true"]
+    changes += [
+        f"fsdp.{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in row.get("fsdp", {}).items()
+    ]
+    changes += [f"model.torch_dtype_str={dtype}", f"training.enable_gradient_checkpointing={str(row['gc']).lower()}"]
+    changes += [f"training.mixed_precision_dtype={'bf16' if dtype == 'float32' else 'none'}"]
+    changes += [f"training.per_device_train_batch_size={row['micro']}", "model.load_pretrained_weights=false"]
+    changes += [f"training.global_batch_size={row['micro'] * accumulation * world}", "data.eval_fraction=0"]
+    changes += ["model.model_max_length=2048", "training.optimizer=adamw_torch_fused", "training.learning_rate=1e-4"]
+    changes += ["model.chunked_loss=false", *row.get("changes", ())]
+    return load("finetune_local", overrides=[*changes, *(lora if row.get("lora") else ["training.use_peft=false"])])
+
+
+def curve_config(row: dict[str, Any], world: int) -> TrainingConfig:
+    """A small model under bf16, 8 rows a step however many cards there are."""
+    world = world if row["world"] else 1
+    architecture: dict[str, Any] = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1536}
+    architecture |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512}
+    training = {"per_device_train_batch_size": 2, "global_batch_size": 8, "learning_rate": 3e-4}
+    training |= {"mixed_precision_dtype": "bf16", "optimizer": "adamw_torch_fused", "warmup_steps": 10}
+    sections: dict[str, Any] = {
+        "model": {"architecture": architecture, "load_pretrained_weights": False, "torch_dtype_str": "float32"},
+        "training": training,
+        "gpu": {"name": "h100_80gb", "capability": "9.0", "count": world},
+    }
+    if row.get("fsdp") is not None:
+        sections["fsdp"] = {"enable_fsdp": True, **row["fsdp"]}
+    return TrainingConfig.model_validate(sections)

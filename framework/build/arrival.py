@@ -1,0 +1,185 @@
+"""Weights that arrive unit by unit while a model is sharded: no device ever holds more than its part and one unit.
+
+The model is built without weights. Each unit is filled right before it is split: with random values, drawn from the
+unit's name, so that they are the same on any number of ranks; or from the checkpoint's own files, which every rank
+maps and reads. Where transformers renames or joins a checkpoint's tensors, the first rank loads it on its host (one
+copy of the model there, none elsewhere) and sends each tensor to the others.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from framework.build.heads import is_new
+from framework.build.hub import hub_is_reachable
+from framework.build.model import build_model
+from framework.build.optimizers.seeds import mixed
+from framework.build.place import Place
+from framework.build.ranks import Ranks
+from framework.schema.choices import PeftMethod
+from framework.schema.config import TrainingConfig
+
+_HOST = torch.device("cpu")
+_FROM_NOTHING = (PeftMethod.LORA, PeftMethod.RSLORA, PeftMethod.IA3)
+"""Adapters that start from numbers of their own; others start from the weights beside them."""
+
+Source = Callable[[str, Tensor], bool]
+"""Fill a tensor with the values of a name; whether there are any."""
+
+
+def await_weights(
+    config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks
+) -> "Arrival | None":
+    """The model that is filled while it is sharded; None where it is built with its weights."""
+    is_sharded = config.fsdp.is_sharded and ranks.world > 1 and not place.rehearsed
+    return Arrival(config, architecture, place, ranks) if is_sharded else None
+
+
+def _needs_whole_model(config: TrainingConfig) -> bool:
+    """Whether something is made of the whole model's values before it is split: it is then loaded on every host."""
+    peft = config.peft
+    copies = bool(peft.lora_modules_to_save) or config.training.task.is_of_rows
+    return config.training.use_peft and (peft.peft_method not in _FROM_NOTHING or copies)
+
+
+class Arrival:
+    """A `model` on meta, and how its weights come. `new` names those that the checkpoint does not have; what is
+    added to the model is made at `place`.
+
+    Where something is made of the whole model's values (DoRA, PiSSA, modules trained in full beside an adapter), every
+    host loads all of it first.
+    """
+
+    def __init__(self, config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks) -> None:
+        self._config, self._place, self.place = config, place, Place(_HOST, place.kind)
+        self._filled: dict[int, nn.Parameter] = {}
+        self._files = ExitStack()
+        self._source: Source = lambda name, tensor: False
+        self.new: tuple[str, ...] = ()
+        if _needs_whole_model(config):
+            self.model, self.new = build_model(config, architecture, self.place)
+            return
+        model = config.model.model_copy(update={"load_pretrained_weights": False})
+        with init_empty_weights(include_buffers=False):
+            self.model, _ = build_model(config.model_copy(update={"model": model}), architecture, self.place)
+        self.model.tie_weights()  # each parameter was made anew when it went to meta
+        self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        if config.model.load_pretrained_weights:
+            self._source = self._find_source(architecture, ranks)
+
+    def fill(self, unit: nn.Module) -> None:
+        """Give values to what is on meta in `unit`. Each rank must call this for the same units in the same order."""
+        modules = [module for module in unit.modules() if any(map(_is_empty, module._parameters.values()))]
+        missing: set[nn.Module] = set()
+        for module in modules:
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or not _is_empty(parameter):
+                    continue
+                if id(parameter) not in self._filled:
+                    real = nn.Parameter(torch.empty_like(parameter, device=self._place.device), parameter.requires_grad)
+                    if not self._source(self._names[id(parameter)], real.data):
+                        missing.add(module)
+                    self._filled[id(parameter)] = real
+                module._parameters[name] = self._filled[id(parameter)]
+        if missing:
+            self._draw(unit, missing)
+
+    def close(self) -> None:
+        """Let go of the checkpoint's files."""
+        self._files.close()
+
+    def _draw(self, unit: nn.Module, missing: set[nn.Module]) -> None:
+        """Random values as transformers draws them, children first; the same on every rank."""
+        first = next(iter(self._filled))
+        names = {id(module): name for name, module in self.model.named_modules()}
+        seed = mixed(self._config.training.seed, 0, zlib.crc32(names.get(id(unit), self._names[first]).encode()))
+        devices = [self._place.device] if self._place.kind == "cuda" else []
+        complete = not any(_is_split(parameter) for parameter in unit.parameters())
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(seed)
+            for module in reversed(list(unit.modules())):
+                if module in missing or (complete and len(missing) > 1):
+                    self.model._init_weights(module)
+
+    def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
+        files = list(_checkpoint_files(self._config))
+        stored = {name: tensors for tensors in map(self._opened, files) for name in sorted(tensors.keys())}
+        wanted = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        absent = [name for name in wanted if name not in stored]
+        same = all(_shape(stored[name], name) == wanted[name] for name in wanted if name in stored)
+        if files and same and all(is_new(self.model, name) for name in absent):
+            self.new = tuple(sorted(absent))
+            return lambda name, tensor: _read(stored.get(name), name, tensor)
+        return self._sent_by_first(architecture, ranks)
+
+    def _opened(self, file: Path) -> Any:
+        return self._files.enter_context(safe_open(file, framework="pt"))
+
+    def _sent_by_first(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
+        """The first rank loads the checkpoint with transformers, and every rank is sent each tensor."""
+        loaded: PreTrainedModel | None = None
+        if ranks.is_main:
+            loaded, self.new = build_model(self._config, architecture, Place(_HOST, self._place.kind))
+        said = [self.new]
+        torch.distributed.broadcast_object_list(said, 0)
+        self.new = said[0]
+        values = dict(loaded.named_parameters()) if loaded is not None else {}
+
+        def send(name: str, tensor: Tensor) -> bool:
+            if ranks.is_main:
+                tensor.copy_(values.pop(name).detach())
+            torch.distributed.broadcast(tensor, 0)
+            return True
+
+        return send
+
+
+def _is_empty(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.is_meta
+
+
+def _is_split(parameter: Tensor) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
+def _shape(tensors: Any, name: str) -> tuple[int, ...]:
+    return tuple(tensors.get_slice(name).get_shape())
+
+
+def _read(tensors: Any, name: str, target: Tensor) -> bool:
+    if tensors is None:
+        return False
+    target.copy_(tensors.get_tensor(name))
+    return True
+
+
+def _checkpoint_files(config: TrainingConfig) -> Iterator[Path]:
+    """The safetensors files of `model.model_name`; none where transformers finds them in another way."""
+    name, revision = config.model.model_name, config.model.model_revision or "main"
+    settings: dict[str, Any] = {"revision": revision, "local_files_only": not hub_is_reachable()}
+    settings |= {"_raise_exceptions_for_missing_entries": False}
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **settings)
+    if index is None:
+        whole = cached_file(name, SAFE_WEIGHTS_NAME, **settings)
+        if whole is not None:
+            yield Path(whole)
+        return
+    folder = Path(index).parent
+    listed = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    if Path(str(name)).is_dir():
+        yield from (folder / file for file in listed)
+        return
+    files, _ = get_checkpoint_shard_files(name, index, revision=revision, local_files_only=settings["local_files_only"])
+    yield from map(Path, files)
