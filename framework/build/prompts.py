@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from framework.build.chat import ROWS_CHECKED, Chat, check_chat
 from framework.build.encode import row_prompt
 from framework.build.kinds import PROMPTLESS
+from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
 
 
@@ -24,8 +25,13 @@ class Rows(Protocol):
 def check_prompts(sources: Sequence[Rows], tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Warnings about the first rows of each source that have a prompt.
 
-    Raises RequestError when they are chats and there is no template, or one that does not render them.
+    Raises RequestError when they are chats and there is no template, or one that does not render them; and when the
+    tokenizer does not say which characters a token has, by which answers are found.
     """
+    needy = [source.form for source in sources if source.form not in (RowFormat.TEXT, RowFormat.TOKENS)]
+    if needy and not tokenizer.is_fast:
+        message = f"{type(tokenizer).__name__} does not say which characters a token has, which `{needy[0]}` rows need"
+        raise RequestError([Problem("model.tokenizer_name", message, expected="a tokenizer with a tokenizer.json")])
     warnings: dict[str, None] = {}
     for source in sources:
         if source.form in PROMPTLESS:

@@ -178,6 +178,19 @@ class TestSupervise:
         assert f"2 rows of `{form}`" in problem.message
 
 
+@pytest.mark.parametrize("form", LONG)
+def test_a_slow_tokenizer_serves_texts_and_tokens(
+    form: str, prepare: Prepare, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    task, row = LONG[form]
+    if form in ("text", "tokens"):
+        assert len(prepare([_short(row)], task, 200).train) == 1
+        return
+    (problem,) = refused(prepare, [_short(row)], task, 200)
+    assert (problem.key, problem.expected) == ("model.tokenizer_name", "a tokenizer with a tokenizer.json")
+
+
 class TestFaults:
     """Every value is checked, and the message has file, row and column."""
 
