@@ -13,8 +13,10 @@ from framework.build.coverage import said_at_save
 from framework.build.fingerprints import take_fingerprints
 from framework.build.given import Given, PythonRows, take_rows
 from framework.build.heads import model_class
+from framework.build.labels import IGNORED
 from framework.build.loss import causal_model
 from framework.build.refuse import refuse_impossible
+from framework.build.rows import Row
 from framework.build.streamed_batches import StreamedBatches
 from framework.build.verify import table, verify_unmoved
 from framework.run.comparison import last_line
@@ -163,13 +165,13 @@ def _exported(session: Session) -> tuple[str, str] | None:
 
 
 def _sample(session: Session) -> tuple[str, str] | None:
-    """A completion of the beginning of a held-out row, or of a training row when none is held out; None where the
-    model does not write."""
+    """A completion of the prompt of a held-out row, or of a training row when none is held out; of a row without one,
+    of its beginning. None where the model does not write."""
     if session.config.training.task.is_of_rows:
         return None
     tokenizer, data = session.inputs.tokenizer, session.inputs.data
     row = (data.eval or data.train)[0]
-    prompt = torch.tensor([row["input_ids"][:SAMPLE_PROMPT_TOKENS]], device=session.assembly.place.device)
+    prompt = torch.tensor([_prompt(row, session.config.longest)], device=session.assembly.place.device)
     if hasattr(session.assembly.model, "prompt_encoder"):
         ids = _continued(session.assembly, prompt)
         return tokenizer.decode(prompt[0]), tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
@@ -188,6 +190,13 @@ def _sample(session: Session) -> tuple[str, str] | None:
         )
     model.train()
     return tokenizer.decode(prompt[0]), tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
+
+
+def _prompt(row: Row, longest: int) -> list[int]:
+    """The tokens before the first that is learnt, where there is room for a completion behind them."""
+    asked = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
+    has_prompt = 1 < asked <= longest - SAMPLE_NEW_TOKENS
+    return row["input_ids"][: asked if has_prompt else SAMPLE_PROMPT_TOKENS]
 
 
 def _continued(assembly: Assembly, ids: Tensor) -> Tensor:

@@ -64,6 +64,16 @@ def test_the_final_folder_renders_the_training_rows_identically(written: str, tm
     assert [again.apply_chat_template(chat, return_dict=False) for chat in CHATS] == [row["input_ids"] for row in rows]
 
 
+def test_what_is_sampled_is_an_answer_to_a_row(tmp_path: Path) -> None:
+    result = trainer.train(config(tmp_path, [{"messages": CHATS[0]}] * 2, "plain"), planner=None, quiet=True)
+    assert result.sample is not None
+    assert result.sample[0] == "<|endoftext|>System: Be brief.\nUser: What is 0 and two?\nAssistant:"
+    long = [{"messages": [{"role": "user", "content": "two " * 70}, CHATS[0][2]]}] * 2
+    result = trainer.train(config(tmp_path, long, "plain"), planner=None, quiet=True, overwrite=True)
+    assert result.sample is not None
+    assert len(result.sample[0]) < 100
+
+
 def test_without_a_template_the_named_ones_are_told(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         read_inputs(config(tmp_path, [{"messages": chat} for chat in CHATS]))
