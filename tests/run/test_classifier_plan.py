@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from framework.build.batches import full_batch
+from framework.memory.cards import read_card
 from framework.memory.planning import make_plan
 from framework.run.rehearse import record
 from framework.run.step import train_step
+from framework.schema.config import TrainingConfig
+from framework.shipped import shipped
 from tests.run.cpu_memory import peak_bytes
 from tests.tiny import BERT, LLAMA, MODERNBERT, tiny_assembly, tiny_config
 
@@ -53,3 +57,36 @@ def test_the_plan_of_a_step_is_what_the_step_takes(name: str, training: dict[str
     before = sum(tensor.untyped_storage().nbytes() for tensor in {id(t): t for t in held}.values())
     measured = before + peak_bytes(lambda: train_step(assembly, batches, 2))
     assert planned.step_peak.allocated_bytes == pytest.approx(measured, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted", "total", "trained"),
+    [
+        ("bert_base", False, 109_482_240 + 3 * 768 + 3, None),
+        # rank 8 on six matrices a block, and the head beside them: pooler and classifier, twice in the model
+        (
+            "bert_base",
+            True,
+            None,
+            12 * 8 * (4 * 2 * 768 + 2 * (768 + 3072)) + (768 + 1) * 768 + 3 * 768 + 3,
+        ),
+        ("llama3.2_1b", False, 1_235_814_400 + 3 * 2048, None),
+        ("llama3.2_1b", True, None, 16 * 8 * (2 * 2 * 2048 + 2 * (2048 + 512) + 3 * (2048 + 8192)) + 3 * 2048),
+    ],
+)
+def test_the_head_is_in_the_plan(name: str, adapted: bool, total: int | None, trained: int | None) -> None:
+    model = yaml.safe_load((shipped("conf") / "model" / f"{name}.yaml").read_text())["model"]
+    config = TrainingConfig(
+        training={"task": "classification", "per_device_train_batch_size": 2, "use_peft": adapted},
+        model={**model, "model_max_length": 32},
+        data={"labels": ["a", "b", "c"]},
+        gpu=read_card("rtx4090_24gb"),
+        peft={"lora_target_modules": ["all-linear"]} if adapted else {},
+    )
+    planned = make_plan(record(config))
+    assert planned.trainable_parameters == (trained or total)
+    assert total is None or planned.total_parameters == total
+    assert not any("data.labels" in line for line in planned.assumptions)
+    unnamed = config.model_copy(update={"data": config.data.model_copy(update={"labels": None})})
+    if not adapted and name == "bert_base":
+        assert any("the head has 2 outputs" in line for line in make_plan(record(unnamed)).assumptions)

