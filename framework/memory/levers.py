@@ -76,6 +76,7 @@ _ADAPTED = {"training.use_peft": True}
 _QUANTIZED = {**_ADAPTED, "peft.q_lora": True}
 _COMPILED = {"training.compile": True}
 _CHECKPOINTED = {"training.enable_gradient_checkpointing": True}
+_PREFERENCE = {"training.task": "preference"}
 _GLOBAL_8 = {"training.global_batch_size": 8}
 _UNCLIPPED = {"training.max_grad_norm": 0.0, "training.global_batch_size": None}
 _SHARDED = {"fsdp.enable_fsdp": True}
@@ -751,6 +752,23 @@ FREEZING = (
     ),
 )
 
+TASKS = (
+    Lever(
+        "training.preference.precompute_reference",
+        (
+            Setting(False, beside=_PREFERENCE),
+            Setting(
+                True,
+                "an evaluation of all rows before the first step, and one forward pass less in each (not measured)",
+                beside=_PREFERENCE,
+            ),
+        ),
+        ("weights",),
+        "known_reference",
+        "What a preference's reference says of every row is asked once and kept: no frozen copy of the weights.",
+    ),
+)
+
 CACHES = (
     Lever(
         "model.offload_frozen_base",
@@ -863,6 +881,7 @@ LEVERS = (
     *KERNELS,
     *ADAPTERS,
     *FREEZING,
+    *TASKS,
     *CACHES,
     *SHARDING,
 )

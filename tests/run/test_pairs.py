@@ -5,6 +5,7 @@ The quick suite checks the rules of all pairs and trains a seeded sample; `make 
 """
 
 import itertools
+import json
 import multiprocessing
 import random
 import shutil
@@ -31,6 +32,7 @@ from tests.settings import sections
 
 SEED, SAMPLE = 7, 40
 TEXT = [f"row {number} of the text " * (1 + number % 2) for number in range(60)]
+ANSWERS = [{"prompt": text, "chosen": f"yes {number}", "rejected": "no"} for number, text in enumerate(TEXT)]
 CPU = GPUParams(name="cpu")
 CARD = GPUParams.model_validate(read_card("h100_80gb"))
 BATCH = ("training.global_batch_size", "training.max_grad_norm")
@@ -92,6 +94,9 @@ def compose(folder: Path, *numbers: int, gpu: GPUParams = CPU) -> TrainingConfig
     architecture = {name: value for name, value in WIDE.items() if name != "vocab_size"}
     model = {"architecture": {**architecture, "max_position_embeddings": 2048}, "load_pretrained_weights": False}
     model |= {"tokenizer": {"train": "bpe", "vocab_size": 300}, "model_max_length": 32}
+    if tree.get("training", {}).get("task") == "preference":
+        file = folder / "answers.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in ANSWERS))
     data = {"train": [{"path": str(file)}], "eval_fraction": 0.1}
     tree["training"] = {**base, "output_dir": str(folder / "run"), **tree.get("training", {})}
     tree["model"], tree["data"] = {**model, **tree.get("model", {})}, {**data, **tree.get("data", {})}

@@ -9,6 +9,7 @@ import torch
 from framework.errors import Interrupted, RequestError, VerificationFailed
 from framework.run import trainer
 from framework.run.checkpoint import checkpoints
+from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 from tests.run.test_trainer import final_weights, interrupt_after, metrics, same, train
 from tests.tiny import LLAMA
@@ -112,6 +113,15 @@ def test_a_reference_asked_once_is_the_reference(files, tmp_path, adapted, capfd
     said = capfd.readouterr().err
     assert "training.preference.precompute_reference = true (micro batches of the first step)" in said
     assert (tmp_path / "once" / "reference.safetensors").exists()
+
+
+@pytest.mark.parametrize("method", ["pissa", "olora"])
+def test_an_adapter_that_moves_the_base_starts_at_the_model_as_it_was(files, tmp_path, method):
+    asked = config(files, tmp_path / "run", adapted=True, precompute_reference=True, training={"max_steps": 4})
+    moving = asked.peft.model_copy(update={"peft_method": PeftMethod(method)})
+    result = train(asked.model_copy(update={"peft": moving}))
+    assert result.evals[0]["eval_loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert result.evals[-1]["reward_margin"] > 0
 
 
 def test_a_lost_answer_of_the_reference_is_not_made_up(files, tmp_path, monkeypatch):
