@@ -83,28 +83,30 @@ class Arrival:
         """Give values to what is on meta in `unit`. Each rank must call this for the same units in the same order."""
         modules = [module for module in unit.modules() if any(map(_is_empty, module._parameters.values()))]
         missing: set[nn.Module] = set()
+        is_adapted = False
         for module in modules:
             for name, parameter in list(module._parameters.items()):
                 if parameter is None or not _is_empty(parameter):
                     continue
                 if id(parameter) not in self._filled:
                     real = nn.Parameter(torch.empty_like(parameter, device=self._place.device), parameter.requires_grad)
-                    if not self._source(self._names[id(parameter)], real.data):
+                    known = self._names.get(id(parameter))
+                    is_adapted = is_adapted or known is None
+                    if known is not None and not self._source(known, real.data):
                         missing.add(module)
                     self._filled[id(parameter)] = real
                 module._parameters[name] = self._filled[id(parameter)]
-        if missing:
-            self._draw(unit, missing)
+        if missing or is_adapted:
+            self._draw(unit, missing, is_adapted)
 
     def close(self) -> None:
         """Let go of the checkpoint's files."""
         self._files.close()
 
-    def _draw(self, unit: nn.Module, missing: set[nn.Module]) -> None:
-        """Random values as transformers draws them, children first; the same on every rank."""
-        first = next(iter(self._filled))
+    def _draw(self, unit: nn.Module, missing: set[nn.Module], is_adapted: bool) -> None:
+        """Random values as transformers and peft draw them, children first; the same on every rank."""
         names = {id(module): name for name, module in self.model.named_modules()}
-        seed = mixed(self._config.training.seed, 0, zlib.crc32(names.get(id(unit), self._names[first]).encode()))
+        seed = mixed(self._config.training.seed, 0, zlib.crc32(names.get(id(unit), "the rest").encode()))
         devices = [self._place.device] if self._place.kind == "cuda" else []
         complete = not any(_is_split(parameter) for parameter in unit.parameters())
         with torch.random.fork_rng(devices), torch.no_grad():
@@ -112,6 +114,8 @@ class Arrival:
             for module in reversed(list(unit.modules())):
                 if module in missing or (complete and len(missing) > 1):
                     self.model._init_weights(module)
+            if is_adapted:
+                _start_adapters(unit)
 
     def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
         files = list(_checkpoint_files(self._config))
@@ -144,6 +148,20 @@ class Arrival:
             return True
 
         return send
+
+
+def _start_adapters(unit: nn.Module) -> None:
+    """Draw what peft's layers start from; those of units that are split already have it."""
+    from peft.tuners.ia3.layer import IA3Layer
+    from peft.tuners.lora.layer import LoraLayer
+
+    for module in unit.modules():
+        if not isinstance(module, LoraLayer | IA3Layer) or any(map(_is_split, module.parameters())):
+            continue
+        if isinstance(module, LoraLayer):
+            module.reset_lora_parameters("default", True)
+        else:
+            module.reset_ia3_parameters("default")
 
 
 def _is_empty(parameter: Tensor | None) -> bool:

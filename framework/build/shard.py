@@ -150,9 +150,10 @@ def precision(config: TrainingConfig) -> MixedPrecisionPolicy:
 
 
 def _mesh(place: Place, replicas: int, shards: int) -> DeviceMesh:
-    if replicas > 1:
-        return init_device_mesh(place.kind, (replicas, shards), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(place.kind, (shards,), mesh_dim_names=("shard",))
+    with torch._C.DisableTorchFunction():  # the numbers of ranks have values even where all else has none
+        if replicas > 1:
+            return init_device_mesh(place.kind, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(place.kind, (shards,), mesh_dim_names=("shard",))
 
 
 def _refuse_mixed_units(root: nn.Module, blocks: list[nn.Module]) -> None:

@@ -15,19 +15,31 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.fingerprints import fixed_fingerprint
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
-from framework.run.optimizer_state import flat_state, restore_state
+from framework.run.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.random_state import parsed, random_state, restore_random_state
+from framework.run.trained import trained_state
 
 FORMAT = 1
 """Version of the files in a checkpoint."""
 
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+
+PARTS = "parts"
+"""Folder of a checkpoint of sharded weights, into which every rank has written its part."""
+
+
+def empty_parts(folder: Path) -> str:
+    """Make the folder that all ranks write into, beside the checkpoints of a run folder."""
+    parts = folder / "checkpoints" / f".{PARTS}"
+    shutil.rmtree(parts, ignore_errors=True)
+    parts.mkdir(parents=True)
+    return str(parts)
 
 
 @contextlib.contextmanager
@@ -78,19 +90,34 @@ def save_checkpoint(
     repairs: Sequence[Repair] = (),
     stream: Mapping[str, int] | None = None,
     others: Sequence[str] = (),
+    split: Path | Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
 
-    `others` are the random states of ranks 1, 2, ... as `random_state.dumped` gives them.
+    `others` are the random states of ranks 1, 2, ... as `random_state.dumped` gives them, `split` is of
+    sharded weights: the folder into which all ranks have written their parts, which moves into the checkpoint, or all
+    weights and states as the first rank has gathered them.
 
     Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
     """
     target = folder / "checkpoints" / f"step-{step:08d}"
     with written_aside(target) as aside:
-        weights = trained_state(assembly.model)
-        tensors, numbers = flat_state(assembly)
         random_tensors, random_numbers = random_state()
-        for name, part in ((_WEIGHTS, weights), (_OPTIMIZER, tensors), (_RANDOM, random_tensors)):
+        written = {_RANDOM: random_tensors}
+        if split is None:
+            written[_WEIGHTS] = trained_state(assembly.model)
+            written[_OPTIMIZER], numbers = flat_state(assembly)
+        else:
+            from framework.run.parts import split_state, verify_parts  # torch's part of it takes seconds to import
+
+            _, numbers = split_state(assembly)
+            if isinstance(split, Path):
+                split.rename(aside / PARTS)
+                verify_parts(aside / PARTS, assembly)
+            else:
+                written[_WEIGHTS] = {name: item for name, item in split.items() if SEPARATOR not in name}
+                written[_OPTIMIZER] = {name: item for name, item in split.items() if SEPARATOR in name}
+        for name, part in written.items():
             save_file(part, aside / name)
             verify_tensors(aside / name, part)
         state = {"format": FORMAT, "step": step, "optimizer": numbers, "random": random_numbers}
@@ -109,19 +136,6 @@ def save_checkpoint(
 
 def _random_of(rank: int) -> str:
     return f"random-{rank:05d}.json"
-
-
-def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that training may have changed: all of a model, but only the trained ones beside an adapter."""
-    adapted = hasattr(model, "peft_config")
-    parameters = {
-        name: parameter.detach().contiguous()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or not adapted
-    }
-    kept = set() if adapted else set(model.state_dict())
-    buffers = {name: tensor for name, tensor in model.named_buffers() if name in kept}
-    return {**parameters, **buffers}
 
 
 def verify_tensors(file: Path, expected: Mapping[str, Tensor]) -> None:
@@ -159,6 +173,21 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
     if state.get("reference") not in (None, fixed_fingerprint(assembly)):
         message = f"the model that {checkpoint} was measured against had other weights than the one built now"
         raise RequestError([Problem("--resume", message, expected="the files that the run began with")])
+    if assembly.sharding is not None or (checkpoint / PARTS).exists():
+        from framework.run.parts import load_parts
+
+        load_parts(checkpoint, assembly, state["optimizer"])
+    else:
+        _load_whole(checkpoint, assembly, state["optimizer"])
+    if assembly.ranks.is_main:
+        restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
+    elif (own := checkpoint / _random_of(assembly.ranks.rank)).exists():  # else there were fewer ranks
+        restore_random_state(*parsed(own.read_text()))
+    assembly.loss_scale.restore(state.get("loss_scale", {}))
+    return int(state["step"])
+
+
+def _load_whole(checkpoint: Path, assembly: Assembly, numbers: dict[str, Any]) -> None:
     device = str(assembly.place.device)
     expected, stored = trained_state(assembly.model), load_file(checkpoint / _WEIGHTS, device=device)
     different = sorted(set(expected) ^ set(stored)) or [
@@ -170,10 +199,4 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(stored.pop(name))
-    restore_state(assembly, load_file(checkpoint / _OPTIMIZER), state["optimizer"])
-    if assembly.ranks.is_main:
-        restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
-    elif (own := checkpoint / _random_of(assembly.ranks.rank)).exists():  # else there were fewer ranks
-        restore_random_state(*parsed(own.read_text()))
-    assembly.loss_scale.restore(state.get("loss_scale", {}))
-    return int(state["step"])
+    restore_state(assembly, load_file(checkpoint / _OPTIMIZER), numbers)

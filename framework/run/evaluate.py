@@ -31,6 +31,8 @@ def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> 
                     total[name] = total.get(name, 0) + value.double().cpu()
     finally:
         assembly.model.train()
+        if assembly.sharding is not None:
+            assembly.sharding.free_gathered()  # no backward follows that would
         observe("end")
     if assembly.ranks.world > 1:
         device = assembly.place.device  # where the ranks can add up

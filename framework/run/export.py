@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from framework.build.adapter import Adapter, adapter_state
@@ -45,7 +46,8 @@ def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path)
             dtype = assembly.trained[0].dtype
             with_base = mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL
             base = str(target.absolute() / BASE_FOLDER) if with_base else None
-            _write_adapter(assembly.adapter, aside, base)
+            tensors = {name: item.detach().cpu().contiguous() for name, item in adapter_state(assembly.adapter.model)}
+            write_adapter(assembly.adapter, tensors, aside, base)
             if with_base:
                 whole = detach(assembly.adapter.model)
                 write_model(whole, aside / BASE_FOLDER, whole.dtype)
@@ -57,7 +59,7 @@ def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path)
 def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """A plain model's folder, read back. Raises SaveFailed when it would not load elsewhere."""
     model.save_pretrained(folder)
-    _verify(folder, dtype, "model")
+    verify_folder(folder, dtype, "model")
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -73,14 +75,13 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             raise SaveFailed(f"the {name} of the tokenizer in {folder} is not the one that was trained with")
 
 
-def _write_adapter(adapter: Adapter, folder: Path, base: str | None) -> None:
-    """The adapter as peft writes one. `base`: where the weights that it belongs on are written too.
+def write_adapter(adapter: Adapter, tensors: dict[str, Tensor], folder: Path, base: str | None) -> None:
+    """The adapter as peft writes one, from its tensors on the host. `base`: where the weights below it are written.
 
     What was taken out of the base's weights to start from is subtracted again, so that the adapter belongs on the
     original ones: W + (B A - B0 A0) is one adapter of twice the rank (peft's subtract_mutated_init).
     """
     config = copy.copy(adapter.model.peft_config["default"])
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_state(adapter.model)}
     if adapter.initial and base is None:
         config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
         for name, start in adapter.initial.items():
@@ -99,10 +100,10 @@ def _write_adapter(adapter: Adapter, folder: Path, base: str | None) -> None:
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    _verify(folder, None, "adapter_model")
+    verify_folder(folder, None, "adapter_model")
 
 
-def _verify(folder: Path, dtype: torch.dtype | None, stem: str) -> None:
+def verify_folder(folder: Path, dtype: torch.dtype | None, stem: str) -> None:
     """Every tensor present once, without a wrapper's prefix, in the dtype that the config states."""
     names: list[str] = []
     for file in sorted(folder.glob(f"{stem}*.safetensors")):

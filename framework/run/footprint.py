@@ -16,7 +16,7 @@ from framework.build.streamed_base import SLOTS
 from framework.build.tasks import WithoutAdapter, reference_of
 from framework.memory.planning import Footprint
 from framework.memory.trace import Space
-from framework.run.checkpoint import trained_state
+from framework.run.trained import trained_state
 from framework.schema.choices import OptimizerOffload
 
 

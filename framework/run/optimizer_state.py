@@ -9,7 +9,8 @@ from framework.build.assembly import Assembly
 from framework.build.optimizers.low_bit import parts_of
 from framework.build.optimizers.parameter_wise import ParameterWise
 
-_SEPARATOR = "::"
+SEPARATOR = "::"
+"""Between a parameter's name and that of its state."""
 
 
 def flat_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -25,13 +26,13 @@ def flat_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
     seen: set[int] = set()
     for name, parameter in assembly.model.named_parameters():
         for key, value in assembly.optimizer.state.get(parameter, {}).items():
-            path = f"{name}{_SEPARATOR}{key}"
+            path = f"{name}{SEPARATOR}{key}"
             if not isinstance(value, Tensor):
                 numbers[path] = value
             for inner, tensor in parts_of(value):
                 shared = tensor.data_ptr() in seen
                 seen.add(tensor.data_ptr())
-                tensors[f"{path}{_SEPARATOR}{inner}" if inner else path] = (
+                tensors[f"{path}{SEPARATOR}{inner}" if inner else path] = (
                     tensor.clone() if shared else tensor.contiguous()
                 )
     return tensors, numbers
@@ -41,7 +42,7 @@ def restore_state(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[
     """Put what `flat_state` gave back into the optimizer. Its own states, if it has any, are replaced."""
     parameters, optimizer = dict(assembly.model.named_parameters()), assembly.optimizer
     for path in (*tensors, *numbers):
-        name, key, *inner = path.split(_SEPARATOR)
+        name, key, *inner = path.split(SEPARATOR)
         parameter, value = parameters[name], tensors.get(path, numbers.get(path))
         state = optimizer.state[parameter]
         if inner:
@@ -49,13 +50,13 @@ def restore_state(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[
                 state[key] = optimizer._new_buffer(parameter, key == "exp_avg")  # type: ignore[attr-defined]
             getattr(state[key], inner[0]).copy_(value)
         else:
-            state[key] = _placed(optimizer, parameter, key, value)
+            state[key] = placed(optimizer, parameter, key, value)
     if isinstance(optimizer, ParameterWise):
         for stateful in list(optimizer.state):
             optimizer.stow(stateful)
 
 
-def _placed(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Any) -> Any:
+def placed(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Any) -> Any:
     """A state on the device it belongs to."""
     if not isinstance(value, Tensor):
         return value

@@ -68,7 +68,7 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
     known = _with_defaults(saved, TrainingConfig().model_dump(mode="json"))
     for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
-        if key in HARMLESS or key.startswith("gpu.") or (key in allow and key in RISKY):
+        if key in HARMLESS or key.startswith(("gpu.", "fsdp.")) or (key in allow and key in RISKY):
             lines.append(f"{key} {change}")
         elif key in RISKY:
             problems.append(Problem(key, f"{change}: the run would learn something else", expected=f"--allow {key}"))

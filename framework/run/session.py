@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
@@ -31,7 +33,7 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.checkpoint import save_checkpoint
+from framework.run.checkpoint import empty_parts, save_checkpoint
 from framework.run.comparison import compare
 from framework.run.crew import Crew
 from framework.run.evaluate import evaluate, in_words
@@ -48,7 +50,7 @@ from framework.run.survive import EVAL, shrunk, tries
 from framework.run.together import random_states_of_others
 from framework.run.trackers import flattened
 from framework.run.training_batches import TrainingBatches, stream_state
-from framework.schema.choices import OnOutOfMemory
+from framework.schema.choices import OnOutOfMemory, StateDictType
 from framework.schema.config import TrainingConfig
 
 Planner = Callable[[TrainingConfig], Forecast]
@@ -323,11 +325,23 @@ class Session:
             self.meter.observe("save")
             with self.crew.phase(f"saving step {self.step}"):
                 others = random_states_of_others(self.crew, self.step)
-                self.crew.shared(f"saved/{self.step}", partial(self._write_checkpoint, others))
+                split = self._split() if self.assembly.sharding is not None else None
+                self.crew.shared(f"saved/{self.step}", partial(self._write_checkpoint, others, split))
             self.saved = self.step
             self._clock = time.perf_counter()
 
-    def _write_checkpoint(self, others: Sequence[str]) -> str:
+    def _split(self) -> Path | dict[str, Tensor]:
+        """Sharded weights and states: written by all ranks, or gathered by the main one, as was asked."""
+        from framework.run.parts import split_state, whole_on_host, write_parts  # which torch takes seconds to import
+
+        if self.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT:
+            return whole_on_host(split_state(self.assembly)[0], self.assembly.ranks.is_main)
+        parts = Path(self.crew.shared(f"parts/{self.step}", partial(empty_parts, self.folder.path)))
+        write_parts(parts, self.assembly)
+        return parts
+
+    def _write_checkpoint(self, others: Sequence[str], split: Path | dict[str, Tensor] | None) -> str:
         limit = self.config.training.save_total_limit
         stream = stream_state(self.batches, self.step)
-        return str(save_checkpoint(self.folder.path, self.assembly, self.step, limit, self.repairs, stream, others))
+        saved = (self.folder.path, self.assembly, self.step, limit, self.repairs, stream, others, split)
+        return str(save_checkpoint(*saved))

@@ -160,6 +160,12 @@ def _exported(session: Session) -> tuple[str, str] | None:
         return "written"
 
     with session.crew.phase("exporting"):
+        if session.assembly.sharding is not None:
+            from framework.run.sharded_export import export_sharded
+
+            export_sharded(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
+            session.crew.shared("exported", lambda: "written")
+            return None  # a completion would gather every block for each of its tokens
         session.crew.shared("exported", write)
     return samples[-1]
 

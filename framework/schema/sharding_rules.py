@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Fp8, MixedPrecision, Optimizer, OptimizerOffload, ShardingStrategy
+from framework.schema.choices import Fp8, MixedPrecision, Optimizer, OptimizerOffload, PeftSaveMode, ShardingStrategy
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 
@@ -67,6 +67,10 @@ def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
     if training.compile is True:
         message = "compiled regions of sharded weights are not tried"
         yield Conflict(("training.compile", _ON), message, "training.compile: false")
+    if training.use_peft and config.peft.peft_save_mode is not PeftSaveMode.ADAPTER_ONLY:
+        message = "the base is in parts, and would have to be gathered to be written"
+        works = "adapter_only, and `tunesmith merge` afterwards"
+        yield Conflict(("peft.peft_save_mode", _ON), message, works)
     if config.fsdp.cpu_offload is True and config.gpu.name == "cpu":
         message = "on the cpu the weights are in host memory anyway"
         yield Conflict(("fsdp.cpu_offload", "gpu.name"), message, "false")

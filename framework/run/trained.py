@@ -1,0 +1,16 @@
+"""What training may have changed of a model."""
+
+from torch import Tensor, nn
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors that training may have changed: all of a model, but only the trained ones beside an adapter."""
+    adapted = hasattr(model, "peft_config")
+    parameters = {
+        name: parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or not adapted
+    }
+    kept = set() if adapted else set(model.state_dict())
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in kept}
+    return {**parameters, **buffers}
