@@ -47,7 +47,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 ASSISTANT = "assistant"
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names that a thought has in a message. A template reads one of them; it is given those under the others as that."""
+"""Names that a thought has in a message; transformers gives it to a template under the one that the template reads."""
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -89,7 +89,7 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bo
     Raises one of TEMPLATE_ERRORS when the template refuses it.
     """
     text = tokenizer.apply_chat_template(
-        _spelled(chat, _template(tokenizer, chat)),
+        list(chat.messages),
         list(chat.tools) or None,
         tokenize=False,
         add_generation_prompt=generation_prompt,
@@ -105,7 +105,7 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, 
     special: dict[str, Any] = tokenizer.special_tokens_map
     template = _template(tokenizer, chat)
     rendered = render_jinja_template(
-        [_spelled(chat, template)],
+        [list(chat.messages)],
         tools=list(chat.tools) or None,
         chat_template=template,
         return_assistant_tokens_mask=True,
@@ -123,17 +123,6 @@ def marks_generation(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer can render a conversation."""
     return bool(tokenizer.chat_template)
-
-
-def _spelled(chat: Chat, template: str) -> list[Message]:
-    """The messages, with thoughts under the name that the template reads, where it reads one and it is another."""
-    if not any(name in message for message in chat.messages for name in REASONING):
-        return list(chat.messages)
-    read_names = [name for name in REASONING if re.search(rf"[.'\"]{name}\b", template)]
-    if not read_names:
-        return list(chat.messages)
-    spelling = {name: read_names[0] for name in REASONING if name not in read_names}
-    return [{spelling.get(name, name): value for name, value in each.items()} for each in chat.messages]
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:

@@ -162,17 +162,17 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, ans
 
 def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise) -> Marked | UnsuitedChat:
     try:
+        is_marked = learnt is not Supervise.ALL and marks_generation(tokenizer, chat)
+        whole, spans = render_marked(tokenizer, chat) if is_marked else (render(tokenizer, chat), [])
+        _require_calls(chat, whole)
         if learnt is Supervise.ALL:
-            whole = _render_with_calls(tokenizer, chat)
             return Marked(whole, [(0, len(whole))])
         answers = _learnt_answers(chat, learnt)
-        if not marks_generation(tokenizer, chat):
-            whole = _render_with_calls(tokenizer, chat)
-            return Marked(whole, answer_spans(tokenizer, chat, whole, answers))
-        whole, spans = render_marked(tokenizer, chat)
-        if answers == chat.answers():
+        if is_marked and answers == chat.answers():
             return Marked(whole, spans)
         turns = answer_spans(tokenizer, chat, whole, answers)
+        if not is_marked:
+            return Marked(whole, turns)
         return Marked(whole, [span for span in spans if any(span[0] < end and span[1] > start for start, end in turns)])
     except UnsuitedChat as unsuited:
         return unsuited
@@ -180,14 +180,12 @@ def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise) -> 
         return UnsuitedChat(f"the chat template does not render it: {one_line(error)}")
 
 
-def _render_with_calls(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
-    """The rendered chat. Raises UnsuitedChat when a tool call is not in it: its turn would be learnt as empty."""
-    whole = render(tokenizer, chat)
+def _require_calls(chat: Chat, whole: str) -> None:
+    """Raises UnsuitedChat when a tool call is not in the rendered chat: its turn would be learnt as an empty one."""
     for number, message in enumerate(chat.messages, 1):
         for call in message.get("tool_calls", ()):
             if call.get("function", call)["name"] not in whole:
                 raise UnsuitedChat(f"the chat template does not write the tool call in message {number}")
-    return whole
 
 
 def _learnt_answers(chat: Chat, learnt: Supervise) -> list[int]:

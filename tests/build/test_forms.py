@@ -1,6 +1,8 @@
 """Rows of every form, from a file to tokens: what is found in the columns, what is learnt, and what is refused."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -282,6 +284,35 @@ class TestPreference:
         assert learnt(tokenizer, bad) == f"Five.{TURN}"
         (problem,) = refused(prepare, [{**rows[0], "label": "good"}], "preference")
         assert problem.message == "column `label`: expected true or false, not str 'good'"
+
+
+TOOLS = [{"type": "function", "function": {"name": "adding", "parameters": {"type": "object"}}}]
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "adding", "arguments": '{"a": 2}'}}]}
+RESULT = {"role": "tool", "name": "adding", "content": "4"}
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("sft", {"messages": [ASKED, CALLED, RESULT, FOUR]}),
+        ("sft", {"conversations": [ASKED, CALLED, RESULT, FOUR]}),
+        ("sft", {"prompt": [ASKED, CALLED, RESULT], "completion": [FOUR]}),
+        ("preference", {"prompt": [ASKED, CALLED, RESULT], "chosen": [FOUR], "rejected": [FIVE]}),
+        ("preference", {"prompt": [ASKED, CALLED, RESULT], "completion": [FOUR], "label": True}),
+    ],
+)
+def test_tools_and_calls_reach_the_template(
+    task: str, row: Mapping[str, Any], tools: object, prepare: Prepare, make_tokenizer: MakeTokenizer
+) -> None:
+    template = (Path(__file__).parent / "templates" / "qwen25.jinja").read_text()
+    base = make_tokenizer(template, ("<|im_start|>", TURN))
+    (found,) = prepare([{**row, "tools": tools}], task, base=base).train
+    text = base.decode(found["input_ids"])
+    assert f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>" in text
+    assert '<tool_call>\n{"name": "adding", "arguments": {"a": 2}}\n</tool_call>' in text
+    assert "<tool_response>\n4\n</tool_response>" in text
+    assert learnt(base, found).endswith(f"Four.{TURN}")
 
 
 class TestLabelled:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from framework.build.batches import GlobalBatches
+from framework.build.batches import GlobalBatches, MicroBatch
 from framework.build.chat import Chat, read_template
 from framework.build.labels import IGNORED, Encoded, encode_chats
 from framework.errors import RequestError, SaveFailed
 from framework.run import trainer
 from framework.run.export import write_tokenizer
 from framework.run.inputs import read_inputs
-from framework.run.training_batches import training_batches
+from framework.run.training_batches import TrainingBatches, training_batches
 from framework.schema.config import TrainingConfig
 from tests.tiny import LLAMA
 
@@ -98,21 +98,30 @@ def test_a_tokenizer_that_does_not_read_back_is_a_failed_save(tmp_path: Path, mo
 
 def test_a_left_padding_tokenizer_makes_the_same_batches(tmp_path: Path) -> None:
     """P07, D04: padding is on the right and never learnt; the end of each answer is, though it is the padding too."""
-    some = config(tmp_path, [{"messages": chat[number % 2 :]} for number, chat in enumerate(CHATS)], "plain")
+    rows = [{"messages": [{"role": "user", "content": "two " * number}, CHATS[number][2]]} for number in range(1, 8)]
+    some = config(tmp_path, rows, "plain")
     inputs = read_inputs(some)
-    made = list(next(training_batches(some, inputs, None).start(0)))
+    made = _epoch(training_batches(some, inputs, None))
     inputs.tokenizer.padding_side = "left"
     inputs.tokenizer.pad_token = inputs.tokenizer.eos_token
-    batches = training_batches(some, inputs, None)
-    assert isinstance(batches, GlobalBatches)
-    for one, other in zip(made, next(batches.start(0)), strict=True):
+    again = _epoch(training_batches(some, inputs, None))
+    assert any("attention_mask" in batch for batch in made)
+    for one, other in zip(made, again, strict=True):
         assert torch.equal(one["labels"], other["labels"])
         mask = other.get("attention_mask", torch.ones_like(other["input_ids"]))
         assert torch.equal(one["input_ids"] * mask, other["input_ids"] * mask)
         assert (mask.diff(dim=1) <= 0).all()
         assert (other["labels"][mask == 0] == IGNORED).all()
+        taken = other["labels"] != IGNORED
+        assert torch.equal(other["labels"][taken], other["input_ids"][taken])
         ends = [row[row != IGNORED][-1].item() for row in other["labels"]]
         assert ends == [inputs.tokenizer.eos_token_id] * len(ends)
+
+
+def _epoch(batches: TrainingBatches) -> list[MicroBatch]:
+    assert isinstance(batches, GlobalBatches)
+    started = batches.start(0)
+    return [micro_batch for _ in range(batches.steps_per_epoch) for micro_batch in next(started)]
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": True}, {"padding_free": True}, {"group_by_length": True}])
@@ -123,13 +132,9 @@ def test_no_micro_batch_has_nothing_to_learn(options: dict[str, Any], steps: dic
     rows = [{"messages": [*([long] if number % 3 == 0 else []), *chat]} for number, chat in enumerate(CHATS * 3)]
     some = config(tmp_path, rows, "plain", training=steps, **options)
     inputs = read_inputs(some)
-    batches = training_batches(some, inputs, None)
-    assert isinstance(batches, GlobalBatches)
     assert inputs.data.report.train.dropped == {"no supervised token within 96 tokens": 8}
-    started = batches.start(0)
-    for _ in range(batches.steps_per_epoch):
-        for micro_batch in next(started):
-            assert (micro_batch["labels"] != IGNORED).any()
+    for micro_batch in _epoch(training_batches(some, inputs, None)):
+        assert (micro_batch["labels"] != IGNORED).any()
 
 
 def test_streamed_chats_are_those_that_are_held(tmp_path: Path) -> None:
