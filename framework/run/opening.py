@@ -119,8 +119,8 @@ def _build(
         state = read_state(newest)
         config, repairs = remembered(config, state.get("repairs", []), allow)
         changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
-    accelerator = _start_device(config, folder, crew)
-    place = real_place(accelerator.device)
+    accelerator, device = _start_device(config, folder, crew)
+    place = real_place(device)
     meter = Meter(place)
     set_seed(config.training.seed)
     batches = training_batches(config, inputs, read_state(newest) if newest is not None else None, crew.ranks.rank)
@@ -157,15 +157,16 @@ def _build(
     )
 
 
-def _start_device(config: TrainingConfig, folder: RunFolder, crew: Crew) -> Accelerator:
+def _start_device(config: TrainingConfig, folder: RunFolder, crew: Crew) -> tuple[Accelerator, torch.device]:
     """The device of this process, with the trackers; its allocator has its settings before anything is on it."""
     choose_allocator(config)
-    crew.start(config)
-    return Accelerator(
+    device = crew.start(config)
+    accelerator = Accelerator(
         cpu=config.gpu.name == "cpu",
         log_with=[str(tracker) for tracker in config.training.trackers] or None,
         project_dir=str(folder.path),
     )
+    return accelerator, device or accelerator.device  # which it numbers where there are several, also a CPU
 
 
 def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:

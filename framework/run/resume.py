@@ -27,6 +27,9 @@ HARMLESS = {
 }
 """Keys that change neither the weights nor the order of the rows."""
 
+SIZES = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
+"""Keys that go with the number of devices: their product with it is what a step learns from."""
+
 RISKY = {
     "training.learning_rate",
     "training.lr_scheduler_type",
@@ -64,11 +67,13 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
 
     Raises RequestError listing every difference that needs `--allow KEY`, or that no checkpoint can survive.
     """
-    lines, problems = [], []
+    lines = list[str]()
     known = _with_defaults(saved, TrainingConfig().model_dump(mode="json"))
+    problems = list(_other_global_batch(known, config, allow))
+    harmless = {*HARMLESS, *(SIZES if known["gpu"]["count"] != config.gpu.count else ())}
     for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
-        if key in HARMLESS or key.startswith(("gpu.", "fsdp.")) or (key in allow and key in RISKY):
+        if key in harmless or key.startswith(("gpu.", "fsdp.")) or (key in allow and key in RISKY):
             lines.append(f"{key} {change}")
         elif key in RISKY:
             problems.append(Problem(key, f"{change}: the run would learn something else", expected=f"--allow {key}"))
@@ -77,6 +82,19 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
     if problems:
         raise RequestError(problems)
     return lines
+
+
+def _other_global_batch(known: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> Iterator[Problem]:
+    """More or fewer devices cut a step into other parts, but it is to have the same rows."""
+    training, world, batch = known["training"], known["gpu"]["count"], config.batch
+    if world == batch.world or "training.gradient_accumulation_steps" in allow:
+        return
+    rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * world
+    if rows != batch.global_size:
+        message = f"a step had {rows} rows on {world} devices, and has {batch.global_size} on {batch.world}"
+        fitting, remainder = divmod(rows, batch.per_device * batch.world)
+        expected = f"{fitting}" if fitting and not remainder else "sizes whose product is the same"
+        yield Problem("training.gradient_accumulation_steps", message, expected=expected)
 
 
 def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

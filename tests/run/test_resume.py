@@ -24,3 +24,14 @@ def test_such_a_key_that_is_now_set_is_classed_as_any_other() -> None:
         "training.logging_steps was 1, is now 3",
         "training.tf32 was None, is now True",
     ]
+
+
+def test_on_more_devices_a_step_keeps_its_rows() -> None:
+    """8 rows a step on one device: 4 x 2 devices go on, 8 x 2 are refused with the size that would do."""
+    saved = tiny_config(training={"per_device_train_batch_size": 4, "global_batch_size": 8}).model_dump(mode="json")
+    two = tiny_config(training={"per_device_train_batch_size": 4, "global_batch_size": 8}, gpu={"count": 2})
+    assert "gpu.count was 1, is now 2" in check_resume(saved, two, ())
+    more = tiny_config(training={"per_device_train_batch_size": 4, "global_batch_size": 16}, gpu={"count": 2})
+    with pytest.raises(RequestError, match="a step had 8 rows on 1 devices, and has 16 on 2") as caught:
+        check_resume(saved, more, ())
+    assert caught.value.problems[0].expected == "1"
