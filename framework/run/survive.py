@@ -129,6 +129,9 @@ def _saved(session: "Session", attempt: Attempt) -> str:
         return f"an update that was under way cannot be undone: there is {there} to go on from"
     if not session.step:
         return "no step was made: there is nothing to save"
+    if session.assembly.ranks.world > 1:  # the others wait in the middle of a step, not to save
+        there = f"the checkpoint of step {session.saved}" if session.saved > 0 else "no checkpoint"
+        return f"one rank cannot save for all: there is {there} to go on from"
     try:
         session.save()
     except SaveFailed as error:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,15 +138,24 @@ def _finish(session: Session) -> RunResult:
         session.progress.say(str(session.batches.progress.account.report))
     try:
         session.evaluate()
-    finally:
-        memory = session.write_memory()
-        for line in said_at_save(session.assembly):
-            session.progress.say(line)
-        sample = _exported(session)
+    except BaseException:
+        if session.assembly.ranks.world == 1:  # else the others wait in the evaluation
+            _wrap_up(session)
+        raise
+    memory, sample = _wrap_up(session)
     evals = tuple(session.evals)
     peak = session.meter.allocated
     loader = model_class(session.config.training.task).__name__
     return RunResult(session.folder.path, session.step, evals, peak, sample, last_line(memory), loader)
+
+
+def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
+    """`memory.json`, last words, the export; the first of them and a sample."""
+    memory = session.write_memory()
+    for line in said_at_save(session.assembly):
+        session.progress.say(line)
+    sample = _exported(session)
+    return memory, sample
 
 
 def _exported(session: Session) -> tuple[str, str] | None:
