@@ -3,13 +3,14 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from framework.build.hub import nearest, one_line
 from framework.errors import Problem, RequestError
@@ -48,6 +49,9 @@ ASSISTANT = "assistant"
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names that a thought has in a message; transformers gives it to a template under the one that the template reads."""
+
+_PLAIN = frozenset({"role", "content", "name"})
+"""Fields of a message that hold a text and mean the same to every template."""
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -88,6 +92,10 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bo
 
     Raises one of TEMPLATE_ERRORS when the template refuses it.
     """
+    if _is_plain(chat):
+        said: dict[str, Any] = {"add_generation_prompt": generation_prompt, **tokenizer.special_tokens_map}
+        compiled = _compiled(_template(tokenizer, chat))
+        return cast(str, compiled.render(messages=list(chat.messages), tools=None, documents=None, **said))
     text = tokenizer.apply_chat_template(
         list(chat.messages),
         list(chat.tools) or None,
@@ -95,6 +103,22 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bo
         add_generation_prompt=generation_prompt,
     )
     return cast(str, text)
+
+
+@cache
+def _compiled(template: str) -> Any:
+    """transformers' own compiled template; its globals in one mapping, for each rendering goes through them."""
+    compiled = _compile_jinja_template(template)
+    compiled.globals = dict(compiled.globals)
+    return compiled
+
+
+def _is_plain(chat: Chat) -> bool:
+    """Whether there are only turns with texts, of which `apply_chat_template` makes no other messages first.
+
+    Walking through them for each rendering would take longer than the rendering; a test compares the two.
+    """
+    return bool(chat.messages) and not chat.tools and all(_PLAIN.issuperset(each) for each in chat.messages)
 
 
 def render_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, list[Span]]:

@@ -1,6 +1,6 @@
 """Which tokens of a row are learnt. Everything is decided by position; no token id ever decides it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -91,7 +91,14 @@ def encode_chats(
     if not texts:
         return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
     # The template writes start and end tokens itself, so the tokenizer must not add them again.
-    batch = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    batch = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
     tokens = iter(zip(batch["input_ids"], batch["offset_mapping"], strict=True))
     return [_learn_spans(*next(tokens), mark.spans) if isinstance(mark, Marked) else mark for mark in marked]
 
@@ -152,9 +159,11 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, ans
     place. Raises UnsuitedChat when that fails too.
     """
     specials = special_tokens(tokenizer)
+    prompts = {index: _render_or_none(tokenizer, chat.through(index), generation_prompt=True) for index in answers}
+    closing = _closing(chat, whole, prompts.get(len(chat.messages) - 1))
     spans = []
     for index in answers:
-        span = _difference_span(tokenizer, chat, index, whole)
+        span = _difference_span(tokenizer, chat, index, whole, prompts[index], closing)
         span = span or _stand_in_span(tokenizer, chat, index, whole, specials)
         spans.append(_without_space_after_end(span, whole, specials))
     return spans
@@ -217,10 +226,35 @@ def _render_or_none(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_p
         return None
 
 
-def _difference_span(tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str) -> Span | None:
-    """Templates drop thoughts that were followed by another question, so the turn is also tried without its own."""
-    prompt = _render_or_none(tokenizer, chat.through(index), generation_prompt=True)
+def _closing(chat: Chat, whole: str, prompt: str | None) -> str:
+    """What the template writes behind an answer that ends the chat, `prompt` before it; empty where none is seen."""
+    if prompt is None or not whole.startswith(prompt):
+        return ""
+    return next((whole[end:] for _, end in _as_it_stands(chat.messages[-1], whole, len(prompt))), "")
+
+
+def _as_it_stands(message: Message, whole: str, start: int) -> Iterator[Span]:
+    """Where the content of a plain message stands from `start` on, as it is or without space around it."""
+    content = message["content"]
+    if content and message.keys() <= {"role", "content"}:
+        for text in dict.fromkeys((content, content.strip())):
+            if whole.startswith(text, start):
+                yield (start, start + len(text))
+
+
+def _difference_span(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str, prompt: str | None, closing: str
+) -> Span | None:
+    """Templates drop thoughts that were followed by another question, so the turn is also tried without its own.
+
+    Where the answer stands behind its prompt as it is, and what follows begins with `closing`, the chat need not be
+    rendered up to its end to know where that is.
+    """
     message = chat.messages[index]
+    if closing and prompt is not None and whole.startswith(prompt):
+        for start, end in _as_it_stands(message, whole, len(prompt)):
+            if whole.startswith(closing, end):
+                return (start, end + len(closing))
     bare = {name: value for name, value in message.items() if name not in REASONING}
     for turn in [message] if bare == message else [message, bare]:
         is_whole = turn is message and index == len(chat.messages) - 1

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from framework.build import labels
 from framework.build.chat import Chat, check_chat, read_template, render
 from framework.build.labels import IGNORED, Encoded, UnsuitedChat, encode_chats
 from framework.schema.choices import Supervise
@@ -168,6 +169,32 @@ def test_ends_of_turns_are_learnt_where_they_are_the_padding(name: str, tokenize
     end = next(token for token in (*SPECIALS, "<|endoftext|>") if expected[0].endswith(token))
     tokenizer.pad_token = end
     assert encode(tokenizer, chat) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_chats_are_rendered_as_transformers_renders_them(name: str, tokenizer_of: TokenizerOf) -> None:
+    """Without walking through the messages first, and with the globals of the template in one mapping."""
+    tokenizer = tokenizer_of(name)
+    for chat in (TURNS, TURNS.through(1), TURNS.through(3), Chat([user(" a \n"), answer("\n b ")])):
+        for prompt in (False, True):
+            messages = list(chat.messages)
+            expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            assert render(tokenizer, chat, prompt) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_end_of_an_answer_is_where_the_chat_up_to_it_ends(
+    name: str, tokenizer_of: TokenizerOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read off the last answer is what rendering up to each answer would say."""
+    chats = [Chat([*TURNS.messages, user(" And? "), answer(f"{text}")]) for text in ("Yes.", " Yes.\n", "Sure?")]
+    tokenizer = tokenizer_of(name)
+    short = encode_chats(tokenizer, chats)
+    monkeypatch.setattr(labels, "_closing", lambda *_: "")
+    for one, other in zip(short, encode_chats(tokenizer, chats), strict=True):
+        assert isinstance(one, Encoded)
+        assert isinstance(other, Encoded)
+        assert one.labels.tolist() == other.labels.tolist()
 
 
 @pytest.mark.parametrize("name", EXPECTED)
