@@ -74,7 +74,7 @@ class _Company(Crew):
     """One of several."""
 
     def __init__(self, found: Launched) -> None:
-        self.ranks = Ranks(found.rank, found.world, found.local_rank)
+        self.ranks = Ranks(found.rank, found.world, found.local_rank, found.local_world)
         os.environ.update(  # torch's names, where it was srun that started us
             {"RANK": str(found.rank), "WORLD_SIZE": str(found.world), "LOCAL_RANK": str(found.local_rank)},
             MASTER_ADDR=found.address,

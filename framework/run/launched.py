@@ -4,6 +4,7 @@ Loads no torch.
 """
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class Launched:
     by: str
     address: str
     port: int
+    local_world: int = 1
+    """Processes on this machine."""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
@@ -44,7 +47,8 @@ def _by_torch(environment: Mapping[str, str]) -> Launched:
         raise RequestError([Problem("", message, expected="torchrun, which sets all four, or none of them")])
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "the launcher"
     address, port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", 0))
-    return Launched(rank, world, int(environment.get("LOCAL_RANK", rank)), by, address, port)
+    local_rank, local_world = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", world))
+    return Launched(rank, world, local_rank, by, address, port, local_world)
 
 
 def _by_slurm(environment: Mapping[str, str]) -> Launched:
@@ -56,6 +60,8 @@ def _by_slurm(environment: Mapping[str, str]) -> Launched:
         "srun",
         environment.get("MASTER_ADDR") or _first_host(environment),
         int(environment.get("MASTER_PORT") or _PORTS[(job + step) % len(_PORTS)]),
+        # "4(x2)": four on each of two machines
+        int(re.split(r"\D", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))[0]),
     )
 
 

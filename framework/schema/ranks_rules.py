@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import OnOutOfMemory, OptimizerOffload
+from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 
@@ -18,9 +18,6 @@ def ranks_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if training.optimizer_in_backward is True:
         message = "the ranks' gradients are added up when backward is done, and would be used up before"
         yield Conflict(("training.optimizer_in_backward", count), message, "optimizer_in_backward: false")
-    if training.optimizer_offload is OptimizerOffload.NVME:
-        message = "the ranks of a machine would write their states over each other's"
-        yield Conflict(("training.optimizer_offload", count), message, "cpu, or none")
     if config.model.offload_frozen_base is True:
         message = "each rank would keep a copy of the base in host memory"
         yield Conflict(("model.offload_frozen_base", count), message, "offload_frozen_base: false")
