@@ -1,0 +1,95 @@
+"""`--nproc`: this process starts the ranks, watches over them and says what none of them can."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from framework.cli import main
+from framework.errors import RequestError
+from framework.run.crew import require_world
+from framework.run.launch import require_devices
+from framework.run.trainer import train
+from framework.schema.config import TrainingConfig
+from tests.run.several import ROOT
+from tests.run.test_trainer import config, corpus, metrics  # noqa: F401
+
+RECIPE = """
+training: {{task: pretrain, max_steps: 100000, per_device_train_batch_size: 2, global_batch_size: 4, save_steps: 20}}
+model:
+  architecture: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+    num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 128}}
+  load_pretrained_weights: false
+  tokenizer: {{train: bpe, vocab_size: 300}}
+  model_max_length: 32
+data: {{train: [{{path: {corpus}}}]}}
+gpu: {{name: cpu, count: {count}}}
+"""
+
+
+def devices(count: int, name: str = "cpu") -> TrainingConfig:
+    return TrainingConfig.model_validate({"gpu": {"name": name, "count": count}})
+
+
+def test_a_config_for_two_devices_is_not_trained_by_one_process(corpus, tmp_path):  # noqa: F811
+    """F07: not one process on one card, silently."""
+    made = config(corpus, tmp_path / "run")
+    two = made.model_copy(update={"gpu": made.gpu.model_copy(update={"count": 2})})
+    with pytest.raises(RequestError, match="2 devices are asked for, 1 process takes part"):
+        train(two, planner=None, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_processes_than_cards_are_refused():
+    require_devices(devices(64))
+    with pytest.raises(RequestError, match="64 processes are asked for, and this machine has"):
+        require_devices(devices(64, "h100_80gb"))
+
+
+def test_written_and_started_must_be_the_same_number(write, capsys, corpus):  # noqa: F811
+    recipe = write(RECIPE.format(corpus=corpus, count=3))
+    assert main(["train", str(recipe), "--nproc", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "3 cards are written, but 2 processes are started" in error
+    assert "r.yaml" in error
+
+
+def test_as_many_as_asked_for_are_welcome():
+    from framework.build.ranks import Ranks
+
+    require_world(devices(2), Ranks(world=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 4), (signal.SIGINT, 130)])
+def test_a_rank_that_is_killed_is_named_and_ctrl_c_saves(number, code, write, corpus, tmp_path):  # noqa: F811
+    """SIGKILL to rank 1: all end within 30 s, the last checkpoint is whole. SIGINT to the launcher: saved, all end."""
+    recipe = write(RECIPE.format(corpus=corpus, count=2))
+    command = [sys.executable, "-m", "framework", "train", str(recipe), "training.output_dir=run"]
+    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
+    saved = Path("run/checkpoints/step-00000020")
+    end = time.monotonic() + 200
+    while not saved.exists() and time.monotonic() < end and launcher.poll() is None:
+        time.sleep(0.2)
+    os.kill(_rank(launcher.pid, 1) if number == signal.SIGKILL else launcher.pid, number)
+    begun = time.monotonic()
+    _, error = launcher.communicate(timeout=60)
+    assert launcher.returncode == code, error
+    assert time.monotonic() - begun < 30
+    assert ("rank 1 was killed (SIGKILL)" in error) == (number == signal.SIGKILL)
+    assert ("go on with --resume" in error) == (number == signal.SIGINT)
+    newest = max(saved.parent.glob("step-????????"))
+    assert (newest / "random-00001.json").exists()
+
+
+def _rank(launcher: int, rank: int) -> int:
+    """The process of a rank, a child of the launcher."""
+    import psutil
+
+    ranks = [child for child in psutil.Process(launcher).children() if child.environ().get("RANK") == str(rank)]
+    return int(ranks[0].pid)
