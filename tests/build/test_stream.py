@@ -274,6 +274,32 @@ class TestRefusals:
         assert [each.keys[0] for each in found if each.keys[0].startswith("data")] == ["data.shuffle_buffer"]
 
 
+class TestHub:
+    """A dataset of the hub as `load_dataset(streaming=True)` gives it."""
+
+    @pytest.fixture(autouse=True)
+    def _hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import datasets
+
+        def load_dataset(path: str, name: str | None, split: str, streaming: bool) -> datasets.IterableDataset:
+            assert (path, name, split, streaming) == ("acme/texts", None, "train", True)
+            rows = [{"text": f"row {number}", "image": number} for number in range(40)]
+            return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+        monkeypatch.setattr("framework.build.sources.hub_is_reachable", lambda: True)
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+    def test_rows_and_slices(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        some = config({"path": "acme/texts", "split": "train[10:30]"})
+        seen = texts(prepared(some, tokenizer), tokenizer, 40)
+        assert Counter(seen) == Counter({f"row {number}": 2 for number in range(10, 30)})
+
+    def test_a_share_would_load_everything(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        (problem,) = refused(config({"path": "acme/texts", "split": "train[10%:]"}), tokenizer)
+        assert problem.key == "data.train[0].split"
+        assert problem.expected == "row numbers, as in `train[:1000]`"
+
+
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """20 MB of JSONL, most of it in a column that is not read; holding it would take more than twice that."""
     path = tmp_path / "large.jsonl"
