@@ -94,11 +94,12 @@ def shard(
     block_class = type(blocks[0]).__name__  # before sharding gives it another
     shards = ranks.local_world if strategy in HYBRID else ranks.world
     replicas = ranks.world // shards
+    offloads = params.cpu_offload is True and not place.rehearsed  # `pretend_ranks` sees to it there
     settings: dict[str, Any] = {
         "mesh": _mesh(place, replicas, shards),
         "reshard_after_forward": strategy not in STAYS_GATHERED,
         "mp_policy": precision(config),
-        "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if params.cpu_offload is True else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if offloads else OffloadPolicy(),
     }
     units = []
     for module in (*blocks, root):

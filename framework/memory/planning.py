@@ -34,6 +34,8 @@ CHUNK = 1024
 """Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/loss.py; a test compares)."""
 PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Kernels that a rehearsal carries out with another of the same memory (framework/run/packaged_attention.py)."""
+LARGEST_FILE = 5 * 10**9
+"""What the first rank's host gathers of a sharded export at a time (framework/run/sharded_export.py)."""
 UNATTRIBUTED_LIMIT = 0.01
 """Share of the peak that may be of unknown purpose before the plan warns."""
 
@@ -285,6 +287,8 @@ def _host_bytes(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> int:
     footprint = rehearsal.footprint
     base = sum(footprint.home_sizes)
     saved = max(sum(footprint.trained_sizes), sum(footprint.state_sizes), footprint.export_bytes)
+    if footprint.shards > 1:
+        saved = min(footprint.export_bytes, LARGEST_FILE)  # by the first rank; states go tensor by tensor
     offloaded = max(peak.host for peak in peaks)
     return process + max(offloaded, base + saved, max(footprint.weight_sizes, default=0))
 
@@ -316,6 +320,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     if config.gpu.count > 1:
         exchanged = "" if config.fsdp.is_sharded else "; what devices exchange is not counted"
         said.append(f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit{exchanged}")
+        if config.gpu.name != "cpu":
+            said.append("NCCL's own buffers are not counted: not measured")
+        if config.fsdp.is_sharded and config.fsdp.cpu_offload is True:
+            said.append("step time: the optimizer's own time on the host is left out; the step takes longer")
         if config.gpu.link_bytes_per_second is None:
             said.append("the rate between two cards is not known: step time is without what they exchange")
     said += rehearsal.said
@@ -367,7 +375,7 @@ def _packing(config: TrainingConfig) -> Iterator[str]:
 
 def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
     """What the reader should do or know, most useful first."""
-    said = ["training on several devices is not yet available"] if config.gpu.count > 1 else []
+    said: list[str] = []
     terms = peak.terms.to_json()
     saved = _saved_by_chunks(config, peak.terms.logits_and_loss)
     if saved and max(terms, key=lambda name: terms[name]) == "logits_and_loss":

@@ -115,6 +115,8 @@ class _Company(Crew):
     def start(self, config: TrainingConfig) -> torch.device | None:
         device = _device(config, self.ranks.local_rank)
         backend = "gloo" if device.type == "cpu" else "nccl"
+        if config.fsdp.cpu_offload is True:
+            backend = "cpu:gloo,cuda:nccl"  # the norm of gradients that are in host memory is summed there
         ranks = self.ranks
         store = PrefixStore("torch", self._base)
         dist.init_process_group(

@@ -46,6 +46,8 @@ def state_space(assembly: Assembly, tensor: torch.Tensor) -> Space:
     """Where a state tensor stays between two steps."""
     if is_managed(tensor):
         return Space.MANAGED
+    if assembly.config.fsdp.cpu_offload is True:
+        return Space.HOST
     offload = assembly.config.training.optimizer_offload
     if offload is OptimizerOffload.NONE or not tensor.dim() or assembly.place.kind == "cpu":
         return Space.DEVICE
@@ -56,12 +58,13 @@ def read_footprint(assembly: Assembly) -> Footprint:
     """Read the sizes. Call it after the optimizer has made its states."""
     parameters = list(assembly.model.parameters())
     homes, on_cpu = assembly.streamed.homes if assembly.streamed is not None else [], assembly.place.kind == "cpu"
+    offloads, held = assembly.config.fsdp.cpu_offload is True, held_tensors(assembly)
     trained_products, frozen_products = count_product_weights(assembly.model)
     return Footprint(
         total_parameters=sum(weight_count(parameter) for parameter in parameters),
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        weight_sizes=_sizes([*held_tensors(assembly), *(homes if on_cpu else [])]),
-        home_sizes=() if on_cpu else _sizes(homes),
+        weight_sizes=() if offloads else _sizes([*held, *(homes if on_cpu else [])]),
+        home_sizes=() if on_cpu else _sizes([*homes, *(held if offloads else [])]),
         trained_sizes=_sizes(trained_state(assembly.model).values()),
         state_sizes=_sizes(state_tensors(assembly)),
         state_spaces=tuple(state_space(assembly, tensor) for tensor in state_tensors(assembly)),

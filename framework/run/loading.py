@@ -7,16 +7,21 @@ back, and are not counted.
 
 import heapq
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.build.model import is_packed_when_loaded
 from framework.build.quantize import weight_count
+from framework.build.ranks import local_part
 from framework.build.streamed_base import StreamedBase
 from framework.memory.trace import Kind, Space
 from framework.run.footprint import companion_tensors, held_tensors
 from framework.run.tracker import Tracker
+
+if TYPE_CHECKING:
+    from framework.build.shard import Sharding
 
 LOADERS = 4
 """Threads that read tensors and bring them to the device (GLOBAL_WORKERS); one while they are packed on arrival."""
@@ -31,14 +36,34 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
     weights = held_tensors(assembly)[: -len(copied) or None]
     if assembly.streamed is not None:
         _stay_on_host(tracker, assembly.streamed)
-    if assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
+    if assembly.sharding is not None:
+        _fill_units(tracker, assembly.sharding)
+    elif assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
         _read_checkpoint(tracker, assembly, weights)
-    tracker.claim(weights, Kind.WEIGHTS)
+    if assembly.config.fsdp.cpu_offload is True:
+        _leave_parts_on_host(tracker, weights)
+    else:
+        tracker.claim(weights, Kind.WEIGHTS)
     if assembly.config.training.teacher is not None and assembly.place.kind == "cuda":
         _pass(tracker, sum(tensor.numel() * tensor.element_size() for tensor in copied), Space.DEVICE)
     tracker.claim(copied, Kind.WEIGHTS)
     tracker.observe("end", empties_cache=True)
     tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
+
+
+def _fill_units(tracker: Tracker, sharding: "Sharding") -> None:
+    """Each unit is whole for a moment, before it is split (framework/build/arrival.py)."""
+    blocks = [cast(nn.Module, block) for block in sharding.blocks]
+    in_blocks = {parameter for block in blocks for parameter in block.parameters()}
+    rest = [item for item in cast(nn.Module, sharding.root).parameters() if item not in in_blocks]
+    units = [rest, *(list(block.parameters()) for block in blocks)]
+    _pass(tracker, max(sum(item.numel() * item.element_size() for item in unit) for unit in units), Space.DEVICE)
+
+
+def _leave_parts_on_host(tracker: Tracker, weights: Sequence[Tensor]) -> None:
+    for tensor in map(local_part, weights):
+        if isinstance(tensor, nn.Parameter) or tensor.is_floating_point():
+            tracker.claim_elsewhere(tensor, Kind.WEIGHTS, Space.PINNED)
 
 
 def _stay_on_host(tracker: Tracker, streamed: StreamedBase) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from framework.memory.trace import Kind
 from framework.run.pretend import Patches
 from framework.run.tracker import Tracker
 from framework.schema.gpu import GPUParams
@@ -26,8 +27,11 @@ _COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward")
 
 
 @contextlib.contextmanager
-def pretend_ranks(card: GPUParams, world: int, tracker: Tracker) -> Iterator[None]:
-    """Within the block this process is rank 0 of `world`, one card each. All patches are undone at its end."""
+def pretend_ranks(card: GPUParams, world: int, tracker: Tracker, offloads: bool) -> Iterator[None]:
+    """Within the block this process is rank 0 of `world`, one card each. All patches are undone at its end.
+
+    `offloads`: parts of weights, gradients and states are in host memory, where the optimizer steps.
+    """
     if world == 1:
         yield
         return
@@ -37,6 +41,9 @@ def pretend_ranks(card: GPUParams, world: int, tracker: Tracker) -> Iterator[Non
         if card.capability is not None:
             _patch_streams(patches, tracker, world)
         _patch_units(patches, tracker)
+        if offloads:
+            tracker.steps_on_host = True
+            _patch_transfers(patches, tracker)
         yield
     finally:
         patches.restore()
@@ -122,6 +129,28 @@ def _patch_units(patches: Patches, tracker: Tracker) -> None:
     """Tell the tracker when sharding is at work, so that it knows what its buffers are for."""
     for name in _COMMUNICATES:
         patches.set(FSDPParamGroup, name, _noted(getattr(FSDPParamGroup, name), tracker))
+
+
+def _patch_transfers(patches: Patches, tracker: Tracker) -> None:
+    """A unit's part comes from the host before it is gathered, and its gradients go there when they are reduced."""
+    unshard, post_backward = FSDPParamGroup.unshard, FSDPParamGroup.post_backward
+
+    def bring(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if group.is_unsharded or group._all_gather_result is not None:
+            return unshard(group, *args, **kwargs)
+        parts = [item.sharded_param.to_local() for item in group.fsdp_params]
+        block = tracker.bring_from_host(sum(part.numel() * part.element_size() for part in parts))
+        result = unshard(group, *args, **kwargs)
+        tracker.trace.bury(block)
+        return result
+
+    def send(group: Any, *args: Any) -> None:
+        post_backward(group, *args)
+        gradients = [item.sharded_param.grad for item in group.fsdp_params if item.sharded_param.grad is not None]
+        tracker.send_to_host((gradient.to_local() for gradient in gradients), Kind.GRADIENTS)
+
+    patches.set(FSDPParamGroup, "unshard", bring)
+    patches.set(FSDPParamGroup, "post_backward", send)
 
 
 def _noted(method: Any, tracker: Tracker) -> Any:

@@ -68,7 +68,7 @@ def record(config: TrainingConfig) -> Rehearsal:
     if ranks.world > 1:
         from framework.run.pretend_ranks import pretend_ranks
 
-        several = pretend_ranks(config.gpu, ranks.world, tracker)
+        several = pretend_ranks(config.gpu, ranks.world, tracker, config.fsdp.cpu_offload is True)
     launches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     launched: tuple[str, ...] = ()
     if config.model.enable_liger_kernel is True:

@@ -65,6 +65,7 @@ def train_step(
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
     norm = squares.sqrt() if squares is not None else _clip(assembly.trained, assembly.config.training.max_grad_norm)
+    norm = norm.to(total.device)  # offloaded gradients are on the host
     mean_loss, grad_norm, counted = torch.stack([assembly.ranks.sum(total), norm.float(), terms.float()]).tolist()
     skipped = _finite(mean_loss) and not _finite(grad_norm) and assembly.loss_scale.skip()
     if not skipped and not (_finite(mean_loss) and _finite(grad_norm)):

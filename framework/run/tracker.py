@@ -55,6 +55,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_compiled = False
         self.is_one_of_several = False
         """Whether tensors may be split over ranks."""
+        self.steps_on_host = False
+        """Whether the optimizer steps where the host holds weights, gradients and states."""
         self._communicates = False
         self.stream = 0
         """The CUDA stream that tensors are born in; its pool of the allocator serves them."""
@@ -105,6 +107,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return block
 
     def _bear(self, size: int, kind: Kind, space: Space = Space.DEVICE) -> int:
+        if self.steps_on_host and self.phase == _OPTIMIZER:
+            space = Space.HOST
         block = self.trace.bear(size, kind, space, self.stream)
         if kind is Kind.ACTIVATIONS and self.phase in _KEEPS_RESULTS:
             self._births[block] = self._stretch
@@ -188,6 +192,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, size = (GATHER if "gather" in packet.__name__ else REDUCE), abs(sizes[0] - sizes[1])
         size = size if sizes[1] else 2 * sizes[0]
         self.trace.operations.append(Operation(name, self._operation_phase(), 0, size, ""))
+
+    def send_to_host(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+        """What is in `tensors` goes on in pinned memory; the device's copy dies."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            block = self._blocks.get(storage._cdata)
+            if block is None or self.trace.spaces[block] is not Space.DEVICE:
+                continue
+            self._note_transfer(tensor)
+            self._finalizers.pop(block)
+            self.trace.bury(block)
+            self._bind(storage, self.trace.bear(self.trace.sizes[block], kind, Space.PINNED))
+
+    def bring_from_host(self, size: int) -> int:
+        """`size` bytes arrive on the device; the block they take, which is to be buried."""
+        self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, size, ""))
+        return self._bear(size, Kind.COMMUNICATION)
 
     # -- compiled code
     @contextlib.contextmanager

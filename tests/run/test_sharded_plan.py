@@ -85,6 +85,25 @@ def test_gathered_blocks_are_what_each_strategy_and_prefetch_holds():
     assert held["none"] < held["plain"] < held["zero2"]
 
 
+def test_offloaded_parts_are_on_the_host_and_gathered_blocks_on_the_device():
+    held, offloaded = (plan(4, cpu_offload=value) for value in (False, True))
+    for found, is_held in ((held, True), (offloaded, False)):
+        by_phase = {phase.name: phase for phase in found.phases}
+        assert (by_phase["optimizer_step"].terms.optimizer > 0) is is_held
+        assert (by_phase["forward"].terms.weights > 0) is is_held
+        assert by_phase["forward"].terms.communication > 0
+        assert (by_phase["resume"].host_bytes > 0) is not is_held
+    gone = max(phase.allocated_bytes for phase in held.phases if phase.name == "optimizer_step")
+    assert max(phase.host_bytes for phase in offloaded.phases) == pytest.approx(gone, rel=0.5)
+
+
+def test_loading_holds_one_unit_whole_at_a_time():
+    """M16, O11."""
+    found = {phase.name: phase for phase in plan(4).phases}
+    whole = 4 * record(config(4)).footprint.total_parameters
+    assert found["load"].allocated_bytes < 0.5 * whole
+
+
 def test_every_micro_batch_gathers_and_reduces():
     one, two = (record(config(4, accumulation)).trace.operations for accumulation in (1, 2))
     for name, units in ((GATHER, 2 * 5), (REDUCE, 5)):
