@@ -112,7 +112,7 @@ def _judged(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
         made["attention_mask"] = torch.ones_like(ids)
         made["attention_mask"][-1, -1] = 0
     if config.training.task is Task.REWARD:
-        return made
+        return {**made, "targets": torch.zeros((rows // 2, 1), dtype=torch.float32, device=ids.device)}
     is_one_class = config.training.task is Task.CLASSIFICATION and config.data.multi_label is not True
     width = 1 if is_one_class else len(answers(config))
     made["targets"] = torch.zeros((rows, width), dtype=torch.float32, device=ids.device)

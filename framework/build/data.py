@@ -141,7 +141,8 @@ def _encoding(
     warnings = check_prompts(splits.sources, tokenizer)
     if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
         warnings += ("the tokenizer has no end token, so the model does not learn where a text ends",)
-    return Encoding(tokenizer, _learnt(config), find_targets(splits, config)), warnings
+    margins = config.training.task is Task.REWARD
+    return Encoding(tokenizer, _learnt(config), find_targets(splits, config), margins), warnings
 
 
 def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:

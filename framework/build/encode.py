@@ -46,6 +46,8 @@ class Encoding:
     """Which tokens; None is what each form is for: the answers of a chat, the completion of a prompt."""
     targets: Targets | None = None
     """How labels become numbers, where rows have them."""
+    margins: bool = False
+    """Whether pairs say by how much the one answer is better."""
 
     def learnt_of(self, usual: Supervise) -> Supervise:
         return self.learnt or usual
@@ -185,13 +187,15 @@ def _preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     chosen, rejected = (
         _answers([_answered(row, column) for row in rows], encoding) for column in ("chosen", "rejected")
     )
+    written = (np.array([json.loads(row.get("margin") or "0")], np.float32) for row in rows)
+    margins = [margin if encoding.margins else None for margin in written]
     return [
-        replace(one, rejected=other)
+        replace(one, rejected=other, target=margin)
         if isinstance(one, Encoded) and isinstance(other, Encoded)
         else one
         if isinstance(one, UnsuitedChat)
         else other
-        for one, other in zip(chosen, rejected, strict=True)
+        for one, other, margin in zip(chosen, rejected, margins, strict=True)
     ]
 
 

@@ -1,5 +1,6 @@
 """The forms that rows come in: how each is recognised by its columns, and what a value of it must be."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -242,7 +243,14 @@ def _read_preference(record: Mapping[str, Any]) -> Values:
         else:
             raise Fault("`chosen` and `rejected` are of different kinds: one is a text, one a list of messages")
     kept = {"prompt": _stored(prompt), "chosen": _stored(chosen), "rejected": _stored(rejected)}
-    return {"form": str(RowFormat.PREFERENCE), **kept, "tools": _tools(record)}
+    margin = _optional("margin", _read_margin, record)
+    return {"form": str(RowFormat.PREFERENCE), **kept, "tools": _tools(record), "margin": _stored(margin)}
+
+
+def _read_margin(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise Fault(f"is {value!r}: expected a number, by how much the one answer is better")
+    return float(value)
 
 
 def _split_texts(prompt: Any, chosen: str, rejected: str) -> tuple[Any, Any, Any]:
@@ -367,8 +375,8 @@ _ALL = (
     _form(
         RowFormat.PREFERENCE,
         ("chosen", "rejected"),
-        ("prompt", "tools"),
-        ("prompt", "chosen", "rejected", "tools"),
+        ("prompt", "tools", "margin"),
+        ("prompt", "chosen", "rejected", "tools", "margin"),
         _read_preference,
     ),
     _form(

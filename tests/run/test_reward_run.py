@@ -1,15 +1,18 @@
 """A reward model: the loss against its formula, a run from file to export, and its plan."""
 
+import json
 import math
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from framework.errors import Interrupted
+from framework.errors import Interrupted, RequestError
 from framework.memory.cards import read_card
+from framework.run.inputs import read_inputs
 from framework.run.rehearse import rehearse
 from framework.run.step import train_step
+from framework.schema.choices import Task
 from tests.run.test_preference_run import config as preference_config
 from tests.run.test_preference_run import files  # noqa: F401
 from tests.run.test_trainer import interrupt_after, metrics, train
@@ -41,6 +44,33 @@ def test_the_loss_is_bradley_terrys_and_no_split_changes_it():
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_margin_is_asked_of_the_difference():
+    batch = {**pairs(), "targets": torch.tensor([[0.0], [1.5], [-0.5], [2.0]])}
+    with torch.no_grad():
+        rewards = tiny_assembly(tiny_config(training=REWARD)).model(input_ids=batch["input_ids"]).logits[:, 0].tolist()
+    margins = [0.0, 1.5, -0.5, 2.0]
+    losses = [math.log1p(math.exp(rewards[index + 4] - rewards[index] + margins[index])) for index in range(4)]
+    result, _ = gradients([batch])
+    assert result.loss == pytest.approx(sum(losses) / 4, rel=1e-5)
+
+
+def test_the_margins_of_a_file_reach_the_loss(tmp_path):
+    rows = [
+        {"prompt": "say a:", "chosen": "b", "rejected": "B", **({"margin": number} if number % 2 else {})}
+        for number in range(12)
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = preference_config(tmp_path, tmp_path / "run")
+    config = asked.model_copy(update={"data": asked.data.model_copy(update={"eval_fraction": 0.0})})
+    training = config.training.model_copy(update={"task": Task.REWARD})
+    data = read_inputs(config.model_copy(update={"training": training})).data
+    assert [row["target"] for row in data.train] == [[number if number % 2 else 0.0] for number in range(12)]
+    file.write_text(json.dumps({**rows[0], "margin": "much"}) + "\n")
+    with pytest.raises(RequestError, match=r"margin.*expected a number"):
+        read_inputs(config)
 
 
 def reward_config(files, folder, adapted=False, **training):  # noqa: F811

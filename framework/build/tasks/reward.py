@@ -15,7 +15,8 @@ from framework.build.tasks.rows import row_answers
 class BradleyTerry:
     """-log s(r_w - r_l) of the rewards of a pair: Bradley and Terry 1952, as Ouyang et al. 2022 (arXiv 2203.02155,
     equation 1) train reward models, with the pairs of a prompt counted one by one. The batch has all better answers
-    first, then the worse ones in the same order."""
+    first, then the worse ones in the same order. Where rows have a margin m, -log s(r_w - r_l - m), as for Llama 2
+    (Touvron et al. 2023, arXiv 2307.09288, equation 2)."""
 
     unit: str = "pairs"
 
@@ -23,7 +24,7 @@ class BradleyTerry:
         rewards = row_answers(model, batch)
         observe("loss")
         better, worse = rewards[:, 0].chunk(2)
-        return -F.logsigmoid(better - worse).where(counting_pairs(batch), 0).sum()
+        return _losses(better, worse, batch).where(counting_pairs(batch), 0).sum()
 
     def terms(self, batch: Batch) -> Tensor:
         return counting_pairs(batch).sum()
@@ -32,7 +33,7 @@ class BradleyTerry:
         better, worse = row_answers(model, batch)[:, 0].chunk(2)
         counting = counting_pairs(batch)
         found = {
-            "loss": -F.logsigmoid(better - worse),
+            "loss": _losses(better, worse, batch),
             "terms": counting,
             "correct": better > worse,
             "rewards_chosen": better,
@@ -49,3 +50,9 @@ class BradleyTerry:
             "rewards_chosen": means["rewards_chosen"],
             "rewards_rejected": means["rewards_rejected"],
         }
+
+
+def _losses(better: Tensor, worse: Tensor, batch: Batch) -> Tensor:
+    """Of each pair; `targets`, if there are any, are the margins."""
+    margins = batch["targets"][:, 0].nan_to_num() if "targets" in batch else 0.0
+    return -F.logsigmoid(better - worse - margins)
