@@ -16,8 +16,8 @@ def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if not task.is_of_rows:
         return
     if config.model.chunked_loss not in (False, "auto"):
-        message = f"{task} has no logits of tokens: its head gives one answer a row"
-        yield Conflict(("model.chunked_loss", TASK), message, "chunked_loss: false")
+        message = f"has no effect: {task} has no logits of tokens, its head gives one answer a row"
+        yield Conflict(("model.chunked_loss", TASK), message, "chunked_loss: false", is_warning=True)
     if config.training.use_peft and config.peft.peft_method in (PeftMethod.PREFIX, PeftMethod.PROMPT):
         message = "trained tokens stand where the head of a row's answer would look for the row"
         yield Conflict(("peft.peft_method", TASK), message, "lora, or another that is on modules")

@@ -15,7 +15,6 @@ def keys(**sections):
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"model": {"chunked_loss": True}}, "model.chunked_loss"),
         ({"data": {"packing": True}}, "data.packing"),
         ({"data": {"padding_free": True}, "model": {"attn_implementation": "flash_attention_2"}}, "data.padding_free"),
         ({"data": {"supervise": "all"}}, "data.supervise"),
@@ -27,6 +26,13 @@ def test_what_is_about_the_logits_of_tokens_is_refused(task, sections, key):
     training = {"task": task, **sections.pop("training", {})}
     assert keys(training=training, **sections) == [key]
     assert keys(training={**training, "task": "sft"}, **sections) == []
+
+
+def test_a_chunked_loss_has_no_effect_and_presets_of_memory_may_say_it():
+    config = TrainingConfig(training={"task": "classification"}, model={"chunked_loss": True})
+    [conflict] = find_conflicts(config, Needs())
+    assert conflict.is_warning
+    assert "has no effect" in conflict.message
 
 
 @pytest.mark.parametrize(

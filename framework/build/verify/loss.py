@@ -14,7 +14,7 @@ CHANGED, SOURCE = "no: this model changes its logits after the head", "logits wi
 
 def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
     """A few tokens through the model tell whether its head can be computed apart from it."""
-    if assembly.config.model.chunked_loss is False:
+    if assembly.config.model.chunked_loss is False or assembly.config.training.task.is_of_rows:
         return
     asked = str(assembly.config.model.chunked_loss)
     yield Reading("model.chunked_loss", asked, asked if _is_apart(assembly, assembly.model) else CHANGED, SOURCE)

@@ -232,7 +232,9 @@ class Search:
 
 def without_evaluation(config: TrainingConfig) -> TrainingConfig:
     """The config without evaluation, which takes half of a rehearsal and less memory than training at its batch."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"eval": (), "eval_fraction": 0.0})})
+    data = config.data.model_copy(update={"eval": (), "eval_fraction": 0.0})
+    training = config.training.model_copy(update={"eval_steps": None})
+    return config.model_copy(update={"data": data, "training": training})
 
 
 def _family(structure: Structure) -> tuple[str, ...]:
