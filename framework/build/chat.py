@@ -141,7 +141,12 @@ def render_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, 
 
 def marks_generation(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
     """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
-    return bool(_GENERATION_BLOCK.search(_template(tokenizer, chat)))
+    return _has_generation_block(_template(tokenizer, chat))
+
+
+@cache
+def _has_generation_block(template: str) -> bool:
+    return bool(_GENERATION_BLOCK.search(template))
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:

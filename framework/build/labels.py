@@ -86,7 +86,8 @@ def encode_chats(
     `answer_spans`). A token is learnt when it shares a character with an answer. A conversation that cannot be encoded
     has the reason in its place.
     """
-    marked = [_mark(tokenizer, chat, learnt) for chat in chats]
+    specials = special_tokens(tokenizer)
+    marked = [_mark(tokenizer, chat, learnt, specials) for chat in chats]
     texts = [mark.text for mark in marked if isinstance(mark, Marked)]
     if not texts:
         return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
@@ -150,7 +151,9 @@ def encode_tokens(ids: Sequence[int], labels: Sequence[int] | None) -> Encoded:
     return Encoded(tokens, own)
 
 
-def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, answers: Sequence[int]) -> list[Span]:
+def answer_spans(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, answers: Sequence[int], specials: tuple[str, ...]
+) -> list[Span]:
     """Where in `whole`, the rendered chat, the model's part of these assistant turns stands.
 
     A turn is the difference between the chat rendered up to its prompt and the chat rendered up to its end, when each
@@ -158,7 +161,6 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, ans
     its reasoning, or move the system message) fail that test; there the turn is found by putting a stand-in in its
     place. Raises UnsuitedChat when that fails too.
     """
-    specials = special_tokens(tokenizer)
     prompts = {index: _render_or_none(tokenizer, chat.through(index), generation_prompt=True) for index in answers}
     closing = _closing(chat, whole, prompts.get(len(chat.messages) - 1))
     spans = []
@@ -169,7 +171,9 @@ def answer_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, ans
     return spans
 
 
-def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise) -> Marked | UnsuitedChat:
+def _mark(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise, specials: tuple[str, ...]
+) -> Marked | UnsuitedChat:
     try:
         is_marked = learnt is not Supervise.ALL and marks_generation(tokenizer, chat)
         whole, spans = render_marked(tokenizer, chat) if is_marked else (render(tokenizer, chat), [])
@@ -179,7 +183,7 @@ def _mark(tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise) -> 
         answers = _learnt_answers(chat, learnt)
         if is_marked and answers == chat.answers():
             return Marked(whole, spans)
-        turns = answer_spans(tokenizer, chat, whole, answers)
+        turns = answer_spans(tokenizer, chat, whole, answers, specials)
         if not is_marked:
             return Marked(whole, turns)
         return Marked(whole, [span for span in spans if any(span[0] < end and span[1] > start for start, end in turns)])
