@@ -1,6 +1,8 @@
 """Model parameters become a transformers model on its place, in the dtype that was asked for."""
 
 import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -175,6 +177,19 @@ def _refused(architecture: PretrainedConfig, attention: str | None, error: Excep
     return Problem("model.architecture", f"transformers cannot build it: {reason}")
 
 
+@contextlib.contextmanager
+def _unreported_head(task: Task) -> Iterator[None]:
+    """A head that a checkpoint lacks is said by verification; transformers' report of it as missing would alarm."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level = logger.level
+    if task.is_of_rows:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _pretrained(
     config: TrainingConfig,
     architecture: PretrainedConfig,
@@ -196,19 +211,20 @@ def _pretrained(
         )
     loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # packed from the host, later
     try:
-        model, info = model_class(config.training.task).from_pretrained(
-            name,
-            config=architecture,
-            dtype=dtype,
-            attn_implementation=attention,
-            revision=config.model.model_revision or "main",
-            trust_remote_code=config.model.trust_remote_code,
-            local_files_only=not hub_is_reachable(),
-            device_map={"": "cpu" if loses_first else place.device},
-            quantization_config=packed,
-            output_loading_info=True,
-            use_safetensors=True,
-        )
+        with _unreported_head(config.training.task):
+            model, info = model_class(config.training.task).from_pretrained(
+                name,
+                config=architecture,
+                dtype=dtype,
+                attn_implementation=attention,
+                revision=config.model.model_revision or "main",
+                trust_remote_code=config.model.trust_remote_code,
+                local_files_only=not hub_is_reachable(),
+                device_map={"": "cpu" if loses_first else place.device},
+                quantization_config=packed,
+                output_loading_info=True,
+                use_safetensors=True,
+            )
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         if attention is not None and "attention" in str(error).lower():
             raise RequestError([_refused(architecture, attention, error)]) from None

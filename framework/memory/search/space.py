@@ -119,6 +119,8 @@ def micro_batches(config: TrainingConfig, rows: int, free: Collection[str]) -> l
 
 def structures(config: TrainingConfig, free: Collection[str], table: Table, runs_here: bool) -> list[Structure]:
     """Every combination of the table's values of free keys that can run. Other keys keep their value."""
+    if config.training.task.is_of_rows and _CHUNKS in free:  # one answer a row: there are no logits to leave out
+        config, free = with_values(config, {_CHUNKS: False}), [key for key in free if key != _CHUNKS]
     axes = {key: _values(config, key, table[key]) if key in free else (value_of(config, key),) for key in table}
     found: list[Structure] = []
     for chosen in product(*axes.values()):

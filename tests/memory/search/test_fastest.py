@@ -3,9 +3,10 @@
 import pytest
 
 from framework.memory.cards import read_card
-from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Search, Space
+from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Search, Space, without_evaluation
 from framework.memory.search.space import ACCUMULATION, EXACT, MICRO_BATCH, micro_batches, structures
 from framework.schema.config import TrainingConfig
+from framework.schema.rules import Needs, find_conflicts
 from tests.memory.search.card import MIB, Arithmetic
 from tests.tiny import LLAMA
 
@@ -102,3 +103,18 @@ def test_a_refused_structure_is_passed_over() -> None:
     search = Search(space, Refusing()).run()
     assert search.best is not None
     assert space.config(search.best).training.compile is False
+
+
+def test_a_classifier_has_no_logits_to_leave_out() -> None:
+    card = read_card("rtx4090_24gb")
+    for task, chunks in (("sft", {"False", "1024"}), ("classification", {"False"})):
+        config = TrainingConfig(training={"task": task}, model={"architecture": {"model_type": "bert"}}, gpu=card)
+        found = structures(config, list(EXACT), EXACT, runs_here=False)
+        assert {str(item.config.model.chunked_loss) for item in found} == chunks
+        assert {item.config.training.compile for item in found} == {False, True}
+
+
+def test_candidates_that_do_not_evaluate_do_not_ask_to() -> None:
+    data = {"train": [{"path": "python_docstrings"}], "eval_fraction": 0.2}
+    config = TrainingConfig(training={"task": "classification", "eval_steps": 10}, data=data)
+    assert find_conflicts(config, Needs()) == find_conflicts(without_evaluation(config), Needs())
