@@ -129,7 +129,8 @@ def build_model(
     """
     dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
     attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
-    packed = quantization(config.peft, computed or dtype) if is_packed_when_loaded(config) else None
+    of_rows = config.training.task.is_of_rows
+    packed = quantization(config.peft, computed or dtype, of_rows) if is_packed_when_loaded(config) else None
     if config.model.load_pretrained_weights and not place.rehearsed:
         model, new = _pretrained(config, architecture, dtype, attention, place, packed)
     else:

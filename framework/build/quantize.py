@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.heads import answers_for_rows
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod
@@ -38,11 +39,19 @@ def require_bitsandbytes() -> None:
         raise RequestError([Problem("peft.q_lora", message, expected=expected)])
 
 
-def quantization(params: PeftParams, computed: torch.dtype) -> BitsAndBytesConfig:
-    """What transformers is told. `computed` is the dtype that 4-bit weights are multiplied in."""
+ROW_HEADS = ("classifier", "pre_classifier", "score", "head", r".*\.pooler", "pooler")
+"""What transformers' families call the layers of a head of a task of rows, as it wants them: names, or expressions."""
+
+
+def quantization(params: PeftParams, computed: torch.dtype, of_rows: bool) -> BitsAndBytesConfig:
+    """What transformers is told. `computed` is the dtype that 4-bit weights are multiplied in; `of_rows`: the model
+    answers for whole rows by a head that is trained, of which transformers by itself leaves out the last layer's name
+    alone."""
+    kept = list(ROW_HEADS) if of_rows else None
     if params.q_lora_bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
     return BitsAndBytesConfig(
+        llm_int8_skip_modules=kept,
         load_in_4bit=True,
         bnb_4bit_quant_type=str(params.bnb_4bit_quant_type),
         bnb_4bit_use_double_quant=params.use_bnb_nested_quant,
@@ -62,7 +71,7 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
     lost: dict[str, tuple[Tensor, Tensor]] = {}
     if not is_quantized(model):
         plain = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-        config = quantization(params, computed)
+        config = quantization(params, computed, answers_for_rows(model))
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
         quantizer.preprocess_model(model, device_map=None)
         for name, module in model.named_modules():

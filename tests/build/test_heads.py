@@ -159,3 +159,20 @@ def test_a_head_beside_an_adapter_is_trained_even_where_other_modules_are_named(
         "base_model.model.model.embed_tokens.modules_to_save.default.weight",
         "base_model.model.score.modules_to_save.default.weight",
     }
+
+
+@pytest.mark.parametrize("architecture", [BERT, LLAMA], ids=lambda item: item["model_type"])
+def test_the_head_beside_a_packed_base_is_not_packed(architecture):
+    pytest.importorskip("bitsandbytes")
+    wide = {**architecture, "hidden_size": 64, "intermediate_size": 128}
+    peft = {"q_lora": True, "lora_target_modules": ["all-linear"]}
+    assembly = tiny_assembly(classifier(wide, training={"use_peft": True}, peft=peft))
+    inside = {
+        name: module
+        for top in head_modules(assembly.adapter.model.get_base_model()).values()
+        for name, module in top.named_modules()
+    }
+    assert not {type(module).__name__ for module in inside.values()} & {"Linear4bit", "Linear8bitLt"}
+    assert reading(assembly, "peft.q_lora").found == "4-bit nf4"
+    trained = [name for name, parameter in assembly.model.named_parameters() if parameter.requires_grad]
+    assert any("modules_to_save" in name for name in trained)
