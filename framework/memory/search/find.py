@@ -20,8 +20,10 @@ from framework.memory.search.space import (
     MICRO_BATCH,
     OFF_THE_CARD,
     PREFERRED,
+    SHARDING,
     Table,
     micro_batches,
+    on_its_devices,
     structures,
     with_preferred,
     with_rows,
@@ -65,7 +67,7 @@ class _Best:
 
     def _space(self, config: TrainingConfig, table: Table) -> Space:
         rows = config.batch.global_size // config.gpu.count
-        found = structures(config, self.free, table, self.runs_here)
+        found = structures(config, self.free, on_its_devices(table, config), self.runs_here)
         usable = config.gpu.usable_bytes or 0
         return Space(found, micro_batches(config, rows, self.free), rows, usable, self.free)
 
@@ -163,7 +165,14 @@ def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
 
 def changed_keys(before: TrainingConfig, after: TrainingConfig) -> list[str]:
     """The keys that a search moved: what is better in every way, what changes training, other levers."""
-    order = [*PREFERRED, *(key for key in INEXACT if key not in PREFERRED), *OFF_THE_CARD, EVAL_BATCH, MICRO_BATCH]
+    order = [
+        *PREFERRED,
+        *(key for key in INEXACT if key not in PREFERRED),
+        *OFF_THE_CARD,
+        *SHARDING,
+        EVAL_BATCH,
+        MICRO_BATCH,
+    ]
     return [key for key in order if word(value_of(before, key)) != word(value_of(after, key))]
 
 

@@ -4,12 +4,20 @@ from collections.abc import Collection
 
 from framework.errors import Problem, RequestError
 from framework.memory.editing import default_of, with_values
-from framework.memory.search.space import ACCUMULATION, EVAL_BATCH, GLOBAL_BATCH, MICRO_BATCH, OFF_THE_CARD, PREFERRED
+from framework.memory.search.space import (
+    ACCUMULATION,
+    EVAL_BATCH,
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    OFF_THE_CARD,
+    PREFERRED,
+    SHARDING,
+)
 from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key, unknown
 
-MOVABLE = (MICRO_BATCH, ACCUMULATION, EVAL_BATCH, *PREFERRED, *OFF_THE_CARD)
+MOVABLE = (MICRO_BATCH, ACCUMULATION, EVAL_BATCH, *PREFERRED, *OFF_THE_CARD, *SHARDING)
 """Keys that `fit` moves without being asked; none of them changes what is learnt."""
 
 

@@ -45,9 +45,16 @@ OFF_THE_CARD: Table = {
     "model.offload_frozen_base": (False, True),
 }
 """With those that move weights or states over the link at each step: tried where nothing else fits."""
+SHARDING: Table = {
+    "fsdp.enable_fsdp": (False, True),
+    "fsdp.sharding_strategy": ("SHARD_GRAD_OP", "FULL_SHARD"),
+    "fsdp.cpu_offload": (False, True),
+}
+"""What several devices may split between them, from fast and large to slow and small."""
 SLOWER = (
     *(_CHECKPOINTS, _EVERY, "training.activation_offload", _BUDGET),
     *("training.optimizer_offload", "model.offload_frozen_base", EXPANDABLE),
+    *SHARDING,
 )
 """Levers whose later values compute or move no less than the earlier ones: never faster at the same batch."""
 SMALLER = (*SLOWER, _CHUNKS)
@@ -105,6 +112,14 @@ def with_preferred(config: TrainingConfig, free: Collection[str]) -> TrainingCon
         if key in free and value_of(config, key) == worse and suits(hardware, config.gpu)
     }
     return with_values(config, changes) if changes else config
+
+
+def on_its_devices(table: Table, config: TrainingConfig) -> Table:
+    """The table with what is there to choose on several devices; the host is a last resort there too."""
+    if config.gpu.count == 1:
+        return table
+    keys = SHARDING if table is OFF_THE_CARD else [key for key in SHARDING if key != "fsdp.cpu_offload"]
+    return {**table, **{key: SHARDING[key] for key in keys}}
 
 
 def micro_batches(config: TrainingConfig, rows: int, free: Collection[str]) -> list[int]:
