@@ -42,6 +42,16 @@ def empty_parts(folder: Path) -> str:
     return str(parts)
 
 
+def tried_parts(parts: Path | Mapping[str, Tensor], assembly: Assembly) -> str:
+    """Read back what all ranks have written, and delete it. Raises SaveFailed when it is not what there is."""
+    from framework.run.parts import verify_parts  # torch's part of it takes seconds to import
+
+    if isinstance(parts, Path):
+        verify_parts(parts, assembly)
+        shutil.rmtree(parts)
+    return "tried"
+
+
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
     """A folder to fill that becomes `target` in one rename when the block ends well, and vanishes when it does not.

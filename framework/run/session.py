@@ -33,7 +33,7 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.checkpoint import empty_parts, save_checkpoint
+from framework.run.checkpoint import empty_parts, save_checkpoint, tried_parts
 from framework.run.comparison import compare
 from framework.run.crew import Crew
 from framework.run.evaluate import evaluate, in_words
@@ -126,6 +126,7 @@ class Session:
         """What comes right before the first step: the loss that training has to beat."""
         if self.step == 0:
             self.evaluate()
+            self._try_saving()
         self._moved_elements = MovedElements(self.assembly.trained)
         self._clock = time.perf_counter()
 
@@ -329,6 +330,17 @@ class Session:
                 self.crew.shared(f"saved/{self.step}", partial(self._write_checkpoint, others, split))
             self.saved = self.step
             self._clock = time.perf_counter()
+
+    def _try_saving(self) -> None:
+        """Sharded weights are written, read back and thrown away before anything is learnt: a save that cannot work
+        fails now (O03)."""
+        if self.assembly.sharding is None or self.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT:
+            return
+        began = time.perf_counter()
+        with self.crew.phase("trying to save"):
+            parts = self._split()
+            self.crew.shared("tried saving", partial(tried_parts, parts, self.assembly))
+        self.progress.say(f"save      every rank has written its part, in {time.perf_counter() - began:.1f} s")
 
     def _split(self) -> Path | dict[str, Tensor]:
         """Sharded weights and states: written by all ranks, or gathered by the main one, as was asked."""

@@ -32,11 +32,13 @@ class Arithmetic:
         logits = 20 if config.model.chunked_loss else 200
         fixed = 1000 + layers * (60 if training.optimizer_offload == "host" else 100)
         fixed *= 0.5 if training.optimizer == "adamw_8bit" else 1
+        fixed /= config.gpu.count if config.fsdp.is_sharded else 1
         allocated = int((fixed + rows * (layers * 50 * kept + logits)) * MIB)
         cached = allocated * (1.01 if training.allocator.expandable_segments else 1.10)
         seconds = 0.1 + config.batch.accumulation * (0.01 + rows * layers * 0.01 * work)
         seconds += 0.002 * rows * config.batch.accumulation if config.model.chunked_loss else 0
         seconds += layers * 0.05 if training.optimizer_offload == "host" else 0
+        seconds *= 1.1 if config.fsdp.is_sharded else 1
         return make_plan(config, allocated, int(cached), seconds)
 
 

@@ -46,6 +46,17 @@ def test_the_global_batch_is_kept_and_said() -> None:
         )
 
 
+@pytest.mark.parametrize(("usable", "is_sharded"), [(1000, True), (9000, False)])
+def test_cards_split_the_weights_where_one_cannot_hold_them(usable: int, is_sharded: bool) -> None:
+    config = config_on(usable, global_batch_size=32)
+    several = config.model_copy(update={"gpu": config.gpu.model_copy(update={"count": 4})})
+    found = found_on(several, last_resort=())
+    assert found.fits
+    assert found.config.fsdp.is_sharded is is_sharded
+    assert all(change.exact for change in found.changes)
+    assert not found_on(config, last_resort=()).config.fsdp.is_sharded
+
+
 def test_a_pinned_batch_that_cannot_fit_is_no_proposal() -> None:
     found = found_on(config_on(3000), pins=("training", "model"), last_resort=())
     assert not found.fits
