@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,6 +30,8 @@ class Ranks:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    meet: Callable[[], None] = field(default=lambda: None, compare=False)
+    """Waits for all ranks, for as long as it takes: not in a collective, which ends them when one is late."""
 
     @property
     def is_main(self) -> bool:
@@ -111,6 +113,7 @@ def parallelise(
         from framework.build.shard import shard  # torch's sharding takes seconds to import
 
         return shard(config, Root(model), model, place, ranks, arrival)
+    ranks.meet()  # from loading, which takes each as long as its disk does
     return _replicated(Root(model))
 
 

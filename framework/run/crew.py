@@ -24,6 +24,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import check_cuda_p2p_ib_support
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from framework.build.ranks import ALONE, Ranks
@@ -33,6 +34,8 @@ from framework.schema.config import TrainingConfig
 
 COLLECTIVE = timedelta(minutes=30)
 """How long a rank may be late in the middle of a step."""
+ARRIVAL = timedelta(minutes=30)
+"""How long the first rank to start waits for the last."""
 WAIT = timedelta(hours=12)
 """How long the others wait for one that reads, loads or saves."""
 TELL_AFTER = 60.0
@@ -74,18 +77,18 @@ class _Company(Crew):
     """One of several."""
 
     def __init__(self, found: Launched) -> None:
-        self.ranks = Ranks(found.rank, found.world, found.local_rank, found.local_world)
+        self.ranks = Ranks(found.rank, found.world, found.local_rank, found.local_world, self._meet)
         os.environ.update(  # torch's names, where it was srun that started us
             {"RANK": str(found.rank), "WORLD_SIZE": str(found.world), "LOCAL_RANK": str(found.local_rank)},
             MASTER_ADDR=found.address,
             MASTER_PORT=str(found.port),
         )
-        base, _, _ = next(rendezvous("env://", found.rank, found.world, timeout=COLLECTIVE))
+        base, _, _ = next(rendezvous("env://", found.rank, found.world, timeout=ARRIVAL))
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._base = PrefixStore(f"tunesmith/{again}/{next(_meetings)}", base)
         self._store: Store = self._base.clone()  # type: ignore[attr-defined]
         self.has_parent = base.check([PARENT])
-        self._failed_here = False
+        self._meets = itertools.count()
         self._parted = threading.Event()
         watched: Store = self._base.clone()  # type: ignore[attr-defined]
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
@@ -105,6 +108,9 @@ class _Company(Crew):
         self._store.set(keys[self.ranks.rank], text)
         self._wait(keys, range(self.ranks.world))
         return [self._store.get(key).decode() for key in keys]
+
+    def _meet(self) -> None:
+        self.gathered(f"met/{next(self._meets)}", "")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -162,7 +168,6 @@ class _Company(Crew):
 
         Raises TrainingStopped instead of an error that says no more than that another rank has gone.
         """
-        self._failed_here = True
         code = getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
         lost = _is_loss(error)
         # What all ranks run into together is the main one's to tell; what a loss is due to, someone else's.
@@ -261,6 +266,9 @@ def _device(config: TrainingConfig, local_rank: int) -> torch.device:
     index = local_rank if count > 1 else 0
     os.environ["LOCAL_RANK"] = str(index)
     torch.cuda.set_device(index)
+    if not check_cuda_p2p_ib_support():  # RTX 40 under old drivers: accelerate refuses them, unless told as here
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
     return torch.device("cuda", index)
 
 

@@ -119,14 +119,14 @@ def _build(
         state = read_state(newest)
         config, repairs = remembered(config, state.get("repairs", []), allow)
         changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
+    batches = training_batches(config, inputs, read_state(newest) if newest is not None else None, crew.ranks.rank)
+    total = total_steps(config, batches)
+    agree(crew, digest(inputs, total))  # before the first collective, which starts the device
     accelerator, device = _start_device(config, folder, crew)
     place = real_place(device)
     meter = Meter(place)
-    set_seed(config.training.seed)
-    batches = training_batches(config, inputs, read_state(newest) if newest is not None else None, crew.ranks.rank)
     watch = Watch(meter)
-    total = total_steps(config, batches)
-    agree(crew, digest(inputs, total))  # before the first collective, which is one of assembling
+    set_seed(config.training.seed)
     with explained_failures(watch, forecast, None):
         assembly = assemble(config, inputs.architecture, place, total, crew.ranks)
         seed_apart(config.training.seed, crew.ranks)

@@ -168,11 +168,11 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
 
 def resumed_as_rank(corpus, folder) -> None:  # noqa: F811
     """Go on, with a rank 0 that takes longer over its saves than a collective may last (F09)."""
-    crew.COLLECTIVE = crew.timedelta(seconds=6)
+    crew.COLLECTIVE = crew.timedelta(seconds=10)
     original = session_module.save_checkpoint
 
     def slow(*arguments):
-        time.sleep(8)
+        time.sleep(12)
         return original(*arguments)
 
     session_module.save_checkpoint = slow
