@@ -51,6 +51,10 @@ class Sharding:
         """Blocks and root: what is gathered, and reduced, at a time."""
         return (*self.blocks, self.root)
 
+    def __str__(self) -> str:
+        blocks = f"{len(self.blocks)} {self.block_class} and the rest"
+        return f"{blocks} are gathered one by one, each split over {self.shards} devices"
+
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(model, *arguments)` with the weights that it needs gathered."""
         return self.root(function, *arguments)  # type: ignore[operator]

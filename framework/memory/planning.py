@@ -169,6 +169,8 @@ def choose_band(config: TrainingConfig, is_mathematical: bool) -> Band:
         return Band.INT8_BASE
     if config.gpu.capability != _MEASURED_CAPABILITY:
         return Band.UNMEASURED
+    if config.fsdp.is_sharded:
+        return Band.SHARDED
     return Band.MATHEMATICAL if is_mathematical else Band.PLAIN
 
 

@@ -93,7 +93,8 @@ def record(config: TrainingConfig) -> Rehearsal:
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
     planned = blocks.said if blocks is not None else ()
     covered = said_of_adapter(assembly) if is_adapted else ()
-    said = (*map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
+    split = (str(assembly.sharding),) if assembly.sharding is not None else ()
+    said = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
     said += said_of_companion(config, assembly.companion)
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
