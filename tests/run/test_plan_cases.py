@@ -165,7 +165,6 @@ def test_a_mixed_list_of_cards_is_planned_for_the_smallest() -> None:
     assert made.batch.accumulation == alone.batch.accumulation == 2
     assert made.peak.device_bytes == alone.peak.device_bytes
     assert any("equal shares on 3 devices" in said and "40gb is the limit" in said for said in made.assumptions)
-    assert "training on several devices is not yet available" in made.warnings
 
 
 def test_states_on_the_host_cost_two_copies_over_the_link_a_step() -> None:
