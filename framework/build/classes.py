@@ -8,6 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from framework.build.hub import nearest
+from framework.build.messages import describe
+
+HIGHEST = float(np.finfo(np.float32).max)
+"""Targets are float32; a larger number would be infinite there."""
 
 
 class WrongLabel(ValueError):
@@ -47,35 +51,44 @@ class Targets:
             raise WrongLabel(f"{name} is no class; rows without one have no label, and values are for task regression")
         if name in self.names:
             return self.names.index(name)
-        if isinstance(label, int) and 0 <= label < len(self.names):
-            return label
+        if isinstance(label, (int, float)) and label < len(self.names) and not any(map(str.isdecimal, self.names)):
+            return int(label)  # of classes that are numbers themselves, one that is not there is none
         close = nearest(name, self.names)
         known = ", ".join(self.names[:12]) + (", .." if len(self.names) > 12 else "")
         raise WrongLabel(f"{name!r} is none of the classes ({known})" + (f"; did you mean {close}?" if close else ""))
 
     def _values(self, label: object) -> npt.NDArray[np.float32]:
         values = label if isinstance(label, list) else [label]
+        if not values:
+            raise WrongLabel("expected a number or a list of them, and the list is empty")
         if len(values) != self.size:
             raise WrongLabel(f"expected {self.size} values, as in the first row, not {len(values)}")
         return np.array([_number(value) for value in values], np.float32)
 
 
 def find_classes(labels: Iterable[str | None], given: Sequence[str] | None) -> Targets:
-    """The classes of these labels (JSON texts): those given, or every name that occurs, sorted; numbers by size."""
+    """The classes of these labels (JSON texts): those given, or every name that occurs, sorted; numbers by size.
+
+    Raises WrongLabel where there are labels, and none of them is a class.
+    """
     several: bool | None = None
     names: set[str] = set()
+    first: object = None
     for label in _parsed(labels):
+        first = label if several is None else first
         several = isinstance(label, list) if several is None else several
         for each in label if isinstance(label, list) else [label]:
             if not _is_no_class(each):  # such a row is refused, with its place
                 names.add(class_name(each))
-    found = tuple(given) if given else tuple(sorted(names, key=_order(names)))
+    found = tuple(given) if given else _sorted(names)
+    if not found and several is not None:
+        raise WrongLabel(f"no row has a class: the first label is {json.dumps(first)}")
     return Targets(found, bool(several), len(found) if several else 1)
 
 
 def find_values(labels: Iterable[str | None]) -> Targets:
     """How many values each row has, judged by the first."""
-    first = next(_parsed(labels), 0.0)
+    first = next((label for label in _parsed(labels) if label != []), 0.0)
     return Targets((), False, len(first) if isinstance(first, list) else 1)
 
 
@@ -90,8 +103,10 @@ def _is_no_class(label: object) -> bool:
     return isinstance(label, (int, float)) and (label < 0 or label != int(label))
 
 
-def _order(names: set[str]) -> "type[int] | type[str]":
-    return int if all(name.isdecimal() for name in names) else str
+def _sorted(names: set[str]) -> tuple[str, ...]:
+    """Numbers by size, all else by name; `1` and `01` are of one size, and their order must not be the set's."""
+    by_name = sorted(names)
+    return tuple(sorted(by_name, key=int) if all(map(str.isdecimal, names)) else by_name)
 
 
 def _parsed(labels: Iterable[str | None]) -> Iterator[object]:
@@ -105,8 +120,8 @@ def _parsed(labels: Iterable[str | None]) -> Iterator[object]:
 
 def _number(value: object) -> float:
     try:
-        if isinstance(value, (int, float, str)) and np.isfinite(number := float(value)):
+        if isinstance(value, (int, float, str)) and abs(number := float(value)) <= HIGHEST:
             return number
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
-    raise WrongLabel(f"expected a finite number, not {value!r}")
+    raise WrongLabel(f"expected a finite number (of float32), not {describe(value)}")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.classes import Targets, find_classes, find_values
+from framework.build.classes import Targets, WrongLabel, find_classes, find_values
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
 from framework.build.encode import Encoding, encode_batch, row_texts
 from framework.build.files import Fault
@@ -25,7 +25,7 @@ from framework.build.row_progress import row_progress
 from framework.build.rows import Rows
 from framework.build.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.stream import Stream, columns_of, in_parts
-from framework.build.tally import RowPolicy, Tally
+from framework.build.tally import EMPTY, RowPolicy, Tally
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig
@@ -155,7 +155,9 @@ def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
 
 
 def _losses(*reports: SplitReport | None) -> list[str]:
-    return [_loss_message(each) for each in reports if each and each.supervised_lost_share > WARNING_SHARE]
+    known = [report for report in reports if report is not None]
+    empty = [_empty_message(each) for each in known if each.dropped.get(EMPTY, 0) > WARNING_SHARE * each.read]
+    return empty + [_loss_message(each) for each in known if each.supervised_lost_share > WARNING_SHARE]
 
 
 def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -320,7 +322,11 @@ def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
         labels += splits.eval["label"]
     if config.training.task is Task.REGRESSION:
         return find_values(labels)
-    return find_classes(labels, config.data.labels)
+    try:
+        return find_classes(labels, config.data.labels)
+    except WrongLabel as wrong:
+        expected = "names or whole numbers; values are for training.task=regression"
+        raise RequestError([Problem("data.train", f"column `label`: {wrong}", expected=expected)]) from None
 
 
 def _learnt(config: TrainingConfig) -> Supervise | None:
@@ -367,6 +373,11 @@ def _loss_message(split: SplitReport) -> str:
         f"{split.supervised_lost_share:.1%} of the supervised tokens of {split.name} are lost to the limit of "
         f"{split.limit} tokens ({split.cut} of {split.read} rows are cut, {sum(split.dropped.values())} dropped)"
     )
+
+
+def _empty_message(split: SplitReport) -> str:
+    share = split.dropped[EMPTY] / split.read
+    return f"{share:.0%} of the rows of {split.name} are left out: a column that they need is absent or empty in them"
 
 
 def _generator(seed: int, stream: int) -> np.random.Generator:

@@ -24,14 +24,20 @@ def standard_docstrings() -> Iterator[tuple[str, Iterator[Record]]]:
     The package's own name is taken out of the text, so that it is not told; a text that occurs twice is given once.
     """
     root, seen = Path(os.__file__).parent, set[str]()
-    for package in PACKAGES:
-        for file in sorted((root / package).rglob("*.py")):
-            if not set(file.relative_to(root).parts) & set(LEFT_OUT):
-                found = {text: line for line, text in _docstrings(file, package) if text not in seen}
-                seen.update(found)
-                if found:
-                    rows = [(line, {"text": text, "label": package}) for text, line in found.items()]
-                    yield file.relative_to(root).as_posix(), iter(rows)
+    for file in docstring_files():
+        package = file.relative_to(root).parts[0]
+        found = {text: line for line, text in _docstrings(file, package) if text not in seen}
+        seen.update(found)
+        if found:
+            rows = [(line, {"text": text, "label": package}) for text, line in found.items()]
+            yield file.relative_to(root).as_posix(), iter(rows)
+
+
+def docstring_files() -> list[Path]:
+    """The packages' files, those of each sorted."""
+    root = Path(os.__file__).parent
+    found = (file for package in PACKAGES for file in sorted((root / package).rglob("*.py")))
+    return [file for file in found if not set(file.relative_to(root).parts) & set(LEFT_OUT)]
 
 
 def _docstrings(file: Path, package: str) -> Iterator[tuple[int, str]]:

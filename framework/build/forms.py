@@ -1,6 +1,5 @@
 """The forms that rows come in: how each is recognised by its columns, and what a value of it must be."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -9,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from framework.build.classes import HIGHEST
 from framework.build.hub import nearest
 from framework.build.kinds import KINDS, wrong_kind
 from framework.build.messages import (
@@ -111,6 +111,9 @@ def choose_form(source: DatasetParams, columns: Sequence[str], key: str, task: T
     """
     found = ", ".join(columns) or "none"
     form = FORMS[source.format] if source.format else detect_form(columns, source.columns, task)
+    absent = [name for name in dict.fromkeys(source.columns.values()) if name not in columns]
+    if absent and (form is None or wrong_kind(form.name, task)):  # with those columns the form may be another
+        raise RequestError([_no_column(name, columns, key) for name in absent])
     if form is None:
         message, expected, close = unknown_form(columns, source.columns, task)
         raise RequestError([Problem(key, message, expected=expected, nearest=close)])
@@ -119,8 +122,7 @@ def choose_form(source: DatasetParams, columns: Sequence[str], key: str, task: T
     problems = []
     mapped = [name for column, name in source.columns.items() if column in form.columns and name not in columns]
     for name in dict.fromkeys([*form.missing(columns, source.columns), *mapped]):
-        message = f"there is no column `{name}`; the columns are: {found}"
-        problems.append(Problem(key, message, nearest=nearest(name, columns)))
+        problems.append(_no_column(name, columns, key))
     for column in source.columns:
         if column not in form.columns:
             message = f"rows of `{form.name}` have no column `{column}`; they may have {', '.join(form.columns)}"
@@ -128,6 +130,11 @@ def choose_form(source: DatasetParams, columns: Sequence[str], key: str, task: T
     if problems:
         raise RequestError(problems)
     return form
+
+
+def _no_column(name: str, columns: Sequence[str], key: str) -> Problem:
+    message = f"there is no column `{name}`; the columns are: {', '.join(columns) or 'none'}"
+    return Problem(key, message, nearest=nearest(name, columns))
 
 
 def unknown_form(
@@ -166,6 +173,12 @@ def _in_column(column: str, read: Callable[[object], T], value: object) -> T:
 
 def _optional(column: str, read: Callable[[object], T], record: Mapping[str, Any]) -> T | None:
     return None if record[column] is None else _in_column(column, read, record[column])
+
+
+def _answer(column: str, read: Callable[[object], T], record: Mapping[str, Any]) -> T | None:
+    """The same of an answer in a column of its own, where the empty field of a table is none."""
+    value = record[column]
+    return None if isinstance(value, str) and not value.strip() else _optional(column, read, record)
 
 
 def _some_text(column: str, record: Mapping[str, Any]) -> str:
@@ -243,14 +256,17 @@ def _read_preference(record: Mapping[str, Any]) -> Values:
         else:
             raise Fault("`chosen` and `rejected` are of different kinds: one is a text, one a list of messages")
     kept = {"prompt": _stored(prompt), "chosen": _stored(chosen), "rejected": _stored(rejected)}
-    margin = _optional("margin", _read_margin, record)
+    margin = _answer("margin", _read_margin, record)
     return {"form": str(RowFormat.PREFERENCE), **kept, "tools": _tools(record), "margin": _stored(margin)}
 
 
 def _read_margin(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise Fault(f"is {value!r}: expected a number, by how much the one answer is better")
-    return float(value)
+    try:
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool) and abs(float(value)) <= HIGHEST:
+            return float(value)
+    except (ValueError, OverflowError):
+        pass
+    raise Fault(f"is {describe(value)}: expected a number, by how much the one answer is better")
 
 
 def _split_texts(prompt: Any, chosen: str, rejected: str) -> tuple[Any, Any, Any]:
@@ -278,7 +294,7 @@ def _split_chats(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[A
 
 def _read_unpaired(record: Mapping[str, Any]) -> Values:
     kept = _read_prompt_completion(record)
-    good = _optional("label", _read_verdict, record)
+    good = _answer("label", _read_verdict, record)
     return {**kept, "form": str(RowFormat.UNPAIRED), "label": _stored(good)}
 
 
@@ -290,7 +306,7 @@ def _read_verdict(value: object) -> bool:
 
 
 def _read_labelled(record: Mapping[str, Any]) -> Values:
-    label = _optional("label", _read_label, record)
+    label = _answer("label", _read_label, record)
     pair = _optional("text_pair", read_text, record)
     text = _optional("text", read_text, record)
     return {"form": str(RowFormat.LABELLED), "text": text, "text_pair": pair, "label": _stored(label)}

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from framework.build.classes import Targets
 from framework.build.data_report import SplitReport
-from framework.build.finding import PYTHON_ROWS, STANDARD_LIBRARY, find_files, is_local
+from framework.build.docstrings import docstring_files
+from framework.build.finding import PYTHON_ROWS, STANDARD_DOCSTRINGS, STANDARD_LIBRARY, find_files, is_local
 from framework.build.rows import Rows
 from framework.build.sources import library_files
 from framework.caches import cache_folder, our_files, versions
@@ -141,7 +142,7 @@ def _why_not(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> str 
     if not getattr(tokenizer, "is_fast", False):
         return "rows are not kept in the cache: this tokenizer cannot be compared with another"
     for source in (*config.data.train, *config.data.eval):
-        if source.path not in (STANDARD_LIBRARY, PYTHON_ROWS) and not is_local(source.path):
+        if source.path not in (STANDARD_LIBRARY, STANDARD_DOCSTRINGS, PYTHON_ROWS) and not is_local(source.path):
             return f"rows are not kept in the cache: {source.path} is a dataset of the hub"
     return None
 
@@ -166,6 +167,8 @@ def _source(source: DatasetParams, key: str) -> list[Any]:
         files = []
     elif source.path == STANDARD_LIBRARY:
         files = library_files()
+    elif source.path == STANDARD_DOCSTRINGS:
+        files = docstring_files()
     else:
         files = find_files(source.path, parse_split(source.split), key)
     facts = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

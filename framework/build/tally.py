@@ -10,6 +10,9 @@ from framework.build.sources import PROBLEM_LIMIT, Place
 from framework.errors import Problem
 from framework.schema.choices import Truncation
 
+EMPTY = "empty"
+"""Why a row is dropped that lacks a value in a column which its form needs."""
+
 
 @dataclass(frozen=True)
 class RowPolicy:
@@ -55,7 +58,7 @@ class Tally:
         if isinstance(row, UnsuitedChat):
             self.problems.append(Problem(self.key, str(row), where=str(place)))
         elif row is None or not len(row.input_ids):
-            self._drop(place, 0, "empty")
+            self._drop(place, 0, EMPTY)
         elif not self._refuse(place, row):
             self.lengths.append(row_length(row))
             self.supervised += supervised_count(row)

@@ -125,7 +125,7 @@ def _report(result: "RunResult") -> None:
     for values in result.evals[:1] + result.evals[1:][-1:]:
         print(f"eval loss   {values['eval_loss']:.4f} at step {values['step']}")
     for name, value in list(result.evals[-1].items())[2:8] if result.evals else ():
-        print(f"{name.replace('_', ' '):<12}{value:.4f}")
+        print(f"{name.replace('_', ' '):<11} {value:.4f}")
     final = result.folder / "final"
     if (final / "adapter_config.json").exists():
         print(f"adapter     {final} (peft's PeftModel.from_pretrained loads it on its base)")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,8 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
         return _in_order(rows, _judging(asked), MOST_TOKENS)
     if request.score:
         vocabulary = causal_model(asked.model).config.get_text_config().vocab_size
-        return _in_order(rows, _scoring(asked), max(1, MOST_LOGITS // vocabulary))
+        answered = [one for row in rows for one in (replace(row, rejected=None), row.rejected) if one is not None]
+        return _paired(rows, _in_order(answered, _scoring(asked), max(1, MOST_LOGITS // vocabulary)))
     return _in_order(rows, _completing(asked, request.new_tokens), MOST_TOKENS, request.new_tokens)
 
 
@@ -162,6 +163,12 @@ def _in_order(
         found.update(zip(chosen, told, strict=True))
         start += len(chosen)
     return (found[index] for index in range(len(table)))
+
+
+def _paired(rows: Sequence[Encoded], told: Iterator[Answer]) -> Iterator[Answer]:
+    """Of a pair of answers both, which `told` has one after the other."""
+    for row in rows:
+        yield next(told) if row.rejected is None else {"chosen": next(told), "rejected": next(told)}
 
 
 def _judging(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:

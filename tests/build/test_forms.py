@@ -370,7 +370,7 @@ class TestLabelled:
 
     def test_values_that_are_none(self, prepare: Prepare) -> None:
         (problem,) = refused(prepare, [{"text": "x", "label": "tall"}], "regression")
-        assert problem.message == "column `label`: expected a finite number, not 'tall'"
+        assert problem.message == "column `label`: expected a finite number (of float32), not str 'tall'"
 
     def test_pairs_have_what_the_tokenizer_puts_around_them(
         self, prepare: Prepare, tokenizer: PreTrainedTokenizerFast
@@ -419,6 +419,14 @@ class TestTokens:
         data = prepare([{"input_ids": list(range(1, 21))}, {"input_ids": [1, 2]}], limit=12)
         assert data.train.lengths.tolist() == [12, 2]
         assert data.report.train.supervised_lost == 8
+
+
+def test_a_mapped_column_that_is_not_there_is_told_before_the_form_it_leaves(prepare: Prepare) -> None:
+    for columns, near in (({"label": "lable"}, "label"), ({"text": "txt"}, "text")):
+        (problem,) = refused(prepare, [{"text": "a b", "label": "x"}], "classification", columns=columns)
+        (name,) = columns.values()
+        assert f"there is no column `{name}`; the columns are: text, label" in problem.message
+        assert problem.nearest == near
 
 
 def test_a_tokenizer_can_be_built_on_rows_of_every_form(write_rows: WriteRows) -> None:

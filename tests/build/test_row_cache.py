@@ -176,6 +176,13 @@ def test_rows_from_python_are_known_by_their_digest(tokenizer: PreTrainedTokeniz
     assert [hit([{"text": "a b"}]), hit([{"text": "a b"}]), hit([{"text": "a c"}])] == [False, True, False]
 
 
+def test_the_embedded_sources_are_no_datasets_of_the_hub(tokenizer: PreTrainedTokenizerFast) -> None:
+    some = config("python_docstrings", training={"task": "classification"})
+    folder = row_cache.RowCache(some, tokenizer, None).folder
+    assert folder is not None
+    assert row_cache.RowCache(some, tokenizer, None).folder == folder
+
+
 def test_broken_rows_leave_nothing_behind(
     write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:

@@ -144,6 +144,11 @@ def test_metrics_of_numbers():
     assert metrics["pearson"] == pytest.approx(np.mean([np.corrcoef(t[:, i], g[:, i])[0, 1] for i in (0, 1)]), rel=1e-5)
     constant = objective.metrics(replace_logits(objective, guess, torch.ones_like(truth)))
     assert (constant["r2"], constant["pearson"]) == (0, 0)
+    for value in (0.1, 1 / 3, 12345.678):  # sums of them do not cancel exactly
+        constant = objective.metrics(replace_logits(objective, guess, torch.full_like(truth, value)))
+        assert (constant["r2"], constant["pearson"]) == (0, 0)
+        constant = objective.metrics(replace_logits(objective, torch.full_like(truth, value), truth))
+        assert constant["pearson"] == 0
 
 
 def replace_logits(objective, logits, targets):

@@ -158,6 +158,19 @@ def test_a_score_is_the_log_probability_of_what_training_learns(writer, tmp_path
         assert answer == {"log_likelihood": pytest.approx(told, rel=1e-4), "tokens": len(ids) - start}
 
 
+def test_of_a_pair_both_answers_are_scored(tmp_path, capsys):
+    rows = [{"prompt": f"{text}:", "chosen": f" {text[:7]}", "rejected": f" {text}"} for text in TEXTS]
+    run = train(tmp_path, LLAMA, rows, "preference", training={"max_steps": 2})
+    pairs = said(capsys, run, tmp_path / "rows.jsonl", "--score")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("task: preference", "task: sft"))
+    for answer in ("chosen", "rejected"):
+        alone = [{"prompt": row["prompt"], "completion": row[answer]} for row in rows]
+        told = said(capsys, run, lines(tmp_path / "alone.jsonl", alone), "--score")
+        for pair, one in zip(pairs, told, strict=True):
+            assert pair[answer] == {**one, "log_likelihood": pytest.approx(one["log_likelihood"], rel=1e-4)}
+
+
 def test_a_batch_that_does_not_fit_is_halved(classifier, tmp_path, monkeypatch):
     asked = lines(tmp_path / "asked.jsonl", [{"text": text} for text in TEXTS])
     expected, judging, sizes = list(predict(classifier, asked)), predicting._judging, []

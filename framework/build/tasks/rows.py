@@ -11,6 +11,10 @@ from framework.build.loss import IGNORED, Batch, Observe, causal_model, model_in
 
 AddedUp = Mapping[str, Tensor]
 
+LEAST_VARIANCE = 1e-13
+"""Share of the mean square below which numbers do not vary but are rounded: float32, which targets and answers are,
+resolves 6e-8 of a number, which squared is 4e-15, and sums of 1e3 rows in float64 err by as much."""
+
 
 def row_answers(model: nn.Module, batch: Batch) -> Tensor:
     """What the model says of each row, float32 of shape (rows, answers)."""
@@ -136,8 +140,8 @@ class Numbers:
     def metrics(self, sums: AddedUp) -> dict[str, float]:
         """Where there are several numbers, the mean over them. r2 and pearson are 0 where the truth never varies."""
         rows = sums["terms"]
-        varies = sums["truth_squared"] - sums["truth"] ** 2 / rows
-        guess_varies = sums["guess_squared"] - sums["guess"] ** 2 / rows
+        varies = _variation(sums["truth"], sums["truth_squared"], rows)
+        guess_varies = _variation(sums["guess"], sums["guess_squared"], rows)
         together = sums["product"] - sums["truth"] * sums["guess"] / rows
         r2 = torch.where(varies > 0, 1 - sums["error"] / varies, 0)
         pearson = together / (varies * guess_varies).clamp(min=0).sqrt()
@@ -173,6 +177,12 @@ def macro_f1(true: Tensor, guessed: Tensor, right: Tensor) -> float:
     """The mean over the classes that occur, in the rows or in what is said of them."""
     occurs = (true + guessed) > 0
     return float((f1(true, guessed, right) * occurs).sum() / occurs.sum().clamp(min=1))
+
+
+def _variation(total: Tensor, squared: Tensor, rows: Tensor) -> Tensor:
+    """Sum of the squared distances to the mean, 0 where it is but rounding."""
+    found = squared - total**2 / rows
+    return torch.where(found > LEAST_VARIANCE * squared, found, 0)
 
 
 def _classes(batch: Batch) -> Tensor:
