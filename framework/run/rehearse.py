@@ -83,6 +83,8 @@ def record(config: TrainingConfig) -> Rehearsal:
         blocks = compiled_blocks.plan_compiled_blocks(assembly, mode, tracker) if is_compiled else None
         record_load(tracker, assembly)
         with tracker:
+            if config.is_replicated:
+                _hold_gradients(assembly)
             _run(tracker, assembly)
         tracker.observe("save")
         footprint = read_footprint(assembly)
@@ -105,6 +107,12 @@ def rehearsed_ranks(config: TrainingConfig) -> Ranks:
     return (
         Ranks(world=world, local_world=min(world, CARDS_A_MACHINE)) if config.fsdp.is_sharded and world > 1 else ALONE
     )
+
+
+def _hold_gradients(assembly: Assembly) -> None:
+    """What torch's DDP does when it takes the model: memory for all gradients, which then live in it."""
+    for parameter in assembly.trained:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:

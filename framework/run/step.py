@@ -74,7 +74,7 @@ def train_step(
         before_update()
         assembly.optimizer.step()
         assembly.loss_scale.scaler.update()
-    assembly.optimizer.zero_grad(set_to_none=True)
+    assembly.optimizer.zero_grad(set_to_none=not assembly.config.is_replicated)  # DDP keeps their memory anyway
     observe("end")
     assembly.cache.after_step(step)
     tokens = assembly.ranks.count(sum(batch["input_ids"].numel() for batch in micro_batches), assembly.place.device)

@@ -52,6 +52,11 @@ class TrainingConfig(Params):
     """The card to fit."""
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether several devices each hold the whole model and add up their gradients."""
+        return self.gpu.count > 1 and not self.fsdp.is_sharded
+
+    @property
     def longest(self) -> int:
         """Tokens in a row of the largest micro batch, padding included. Raises ValueError while the limit is open."""
         length = self.model.model_max_length

@@ -183,3 +183,16 @@ def test_what_the_step_time_leaves_out_is_said() -> None:
         LLAMA, 64, training={"enable_gradient_checkpointing": True, "gradient_checkpointing_policy": "save_attention"}
     )
     assert any("policy" in line and "step time" in line for line in made.assumptions)
+
+
+def test_copies_on_several_devices_keep_their_gradients_and_exchange_them() -> None:
+    """DDP holds all gradients in buckets from the start on; one device has them from backward to the update."""
+    shape = layers(TINYLLAMA, 2)
+    alone, together = (plan(shape, 512, gpu={**H100, "count": count}) for count in (1, 4))
+    gradients = 4 * alone.trainable_parameters
+    forward = [next(phase for phase in made.phases if phase.name == "forward") for made in (alone, together)]
+    assert forward[1].allocated_bytes - forward[0].allocated_bytes == pytest.approx(gradients, rel=0.01)
+    assert together.step is not None
+    assert alone.step is not None
+    assert together.step.seconds > alone.step.seconds
+    assert any("DDP" in said for said in together.assumptions)
