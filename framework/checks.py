@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from framework.compose import Composition, Origin, draft
-from framework.compose.paths import exists, looks_local
+from framework.compose.paths import leads_somewhere, looks_local
 from framework.errors import Problem, RequestError
 from framework.memory.requirements import unmet_requirements
 from framework.schema.availability import unavailable
@@ -109,5 +109,5 @@ def _missing_files(
             place(key, origins),
         )
         for key, path in paths.items()
-        if path and looks_local(path) and not exists(path)
+        if path and looks_local(path) and not leads_somewhere(path)
     ]

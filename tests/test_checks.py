@@ -78,6 +78,17 @@ def test_missing_files_show_the_written_and_the_absolute_path_to_verbs_that_need
     assert problems["model.model_name"].where == "r.yaml:1"
 
 
+def test_a_glob_is_there_when_a_file_matches_it(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows_1.jsonl", "rows_2.csv.gz"):
+        (tmp_path / name).write_text("")
+    recipe = write(
+        'data: {train: [{path: "rows_*.jsonl"}, {path: "**/*.csv.gz"}, {path: "no_*.csv"}, {path: "no_*.gz"}]}\n'
+    )
+    problems, _ = report(recipe, needs=TRAIN)
+    assert {key for key in problems if key.startswith("data")} == {"data.train[2].path", "data.train[3].path"}
+
+
 def test_a_missing_recipe_is_a_report_too():
     assert "no recipe" in check_request("nothing-of-that-name").problems[0].message
 

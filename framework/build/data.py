@@ -364,7 +364,8 @@ def _nothing_left(report: SplitReport, first: str | None, config: TrainingConfig
     return Problem(
         f"data.{report.name}",
         f"{message}. The first: {first}",
-        expected="rows whose supervised tokens begin within model.model_max_length",
+        expected="rows with a value in each column that they need, and an answer to learn that begins within "
+        "model.model_max_length",
     )
 
 

@@ -118,7 +118,8 @@ def choose_form(source: DatasetParams, columns: Sequence[str], key: str, task: T
         message, expected, close = unknown_form(columns, source.columns, task)
         raise RequestError([Problem(key, message, expected=expected, nearest=close)])
     if wrong := wrong_kind(form.name, task):
-        raise RequestError([Problem(key, f"{wrong}; the columns are: {found}")])
+        _, _, close = unknown_form(columns, source.columns, task)
+        raise RequestError([Problem(key, f"{wrong}; the columns are: {found}", nearest=close)])
     problems = []
     mapped = [name for column, name in source.columns.items() if column in form.columns and name not in columns]
     for name in dict.fromkeys([*form.missing(columns, source.columns), *mapped]):

@@ -1,5 +1,6 @@
 """Relative paths in values, resolved against the directory where the command was typed."""
 
+import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +14,8 @@ EMBEDDED = ("python_stdlib", "python_docstrings")
 
 
 def looks_local(text: str) -> bool:
-    """Whether a text can only be a path: no hub id starts with a dot, a tilde or a slash."""
-    return text.startswith((".", "~", "/")) or text.endswith(DATA_SUFFIXES)
+    """Whether a text can only be a path: no hub id starts with a dot, a tilde or a slash, or has signs of a glob."""
+    return text.startswith((".", "~", "/")) or text.endswith(DATA_SUFFIXES) or glob.has_magic(text)
 
 
 def exists(text: str) -> bool:
@@ -23,6 +24,12 @@ def exists(text: str) -> bool:
         return Path(text).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
         return False
+
+
+def leads_somewhere(text: str) -> bool:
+    """Whether there is a file or folder of that name, or one that it is a glob for."""
+    found = glob.iglob(os.path.expanduser(text), recursive=True) if glob.has_magic(text) else ()
+    return exists(text) or any(True for _ in found)
 
 
 def made_absolute(written: Mapping[str, Any]) -> dict[str, Any]:

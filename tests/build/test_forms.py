@@ -427,6 +427,8 @@ def test_a_mapped_column_that_is_not_there_is_told_before_the_form_it_leaves(pre
         (name,) = columns.values()
         assert f"there is no column `{name}`; the columns are: text, label" in problem.message
         assert problem.nearest == near
+    (problem,) = refused(prepare, [{"text": "a b", " label": "x"}], "classification")
+    assert problem.nearest == "columns: {label:  label}"
 
 
 def test_a_tokenizer_can_be_built_on_rows_of_every_form(write_rows: WriteRows) -> None:

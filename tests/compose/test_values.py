@@ -134,7 +134,8 @@ def test_paths_are_made_absolute_where_the_command_was_typed(write):
     Path("weights").mkdir()
     recipe = write(
         "training: {output_dir: out}\nmodel: {model_name: weights, tokenizer_name: gpt2, chat_template: chat.jinja}\n"
-        "data: {train: [{path: rows.jsonl}, {path: ./gone}, {path: user/set}, {path: python_stdlib}], eval: []}\n"
+        "data: {train: [{path: rows.jsonl}, {path: ./gone}, {path: user/set}, {path: python_stdlib}, {path: 'r*.gz'}],"
+        " eval: []}\n"
     )
     config, here = load(recipe), str(Path.cwd())
     assert config.training.output_dir == f"{here}/out"
@@ -145,6 +146,7 @@ def test_paths_are_made_absolute_where_the_command_was_typed(write):
         f"{here}/gone",
         "user/set",
         "python_stdlib",
+        f"{here}/r*.gz",
     ]
     assert str(Path.cwd()) == here
 
