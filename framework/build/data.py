@@ -25,7 +25,7 @@ from framework.build.row_progress import row_progress
 from framework.build.rows import Rows
 from framework.build.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.stream import Stream, columns_of, in_parts
-from framework.build.tally import EMPTY, RowPolicy, Tally
+from framework.build.tally import EMPTY, SAME, RowPolicy, Tally
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig
@@ -154,10 +154,22 @@ def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
     )
 
 
+_LEFT_OUT = {
+    EMPTY: "a column that they need is absent or empty in them",
+    SAME: "both answers of a pair are the same",
+}
+"""Reasons to drop a row that may be a mistake in the file, in words."""
+
+
 def _losses(*reports: SplitReport | None) -> list[str]:
     known = [report for report in reports if report is not None]
-    empty = [_empty_message(each) for each in known if each.dropped.get(EMPTY, 0) > WARNING_SHARE * each.read]
-    return empty + [_loss_message(each) for each in known if each.supervised_lost_share > WARNING_SHARE]
+    left_out = [
+        f"{each.dropped[reason] / each.read:.0%} of the rows of {each.name} are left out: {what}"
+        for each in known
+        for reason, what in _LEFT_OUT.items()
+        if each.dropped.get(reason, 0) > WARNING_SHARE * each.read
+    ]
+    return left_out + [_loss_message(each) for each in known if each.supervised_lost_share > WARNING_SHARE]
 
 
 def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -374,11 +386,6 @@ def _loss_message(split: SplitReport) -> str:
         f"{split.supervised_lost_share:.1%} of the supervised tokens of {split.name} are lost to the limit of "
         f"{split.limit} tokens ({split.cut} of {split.read} rows are cut, {sum(split.dropped.values())} dropped)"
     )
-
-
-def _empty_message(split: SplitReport) -> str:
-    share = split.dropped[EMPTY] / split.read
-    return f"{share:.0%} of the rows of {split.name} are left out: a column that they need is absent or empty in them"
 
 
 def _generator(seed: int, stream: int) -> np.random.Generator:

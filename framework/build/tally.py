@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from framework.build.data_report import SplitReport, length_quantiles
 from framework.build.labels import Encoded, UnsuitedChat
 from framework.build.rows import Rows, join_rows, row_length, split_document, supervised_count, truncate
@@ -12,6 +14,10 @@ from framework.schema.choices import Truncation
 
 EMPTY = "empty"
 """Why a row is dropped that lacks a value in a column which its form needs."""
+
+
+SAME = "the same answer twice"
+"""Why a pair is dropped from which nothing is learnt: no loss of pairs tells its answers apart."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Tally:
             self.problems.append(Problem(self.key, str(row), where=str(place)))
         elif row is None or not len(row.input_ids):
             self._drop(place, 0, EMPTY)
+        elif _is_same_twice(row):
+            self._drop(place, row_length(row), SAME)
         elif not self._refuse(place, row):
             self.lengths.append(row_length(row))
             self.supervised += supervised_count(row)
@@ -109,6 +117,9 @@ class Tally:
         after = supervised_count(fitted) if fitted is not None else 0
         if fitted is None:
             self._drop(place, length, f"longer than {self.policy.limit} tokens")
+        elif fitted is not row and _is_same_twice(fitted):
+            after = 0
+            self._drop(place, length, f"{SAME} within {self.policy.limit} tokens")
         elif not after:
             within = f" within {self.policy.limit} tokens" if before else ""
             self._drop(place, length, f"no supervised token{within}")
@@ -124,6 +135,11 @@ class Tally:
         self.dropped[reason] += 1
         if self.first_dropped is None:
             self.first_dropped = f"{place} has {length} tokens: {reason}"
+
+
+def _is_same_twice(row: Encoded) -> bool:
+    other = row.rejected
+    return other is not None and np.array_equal(row.input_ids, other.input_ids)
 
 
 def _outside(row: Encoded, vocab_size: int) -> str | None:

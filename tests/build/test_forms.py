@@ -421,6 +421,20 @@ class TestTokens:
         assert data.report.train.supervised_lost == 8
 
 
+def test_pairs_that_teach_nothing_are_left_out(prepare: Prepare) -> None:
+    long = "word " * 40
+    rows = [
+        {"prompt": "q ", "chosen": "yes", "rejected": "no"},
+        {"prompt": "q ", "chosen": "yes", "rejected": "yes"},
+        {"prompt": "q ", "chosen": f"{long}yes", "rejected": f"{long}no"},
+    ]
+    found = prepare([*rows, *rows[:1] * 150], "preference", limit=32).report.train
+    assert found.dropped == {"the same answer twice": 1, "the same answer twice within 32 tokens": 1}
+    assert found.supervised_lost > 40
+    half = prepare(rows[:2], "preference").report
+    assert half.warnings == ("50% of the rows of train are left out: both answers of a pair are the same",)
+
+
 def test_a_mapped_column_that_is_not_there_is_told_before_the_form_it_leaves(prepare: Prepare) -> None:
     for columns, near in (({"label": "lable"}, "label"), ({"text": "txt"}, "text")):
         (problem,) = refused(prepare, [{"text": "a b", "label": "x"}], "classification", columns=columns)
