@@ -101,12 +101,13 @@ def save_checkpoint(
     stream: Mapping[str, int] | None = None,
     others: Sequence[str] = (),
     split: Path | Mapping[str, Tensor] | None = None,
+    read: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
 
     `others` are the random states of ranks 1, 2, ... as `random_state.dumped` gives them, `split` is of
     sharded weights: the folder into which all ranks have written their parts, which moves into the checkpoint, or all
-    weights and states as the first rank has gathered them.
+    weights and states as the first rank has gathered them; `read` are the digests of `read_digests`.
 
     Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
     """
@@ -136,6 +137,7 @@ def save_checkpoint(
         state["loss_scale"] = assembly.loss_scale.state()
         state["reference"] = fixed_fingerprint(assembly)
         state["stream"] = stream
+        state["read"] = dict(read or {})
         state["repairs"] = [repair.to_json() for repair in repairs]
         state["config"] = assembly.config.model_dump(mode="json")
         (aside / _STATE).write_text(json.dumps(state))

@@ -32,6 +32,7 @@ from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder, clear, environment, make
 from framework.run.resume import check_resume
 from framework.run.room import require_room, too_large
+from framework.run.same_rows import check_read, read_digests
 from framework.run.session import Planner, Session
 from framework.run.survive import remembered
 from framework.run.together import agree, digest, find_folder, plan_of_all, seed_apart
@@ -114,11 +115,12 @@ def _build(
     if forecast is not None and folder.is_written:
         require_room(forecast.plan, folder.path, config.data.workers)
     newest = checkpoints(folder.path)[-1] if resume else None
-    repairs, changes = list[Repair](), list[str]()
+    repairs, changes, read = list[Repair](), list[str](), read_digests(inputs)
     if newest is not None:
         state = read_state(newest)
         config, repairs = remembered(config, state.get("repairs", []), allow)
         changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
+        changes += check_read(state.get("read", {}), read, allow)
     batches = training_batches(config, inputs, read_state(newest) if newest is not None else None, crew.ranks.rank)
     total = total_steps(config, batches)
     agree(crew, digest(inputs, total))  # before the first collective, which starts the device
@@ -153,6 +155,7 @@ def _build(
         crew,
         step=step,
         saved=step if newest else -1,
+        read=read,
         repairs=repairs,
     )
 

@@ -78,6 +78,8 @@ class Session:
     planner: Planner | None = None
     step: int = 0
     saved: int = -1
+    read: dict[str, str] = field(default_factory=dict)
+    """What the tokenizer and the rows were, for a run that goes on from a checkpoint."""
     repairs: list[Repair] = field(default_factory=list)
     interrupt: Interrupt = field(default_factory=Interrupt)
     evals: list[dict[str, float]] = field(default_factory=list)
@@ -355,5 +357,5 @@ class Session:
     def _write_checkpoint(self, others: Sequence[str], split: Path | dict[str, Tensor] | None) -> str:
         limit = self.config.training.save_total_limit
         stream = stream_state(self.batches, self.step)
-        saved = (self.folder.path, self.assembly, self.step, limit, self.repairs, stream, others, split)
+        saved = (self.folder.path, self.assembly, self.step, limit, self.repairs, stream, others, split, self.read)
         return str(save_checkpoint(*saved))

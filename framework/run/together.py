@@ -1,7 +1,6 @@
 """What a run settles between its ranks before and beside training. One process settles it with itself."""
 
 import json
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
 from framework.run.random_state import dumped
 from framework.run.record import RunFolder, open_folder
+from framework.run.same_rows import rows_checksum
 from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
 
@@ -72,16 +72,9 @@ def digest(inputs: Inputs, steps: int) -> str:
     for name, rows in (("training", inputs.data.train), ("evaluation", inputs.data.eval)):
         if rows is not None:
             plain = rows.rows if isinstance(rows, Packs) else rows
-            summed = f"{_checksum(plain):08x}" if isinstance(plain, Rows) else "?"
+            summed = f"{rows_checksum(plain):08x}" if isinstance(plain, Rows) else "?"
             parts.append(f"{len(rows)} rows for {name} (tokens {summed})")
     return ", ".join(parts)
-
-
-def _checksum(rows: Rows) -> int:
-    found = 0
-    for array in (rows.tokens, rows.labels, rows.offsets):
-        found = zlib.crc32(np.ascontiguousarray(array).data, found)
-    return found
 
 
 def agree(crew: Crew, text: str) -> None:

@@ -82,6 +82,25 @@ def test_stopped_and_resumed_it_is_the_same_run(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_rows_that_were_edited_are_not_gone_on_with(rows: Path, tmp_path: Path) -> None:
+    own = tmp_path / "rows.jsonl"
+    own.write_text(rows.read_text())
+    train(config(own, tmp_path / "run", max_steps=2))
+    lines = [json.loads(line) for line in own.read_text().splitlines()]
+    swapped = dict(zip(CLASSES, [*list(CLASSES)[1:], *list(CLASSES)[:1]], strict=True))
+    edits = {
+        "data.train": [{**line, "label": swapped[line["label"]]} for line in lines],
+        "model.tokenizer": [{**line, "text": line["text"].upper()} for line in lines],
+    }
+    for key, edited in edits.items():
+        own.write_text("".join(json.dumps(line) + "\n" for line in edited))
+        with pytest.raises(RequestError) as caught:
+            train(config(own, tmp_path / "run", max_steps=2), resume=True)
+        assert key in [problem.key for problem in caught.value.problems]
+        assert f"--allow {key}" in str(caught.value)
+    train(config(own, tmp_path / "run", max_steps=2), resume=True, allow=["data.train", "model.tokenizer"])
+
+
 def test_what_the_run_leaves_behind(straight: Path) -> None:
     """The classes are in both configs, in their order; metrics count rows; the config trains again as it is."""
     assert len(checkpoints(straight)) == 1
