@@ -96,9 +96,20 @@ def _read_message(message: object) -> dict[str, Any]:
     if calls is not None and calls != []:
         kept["tool_calls"] = _read_calls(calls)
     if message.get("content") is not None or "tool_calls" not in kept:
-        kept["content"] = _field(message, "content")
+        kept["content"] = _content(message)
     kept |= {name: _field(message, name) for name in TEXT_FIELDS if message.get(name) is not None}
     return kept
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """A text, or the texts of a list of parts, end to end as templates write them."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return _field(message, "content")
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise Fault(f"`content`: expected text or parts {{type: text, text: ..}}, not {describe(part)}")
+    return "".join(_field(part, "text") for part in parts)
 
 
 def _field(message: Mapping[str, Any], name: str) -> str:

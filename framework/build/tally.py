@@ -117,12 +117,12 @@ class Tally:
         after = supervised_count(fitted) if fitted is not None else 0
         if fitted is None:
             self._drop(place, length, f"longer than {self.policy.limit} tokens")
-        elif fitted is not row and _is_same_twice(fitted):
-            after = 0
-            self._drop(place, length, f"{SAME} within {self.policy.limit} tokens")
         elif not after:
             within = f" within {self.policy.limit} tokens" if before else ""
             self._drop(place, length, f"no supervised token{within}")
+        elif fitted is not row and _is_same_twice(fitted):
+            after = 0
+            self._drop(place, length, f"{SAME} within {self.policy.limit} tokens")
         else:
             self.kept.append(fitted)
             self.cut += fitted is not row

@@ -421,6 +421,14 @@ class TestTokens:
         assert data.report.train.supervised_lost == 8
 
 
+def test_texts_in_parts_are_the_text(prepare: Prepare) -> None:
+    halves = [{"type": "text", "text": "Fo"}, {"type": "text", "text": "ur."}]
+    whole = prepare([{"messages": [ASKED, FOUR]}]).train
+    assert list(prepare([{"messages": [ASKED, {"role": "assistant", "content": halves}]}]).train) == list(whole)
+    (problem,) = refused(prepare, [{"messages": [ASKED, {**FOUR, "content": [{"type": "text"}]}]}])
+    assert "message 2: there is no `text`" in problem.message
+
+
 def test_pairs_that_teach_nothing_are_left_out(prepare: Prepare) -> None:
     long = "word " * 40
     rows = [

@@ -246,7 +246,10 @@ class TestRefusals:
             (["hello"], "message 1: expected {role: .., content: ..}, not str 'hello'"),
             ([CHAT[0], {"role": "assistant"}], "message 2: there is no `content`"),
             ([{"role": 3, "content": "x"}], "message 1: `role`: expected text, not int 3"),
-            ([{"role": "user", "content": [{"type": "image"}]}], "`content`: expected text, not list"),
+            (
+                [{"role": "user", "content": [{"type": "image"}]}],
+                "`content`: expected text or parts",
+            ),
             ([{"role": "assistant", "content": "x", "tool_calls": [1]}], "`tool_calls`: call 1: expected"),
         ],
     )
