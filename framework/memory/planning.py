@@ -97,13 +97,22 @@ class Rehearsal:
     cautions: tuple[str, ...] = ()
 
 
+def replayed(rehearsal: Rehearsal) -> list[Peak]:
+    """The peaks of each phase in torch's allocator: the same on every card that runs the same kernels."""
+    traces = (rehearsal.trace, resume_trace(rehearsal.footprint))
+    return [peak for trace in traces for peak in replay(trace, new_allocator(rehearsal.config)) if peak.phase in PHASES]
+
+
 def make_plan(rehearsal: Rehearsal) -> Plan:
     """What the rehearsed run costs on its card, per device."""
+    return plan_of_peaks(rehearsal, replayed(rehearsal))
+
+
+def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
+    """The same, from peaks that were `replayed` before, perhaps for another card."""
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
     context = card.context_bytes or 0
-    peaks = [peak for peak in replay(rehearsal.trace, new_allocator(config)) if peak.phase in PHASES]
-    peaks += [peak for peak in replay(resume_trace(footprint), new_allocator(config)) if peak.phase in PHASES]
     band = choose_band(config, _is_mathematical(rehearsal.trace))
     uncertainty = UNCERTAINTY[band]
     step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]

@@ -124,7 +124,8 @@ def test_a_larger_micro_batch_than_any_before_is_a_spike(tmp_path):
     assert (found.cause, found.circumstances.batch, found.circumstances.largest_batch) == ("spike", 2044, 400)
 
 
-def test_savings_are_those_of_a_rehearsal_with_the_lever_moved():
+def test_savings_are_those_of_a_rehearsal_with_the_lever_moved(monkeypatch):
+    monkeypatch.setattr("framework.run.savings.os.nice", int)  # this process has other tests to run
     settings = {"optimizer": "adamw_torch", "per_device_train_batch_size": 8, "global_batch_size": 8, "max_steps": 2}
     config_ = tiny_config(training=settings, data={"eval_fraction": 0.5})
     first, second, *rest = documents(config_)

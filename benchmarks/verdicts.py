@@ -1,0 +1,238 @@
+"""Whether each shipped recipe fits each shipped card, at what speed: results/verdicts.json and docs/verdicts.md.
+
+python benchmarks/verdicts.py [RECIPE ..]     the recipes named, else all (minutes on two cores)
+python benchmarks/verdicts.py --page          the page alone, from the results
+
+A recipe is rehearsed once for each class of kernels: with few layers at three micro batches (memory/search/estimate),
+then as a whole what looks best. The cards of a class are arithmetic on the same record; tests/test_verdicts.py plans
+some with their own facts.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from framework.compose.request import load
+from framework.memory.cards import card_names, read_card
+from framework.memory.editing import with_values
+from framework.memory.ledger import Plan
+from framework.memory.planning import plan_of_peaks, replayed
+from framework.memory.resolve import resolve
+from framework.memory.search.estimate import Estimate, deepened, depths_of, with_depth
+from framework.memory.search.fastest import without_evaluation
+from framework.memory.search.freedom import freedom, opened
+from framework.memory.search.space import micro_batches, with_rows
+from framework.run.rehearse import record
+from framework.schema.config import TrainingConfig
+from framework.schema.gpu import GPUParams
+from framework.shipped import shipped
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "verdicts.json", ROOT / "docs" / "verdicts.md"
+GIB = 2**30
+
+OLD_KERNELS = ("7.0", "7.5")
+"""Capabilities without bfloat16 and without torch's flash attention: rehearsed as a T4. All others, MI300X too, are
+rehearsed as an A6000, which keeps the same in memory, but for what tests/test_verdicts.py allows."""
+STRATEGIES = ("plain", "no_logits", "balanced", "low_memory", "lowest_memory")
+"""From fast to small: nothing set, `model.chunked_loss` alone, and three `training=` groups."""
+SIZES = (1, 4, 16)
+"""Micro batches that are rehearsed."""
+
+
+def recipes() -> list[str]:
+    """The shipped recipes that are fitted to a card, which leave that to `training=fastest`."""
+    found = sorted((shipped("recipes")).glob("*.yaml"))
+    return [path.stem for path in found if "training: fastest" in path.read_text(encoding="utf-8")]
+
+
+def strategy(recipe: str, name: str, gpu: str) -> TrainingConfig:
+    """The recipe under one of STRATEGIES."""
+    group = ["training=" + name] if name in STRATEGIES[2:] else []
+    config = opened(load(recipe, [*group, f"gpu={gpu}"]))
+    return with_values(config, {"model.chunked_loss": True}) if name == "no_logits" else config
+
+
+def sizes(config: TrainingConfig, name: str) -> list[int]:
+    """Micro batches that a strategy allows."""
+    fixed = name in ("low_memory", "lowest_memory")
+    return [1] if fixed else micro_batches(config, config.batch.global_size, freedom(()))
+
+
+def sized(config: TrainingConfig, micro: int) -> TrainingConfig:
+    return with_rows(config, config.batch.global_size, micro, freedom(()))
+
+
+def classes() -> dict[str, list[str]]:
+    """The card that is rehearsed -> the cards that it stands for."""
+    found: dict[str, list[str]] = {"t4_16gb": [], "a6000_48gb": []}
+    for card in card_names():
+        if read_card(card).get("usable_bytes"):
+            is_old = read_card(card).get("capability") in OLD_KERNELS
+            found["t4_16gb" if is_old else "a6000_48gb"].append(card)
+    return found
+
+
+def plans_on(config: TrainingConfig, cards: Sequence[str]) -> dict[str, Plan]:
+    """One rehearsal, and what it costs on each card that runs the same kernels."""
+    rehearsal = record(config)
+    peaks = replayed(rehearsal)
+    facts = {card: GPUParams(**read_card(card)) for card in cards}
+    moved = {card: rehearsal.config.model_copy(update={"gpu": facts[card]}) for card in cards}
+    return {card: plan_of_peaks(replace(rehearsal, config=moved[card]), peaks) for card in cards}
+
+
+def estimates(config: TrainingConfig, tried: Sequence[int], cards: Sequence[str]) -> dict[str, Estimate]:
+    """What a structure needs on each card at any micro batch."""
+    found = {card: Estimate() for card in cards}
+    depths = depths_of(config)
+    for size in (size for size in SIZES if size in tried):
+        at_size = without_evaluation(sized(config, size))
+        few = plans_on(with_depth(at_size, depths.few) if depths else at_size, cards)
+        more = plans_on(with_depth(at_size, depths.more), cards) if depths else few
+        for card in cards:
+            found[card].shallow[size] = deepened(few[card], more[card], depths)
+    return found
+
+
+@dataclass
+class Board:
+    """What is known of a recipe on the cards of one class. `known`: strategy -> card -> estimate."""
+
+    cards: Sequence[str]
+    configs: Mapping[str, TrainingConfig]
+    known: Mapping[str, Mapping[str, Estimate]]
+
+    def best(self, card: str) -> dict[str, Any]:
+        """The fastest strategy and micro batch that fit by what is known, or those that need least."""
+        usable = read_card(card)["usable_bytes"]
+        rows = [
+            _row(name, micro, self.known[name][card], usable, config)
+            for name, config in self.configs.items()
+            for micro in sizes(config, name)
+        ]
+        return min(rows, key=_rank)
+
+    def settle(self) -> dict[str, dict[str, Any]]:
+        """Plan what is best as a whole, which corrects what is known of it, until every best was."""
+        while True:
+            found = {card: self.best(card) for card in self.cards}
+            wanted = {(row["strategy"], row["micro_batch"]) for row in found.values() if not row["planned"]}
+            if not wanted:
+                return found
+            name, micro = min(wanted)
+            for card, plan in plans_on(sized(self.configs[name], micro), self.cards).items():
+                self.known[name][card].planned[micro] = plan
+
+
+def verdicts(recipe: str, cards: Sequence[str], rehearsed: str) -> dict[str, dict[str, Any]]:
+    """Card -> the fastest strategy that fits it, or the one that needs least; each planned as a whole."""
+    configs = {name: strategy(recipe, name, rehearsed) for name in STRATEGIES}
+    known = {name: estimates(config, sizes(config, name), cards) for name, config in configs.items()}
+    return Board(cards, configs, known).settle()
+
+
+def _row(name: str, micro: int, estimate: Estimate, usable: int, config: TrainingConfig) -> dict[str, Any]:
+    upper, seconds = estimate.upper(micro), estimate.seconds(micro)
+    tokens = config.batch.global_size * resolve(config).longest
+    return {
+        "strategy": name,
+        "micro_batch": micro,
+        "planned": micro in estimate.planned,
+        "fits": upper <= usable,
+        "device_bytes_upper": round(upper),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds else None,
+    }
+
+
+def _rank(row: Mapping[str, Any]) -> tuple[bool, float]:
+    return not row["fits"], -(row["tokens_per_second"] or math.inf) if row["fits"] else row["device_bytes_upper"]
+
+
+def measured(names: Sequence[str]) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Each recipe and its verdicts, two processes at a time."""
+    with ProcessPoolExecutor(2, mp_context=get_context("fork"), max_tasks_per_child=None) as pool:
+        work = [(name, rehearsed, cards) for name in names for rehearsed, cards in classes().items()]
+        made = pool.map(verdicts, [w[0] for w in work], [w[2] for w in work], [w[1] for w in work])
+        found: dict[str, dict[str, Any]] = {}
+        for (name, _, _), rows in zip(work, made, strict=True):
+            found.setdefault(name, {}).update(rows)
+            if len(found[name]) == sum(map(len, classes().values())):
+                yield name, dict(sorted(found[name].items()))
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """docs/verdicts.md: a table for each way to train, a line a model, a column a card."""
+    cards = sorted(classes_cards(), key=lambda card: read_card(card)["usable_bytes"])
+    lines = [
+        "# Does it fit?",
+        "",
+        "Made by `python benchmarks/verdicts.py`; do not edit. Planned, not measured: the upper end of the plan's band",
+        "on one card, rows of the recipe's length, 16 rows an optimizer step;",
+        f"{document['versions']}, {document['date']}.",
+        "Each cell: GiB, thousand tokens a second, and the fastest of five strategies that fits: P nothing set, N no",
+        "logits (`model.chunked_loss`), B `training=balanced`, L `training=low_memory`, M `training=lowest_memory`,",
+        "with the micro batch behind it. A dash: none fits. `training=fastest`, which the recipes ship with, searches",
+        "more than these, so expect at least that speed.",
+    ]
+    for way in ("full", "lora", "qlora"):
+        lines += ["", f"## {way}", "", "| model | " + " | ".join(map(_heading, cards)) + " |"]
+        lines.append("|---" * (len(cards) + 1) + "|")
+        for name, rows in sorted(document["verdicts"].items()):
+            if name.endswith(f"_{way}"):
+                lines.append(
+                    f"| {name.removesuffix('_' + way)} | " + " | ".join(_cell(rows[card]) for card in cards) + " |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def classes_cards() -> list[str]:
+    return [card for cards in classes().values() for card in cards]
+
+
+def _heading(card: str) -> str:
+    name, _, memory = card.rpartition("_")
+    return f"{name.replace('_', ' ')} {memory.removesuffix('gb')}"
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    if not row["fits"]:
+        return "-"
+    letter = {"plain": "P", "no_logits": "N", "balanced": "B", "low_memory": "L", "lowest_memory": "M"}[row["strategy"]]
+    speed = f" {row['tokens_per_second'] / 1000:.1f}k" if row["tokens_per_second"] else ""
+    return f"{row['device_bytes_upper'] / GIB:.1f}{speed} {letter}{row['micro_batch']}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipes", nargs="*")
+    parser.add_argument("--page", action="store_true")
+    asked = parser.parse_args()
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"verdicts": {}}
+    if not asked.page:
+        known |= {
+            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            "machine": f"planned on {platform.machine()}, no card",
+            "date": datetime.date.today().isoformat(),
+        }
+        for name, rows in measured(asked.recipes or recipes()):
+            known["verdicts"][name] = rows
+            print(name, {card: _cell(row) for card, row in rows.items()}, file=sys.stderr, flush=True)
+            RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(page(known))
+
+
+if __name__ == "__main__":
+    main()
