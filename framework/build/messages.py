@@ -8,8 +8,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from framework.build.hub import nearest
+
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Texts that a message may have besides role and content. A template decides whether it writes them."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles that templates know. Some know others; what is nearly one of these is a slip, whose turns would not be learnt."""
 
 SHAREGPT_ROLES: Mapping[str, str] = {
     "system": "system",
@@ -91,7 +96,7 @@ def _read_message(message: object) -> dict[str, Any]:
         raise Fault(f"expected {{role: .., content: ..}}, not {describe(message)}")
     if message.get("function_call") is not None:
         raise Fault("`function_call` is read by no template; write tool_calls: [{function: {name: .., arguments: ..}}]")
-    kept: dict[str, Any] = {"role": _field(message, "role"), "content": ""}
+    kept: dict[str, Any] = {"role": _role(message), "content": ""}
     calls = message.get("tool_calls")
     if calls is not None and calls != []:
         kept["tool_calls"] = _read_calls(calls)
@@ -99,6 +104,14 @@ def _read_message(message: object) -> dict[str, Any]:
         kept["content"] = _content(message)
     kept |= {name: _field(message, name) for name in TEXT_FIELDS if message.get(name) is not None}
     return kept
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    role = _field(message, "role")
+    close = None if role in ROLES else nearest(role.strip().lower(), ROLES)
+    if close is not None:
+        raise Fault(f"the role is {role!r}; {close} is meant?")
+    return role
 
 
 def _content(message: Mapping[str, Any]) -> str:

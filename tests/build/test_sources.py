@@ -244,6 +244,8 @@ class TestRefusals:
         [
             ("hello", "expected a list of messages, not str 'hello'"),
             (["hello"], "message 1: expected {role: .., content: ..}, not str 'hello'"),
+            ([{"role": "usr", "content": "hi"}], "message 1: the role is 'usr'; user is meant?"),
+            ([{"role": "Assistant", "content": "hi"}], "message 1: the role is 'Assistant'; assistant is meant?"),
             ([CHAT[0], {"role": "assistant"}], "message 2: there is no `content`"),
             ([{"role": 3, "content": "x"}], "message 1: `role`: expected text, not int 3"),
             (
