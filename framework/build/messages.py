@@ -14,7 +14,7 @@ TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinki
 """Texts that a message may have besides role and content. A template decides whether it writes them."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles that templates know. Some know others; what is nearly one of these is a slip, whose turns would not be learnt."""
+"""Roles that templates know. Some know others; what is nearly one of these is a slip: its turns would not be learnt."""
 
 SHAREGPT_ROLES: Mapping[str, str] = {
     "system": "system",
