@@ -15,6 +15,7 @@ import torch
 from framework.build.batches import GlobalBatches, eval_batches, shares
 from framework.build.model import read_architecture
 from framework.build.rows import Rows
+from framework.build.verify import verify
 from framework.errors import NonFinite
 from framework.run import crew
 from framework.run import session as session_module
@@ -52,6 +53,7 @@ def curve(case: str, per_device: int, world: int = 1, assemble=tiny_assembly) ->
     sections["training"] = {**sections.get("training", {}), **sizes}
     made = tiny_config(LLAMA, gpu={"count": world}, **sections)
     assembly = assemble(made)
+    verify(assembly)  # its forward passes must not be taken by DDP for the first half of a step
     rank = assembly.ranks.rank
     batches = GlobalBatches(rows_of_many_lengths(), made.batch, seed=0, pad_token_id=0, rank=rank).start(0)
     results = [dataclasses.asdict(train_step(assembly, next(batches), step)) for step in range(1, STEPS + 1)]

@@ -29,6 +29,7 @@ def _is_apart(assembly: Assembly, model: nn.Module) -> bool:
     model.eval()
     with assembly.autocast:
         batch = {"input_ids": torch.arange(4, device=assembly.place.device).unsqueeze(0)}
-        apart = assembly.through(head_is_last, batch) if model is assembly.model else head_is_last(model, batch)
+        with torch.no_grad():
+            apart = assembly.through(head_is_last, batch) if model is assembly.model else head_is_last(model, batch)
     model.train(was_training)
     return bool(apart)

@@ -44,7 +44,9 @@ def probe(assembly: Assembly) -> Seen:
     uncompiled = torch.compiler.set_stance("force_eager") if is_flex else nullcontext()
     with torch.random.fork_rng(devices), uncompiled, plain_code(assembly.model), _watched(assembly.model, seen):
         try:
-            with assembly.attention, assembly.autocast, Operators(seen):
+            # No backward follows. DDP must be told, or it reduces the next one, in the middle of the first step.
+            alone = assembly.keeping_gradients(is_last=False)
+            with assembly.attention, assembly.autocast, alone, Operators(seen):
                 assembly.through(_forward, batch)
         except RuntimeError as error:  # "No available kernel. Aborting execution."
             if "kernel" not in str(error).lower():
