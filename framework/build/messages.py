@@ -5,7 +5,7 @@ stored as JSON text, and read back when the row is encoded.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from framework.build.hub import nearest
@@ -50,13 +50,7 @@ def read_messages(value: object) -> list[dict[str, Any]]:
     """A list of `{role, content, ..}`, without what no template reads. Raises Fault."""
     if not isinstance(value, list):
         raise Fault(f"expected a list of messages, not {describe(value)}")
-    found = []
-    for number, message in enumerate(value, 1):
-        try:
-            found.append(_read_message(message))
-        except Fault as fault:
-            raise Fault(f"message {number}: {fault}") from None
-    return found
+    return _each(value, _read_message, "message")
 
 
 def read_sharegpt(value: object) -> list[dict[str, Any]]:
@@ -65,13 +59,7 @@ def read_sharegpt(value: object) -> list[dict[str, Any]]:
         raise Fault(f"expected a list of turns, not {describe(value)}")
     if any(isinstance(turn, dict) and turn.get("role") is not None for turn in value):
         return read_messages(value)
-    found = []
-    for number, turn in enumerate(value, 1):
-        try:
-            found.append(_read_turn(turn))
-        except Fault as fault:
-            raise Fault(f"turn {number}: {fault}") from None
-    return found
+    return _each(value, _read_turn, "turn")
 
 
 def read_tools(value: object) -> list[dict[str, Any]]:
@@ -89,6 +77,17 @@ def stored(value: object) -> str:
     except (TypeError, ValueError) as error:
         raise Fault(f"has no JSON form: {error}") from None
     return read_text(text)
+
+
+def _each(values: Sequence[object], read: Callable[[object], dict[str, Any]], called: str) -> list[dict[str, Any]]:
+    """Every value read, or a Fault that says which one is wrong."""
+    found = []
+    for number, value in enumerate(values, 1):
+        try:
+            found.append(read(value))
+        except Fault as fault:
+            raise Fault(f"{called} {number}: {fault}") from None
+    return found
 
 
 def _read_message(message: object) -> dict[str, Any]:
