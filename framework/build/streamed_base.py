@@ -7,6 +7,7 @@ reads the slot, into which the same block has come again before its backward beg
 parameter's version counter, since `parameter.data = ...` shares bytes and not the counter.
 """
 
+import mmap
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -248,13 +249,13 @@ def _bytes(size: int, device: torch.device) -> Tensor:
 
 
 def _host_bytes(size: int, place: Place) -> Tensor:
-    """Bytes of the host that share no page with anything else, so that they can be pinned apart."""
+    """Pages of the host that nothing else shares, to be pinned apart; `is_pinned` looks at where a storage starts."""
     if place.rehearsed:
         return _bytes(size, place.device)
-    whole = -(-size // _PAGE) * _PAGE
-    room = _bytes(whole + _PAGE, torch.device("cpu"))
-    start = -room.data_ptr() % _PAGE
-    return room[start : start + whole][:size]
+    if size == 0:
+        return _bytes(0, torch.device("cpu"))
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _pin(home: Tensor) -> None:

@@ -6,10 +6,8 @@ Private names used, checked by tests/run/test_rehearse_precision.py: those of `P
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,8 +19,7 @@ FLEX = "flex_attention"
 
 def stand_in() -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, value) of every attribute of transformers to replace."""
-    runs: dict[str, Callable[..., Any]] = dict.fromkeys(FLASH, _as_flash)
-    runs[FLEX] = partial(_as_flash, copies=True)
+    runs: dict[str, Callable[..., Any]] = dict.fromkeys((*FLASH, FLEX), _as_flash)
     no_mask = dict.fromkeys((*FLASH, FLEX), _no_mask)
     yield modeling_utils.ALL_ATTENTION_FUNCTIONS, "_local_mapping", runs
     yield masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "_local_mapping", no_mask
@@ -43,12 +40,12 @@ def _as_flash(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    copies: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`[rows, heads, tokens, width] -> [rows, tokens, heads, width]`, as transformers' attention functions.
 
-    A narrower value is padded, as flash-attn wants it. With `copies` the result is laid out anew, as flex's is.
+    A narrower value is padded, as flash-attn wants it. Flex writes its result in the layout of the query, token by
+    token, so transformers' `contiguous` copies nothing (H200, torch 2.11: benchmarks/results/levers_h200.json).
     """
     width = value.shape[-1]
     if width != query.shape[-1]:
@@ -57,5 +54,4 @@ def _as_flash(
         output = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
         )
-    output = output.transpose(1, 2)[..., :width]
-    return output.clone(memory_format=torch.contiguous_format) if copies else output, None
+    return output.transpose(1, 2)[..., :width], None

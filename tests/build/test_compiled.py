@@ -14,8 +14,6 @@ from framework.errors import RequestError, VerificationFailed
 from framework.run.step import eval_step, train_step
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-"""Dynamo's own look at an input, which it means to hide."""
 LORA = {"use_peft": True}
 ONE = FirstStep(((8, 24),))
 

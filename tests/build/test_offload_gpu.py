@@ -30,6 +30,15 @@ def config_of(lever):
     return tiny_config(SHAPE, training=training, model=model, gpu=H100)
 
 
+@pytest.fixture
+def deterministic(monkeypatch):
+    """Flash attention sums up a query's gradients in any order, unless it is told otherwise."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def run(lever, steps=4):
     """(losses, peak bytes) of a few steps on the card."""
     device, config = torch.device("cuda", 0), config_of(lever)
@@ -47,14 +56,19 @@ def run(lever, steps=4):
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["all", "inputs"])
-def test_offloaded_activations_train_the_same_within_the_planned_peak(recompute):
+def test_offloaded_activations_train_the_same(recompute, deterministic):
     lever = {"enable_gradient_checkpointing": recompute}
     expected, plain = run(lever)
     losses, moved = run({**lever, "activation_offload": True})
-    assert losses == pytest.approx(expected, rel=1e-6), "a copy that was read too early or freed too soon"
+    assert losses == expected, "a copy that was read too early or freed too soon"
     assert moved < plain
-    planned = plan_in_subprocess(config_of({**lever, "activation_offload": True})).step_peak.allocated_bytes
-    assert planned == pytest.approx(moved, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["all", "inputs"])
+def test_offloaded_activations_take_the_planned_peak(recompute):
+    lever = {"enable_gradient_checkpointing": recompute, "activation_offload": True}
+    planned = plan_in_subprocess(config_of(lever)).step_peak.allocated_bytes
+    assert planned == pytest.approx(run(lever)[1], rel=0.01)
 
 
 @pytest.mark.parametrize("policy", ["save_attention", "save_matmuls"])

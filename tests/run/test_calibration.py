@@ -16,8 +16,8 @@ from benchmarks.plan_grid import configs, is_judged
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
 from framework.run.child import plan_in_subprocess
-from framework.run.measure import measure_in_subprocess
 from framework.run.rehearse import record
+from tests.card import measure_apart
 
 CALIBRATION = Path(__file__).parents[1] / "calibration"
 ROWS, FRESH_ROWS = (
@@ -113,7 +113,7 @@ def test_a_card_measures_it_again(name: str) -> None:
 
     if not torch.cuda.get_device_name().startswith(("NVIDIA H100", "NVIDIA H200")):
         pytest.skip("the rows were measured on an H100; eight of them took the same on an H200, to the byte")
-    measured, use = measure_in_subprocess(CONFIGS[name]), plan_in_subprocess(CONFIGS[name]).step_peak
+    measured, use = measure_apart(CONFIGS[name]), plan_in_subprocess(CONFIGS[name]).step_peak
     assert use.allocated_bytes == pytest.approx(measured.allocated_bytes, rel=0.002)
     assert use.reserved_bytes == pytest.approx(measured.reserved_bytes, rel=0.03)
     assert use.device_bytes_upper >= measured.device_bytes

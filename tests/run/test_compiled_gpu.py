@@ -8,6 +8,7 @@ from framework.build.compiled import compiled_regions
 from framework.compose import compose
 from framework.run import measure as measuring
 from framework.run.child import plan_in_subprocess
+from tests.card import measure_apart, own_card
 from tests.tiny import LLAMA, tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -34,12 +35,13 @@ def test_a_compiled_run_takes_what_was_planned(write: Any, words: list[str], lim
     base = ["model=llama3.2_1b", "gpu=h100_80gb", "model.load_pretrained_weights=false"]
     base += ["training.per_device_train_batch_size=4", "training.optimizer=adamw_torch_fused", "training.compile=true"]
     config = compose(str(recipe), [*base, *words]).config
-    plan, found = plan_in_subprocess(config), measuring.measure_in_subprocess(config)
+    plan, found = plan_in_subprocess(config), measure_apart(config)
     print(words, plan.step_peak.allocated_bytes, found.allocated_bytes, plan.step, found.step_seconds)
     assert found.allocated_bytes == pytest.approx(plan.step_peak.allocated_bytes, rel=limit)
     assert found.device_bytes <= plan.step_peak.device_bytes_upper
 
 
+@own_card()
 def test_every_block_runs_compiled_code_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through Inductor and triton, checkpointed and not; nothing falls back to plain code."""
     built: list[Any] = []

@@ -11,8 +11,8 @@ from framework.build.place import real_place
 from framework.build.verify import verify
 from framework.compose import compose
 from framework.run.child import plan_in_subprocess
-from framework.run.measure import measure_in_subprocess
 from framework.run.step import train_step
+from tests.card import measure_apart, own_card
 from tests.tiny import LLAMA, tiny_config, unequal_rows
 
 pytestmark = pytest.mark.gpu
@@ -31,12 +31,13 @@ LORA = ["model=llama3.1_8b", "peft=lora", "training.per_device_train_batch_size=
 )
 def test_a_run_takes_what_was_planned(write: Any, words: list[str]) -> None:
     config = compose(str(write("schema_version: 1\n")), [*BASE, *words]).config
-    plan, found = plan_in_subprocess(config), measure_in_subprocess(config)
+    plan, found = plan_in_subprocess(config), measure_apart(config)
     print(words, plan.step_peak.allocated_bytes, found.allocated_bytes, plan.step, found.step_seconds)
     assert found.allocated_bytes == pytest.approx(plan.step_peak.allocated_bytes, rel=0.01)
     assert found.device_bytes <= plan.step_peak.device_bytes_upper
 
 
+@own_card()
 @pytest.mark.parametrize("changes", [{}, {"enable_gradient_checkpointing": True}], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("dtype", ["none", "bf16"])
 def test_the_losses_are_those_of_plain_code(changes: dict[str, Any], dtype: str) -> None:

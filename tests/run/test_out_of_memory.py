@@ -24,6 +24,7 @@ from framework.run.meter import Meter
 from framework.run.out_of_memory import SNAPSHOT, Watch, explained_failures, is_memory_failure
 from framework.run.rehearse import record
 from framework.run.savings import MOST_SECONDS, documents
+from framework.schema.gpu import GPUParams
 from tests.cli.test_train import RECIPE
 from tests.run.test_trainer import config, corpus, train  # noqa: F401
 from tests.tiny import GPT2, tiny_config
@@ -222,7 +223,7 @@ def test_a_card_that_really_runs_out(corpus, tmp_path, checkpointing):  # noqa: 
     shape = {**GPT2, "n_embd": 1024, "n_layer": 8, "n_head": 16}
     settings = {"enable_gradient_checkpointing": checkpointing, "optimizer": "adamw_torch_fused"}
     asked = config(corpus, tmp_path / "run", architecture=shape, training=settings)
-    asked = asked.model_copy(update={"gpu": read_card(name)})
+    asked = asked.model_copy(update={"gpu": GPUParams.model_validate(read_card(name))})
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(1.25 * 2**30 / total)
     try:

@@ -191,7 +191,6 @@ def test_every_rule_names_both_keys_and_no_setting_is_silently_without_effect(tm
     assert {" ".join(NAMES[number] for number in pair): found for pair, found in faults.items()} == {}
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("pair", PARAMETERS)
 def test_a_pair_trains_and_resumes(tmp_path, eager, pair):
     is_torchao = any(CHOICES[number][1].value in TORCHAO for number in pair)
@@ -208,9 +207,11 @@ def test_a_pair_that_needs_a_card_trains_and_resumes(tmp_path, pair):
     """Each in a process without a started CUDA, since an allocator takes its settings only then."""
     if missing(*pair):
         pytest.skip(f"{', '.join(missing(*pair))} not installed")
-    # Where torchao is installed, peft's import of it may start CUDA: each process then imports for itself.
-    context = multiprocessing.get_context("spawn" if is_installed("torchao") else "forkserver")
-    context.set_forkserver_preload(["tests.run.test_pairs"])
+    # bitsandbytes and torchao, which peft imports, start CUDA as they are imported: after the fork, and no sooner.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "datasets"]
+    )
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_send_fault, args=(send, tmp_path, pair))
     child.start()

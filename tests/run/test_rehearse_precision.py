@@ -67,9 +67,7 @@ def test_a_kernel_that_cannot_serve_the_model_is_refused_with_one_that_can(card:
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"])
 def test_kernels_of_other_packages_are_planned_without_them(kernel: str) -> None:
     made, flash = plan(model={"attn_implementation": kernel}), plan(model={"sdpa_backend": "flash"})
-    more = made.step_peak.allocated_bytes - flash.step_peak.allocated_bytes
-    copies = 2 * 8 * 128 * 256 * 2  # flex hands its result over in another layout: layers, rows, tokens, width, bf16
-    assert more == (copies if kernel == "flex_attention" else 0)
+    assert made.step_peak.allocated_bytes == flash.step_peak.allocated_bytes
     assert any(kernel in line for line in made.assumptions)
 
 

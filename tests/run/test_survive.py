@@ -431,7 +431,6 @@ def most(rehearsal, space, phase):
     return peak
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("phase", ["loss", "backward", "optimizer_step"])
 def test_compiled_blocks_run_the_smaller_shape(phase, corpus, tmp_path, monkeypatch):  # noqa: F811
     """Compiled for it anew; the same losses and weights as a run that starts there."""

@@ -1,0 +1,34 @@
+"""The card of this machine for one test at a time, and what a step takes on it."""
+
+import fcntl
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from framework.run.measure import Measured, measure_in_subprocess
+from framework.schema.config import TrainingConfig
+
+
+@contextmanager
+def own_card() -> Iterator[None]:
+    """No other test that asks for it uses the card; what this one allocates is given back."""
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    with (Path(tempfile.gettempdir()) / f"tunesmith-cards-{cards}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure_apart(config: TrainingConfig) -> Measured:
+    """The step in a process of its own, without the device bytes that others (this process too) held before it."""
+    with own_card():
+        free, total = torch.cuda.mem_get_info()
+        found = measure_in_subprocess(config)
+    return replace(found, device_bytes=found.device_bytes - (total - free))
