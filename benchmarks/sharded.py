@@ -6,9 +6,11 @@ A line a row, from the first rank. `benchmarks/sharded_rows.py` has the rows, wh
 """
 
 import gc
+import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -60,15 +62,48 @@ def step_row(row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         train_step(assembly, batches(assembly, rows), step)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
+    phases = phase_seconds(assembly, batches(assembly, rows), STEPS + 1)
     free, total = torch.cuda.mem_get_info()
     sizes = {"allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
     others = total - free - torch.cuda.memory_reserved()
-    return {**row, **sizes, "step_seconds": statistics.median(seconds[3:]), "base": base, "beside_torch": others}
+    return {
+        **row,
+        **sizes,
+        "step_seconds": statistics.median(seconds[3:]),
+        "base": base,
+        "beside_torch": others,
+        "phases": phases,
+    }
+
+
+def phase_seconds(assembly: Assembly, micro_batches: list[Batch], step: int) -> dict[str, float]:
+    """Seconds of each phase of one step that waits for the card between them."""
+    seen: list[tuple[str, float]] = []
+
+    def observe(phase: str) -> None:
+        torch.cuda.synchronize()
+        seen.append((phase, time.perf_counter()))
+
+    train_step(assembly, micro_batches, step, observe)
+    found: dict[str, float] = {}
+    for (phase, start), (_, end) in itertools.pairwise(seen):
+        found[phase] = found.get(phase, 0.0) + end - start
+    return found
+
+
+def same_start(ranks: Ranks) -> str:
+    """The folder of the weights that every curve begins with: ranks draw others than one card does."""
+    folder = Path(tempfile.gettempdir()) / "sharded-curves"
+    if ranks.is_main:
+        model = built(curve_config(CURVES[0], 1), ALONE).model
+        model.save_pretrained(folder)  # type: ignore[operator]
+    dist.barrier()
+    return str(folder)
 
 
 def curve_row(row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Losses of `steps` steps over the same rows in the same global batches."""
-    config = curve_config(row, ranks.world)
+    """Losses of `steps` steps over the same rows in the same global batches, from the same weights."""
+    config = curve_config(row, ranks.world, same_start(ranks))
     assembly = built(config, ranks if row["world"] else ALONE)
     generator = torch.Generator().manual_seed(1)
     data = torch.randint(0, 512, (row["steps"], 8, 256), generator=generator)

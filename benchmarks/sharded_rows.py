@@ -51,15 +51,17 @@ def step_config(row: dict[str, Any], world: int, card: str = "h100_80gb") -> Tra
     return load("finetune_local", overrides=[*changes, *(lora if row.get("lora") else ["training.use_peft=false"])])
 
 
-def curve_config(row: dict[str, Any], world: int) -> TrainingConfig:
-    """A small model under bf16, 8 rows a step however many cards there are."""
+def curve_config(row: dict[str, Any], world: int, weights: str | None = None) -> TrainingConfig:
+    """A small model under bf16, 8 rows a step however many cards there are, of random weights or those in a folder."""
     world = world if row["world"] else 1
     architecture: dict[str, Any] = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1536}
     architecture |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512}
     training = {"per_device_train_batch_size": 2, "global_batch_size": 8, "learning_rate": 3e-4}
     training |= {"mixed_precision_dtype": "bf16", "optimizer": "adamw_torch_fused", "warmup_steps": 10}
+    random = {"architecture": architecture, "load_pretrained_weights": False}
+    start = {"model_name": weights} if weights else random
     sections: dict[str, Any] = {
-        "model": {"architecture": architecture, "load_pretrained_weights": False, "torch_dtype_str": "float32"},
+        "model": {"torch_dtype_str": "float32", **start},
         "training": training,
         "gpu": {"name": "h100_80gb", "capability": "9.0", "count": world},
     }
