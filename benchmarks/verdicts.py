@@ -14,10 +14,10 @@ import json
 import math
 import platform
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from framework.compose.request import load
 from framework.memory.cards import card_names, read_card
 from framework.memory.editing import with_values
 from framework.memory.ledger import Plan
-from framework.memory.planning import plan_of_peaks, replayed
+from framework.memory.planning import Rehearsal, plan_of_peaks, replayed
 from framework.memory.resolve import resolve
 from framework.memory.search.estimate import Estimate, deepened, depths_of, with_depth
 from framework.memory.search.fastest import without_evaluation
 from framework.memory.search.freedom import freedom, opened
 from framework.memory.search.space import micro_batches, with_rows
+from framework.memory.trace import Kind
 from framework.run.rehearse import record
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
@@ -50,6 +51,7 @@ STRATEGIES = ("plain", "no_logits", "balanced", "low_memory", "lowest_memory")
 """From fast to small: nothing set, `model.chunked_loss` alone, and three `training=` groups."""
 SIZES = (1, 4, 16)
 """Micro batches that are rehearsed."""
+TOLD = ("strategy", "micro_batch", "fits", "device_bytes_upper", "tokens_per_second")
 
 
 def recipes() -> list[str]:
@@ -75,23 +77,43 @@ def sized(config: TrainingConfig, micro: int) -> TrainingConfig:
     return with_rows(config, config.batch.global_size, micro, freedom(()))
 
 
+@cache
+def facts(card: str) -> GPUParams:
+    return GPUParams(**read_card(card))
+
+
 def classes() -> dict[str, list[str]]:
     """The card that is rehearsed -> the cards that it stands for."""
     found: dict[str, list[str]] = {"t4_16gb": [], "a6000_48gb": []}
     for card in card_names():
-        if read_card(card).get("usable_bytes"):
-            is_old = read_card(card).get("capability") in OLD_KERNELS
-            found["t4_16gb" if is_old else "a6000_48gb"].append(card)
+        if facts(card).usable_bytes:
+            found["t4_16gb" if facts(card).capability in OLD_KERNELS else "a6000_48gb"].append(card)
     return found
 
 
 def plans_on(config: TrainingConfig, cards: Sequence[str]) -> dict[str, Plan]:
     """One rehearsal, and what it costs on each card that runs the same kernels."""
     rehearsal = record(config)
-    peaks = replayed(rehearsal)
-    facts = {card: GPUParams(**read_card(card)) for card in cards}
-    moved = {card: rehearsal.config.model_copy(update={"gpu": facts[card]}) for card in cards}
-    return {card: plan_of_peaks(replace(rehearsal, config=moved[card]), peaks) for card in cards}
+    moved = {card: moved_to(rehearsal, facts(card)) for card in cards}
+    peaks = {there.config.gpu.cublas_workspace_bytes: there for there in moved.values()}
+    peaks = {size: replayed(there) for size, there in peaks.items()}
+    return {card: plan_of_peaks(there, peaks[there.config.gpu.cublas_workspace_bytes]) for card, there in moved.items()}
+
+
+def moved_to(rehearsal: Rehearsal, card: GPUParams) -> Rehearsal:
+    """The rehearsal as on another card that runs the same kernels: its facts, and cuBLAS's workspaces of its size."""
+    there = replace(rehearsal, config=rehearsal.config.model_copy(update={"gpu": card}))
+    before, after = rehearsal.config.gpu.cublas_workspace_bytes, card.cublas_workspace_bytes
+    if before == after or before is None or after is None:
+        return there
+    trace = rehearsal.trace
+    ended = {~event for event in trace.events if event < 0}
+    kept = {number for number, size in enumerate(trace.sizes) if size == before and number not in ended}
+    taken = [number for number in kept if trace.kinds[number] is Kind.TEMPORARIES]
+    sizes = list(trace.sizes)
+    for number in taken:
+        sizes[number] = after
+    return replace(there, trace=replace(trace, sizes=sizes))
 
 
 def estimates(config: TrainingConfig, tried: Sequence[int], cards: Sequence[str]) -> dict[str, Estimate]:
@@ -117,7 +139,7 @@ class Board:
 
     def best(self, card: str) -> dict[str, Any]:
         """The fastest strategy and micro batch that fit by what is known, or those that need least."""
-        usable = read_card(card)["usable_bytes"]
+        usable = facts(card).usable_bytes or 0
         rows = [
             _row(name, micro, self.known[name][card], usable, config)
             for name, config in self.configs.items()
@@ -131,7 +153,7 @@ class Board:
             found = {card: self.best(card) for card in self.cards}
             wanted = {(row["strategy"], row["micro_batch"]) for row in found.values() if not row["planned"]}
             if not wanted:
-                return found
+                return {card: {key: row[key] for key in TOLD} for card, row in found.items()}
             name, micro = min(wanted)
             for card, plan in plans_on(sized(self.configs[name], micro), self.cards).items():
                 self.known[name][card].planned[micro] = plan
@@ -161,21 +183,18 @@ def _rank(row: Mapping[str, Any]) -> tuple[bool, float]:
     return not row["fits"], -(row["tokens_per_second"] or math.inf) if row["fits"] else row["device_bytes_upper"]
 
 
-def measured(names: Sequence[str]) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """Each recipe and its verdicts, two processes at a time."""
-    with ProcessPoolExecutor(2, mp_context=get_context("fork"), max_tasks_per_child=None) as pool:
-        work = [(name, rehearsed, cards) for name in names for rehearsed, cards in classes().items()]
-        made = pool.map(verdicts, [w[0] for w in work], [w[2] for w in work], [w[1] for w in work])
-        found: dict[str, dict[str, Any]] = {}
-        for (name, _, _), rows in zip(work, made, strict=True):
-            found.setdefault(name, {}).update(rows)
-            if len(found[name]) == sum(map(len, classes().values())):
-                yield name, dict(sorted(found[name].items()))
+def made(names: Sequence[str]) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Each recipe and its verdicts."""
+    for name in names:
+        rows = {}
+        for rehearsed, cards in classes().items():
+            rows |= verdicts(name, cards, rehearsed)
+        yield name, dict(sorted(rows.items()))
 
 
 def page(document: Mapping[str, Any]) -> str:
     """docs/verdicts.md: a table for each way to train, a line a model, a column a card."""
-    cards = sorted(classes_cards(), key=lambda card: read_card(card)["usable_bytes"])
+    cards = sorted(classes_cards(), key=lambda card: facts(card).usable_bytes or 0)
     lines = [
         "# Does it fit?",
         "",
@@ -227,9 +246,13 @@ def main() -> None:
             "machine": f"planned on {platform.machine()}, no card",
             "date": datetime.date.today().isoformat(),
         }
-        for name, rows in measured(asked.recipes or recipes()):
+        began = time.process_time()
+        for name, rows in made(asked.recipes or recipes()):
             known["verdicts"][name] = rows
-            print(name, {card: _cell(row) for card, row in rows.items()}, file=sys.stderr, flush=True)
+            seconds = time.process_time() - began
+            print(
+                f"{seconds:.0f} s", name, {card: _cell(row) for card, row in rows.items()}, file=sys.stderr, flush=True
+            )
             RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(known))
 

@@ -112,8 +112,14 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
     host = efficiency.step_seconds
     compute = memory = communication = done = 0.0
     link = gathered = 0.0
+    known: dict[Operation, tuple[float, float, float]] = {}  # blocks are alike, so most calls were seen before
     for operation in operations:
-        host += _host_seconds(operation, efficiency)
+        costs = known.get(operation)
+        if costs is None:
+            costs = _host_seconds(operation, efficiency), *_kernel_seconds(operation, card, efficiency)
+            known[operation] = costs
+        on_host, arithmetic, traffic = costs
+        host += on_host
         if not operation.bytes:
             continue
         if operation.name in (GATHER, REDUCE):
@@ -129,10 +135,6 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
         if operation.name == TRANSFER:
             communication += operation.bytes / ((card.host_link_bytes_per_second or math.inf) * efficiency.link)
             continue
-        arithmetic = _arithmetic_seconds(operation, card, efficiency)
-        traffic = operation.bytes / (card.bandwidth_bytes_per_second * efficiency.bandwidth)
-        if _is_attention(operation):
-            traffic = 0.0  # scores stay on the chip; its operands are small beside its arithmetic
         kernel = max(arithmetic, traffic, efficiency.launch_seconds)
         if arithmetic >= traffic:
             compute += kernel
@@ -177,6 +179,15 @@ def _host_seconds(operation: Operation, efficiency: Efficiency) -> float:
     if phase == RECOMPUTED:
         return efficiency.recompute_seconds
     return efficiency.optimizer_seconds if phase == "optimizer_step" else efficiency.forward_seconds
+
+
+def _kernel_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency) -> tuple[float, float]:
+    """(arithmetic, traffic) of a kernel, each as if it were alone."""
+    assert card.bandwidth_bytes_per_second is not None
+    traffic = operation.bytes / (card.bandwidth_bytes_per_second * efficiency.bandwidth)
+    if _is_attention(operation):
+        traffic = 0.0  # scores stay on the chip; its operands are small beside its arithmetic
+    return _arithmetic_seconds(operation, card, efficiency), traffic
 
 
 def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency) -> float:
