@@ -32,6 +32,7 @@ from framework.build.assembly import Assembly
 from framework.build.compiled import Region, compiled_regions
 from framework.build.hub import one_line
 from framework.errors import RequestError
+from framework.run.block_settings import block_settings
 from framework.run.compiled_graph import GraphReplay
 from framework.run.pretend import PretendedCard
 from framework.run.tracker import Tracker
@@ -48,7 +49,7 @@ class CompiledBlocks:
     mode: PretendedCard
     budget: float | None
     tracker: Tracker
-    captures: dict[Any, "Capture"] = field(default_factory=dict)
+    captures: "dict[Any, Capture]" = field(default_factory=dict)
     failure: str | None = None
     scope: CompileScope = CompileScope.BLOCK
 
@@ -64,7 +65,9 @@ class CompiledBlocks:
             flat, spec = tree_flatten((args, kwargs))
             key = _key(module, flat, spec)
             if key in self.captures or self._captured(key, module, flat, spec):
-                return self.captures[key](module, flat)
+                capture = self.captures[key]
+                capture.user = self
+                return capture(module, flat)
         call: Callable[..., Any] = module._call_impl
         return call(*args, **kwargs)
 
@@ -80,7 +83,7 @@ class CompiledBlocks:
 
     def _capture(self, module: nn.Module, flat: list[Any], spec: TreeSpec) -> "Capture":
         modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        capture = Capture(module, flat, spec, modes, lambda: self.tracker if self.mode.tracing is False else None)
+        capture = Capture(module, flat, spec, modes, self)
         budget = 1.0 if self.budget is None else self.budget  # torch's default
         self.mode.tracing = True
         try:
@@ -102,7 +105,10 @@ class CompiledBlocks:
 
 
 class Capture:
-    """One block's forward and backward graphs, and how its arguments become their inputs."""
+    """One block's forward and backward graphs, and how its arguments become their inputs.
+
+    `user` is the rehearsal that it runs in; a capture may outlive the one that made it (`Kept`).
+    """
 
     def __init__(
         self,
@@ -110,8 +116,9 @@ class Capture:
         flat: Sequence[Any],
         spec: TreeSpec,
         modes: Sequence[Any],
-        tracker: Callable[[], Tracker | None],
+        user: CompiledBlocks,
     ) -> None:
+        self.user = user
         self._tensors = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         # not the tensors: they would stay alive as long as the capture
         others = [None if isinstance(item, torch.Tensor) else item for item in flat]
@@ -131,10 +138,10 @@ class Capture:
             return flat_result
 
         def forward(gm: fx.GraphModule, example_inputs: Any) -> GraphReplay:
-            return GraphReplay(gm, tracker, is_backward=False)
+            return GraphReplay(gm, self._tracker, is_backward=False)
 
         def backward(gm: fx.GraphModule, example_inputs: Any) -> GraphReplay:
-            return GraphReplay(gm, tracker, is_backward=True)
+            return GraphReplay(gm, self._tracker, is_backward=True)
 
         self._compiled = aot_autograd.aot_function(
             function,
@@ -145,6 +152,9 @@ class Capture:
             inference_compiler=forward,
             keep_inference_input_mutations=True,
         )
+
+    def _tracker(self) -> Tracker | None:
+        return self.user.tracker if self.user.mode.tracing is False else None
 
     def run(self, module: nn.Module, flat: Sequence[Any]) -> list[Any]:
         held = [*module.parameters(), *module.buffers()]
@@ -157,11 +167,16 @@ class Capture:
         return tree_unflatten(result, self._spec)
 
 
-def plan_compiled_blocks(assembly: Assembly, mode: PretendedCard, tracker: Tracker) -> CompiledBlocks:
-    """Let the compiled calls of an assembled rehearsal run as their graphs would."""
+Kept = dict[str, dict[Any, Capture]]
+"""Captures of rehearsals that went before in this process, by what their blocks depended on (`block_settings`)."""
+
+
+def plan_compiled_blocks(assembly: Assembly, mode: PretendedCard, tracker: Tracker, kept: Kept) -> CompiledBlocks:
+    """Let the compiled calls of an assembled rehearsal run as their graphs would. `kept` gives and takes captures."""
     training = assembly.config.training
     budget = training.activation_memory_budget
     blocks = CompiledBlocks(mode, budget if isinstance(budget, float | int) else None, tracker)
+    blocks.captures = kept.setdefault(block_settings(assembly.config.model_dump(mode="json")), {})
     blocks.scope = training.compile_scope
     regions = compiled_regions(assembly.model)
     if blocks.scope is CompileScope.MODEL:

@@ -1,8 +1,7 @@
-"""Many rehearsals: a process that has loaded the libraries once, and forks.
+"""Many rehearsals: a process that has loaded the libraries once, and forks workers that keep the blocks they captured.
 
-A fork of a process that has imported everything costs a third of a second. This module itself loads no torch:
-`Rehearsals` starts `serve` elsewhere. One line in (a list of configs), one line out (a list of plans or of what is
-wrong).
+This module itself loads no torch: `Rehearsals` starts `serve` elsewhere. One line in (a list of configs), one line out
+(a list of plans or of what is wrong).
 """
 
 import gc
@@ -13,16 +12,20 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from contextlib import suppress
+from typing import IO, Any, NoReturn
 
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
 from framework.run import plan_cache
+from framework.run.block_settings import shared_work
 from framework.run.child import failed
 from framework.schema.config import TrainingConfig
 
 PROCESSES = 2
 """Rehearsals at a time. Each takes a processor and up to a few GiB."""
+CAPTURE_COST = 8
+"""Rehearsals of few layers that take as long as to capture the blocks of one."""
 _CODE = "import gc, sys; gc.disable(); from framework.run.rehearsals import serve; sys.exit(serve())"
 _COMMAND = (sys.executable, "-W", "ignore", "-c", _CODE)
 
@@ -107,58 +110,92 @@ def serve() -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the documents
     import framework.run.rehearse
 
+    workers: list[_Worker] = []
     with stdout:
         for line in sys.stdin:
             configs = json.loads(line)
-            if any(config["training"]["compile"] is True for config in configs):
-                import framework.run.compiled_blocks  # noqa: F401
-            gc.freeze()  # else each collection of a fork goes through, and so copies, all that was imported
-            print(json.dumps(_all(configs)), file=stdout, flush=True)
+            if "framework.run.compiled_blocks" not in sys.modules and any(map(shared_work, configs)):
+                import framework.run.compiled_blocks  # noqa: F401 - once, and not in each fork
+
+                workers = []
+            while len(workers) < min(PROCESSES, len(configs)):
+                workers.append(_Worker())
+            print(json.dumps(_all(configs, workers)), file=stdout, flush=True)
     return 0
 
 
-def _all(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The answers to some configs, which a few forks share. A rehearsal leaves torch as it was, so one can follow
-    another; what a fork does goes with it."""
-    files: list[IO[str]] = []
-    children: list[int] = []
-    for first in range(min(PROCESSES, len(configs))):
-        files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - read and closed below
-        child = os.fork()
-        if not child:
-            _answer(configs[first::PROCESSES], files[-1])
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    answers = [_finished(file) for file in files]
-    lost = {"fault": "a rehearsal was ended from outside"}
-    return [
-        answers[index % PROCESSES][index // PROCESSES] if index // PROCESSES < len(answers[index % PROCESSES]) else lost
-        for index in range(len(configs))
-    ]
+def _all(configs: Sequence[Mapping[str, Any]], workers: list["_Worker"]) -> list[dict[str, Any]]:
+    """The answers to some configs, which the workers share. One that has captured a config's blocks gets it."""
+    shares: list[list[int]] = [[] for _ in workers]
+    costs = [0] * len(workers)
+    for index, config in enumerate(configs):
+        work = shared_work(config)
+        has_it = [number for number, worker in enumerate(workers) if work in worker.captured]
+        chosen = has_it[0] if has_it else costs.index(min(costs))
+        costs[chosen] += 1 if work is None or has_it else CAPTURE_COST
+        workers[chosen].captured |= {work} - {None}
+        shares[chosen].append(index)
+    for worker, share in zip(workers, shares, strict=True):
+        worker.ask([configs[index] for index in share])
+    answers: dict[int, dict[str, Any]] = {}
+    for number, share in enumerate(shares):
+        found = workers[number].answers()
+        if found is None:
+            workers[number] = _Worker()
+            found = [{"fault": "a rehearsal was ended from outside"}] * len(share)
+        answers |= zip(share, found, strict=True)
+    return [answers[index] for index in range(len(configs))]
 
 
-def _answer(configs: Sequence[Mapping[str, Any]], file: IO[str]) -> None:
-    """What a fork does: plan, write a line for each, end."""
-    for config in configs:
-        print(json.dumps(_document(config)), file=file, flush=True)
-        gc.collect()
-    os._exit(0)
+class _Worker:
+    """A fork that rehearses, and keeps the compiled blocks that it has captured.
+
+    A rehearsal leaves torch as it was, so one can follow another.
+    """
+
+    def __init__(self) -> None:
+        self.captured: set[str | None] = set()
+        gc.freeze()  # else each collection of the fork goes through, and so copies, all that was imported
+        (reads, asks), (hears, says) = os.pipe(), os.pipe()
+        if not os.fork():
+            os.close(asks)
+            os.close(hears)
+            _work(os.fdopen(reads), os.fdopen(says, "w"))
+        os.close(reads)
+        os.close(says)
+        self._asks, self._hears = os.fdopen(asks, "w"), os.fdopen(hears)
+
+    def ask(self, configs: Sequence[Mapping[str, Any]]) -> None:
+        with suppress(BrokenPipeError):  # then there are no answers
+            print(json.dumps(configs), file=self._asks, flush=True)
+
+    def answers(self) -> list[dict[str, Any]] | None:
+        """What it found, in order; None when it has ended."""
+        line = self._hears.readline()
+        return json.loads(line) if line.endswith("\n") else None
 
 
-def _document(config: Mapping[str, Any]) -> dict[str, Any]:
+def _work(questions: IO[str], answers: IO[str]) -> NoReturn:
+    """What a fork does: plan what each line asks for until there are no more, end."""
+    kept: dict[str, Any] = {}
+    try:
+        for line in questions:
+            found = []
+            for config in json.loads(line):
+                found.append(_document(config, kept))
+                gc.collect()
+            print(json.dumps(found), file=answers, flush=True)
+    finally:
+        os._exit(0)
+
+
+def _document(config: Mapping[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
     from framework.run.rehearse import rehearse
 
     try:
-        return {"plan": rehearse(TrainingConfig.model_validate(config)).to_json()}
+        return {"plan": rehearse(TrainingConfig.model_validate(config), kept).to_json()}
     except RequestError as error:
         return {"errors": [problem.to_json() for problem in error.problems]}
     except Exception as error:
         traceback.print_exc()
         return {"fault": f"{type(error).__name__}: {error}".partition("\n")[0]}
-
-
-def _finished(file: IO[str]) -> list[dict[str, Any]]:
-    with file:
-        file.seek(0)
-        return [json.loads(line) for line in file if line.endswith("\n")]

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,19 +39,25 @@ from framework.run.tracker import Tracker
 from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
+if TYPE_CHECKING:  # else a plan of plain code would load torch's compiler
+    from framework.run.compiled_blocks import Kept
+
 CARDS_A_MACHINE = 8
 """How many cards of a plan are taken to share a machine: what a hybrid strategy splits over."""
 REHEARSED_MICRO_BATCHES = 2
 """The first makes the gradients, the second adds to them; all others are like the second."""
 
 
-def rehearse(config: TrainingConfig) -> Plan:
-    """Plan a composed config, per device. Raises RequestError for what only the built model can tell."""
-    return make_plan(record(config))
+def rehearse(config: TrainingConfig, kept: "Kept | None" = None) -> Plan:
+    """Plan a composed config, per device. Raises RequestError for what only the built model can tell.
+
+    `kept`: compiled blocks that rehearsals before this one captured, to which it adds its own.
+    """
+    return make_plan(record(config, kept))
 
 
-def record(config: TrainingConfig) -> Rehearsal:
-    """Build a config without storage and record evaluation and two of its steps."""
+def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
+    """Build a config without storage and record evaluation and two of its steps. `kept` as in `rehearse`."""
     refuse_impossible(config, devices="any")
     config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
@@ -80,7 +86,9 @@ def record(config: TrainingConfig) -> Rehearsal:
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000, ranks)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
         mode.on_empty_cache = tracker.note_emptied_cache
-        blocks = compiled_blocks.plan_compiled_blocks(assembly, mode, tracker) if is_compiled else None
+        blocks = None
+        if is_compiled:
+            blocks = compiled_blocks.plan_compiled_blocks(assembly, mode, tracker, {} if kept is None else kept)
         record_load(tracker, assembly)
         with tracker:
             if config.is_replicated:

@@ -44,10 +44,15 @@ def test_a_measured_compiled_run(row: dict[str, Any], write: Any) -> None:
     assert compiled_blocks.PLANNED in plan.assumptions
 
 
-def rehearsed(architecture: dict[str, Any] = LLAMA, **training: Any) -> Any:
-    model = {"torch_dtype_str": "float32", "model_max_length": 64}
+def rehearsed(
+    architecture: dict[str, Any] = LLAMA,
+    kept: compiled_blocks.Kept | None = None,
+    model: dict[str, Any] | None = None,
+    **training: Any,
+) -> Any:
+    model = {"torch_dtype_str": "float32", "model_max_length": 64, **(model or {})}
     training = {"mixed_precision_dtype": "none", **training}
-    return record(tiny_config(architecture, model=model, training=training, gpu=H100))
+    return record(tiny_config(architecture, model=model, training=training, gpu=H100), kept)
 
 
 def kept(rehearsal: Any) -> int:
@@ -75,6 +80,22 @@ def test_equal_blocks_are_captured_once_and_others_again(monkeypatch: pytest.Mon
     assert len(captured) == 1
     rehearsed({**LLAMA, "num_hidden_layers": 4}, compile=True, gradient_accumulation_steps=2, global_batch_size=None)
     assert len(captured) == 2
+
+
+def test_a_rehearsal_may_use_what_another_captured_and_plans_the_same() -> None:
+    kept: compiled_blocks.Kept = {}
+    deeper = {**LLAMA, "num_hidden_layers": 4}
+    rehearsed(LLAMA, kept, compile=True)
+    [captures] = kept.values()
+    before = dict(captures)
+    plans = [make_plan(rehearsed(deeper, memory, {"chunked_loss": 16}, compile=True)) for memory in (kept, None)]
+    assert plans[0] == plans[1]
+    assert captures == before
+    plans = [make_plan(rehearsed(deeper, memory, compile=True, activation_memory_budget=0.5)) for memory in (kept, {})]
+    assert plans[0] == plans[1]
+    assert len(kept) == 2, "a budget cuts the same block elsewhere"
+    rehearsed(LLAMA, kept, {"attn_implementation": "eager"}, compile=True)
+    assert len(kept) == 3
 
 
 @pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])

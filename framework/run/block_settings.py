@@ -1,0 +1,45 @@
+"""What compiled blocks depend on beside the shapes that they see: rehearsals that share it share captures. No torch."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from framework.memory.search.estimate import DEPTH_KEYS, PER_LAYER
+
+MICRO_BATCH = "per_device_train_batch_size"
+_OUTSIDE = {
+    "training": (
+        *(MICRO_BATCH, "per_device_eval_batch_size", "gradient_accumulation_steps", "global_batch_size"),
+        *("enable_gradient_checkpointing", "gradient_checkpointing_every", "eval_steps", "allocator"),
+    ),
+    "model": ("chunked_loss",),
+    "data": ("eval", "eval_fraction"),
+}
+"""Keys whose effect on a block is in its shapes, in its own attributes, or around its call."""
+
+
+def block_settings(config: Mapping[str, Any]) -> str:
+    """A name for all that the blocks of a config, dumped as JSON, may depend on beside what they see."""
+    seen = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in config.items()}
+    for section, names in _OUTSIDE.items():
+        for name in names:
+            seen[section].pop(name)
+    seen["model"]["architecture"] = _without_depth(seen["model"]["architecture"])
+    return json.dumps(seen, sort_keys=True)
+
+
+def shared_work(config: Mapping[str, Any]) -> str | None:
+    """A name for the captures of blocks that a rehearsal needs; None for one of plain code, which captures nothing."""
+    training = config["training"]
+    return f"{training[MICRO_BATCH]} {block_settings(config)}" if training["compile"] is True else None
+
+
+def _without_depth(architecture: Any) -> Any:
+    """The architecture, or the part of it that is a language model, without what says how many layers there are."""
+    if not isinstance(architecture, Mapping):
+        return architecture
+    return {
+        key: _without_depth(value) if key == "text_config" else value
+        for key, value in architecture.items()
+        if key not in (*DEPTH_KEYS, *PER_LAYER)
+    }
