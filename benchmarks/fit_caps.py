@@ -1,59 +1,132 @@
-"""`fit` on this machine's card under caps of memory: each proposal is run.
+"""`fit` under caps of memory: its proposals, and what its space holds beside them, run on a card.
 
-    python benchmarks/fit_caps.py OUT.jsonl [CAP_GB ...]        (a CUDA card; a minute or two a cap and shape)
+    python benchmarks/fit_caps.py propose CARD asked.jsonl [SHAPE/CAP_GB ...]     any machine; plans alone
+    python benchmarks/levers.py measure asked.jsonl measured.jsonl                a machine with the card
+    python benchmarks/fit_caps.py summary asked.jsonl measured.jsonl results/fit_caps.json
 
-A line for each cap: what was proposed, what was predicted, what was measured, whether it ran out of memory. The cap is
-`gpu.usable_bytes`, so a proposal fits if its measured device bytes stay below.
+The cap is `gpu.usable_bytes`, so a proposal fits when what the card had in use stays below. Rivals are the other
+settings that the search gave a time and found small enough, fastest first, one of each structure, and some of its space
+by lot.
 """
 
 import json
+import random
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
 
-from framework.compose import load
-from framework.errors import OutOfMemory
-from framework.memory.installed import detect
+from framework.compose import compose
+from framework.memory.search.fastest import Candidate, Search
 from framework.run.fit import fit
-from framework.run.measure import measure_in_subprocess
+from framework.schema.config import TrainingConfig
 
 SHAPES = {
-    "1b_full": ["model=llama3.2_1b", "~peft", "training.global_batch_size=64"],
-    "8b_lora": ["model=llama3.1_8b", "training.global_batch_size=32"],
-    "0.6b_full": ["model=qwen3_0.6b", "~peft", "training.global_batch_size=64"],
+    "1b_full": ["model=llama3.2_1b", "training.use_peft=false", "training.global_batch_size=64"],
+    "8b_lora": ["model=llama3.1_8b", "peft=lora", "training.global_batch_size=32"],
+    "0.6b_full": ["model=qwen3_0.6b", "training.use_peft=false", "training.global_batch_size=64"],
 }
+COMMON = ["data.eval_fraction=0", "model.model_max_length=2048", "model.load_pretrained_weights=false"]
 CAPS = (8, 12, 16, 24, 40, 80)
+MARGIN_80 = 79.2e9
+"""What is usable of 80 GB where the card has more."""
+RIVALS, BY_LOT = 5, 2
+AT_ONCE = 8
 
 
-def main() -> None:
-    """Measure the proposal of each shape under each cap."""
-    out, *caps = sys.argv[1:]
-    with open(out, "a", encoding="utf-8") as file:
-        for name, words in SHAPES.items():
-            for cap in map(int, caps or CAPS):
-                usable = ["gpu.usable_bytes=" + str(int(cap * 1e9))] if cap < 80 else []
-                config = load("finetune_local", [*words, f"gpu={detect()}", *usable, "data.eval_fraction=0"])
-                start = time.perf_counter()
-                found = fit(config, runs_here=True)
-                line = {"shape": name, "cap_gb": cap, "seconds": time.perf_counter() - start, **_facts(found)}
-                if found.fits:
-                    try:
-                        line["measured"] = measure_in_subprocess(found.config).to_json()
-                    except OutOfMemory as error:
-                        line["out_of_memory"] = str(error)
-                print(json.dumps(line), file=file, flush=True)
+def propose(card: str, out: Path, chosen: list[str]) -> None:
+    """A line for each config to run; `chosen` names the cells that get rivals."""
+    cells = [(name, cap, card, f"{name}/{cap}" in chosen) for name in SHAPES for cap in CAPS]
+    with ProcessPoolExecutor(AT_ONCE) as pool, out.open("w", encoding="utf-8") as file:
+        for lines in pool.map(_cell, cells):
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            print({key: value for key, value in lines[0].items() if key != "config"}, len(lines), flush=True)
 
 
-def _facts(found) -> dict:
-    step = found.plan.step
-    return {
+def _cell(cell: tuple[str, int, str, bool]) -> list[dict[str, Any]]:
+    name, cap, card, has_rivals = cell
+    searches: list[Search] = []
+    run = Search.run
+
+    def kept(search: Search) -> Search:
+        searches.append(search)
+        return run(search)
+
+    Search.run = kept  # type: ignore[method-assign]
+    usable = f"gpu.usable_bytes={int(min(cap * 1e9, MARGIN_80))}"
+    config = compose("finetune_local", [*SHAPES[name], f"gpu={card}", usable, *COMMON]).config
+    start = time.perf_counter()
+    found = fit(config, runs_here=True)
+    facts = {
         "fits": found.fits,
         "overrides": found.overrides,
         "upper_bytes": found.plan.peak.device_bytes_upper,
-        "tokens_per_second": step.tokens_per_second if step else None,
+        "tokens_per_second": found.plan.step.tokens_per_second if found.plan.step else None,
         "tried": found.tried,
-        "planned": found.planned,
-        "frontier": [point.to_json() for point in found.frontier],
+        "seconds": time.perf_counter() - start,
     }
+    lines = [{"name": f"{name}/{cap}/proposal", **facts, "config": found.config.model_dump(mode="json")}]
+    if has_rivals:
+        for number, rival in enumerate(_rivals(searches, found.config)):
+            lines.append({"name": f"{name}/{cap}/rival-{number}", "config": rival.model_dump(mode="json")})
+    return lines if found.fits else lines[:1]
+
+
+def _rivals(searches: list[Search], proposal: TrainingConfig) -> list[TrainingConfig]:
+    """The fastest by their figures, one of each structure, then some of the space that are likely to fit, by lot."""
+    ranked: list[tuple[float, Search, Candidate]] = []
+    for search in searches:
+        points = [(seconds, item) for item, upper, seconds in search.points() if upper <= search.space.usable]
+        best = {item.number: (seconds, item) for seconds, item in sorted(points, reverse=True)}
+        ranked += [(seconds, search, item) for seconds, item in best.values()]
+    ranked.sort(key=lambda point: point[0])
+    others = [
+        Candidate(number, size)
+        for number, estimate in searches[0].estimates.items()
+        for size in searches[0].space.sizes
+        if estimate.upper(size) <= searches[0].space.usable
+    ]
+    lot = random.Random(0).sample(others, min(BY_LOT, len(others)))
+    configs = [search.space.config(item) for _, search, item in ranked[: RIVALS + 1]]
+    configs += [searches[0].space.config(item) for item in lot]
+    distinct = {config.model_dump_json(): config for config in configs}
+    distinct.pop(proposal.model_dump_json(), None)
+    return list(distinct.values())[: RIVALS + BY_LOT]
+
+
+def summary(asked: Path, measured: Path, out: Path) -> None:
+    """Each cell: what was proposed, planned and measured, and the best of what was measured within the cap."""
+    truth = {line["name"]: line["measured"] for line in map(json.loads, measured.read_text().splitlines())}
+    cells = []
+    for line in map(json.loads, asked.read_text().splitlines()):
+        cell, _, which = line["name"].rpartition("/")
+        if which != "proposal":
+            continue
+        usable = line["config"]["gpu"]["usable_bytes"]
+        mine = truth.get(line["name"], {"error": "not run"})
+        facts = {key: value for key, value in line.items() if key not in ("name", "config")}
+        cells.append({"cell": cell, "usable_bytes": usable, **facts, "measured": mine})
+        rivals = {name: row for name, row in truth.items() if name.startswith(f"{cell}/rival")}
+        fitting = [row for row in rivals.values() if "error" not in row and row["device_bytes"] <= usable]
+        if fitting and "error" not in mine:
+            best = max(row["tokens_per_second"] for row in [*fitting, mine])
+            cells[-1] |= {"rivals": len(rivals), "of_the_best": mine["tokens_per_second"] / best}
+        if "error" not in mine:
+            cells[-1]["within_cap"] = mine["device_bytes"] <= usable
+    device = next(row["device_name"] for row in truth.values() if "error" not in row)
+    out.write_text(json.dumps({"machine": device, "cells": cells}, indent=1) + "\n")
+    for cell in cells:
+        print({key: value for key, value in cell.items() if key not in ("measured", "overrides")})
+
+
+def main() -> None:
+    verb, *words = sys.argv[1:]
+    if verb == "propose":
+        propose(words[0], Path(words[1]), words[2:])
+    else:
+        summary(*map(Path, words))
 
 
 if __name__ == "__main__":
