@@ -31,13 +31,13 @@ from framework.build.refuse import refuse_impossible
 from framework.errors import RequestError
 from framework.memory.cards import read_card
 from framework.memory.levers import LEVERS, Lever, Setting
-from framework.memory.requirements import suits
+from framework.memory.requirements import is_installed, suits
 from framework.schema.config import TrainingConfig
 from framework.shipped import shipped
 
 CARD = "h100_80gb"
 STEPS = 7
-TIMEOUT = 90
+TIMEOUT = 240
 SHAPES: dict[str, dict[str, Any]] = {
     "m1": {
         "model": "llama3.2_1b",
@@ -209,13 +209,9 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
 
 def measure(predicted: Path, out: Path, only: list[str], skip_done: bool, shard: tuple[int, int]) -> None:
     """Each row in a process forked before CUDA starts, so that imports are paid once. Lines are added as they come."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA in the parent
-    import torch
-
-    import framework.run.measure  # noqa: F401
-
-    # torchao, which peft imports where it is installed, may start CUDA by itself: then a fork could not use the card.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+    # peft imports bitsandbytes, which starts CUDA; where torchao is installed transformers imports that, which does too.
+    context = multiprocessing.get_context("spawn" if is_installed("torchao") else "forkserver")
+    context.set_forkserver_preload(["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama"])
     asked = [json.loads(line) for line in predicted.read_text().splitlines()]
     asked = [row for row in asked if not only or any(word in row["name"] for word in only)]
     done = _lines(out) if skip_done and out.exists() else {}
