@@ -209,7 +209,7 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
 
 def measure(predicted: Path, out: Path, only: list[str], skip_done: bool, shard: tuple[int, int]) -> None:
     """Each row in a process forked before CUDA starts, so that imports are paid once. Lines are added as they come."""
-    # peft imports bitsandbytes, which starts CUDA; where torchao is installed transformers imports that, which does too.
+    # peft imports bitsandbytes, which starts CUDA; transformers imports torchao where it is installed, which does too.
     context = multiprocessing.get_context("spawn" if is_installed("torchao") else "forkserver")
     context.set_forkserver_preload(["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama"])
     asked = [json.loads(line) for line in predicted.read_text().splitlines()]
