@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -30,7 +30,7 @@ class Chat:
 
     def through(self, count: int) -> "Chat":
         """Its first messages."""
-        return replace(self, messages=self.messages[:count])
+        return Chat(self.messages[:count], self.tools, self.prompt)
 
     def answers(self) -> list[int]:
         """Numbers of the messages that the assistant writes."""
@@ -87,22 +87,75 @@ def read_template(written: str) -> str:
         raise RequestError([problem]) from error
 
 
-def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str:
-    """The conversation as text; with `generation_prompt`, up to where the model would begin to write.
+@dataclass(frozen=True)
+class Template:
+    """A tokenizer's template, with what every rendering reads of the tokenizer read once: for a batch of rows."""
 
-    Raises one of TEMPLATE_ERRORS when the template refuses it.
-    """
-    if _is_plain(chat):
-        said: dict[str, Any] = {"add_generation_prompt": generation_prompt, **tokenizer.special_tokens_map}
-        compiled = _compiled(_template(tokenizer, chat))
-        return cast(str, compiled.render(messages=list(chat.messages), tools=None, documents=None, **said))
-    text = tokenizer.apply_chat_template(
-        list(chat.messages),
-        list(chat.tools) or None,
-        tokenize=False,
-        add_generation_prompt=generation_prompt,
-    )
-    return cast(str, text)
+    tokenizer: PreTrainedTokenizerBase
+
+    def render(self, chat: Chat, generation_prompt: bool = False) -> str:
+        """The conversation as text; with `generation_prompt`, up to where the model would begin to write.
+
+        Raises one of TEMPLATE_ERRORS when the template refuses it.
+        """
+        if _is_plain(chat):
+            said = {**self._named, "add_generation_prompt": generation_prompt}
+            return cast(str, self._plain.render(messages=chat.messages, tools=None, documents=None, **said))
+        text = self.tokenizer.apply_chat_template(
+            list(chat.messages),
+            list(chat.tools) or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+        )
+        return cast(str, text)
+
+    def render_marked(self, chat: Chat) -> tuple[str, list[Span]]:
+        """The conversation as text, and the spans that the template's `{% generation %}` blocks wrote.
+
+        Raises one of TEMPLATE_ERRORS when the template refuses it.
+        """
+        rendered = render_jinja_template(
+            [list(chat.messages)],
+            tools=list(chat.tools) or None,
+            chat_template=self._text(chat),
+            return_assistant_tokens_mask=True,
+            **self._named,
+        )
+        texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)
+        return texts[0], spans[0]
+
+    def marks_generation(self, chat: Chat) -> bool:
+        """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
+        return _has_generation_block(self._text(chat))
+
+    @cached_property
+    def specials(self) -> tuple[str, ...]:
+        """Every token that is never made of pieces of text, as it is written."""
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        return tuple(token.content for token in tokens if token.content.strip())
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        return dict(self.tokenizer.special_tokens_map)
+
+    @cached_property
+    def _without_tools(self) -> str:
+        return cast(str, self.tokenizer.get_chat_template())
+
+    @cached_property
+    def _plain(self) -> Any:
+        return _compiled(self._without_tools)
+
+    def _text(self, chat: Chat) -> str:
+        """The text of the template for this chat: a tokenizer may have another one for chats with tools."""
+        if not chat.tools:
+            return self._without_tools
+        return cast(str, self.tokenizer.get_chat_template(tools=list(chat.tools)))
+
+
+def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str:
+    """One conversation, as `Template.render` has it."""
+    return Template(tokenizer).render(chat, generation_prompt)
 
 
 @cache
@@ -118,30 +171,7 @@ def _is_plain(chat: Chat) -> bool:
 
     Walking through them for each rendering would take longer than the rendering; a test compares the two.
     """
-    return bool(chat.messages) and not chat.tools and all(_PLAIN.issuperset(each) for each in chat.messages)
-
-
-def render_marked(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> tuple[str, list[Span]]:
-    """The conversation as text, and the spans that the template's `{% generation %}` blocks wrote.
-
-    Raises one of TEMPLATE_ERRORS when the template refuses it.
-    """
-    special: dict[str, Any] = tokenizer.special_tokens_map
-    template = _template(tokenizer, chat)
-    rendered = render_jinja_template(
-        [list(chat.messages)],
-        tools=list(chat.tools) or None,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **special,
-    )
-    texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)
-    return texts[0], spans[0]
-
-
-def marks_generation(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
-    """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
-    return _has_generation_block(_template(tokenizer, chat))
+    return bool(chat.messages) and not chat.tools and all(each.keys() <= _PLAIN for each in chat.messages)
 
 
 @cache
@@ -152,11 +182,6 @@ def _has_generation_block(template: str) -> bool:
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer can render a conversation."""
     return bool(tokenizer.chat_template)
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
-    """The text of the template for this chat: a tokenizer may have another one for chats with tools."""
-    return cast(str, tokenizer.get_chat_template(tools=list(chat.tools) or None))
 
 
 def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tuple[str, ...]:
@@ -174,47 +199,48 @@ def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tup
         )
         raise RequestError([problem]) from error
     warnings: dict[str, None] = {}
+    template = Template(tokenizer)
     for number, chat in enumerate(islice(chats, ROWS_CHECKED), 1):
         try:
-            warnings.update(dict.fromkeys(_doubts(tokenizer, chat)))
+            warnings.update(dict.fromkeys(_doubts(template, chat)))
         except TEMPLATE_ERRORS as error:
             message = f"the chat template does not render chat {number}: {one_line(error)}"
             raise RequestError([Problem("model.chat_template", message)]) from error
     return tuple(warnings)
 
 
-def _doubts(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[str]:
+def _doubts(template: Template, chat: Chat) -> list[str]:
     """What would make the trained model behave unlike the rows it was trained on, judged by the last answer."""
-    whole = render(tokenizer, chat)
+    whole = template.render(chat)
     last = max(chat.answers(), default=0)
     if not last:
         return []
     found = []
-    prompt = render(tokenizer, chat.through(last), generation_prompt=True)
+    prompt = template.render(chat.through(last), generation_prompt=True)
     if not whole.startswith(prompt):
         found.append(
             f"the prompt that generation starts from ends in {prompt[-40:]!r}, which the training rows do not have; "
             "the model is trained on other text than it will see"
         )
     ending = whole.rstrip()
-    if last == len(chat.messages) - 1 and not ending.endswith(special_tokens(tokenizer)):
+    if last == len(chat.messages) - 1 and not ending.endswith(template.specials):
         found.append(
             f"an assistant turn ends in {ending[-20:]!r}, which is no special token of this tokenizer, "
             "so nothing tells generation to stop"
         )
-    elif marks_generation(tokenizer, chat) and (token := _unmarked_end(tokenizer, chat)):
+    elif template.marks_generation(chat) and (token := _unmarked_end(template, chat)):
         found.append(
             f"the generation block of the template leaves out {token!r}, the end of the turn, "
             "so the model does not learn to stop"
         )
-    found.extend(_unwritten(tokenizer, chat, whole))
+    found.extend(_unwritten(template, chat, whole))
     return [f"model.chat_template: {doubt}" for doubt in found]
 
 
-def _unwritten(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) -> list[str]:
+def _unwritten(template: Template, chat: Chat, whole: str) -> list[str]:
     """What the rows have and the template leaves out of them: tools, and the last thought."""
     found = []
-    if chat.tools and whole == render(tokenizer, replace(chat, tools=())):
+    if chat.tools and whole == template.render(replace(chat, tools=())):
         found.append("the template does not write the `tools` of the rows; the model is not told of them")
     last = chat.messages[max(chat.answers())]
     thoughts = [name for name in REASONING if (last.get(name) or "").strip() and last[name].strip() not in whole]
@@ -223,13 +249,8 @@ def _unwritten(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) -> li
     return found
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Every token that is never made of pieces of text, as it is written."""
-    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip())
-
-
-def _unmarked_end(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str | None:
+def _unmarked_end(template: Template, chat: Chat) -> str | None:
     """The special token that follows the last generation block, if there is one."""
-    whole, spans = render_marked(tokenizer, chat)
+    whole, spans = template.render_marked(chat)
     rest = whole[spans[-1][1] :] if spans else ""
-    return next((token for token in special_tokens(tokenizer) if rest.startswith(token)), None)
+    return next((token for token in template.specials if rest.startswith(token)), None)

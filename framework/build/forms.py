@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -76,8 +77,14 @@ class Form:
 
     def take(self, record: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
         """The columns that this form reads, under our names."""
-        names = list(record)
-        return {column: record.get(self.name_in(column, names, mapping)) for column in self.columns}
+        names = _names_in(self.name, tuple(record), tuple(mapping.items()))
+        return {column: record.get(name) for column, name in zip(self.columns, names, strict=True)}
+
+
+@lru_cache(maxsize=64)
+def _names_in(form: RowFormat, columns: Sequence[str], mapping: Sequence[tuple[str, str]]) -> list[str]:
+    """What a file with these columns calls each of the form's; the same for nearly all of its records."""
+    return [FORMS[form].name_in(column, columns, dict(mapping)) for column in FORMS[form].columns]
 
 
 def detect_form(columns: Sequence[str], mapping: Mapping[str, str], task: Task = Task.SFT) -> Form | None:

@@ -1,12 +1,14 @@
 """Which tokens of a row are learnt. Everything is decided by position; no token id ever decides it."""
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from framework.build.chat import (
     REASONING,
@@ -14,10 +16,7 @@ from framework.build.chat import (
     Chat,
     Message,
     Span,
-    marks_generation,
-    render,
-    render_marked,
-    special_tokens,
+    Template,
 )
 from framework.build.hub import one_line
 from framework.schema.choices import Supervise
@@ -86,22 +85,13 @@ def encode_chats(
     `answer_spans`). A token is learnt when it shares a character with an answer. A conversation that cannot be encoded
     has the reason in its place.
     """
-    specials = special_tokens(tokenizer)
-    marked = [_mark(tokenizer, chat, learnt, specials) for chat in chats]
+    template = Template(tokenizer)
+    marked = [_mark(template, chat, learnt) for chat in chats]
     texts = [mark.text for mark in marked if isinstance(mark, Marked)]
     if not texts:
         return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
-    # The template writes start and end tokens itself, so the tokenizer must not add them again.
-    batch = tokenizer(
-        texts,
-        add_special_tokens=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    tokens = iter(zip(batch["input_ids"], batch["offset_mapping"], strict=True))
-    return [_learn_spans(*next(tokens), mark.spans) if isinstance(mark, Marked) else mark for mark in marked]
+    tokens = iter(_tokens(tokenizer, texts))
+    return [_learn_between(next(tokens), mark.spans) if isinstance(mark, Marked) else mark for mark in marked]
 
 
 def encode_completions(
@@ -151,9 +141,7 @@ def encode_tokens(ids: Sequence[int], labels: Sequence[int] | None) -> Encoded:
     return Encoded(tokens, own)
 
 
-def answer_spans(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str, answers: Sequence[int], specials: tuple[str, ...]
-) -> list[Span]:
+def answer_spans(template: Template, chat: Chat, whole: str, answers: Sequence[int]) -> list[Span]:
     """Where in `whole`, the rendered chat, the model's part of these assistant turns stands.
 
     A turn is the difference between the chat rendered up to its prompt and the chat rendered up to its end, when each
@@ -161,29 +149,27 @@ def answer_spans(
     its reasoning, or move the system message) fail that test; there the turn is found by putting a stand-in in its
     place. Raises UnsuitedChat when that fails too.
     """
-    prompts = {index: _render_or_none(tokenizer, chat.through(index), generation_prompt=True) for index in answers}
+    prompts = {index: _render_or_none(template, chat.through(index), generation_prompt=True) for index in answers}
     closing = _closing(chat, whole, prompts.get(len(chat.messages) - 1))
     spans = []
     for index in answers:
-        span = _difference_span(tokenizer, chat, index, whole, prompts[index], closing)
-        span = span or _stand_in_span(tokenizer, chat, index, whole, specials)
-        spans.append(_without_space_after_end(span, whole, specials))
+        span = _difference_span(template, chat, index, whole, prompts[index], closing)
+        span = span or _stand_in_span(template, chat, index, whole)
+        spans.append(_without_space_after_end(span, whole, template.specials))
     return spans
 
 
-def _mark(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, learnt: Supervise, specials: tuple[str, ...]
-) -> Marked | UnsuitedChat:
+def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | UnsuitedChat:
     try:
-        is_marked = learnt is not Supervise.ALL and marks_generation(tokenizer, chat)
-        whole, spans = render_marked(tokenizer, chat) if is_marked else (render(tokenizer, chat), [])
+        is_marked = learnt is not Supervise.ALL and template.marks_generation(chat)
+        whole, spans = template.render_marked(chat) if is_marked else (template.render(chat), [])
         _require_calls(chat, whole)
         if learnt is Supervise.ALL:
             return Marked(whole, [(0, len(whole))])
         answers = _learnt_answers(chat, learnt)
         if is_marked and answers == chat.answers():
             return Marked(whole, spans)
-        turns = answer_spans(tokenizer, chat, whole, answers, specials)
+        turns = answer_spans(template, chat, whole, answers)
         if not is_marked:
             return Marked(whole, turns)
         return Marked(whole, [span for span in spans if any(span[0] < end and span[1] > start for start, end in turns)])
@@ -208,6 +194,44 @@ def _learnt_answers(chat: Chat, learnt: Supervise) -> list[int]:
     return [index for index in answers if learnt is Supervise.ASSISTANT or index >= chat.prompt]
 
 
+_CALLED = ("__call__", "_encode_plus", "_batch_encode_plus")
+"""Methods that a call of a tokenizer goes through, in the versions of transformers from 5.0 on."""
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoding]:
+    """The texts without start and end tokens, which templates write themselves.
+
+    A call makes a dictionary for each text, which takes long where texts are short. So only the first is tokenised by
+    one, which sets what the tokenizer of the tokenizers library is to do, and the others by that tokenizer itself;
+    except where a kind of tokenizer has a call of its own.
+    """
+
+    def called(part: Sequence[str]) -> list[Encoding]:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+        return cast(list[Encoding], tokenizer(list(part), **options, verbose=False).encodings)
+
+    own, usual = type(tokenizer), PreTrainedTokenizerFast
+    if any(getattr(own, name, None) is not getattr(usual, name, None) for name in _CALLED):
+        return called(texts)
+    backend = cast(PreTrainedTokenizerFast, tokenizer).backend_tokenizer
+    return [*called(texts[:1]), *backend.encode_batch(texts[1:], add_special_tokens=False)]
+
+
+def _learn_between(tokens: Encoding, spans: Sequence[Span]) -> Encoded:
+    """The tokens that share a character with a span are learnt. The tokens of a text stand in its order, so the ends of
+    a span are searched for: the characters of all tokens, as Python has them, take longer to make than the tokens.
+    """
+    input_ids = np.array(tokens.ids, dtype=np.int32)
+    labels, numbers = np.full(len(input_ids), IGNORED, dtype=np.int32), range(len(input_ids))
+    characters = cast(Callable[[int], Span], tokens.token_to_chars)
+    for start, end in spans:
+        first = bisect_right(numbers, start, key=lambda token: characters(token)[1])
+        behind = bisect_left(numbers, end, first, key=lambda token: characters(token)[0])
+        labels[first:behind] = input_ids[first:behind]
+    labels[:1] = IGNORED
+    return Encoded(input_ids, labels)
+
+
 def _learn_spans(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> Encoded:
     characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(ids), dtype=np.bool_)
@@ -222,10 +246,10 @@ def _encoded(input_ids: npt.NDArray[np.int32], learnt: npt.NDArray[np.bool_]) ->
     return Encoded(input_ids, labels)
 
 
-def _render_or_none(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str | None:
+def _render_or_none(template: Template, chat: Chat, generation_prompt: bool = False) -> str | None:
     """Templates may refuse a part of a conversation that they render as a whole."""
     try:
-        return render(tokenizer, chat, generation_prompt) if chat.messages else None
+        return template.render(chat, generation_prompt) if chat.messages else None
     except TEMPLATE_ERRORS:
         return None
 
@@ -247,7 +271,7 @@ def _as_it_stands(message: Message, whole: str, start: int) -> Iterator[Span]:
 
 
 def _difference_span(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str, prompt: str | None, closing: str
+    template: Template, chat: Chat, index: int, whole: str, prompt: str | None, closing: str
 ) -> Span | None:
     """Templates drop thoughts that were followed by another question, so the turn is also tried without its own.
 
@@ -262,41 +286,39 @@ def _difference_span(
     bare = {name: value for name, value in message.items() if name not in REASONING}
     for turn in [message] if bare == message else [message, bare]:
         is_whole = turn is message and index == len(chat.messages) - 1
-        through = whole if is_whole else _render_or_none(tokenizer, _with_message(chat, index, turn).through(index + 1))
+        through = whole if is_whole else _render_or_none(template, _with_message(chat, index, turn).through(index + 1))
         if prompt is not None and through is not None and through.startswith(prompt) and whole.startswith(through):
             return (len(prompt), len(through))
     return None
 
 
-def _stand_in_span(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, index: int, whole: str, specials: tuple[str, ...]
-) -> Span:
+def _stand_in_span(template: Template, chat: Chat, index: int, whole: str) -> Span:
     message = chat.messages[index]
     for kept in ({"role": message["role"]}, message):
         stand_in = _with_message(chat, index, {**kept, "content": STAND_IN})
-        before, found, after = (_render_or_none(tokenizer, stand_in) or "").rpartition(STAND_IN)
+        before, found, after = (_render_or_none(template, stand_in) or "").rpartition(STAND_IN)
         start = _shared_length(before, whole)
         end = len(whole) - _shared_length(after[::-1], whole[::-1])
         if found and start <= end and _may_be(whole[start:end].strip(), message, whole.endswith(after)):
             break
     else:
         raise UnsuitedChat(f"the answer in message {index + 1} cannot be found in what the chat template renders")
-    start = _start_of_turn(tokenizer, chat.through(index), before[:start], start)
-    return (start, _end_of_turn(tokenizer, stand_in.through(index + 1), whole, end, specials))
+    start = _start_of_turn(template, chat.through(index), before[:start], start)
+    return (start, _end_of_turn(template, stand_in.through(index + 1), whole, end))
 
 
-def _start_of_turn(tokenizer: PreTrainedTokenizerBase, asked: Chat, before: str, start: int) -> int:
+def _start_of_turn(template: Template, asked: Chat, before: str, start: int) -> int:
     """Where the turn starts whose answer starts at `start`, behind `before`: where generation would.
 
     The model also writes what the template puts between the prompt and its answer: an empty thought, a channel, a
     space.
     """
-    prompt = _render_or_none(tokenizer, asked, generation_prompt=True)
+    prompt = _render_or_none(template, asked, generation_prompt=True)
     if prompt is None:
         return start
     if before.startswith(prompt):
         return len(prompt)
-    header = prompt[_shared_length(prompt, _render_or_none(tokenizer, asked) or "") :]
+    header = prompt[_shared_length(prompt, _render_or_none(template, asked) or "") :]
     found = before.rfind(header) + len(header)
     last = asked.messages[-1]["content"].strip()
     if header.strip() and found >= len(header) and last and last not in before[found:]:
@@ -315,18 +337,16 @@ def _with_message(chat: Chat, index: int, message: Message) -> Chat:
     return replace(chat, messages=[*chat.messages[:index], message, *chat.messages[index + 1 :]])
 
 
-def _end_of_turn(
-    tokenizer: PreTrainedTokenizerBase, through: Chat, whole: str, end: int, specials: tuple[str, ...]
-) -> int:
+def _end_of_turn(template: Template, through: Chat, whole: str, end: int) -> int:
     """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
 
     Where the last turn of a chat ends in another token (`<|return|>`) than the turns before it (`<|end|>`), the two
     share their first characters; that is enough, since a token is learnt whole when one character of it is. What both
     begin behind a token that ends the turn (`<|endoftext|>`, `<|user|>`) is no part of it.
     """
-    closing = (_render_or_none(tokenizer, through) or "").rpartition(STAND_IN)[2]
+    closing = (_render_or_none(template, through) or "").rpartition(STAND_IN)[2]
     shared = closing[: _shared_length(closing, whole[end:])]
-    ends = [shared.rfind(token) + len(token) for token in specials if token in shared]
+    ends = [shared.rfind(token) + len(token) for token in template.specials if token in shared]
     return end + max(ends, default=len(shared))
 
 

@@ -25,6 +25,9 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 """`from` of a ShareGPT turn -> role of a message."""
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 class Fault(ValueError):
     """What is wrong with a value, for a person to read."""
 
@@ -73,7 +76,7 @@ def read_tools(value: object) -> list[dict[str, Any]]:
 def stored(value: object) -> str:
     """The value as JSON text. Raises Fault when it has no such text."""
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        text = _JSON.encode(value)
     except (TypeError, ValueError) as error:
         raise Fault(f"has no JSON form: {error}") from None
     return read_text(text)

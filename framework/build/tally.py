@@ -67,10 +67,11 @@ class Tally:
             self._drop(place, 0, EMPTY)
         elif _is_same_twice(row):
             self._drop(place, row_length(row), SAME)
-        elif not self._refuse(place, row):
-            self.lengths.append(row_length(row))
-            self.supervised += supervised_count(row)
-            self._fit(place, row)
+        elif not self._refuse(place, row, length := row_length(row)):
+            supervised = supervised_count(row)
+            self.lengths.append(length)
+            self.supervised += supervised
+            self._fit(place, row, length, supervised)
 
     def finish(self, name: str) -> tuple[Rows, SplitReport]:
         """The rows kept, and the account of them."""
@@ -92,9 +93,8 @@ class Tally:
         )
         return join_rows(self.kept), report
 
-    def _refuse(self, place: Place, row: Encoded) -> bool:
+    def _refuse(self, place: Place, row: Encoded, length: int) -> bool:
         """Record a problem when the row may not be trained on under any circumstances."""
-        length = row_length(row)
         if self.policy.vocab_size is not None and (outside := _outside(row, self.policy.vocab_size)):
             message = f"{outside} is outside the model's vocabulary of {self.policy.vocab_size}"
         elif self.policy.truncation is Truncation.ERROR and length > self.policy.limit and not self._splits(row):
@@ -107,14 +107,14 @@ class Tally:
     def _splits(self, row: Encoded) -> bool:
         return self.policy.splits_documents and len(row.input_ids) > self.policy.limit
 
-    def _fit(self, place: Place, row: Encoded) -> None:
-        length, before = row_length(row), supervised_count(row)
+    def _fit(self, place: Place, row: Encoded, length: int, before: int) -> None:
+        """Keep of the row, which has `length` tokens and `before` supervised ones, what is within the limit."""
         if self._splits(row):
             self.kept.extend(part for part in split_document(row, self.policy.limit) if supervised_count(part))
             self.split += 1
             return
         fitted = truncate(row, self.policy.limit, self.policy.truncation)
-        after = supervised_count(fitted) if fitted is not None else 0
+        after = before if fitted is row else supervised_count(fitted) if fitted is not None else 0
         if fitted is None:
             self._drop(place, length, f"longer than {self.policy.limit} tokens")
         elif not after:
