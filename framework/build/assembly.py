@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from framework.build.activations import arrange_blocks
 from framework.build.arrival import await_weights
 from framework.build.compiled import compile_regions
+from framework.build.context import Context, share_rows
 from framework.build.device_cache import DeviceCache
 from framework.build.float8 import convert_products
 from framework.build.freeze import Frozen, freeze
@@ -24,6 +25,7 @@ from framework.build.place import Place
 from framework.build.products import choose_float32_products
 from framework.build.quantize import quantize, require_bitsandbytes
 from framework.build.ranks import ALONE, Parallel, Ranks, parallelise
+from framework.build.ring_attention import in_parts
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.build.streamed_base import StreamedBase, loading_place
@@ -75,6 +77,8 @@ class Assembly:
     ranks: Ranks = ALONE
     parallel: Parallel | None = None
     """The model as several ranks train it. `model` is the one inside, whose parameters have their plain names."""
+    context: Context | None = None
+    """The ranks that share this one's rows."""
 
     def loss_of(self, batch: Batch, observe: Observe) -> Tensor:
         """Sum of the losses of the batch's terms, a float32 scalar, through whatever wraps the model."""
@@ -96,6 +100,10 @@ class Assembly:
         """The context of forward and backward of a micro batch: ranks add up their gradients in the last one alone."""
         return contextlib.nullcontext() if self.parallel is None or is_last else self.parallel.no_sync()
 
+    def part_of(self, batch: Batch) -> Batch:
+        """What this rank computes of a batch: all of it, or its part of each row."""
+        return batch if self.context is None else self.context.cut(batch)
+
     @property
     def sharding(self) -> "Sharding | None":
         """How the weights are split over the ranks; None where each holds all."""
@@ -116,7 +124,10 @@ class Assembly:
 
     @property
     def attention(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of forward and backward (checkpoints run again there) in which `sdpa` finds its kernel."""
+        """The context of forward and backward (checkpoints run again there) in which `sdpa` finds its kernel, or which
+        takes rows for parts of rows."""
+        if self.context is not None:
+            return in_parts(self.context)
         chosen = self.config.model.sdpa_backend
         return contextlib.nullcontext() if chosen is None else sdpa_kernel(SDPA_BACKENDS[SdpaBackend(chosen)])
 
@@ -135,6 +146,7 @@ def assemble(
     if quantized:
         require_bitsandbytes()
     autocast = autocast_dtype(config.training)
+    context = share_rows(config, place, ranks)
     streams = config.model.offload_frozen_base is True
     loaded_at = loading_place(place) if streams else place
     arrival = await_weights(config, architecture, place, ranks)
@@ -184,4 +196,5 @@ def assemble(
         ranks=ranks,
         parallel=parallel,
         new_weights=new_weights,
+        context=context,
     )

@@ -58,7 +58,7 @@ def refuse_leaks(config: TrainingConfig, architecture: PretrainedConfig) -> None
     if key is None or kernel not in (None, Attention.EAGER, Attention.SDPA):
         return
     with torch.random.fork_rng(devices=[]):
-        small = _cut_down(architecture, str(kernel) if kernel else None)
+        small = cut_down(architecture, str(kernel) if kernel else None)
         leak = find_leak(small, torch.device("cpu")) if small is not None else None
     if leak is not None:
         message = f"{architecture.model_type} does not keep documents in one row apart: {leak}"
@@ -100,7 +100,7 @@ def find_leak(model: nn.Module, device: torch.device) -> str | None:
     return None
 
 
-def _cut_down(architecture: PretrainedConfig, attention: str | None) -> PreTrainedModel | None:
+def cut_down(architecture: PretrainedConfig, attention: str | None) -> PreTrainedModel | None:
     """A random float32 model of a few thousand weights with one layer of each kind; None where there is no such."""
     small = copy.deepcopy(architecture)
     text = small.get_text_config()

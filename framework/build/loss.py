@@ -86,14 +86,16 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
     return unwrapped
 
 
-def next_tokens(labels: Tensor) -> Tensor:
-    """Labels moved one to the left: what each position has to predict. `[rows, tokens] -> [rows, tokens]`."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+def next_tokens(batch: Batch) -> Tensor:
+    """What each position has to predict, `[rows, tokens]`: labels moved one to the left, or, in a part of rows that
+    several ranks share, what they were before the rows were cut."""
+    return batch["next"] if "next" in batch else F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
 def supervised_tokens(batch: Batch) -> Tensor:
     """Tokens of the batch that the loss is taken over, as a scalar int64 on the batch's device."""
-    return (batch["labels"][:, 1:] != IGNORED).sum()
+    labels = batch["next"] if "next" in batch else batch["labels"][:, 1:]
+    return (labels != IGNORED).sum()
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -105,8 +107,10 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     kernels from running.
     """
     unread = () if reads_both_ways(causal_model(model).config) else ("attention_mask",)
-    left_out = ("labels", "targets", "reference", *unread, *MARKS)
+    left_out = ("labels", "next", "positions", "targets", "reference", *unread, *MARKS)
     tokens = {name: tensor for name, tensor in batch.items() if name not in left_out}
+    if "positions" in batch:  # of a part of each row
+        tokens["position_ids"] = batch["positions"]
     return {**tokens, **keep_apart(causal_model(model), batch)}
 
 
@@ -115,18 +119,18 @@ class _Whole:
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         logits = token_logits(model, batch, observe)
-        targets = next_tokens(batch["labels"]).flatten()
+        targets = next_tokens(batch).flatten()
         return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
 
     def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         logits = token_logits(model, batch, observe)
-        targets = next_tokens(batch["labels"]).flatten()
+        targets = next_tokens(batch).flatten()
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="none")
         return -losses.view(batch["labels"].shape)
 
     def counts(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = token_logits(model, batch, ignore_phases)
-        targets = next_tokens(batch["labels"]).flatten()
+        targets = next_tokens(batch).flatten()
         correct = (logits.argmax(-1).flatten() == targets).sum()
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
         return loss, correct
@@ -166,7 +170,7 @@ def head_inputs(model: nn.Module, batch: Batch, observe: Observe) -> tuple[Tenso
     hidden = causal.base_model(**model_inputs(model, batch), use_cache=False).last_hidden_state
     observe("loss")
     head = causal.get_output_embeddings()
-    return hidden.flatten(0, 1), head.weight, head.bias, next_tokens(batch["labels"]).flatten()
+    return hidden.flatten(0, 1), head.weight, head.bias, next_tokens(batch).flatten()
 
 
 def head_is_last(model: nn.Module, batch: Batch) -> bool:

@@ -15,6 +15,8 @@ from framework.build.isolation import refuse_leaks
 from framework.build.liger import refuse_unknown_to_liger
 from framework.build.place import Place
 from framework.build.quantize import quantization
+from framework.build.ring_attention import know_ring_attention
+from framework.build.token_mixing import refuse_mixing
 from framework.build.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
 from framework.memory.resolve import resolve
@@ -50,6 +52,7 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     refuse_without_attention(resolved, architecture)
     refuse_unknown_to_liger(resolved.model, architecture)
     refuse_leaks(resolved, architecture)
+    refuse_mixing(resolved, architecture)
     if resolved.training.task is Task.DISTILLATION:
         from framework.build.teacher import read_teacher  # which builds its model here
 
@@ -130,6 +133,7 @@ def build_model(
     dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
     attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
     of_rows = config.training.task.is_of_rows
+    know_ring_attention()
     packed = quantization(config.peft, computed or dtype, of_rows) if is_packed_when_loaded(config) else None
     if config.model.load_pretrained_weights and not place.rehearsed:
         model, new = _pretrained(config, architecture, dtype, attention, place, packed)

@@ -107,7 +107,7 @@ def parallelise(
 
     Call it right before the optimizer is built. Names of parameters stay as they are.
     """
-    if ranks.world == 1:
+    if ranks.world == 1 or (place.rehearsed and not config.fsdp.is_sharded):  # copies are rehearsed as one
         return None
     if config.fsdp.is_sharded:
         from framework.build.shard import shard  # torch's sharding takes seconds to import

@@ -25,6 +25,7 @@ class Band(StrEnum):
     MATHEMATICAL = "mathematical_attention"
     INT8_BASE = "int8_base"
     SHARDED = "sharded"
+    CONTEXT = "context"
     UNMEASURED = "unmeasured"
 
 
@@ -69,6 +70,7 @@ UNCERTAINTY: Mapping[Band, Uncertainty] = {
     Band.SHARDED: Uncertainty(
         0.01, 0.065, 16 * _MIB, "6 rows on two H200, torch 2.11: allocated -0.01 %, reserved -5.6 % at worst; 2026-11"
     ),
+    Band.CONTEXT: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of shared rows yet: twice the band of one H100"),
     Band.UNMEASURED: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of such a card yet: twice the band of the H100"),
 }
 """The band by class. Its source says which measurements it covers; a card other than the measured one gets more."""
@@ -177,6 +179,8 @@ class BatchUse:
     accumulation: int
     world: int
     sequence_length: int
+    context: int = 1
+    """Devices that share each row; `world` then counts their groups."""
 
     def to_json(self) -> dict[str, int]:
         return {
@@ -185,6 +189,7 @@ class BatchUse:
             "world": self.world,
             "global": self.per_device * self.accumulation * self.world,
             "sequence_length": self.sequence_length,
+            "context": self.context,
         }
 
 

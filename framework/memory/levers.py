@@ -79,6 +79,7 @@ _CHECKPOINTED = {"training.enable_gradient_checkpointing": True}
 _PREFERENCE = {"training.task": "preference"}
 _GLOBAL_8 = {"training.global_batch_size": 8}
 _UNCLIPPED = {"training.max_grad_norm": 0.0, "training.global_batch_size": None}
+_SHARED = {"model.attn_implementation": "ring_attention"}
 _SHARDED = {"fsdp.enable_fsdp": True}
 _PURE_BF16 = {"model.torch_dtype_str": "bfloat16", "training.mixed_precision_dtype": "none"}
 _ROUNDED = {"training.optimizer": "anyprecision_adamw", **_PURE_BF16}
@@ -867,6 +868,16 @@ SHARDING = (
         ("communication",),
         "prefetch",
         "When backward gathers the next block: before the gradients of this one, after them, or when it is needed.",
+    ),
+    Lever(
+        "fsdp.context_parallel_size",
+        (
+            Setting(1),
+            Setting(2, "keys and values cross the link in each layer, twice (not measured)", "", beside=_SHARED),
+        ),
+        ("activations", "logits_and_loss"),
+        "context",
+        "Devices that share each row: each computes its tokens, and attention goes over all of them.",
     ),
 )
 

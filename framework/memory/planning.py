@@ -178,6 +178,8 @@ def choose_band(config: TrainingConfig, is_mathematical: bool) -> Band:
         return Band.INT8_BASE
     if config.gpu.capability != _MEASURED_CAPABILITY:
         return Band.UNMEASURED
+    if config.context_size > 1:
+        return Band.CONTEXT
     if config.fsdp.is_sharded:
         return Band.SHARDED
     return Band.MATHEMATICAL if is_mathematical else Band.PLAIN
@@ -301,12 +303,13 @@ def model_flops(rehearsal: Rehearsal) -> int:
 
 
 def _tokens(config: TrainingConfig) -> int:
-    """Tokens of a micro batch, of both answers of a pair."""
-    return config.batch.per_device * config.training.sequences_per_row * config.longest
+    """Tokens of a micro batch on one device, of both answers of a pair."""
+    return config.batch.per_device * config.training.sequences_per_row * config.longest // config.context_size
 
 
 def _batch_use(config: TrainingConfig) -> BatchUse:
-    return BatchUse(config.batch.per_device, config.batch.accumulation, config.batch.world, config.longest)
+    batch = config.batch
+    return BatchUse(batch.per_device, batch.accumulation, batch.world, config.longest, batch.context)
 
 
 def _host_bytes(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> int:
@@ -352,6 +355,9 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append(f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit")
         if config.is_replicated:
             said.append("gradients stay in torch's DDP buckets, and are exchanged beside backward: not measured")
+        if config.context_size > 1:
+            tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
+            said.append(f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them")
         if config.gpu.name != "cpu":
             said.append("NCCL's own buffers are not counted: not measured")
         if config.fsdp.is_sharded and config.fsdp.cpu_offload is True:

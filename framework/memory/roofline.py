@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from framework.memory.trace import GATHER, RECOMPUTED, REDUCE, TAKE_OVER, TRANSFER, Operation
+from framework.memory.trace import EXCHANGE, GATHER, RECOMPUTED, REDUCE, TAKE_OVER, TRANSFER, Operation
 from framework.schema.gpu import GPUParams
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -127,6 +127,11 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
             communication += exchange
             link = max(link, host, done if operation.name == REDUCE else 0.0) + exchange
             gathered = link if operation.name == GATHER else gathered
+            continue
+        if operation.name == EXCHANGE:
+            exchange = _exchange_seconds(operation, card, efficiency)
+            communication += exchange
+            done = link = max(link, host, done) + exchange
             continue
         if operation.name == TAKE_OVER:
             done = max(done, gathered)

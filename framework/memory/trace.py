@@ -39,6 +39,9 @@ TRANSFER = "transfer"
 GATHER, REDUCE = "all_gather", "reduce"
 """`Operation.name` of what ranks exchange beside the computation; `bytes` are those that cross the link of one card."""
 
+EXCHANGE = "exchange"
+"""`Operation.name` of what ranks exchange while the computation waits for it."""
+
 TAKE_OVER = "split_with_sizes_copy"
 """`Operation.name` of the copy that waits for the last gather."""
 

@@ -8,6 +8,7 @@ from framework.memory.ledger import PeakUse, Plan, Terms
 from framework.memory.units import GIB as GIB
 from framework.memory.units import MIB as MIB
 from framework.memory.units import size as size
+from framework.schema.config import Batch
 
 if TYPE_CHECKING:
     from framework.run.measure import Measured
@@ -98,8 +99,7 @@ def term_rows(terms: Terms) -> list[tuple[str, int]]:
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """What a plan says besides device memory: name and sentence."""
     batch, step = plan.batch, plan.step
-    world = f"{batch.world} {'device' if batch.world == 1 else 'devices'}"
-    rows = batch.per_device * batch.accumulation * batch.world
+    equation = Batch(batch.per_device, batch.accumulation, batch.world, batch.context)
     share = "all trained"
     if plan.trainable_parameters != plan.total_parameters:
         share = f"{plan.trainable_parameters:,} trained ({plan.trainable_parameters / plan.total_parameters:.2%})"
@@ -107,8 +107,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("parameters", f"{plan.total_parameters:,}, {share}"),
         (
             "batch",
-            f"accumulation {batch.accumulation} = {rows} global / ({batch.per_device} per device x {world}); "
-            f"rows of {batch.sequence_length:,} tokens",
+            f"{equation}; rows of {batch.sequence_length:,} tokens",
         ),
     ]
     if step is None:

@@ -98,6 +98,9 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
         footprint = read_footprint(assembly)
         trace = tracker.finish()
     _refuse_idle_policy(config, trace)
+    if assembly.context is not None and not assembly.context.calls:
+        message = f"{architecture.model_type} does not take its attention from outside"
+        raise RequestError([Problem("model.attn_implementation", message, expected="sdpa, or leave it unset")])
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
@@ -110,11 +113,9 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
 
 
 def rehearsed_ranks(config: TrainingConfig) -> Ranks:
-    """The first rank of a sharded run. Ranks that each hold the whole model are alike, and rehearsed as one."""
-    world = config.gpu.count
-    return (
-        Ranks(world=world, local_world=min(world, CARDS_A_MACHINE)) if config.fsdp.is_sharded and world > 1 else ALONE
-    )
+    """The first rank where weights are split or rows are shared. Ranks that each have all are rehearsed as one."""
+    world, is_split = config.gpu.count, config.fsdp.is_sharded or config.context_size > 1
+    return Ranks(world=world, local_world=min(world, CARDS_A_MACHINE)) if is_split and world > 1 else ALONE
 
 
 def _hold_gradients(assembly: Assembly) -> None:

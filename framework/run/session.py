@@ -312,10 +312,10 @@ class Session:
     def _evaluated(self) -> dict[str, float]:
         assert self.inputs.data.eval is not None
         self._eval_shapes.clear()
-        data, size = self.config.data, int(self.config.training.per_device_eval_batch_size)
-        pad, joined = self.batches.pad_token_id, data.padding_free
-        ranks = self.assembly.ranks
-        made = eval_batches(self.inputs.data.eval, size, pad, ranks.rank, ranks.world, joined, data.padded(1))
+        size, joined = int(self.config.training.per_device_eval_batch_size), self.config.data.padding_free
+        pad, sharing = self.batches.pad_token_id, self.config.context_size
+        rank, world = self.assembly.ranks.rank // sharing, self.assembly.ranks.world // sharing
+        made = eval_batches(self.inputs.data.eval, size, pad, rank, world, joined, self.config.padded(1))
         return evaluate(self.assembly, (self._moved(self._noted(batch)) for batch in made), self.meter.observe)
 
     def _noted(self, batch: Batch) -> Batch:

@@ -54,6 +54,7 @@ def train_step(
     autocast scaled the loss skip the step. Raises NonFinite, before the weights change, when the loss or the gradient
     norm is otherwise not finite; with `optimizer_in_backward` a gradient is known only after its weight has changed.
     """
+    micro_batches = [assembly.part_of(batch) for batch in micro_batches]
     terms = _terms(assembly, micro_batches)
     rate = _set_rate(assembly, step)
     in_backward = assembly.config.training.optimizer_in_backward is True
@@ -86,6 +87,7 @@ def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Obse
 
     With `optimizer_in_backward` each gradient is dropped where it would be used up.
     """
+    micro_batches = [assembly.part_of(batch) for batch in micro_batches]
     terms = _terms(assembly, micro_batches).clamp(min=1)
     in_backward = assembly.config.training.optimizer_in_backward is True
     dropping = _gradients_dropped(assembly) if in_backward else contextlib.nullcontext()
@@ -124,7 +126,7 @@ def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_phases
     """What the objective adds up over the batches of an evaluation, on the device. Keeps no logits."""
     observe("eval")
     with torch.no_grad(), assembly.attention, assembly.autocast:
-        return assembly.sums_of(batch)
+        return assembly.sums_of(assembly.part_of(batch))
 
 
 def reference_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_phases) -> Tensor:

@@ -16,7 +16,7 @@ from torch._guards import active_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.build.ranks import local_part
-from framework.memory.trace import GATHER, RECOMPUTED, REDUCE, TRANSFER, Kind, Operation, Space, Trace
+from framework.memory.trace import EXCHANGE, GATHER, RECOMPUTED, REDUCE, TRANSFER, Kind, Operation, Space, Trace
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
 from framework.run.packed import is_packed_product, packed_result, packed_shape, packed_workspace
@@ -186,11 +186,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _exchange(self, packet: Any, args: tuple[Any, ...]) -> None:
         """What crosses this card's link: all of a gather but what it holds, all that it gives away of a reduction.
 
-        An all-reduce is both (a ring).
+        An all-reduce is both (a ring). What is no part of sharding, keys and values of shared rows, is waited for.
         """
         sizes = [sum(map(kernels.count_bytes, kernels.tensors_in((argument,)))) for argument in args[:2]]
         name, size = (GATHER if "gather" in packet.__name__ else REDUCE), abs(sizes[0] - sizes[1])
         size = size if sizes[1] else 2 * sizes[0]
+        name = name if self._communicates or not sizes[1] else EXCHANGE
         self.trace.operations.append(Operation(name, self._operation_phase(), 0, size, ""))
 
     def send_to_host(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:

@@ -16,7 +16,7 @@ def training_batches(
     config: TrainingConfig, inputs: Inputs, state: Mapping[str, Any] | None, rank: int = 0
 ) -> TrainingBatches:
     """The batches of a config, for one rank; `state` is that of the checkpoint to go on from."""
-    data, pad = config.data, padding_id(inputs.tokenizer)
+    data, pad, rank = config.data, padding_id(inputs.tokenizer), rank // config.context_size
     if inputs.data.stream is None:
         return GlobalBatches(
             inputs.data.train,
@@ -27,7 +27,7 @@ def training_batches(
             workers=data.workers,
             by_length=data.group_by_length,
             padding_free=data.padding_free,
-            multiple=data.padded(1),
+            multiple=config.padded(1),
         )
     streamed = StreamedBatches(
         inputs.data.stream,
@@ -36,7 +36,7 @@ def training_batches(
         rank=rank,
         workers=data.workers,
         padding_free=data.padding_free,
-        multiple=data.padded(1),
+        multiple=config.padded(1),
     )
     if state is not None and state.get("stream"):
         streamed.go_on(int(state["step"]), state["stream"])

@@ -84,8 +84,8 @@ def _longest_of_training(session: Session) -> MicroBatch:
 
 def _longest(session: Session, rows: Rows | Packs, key: str) -> MicroBatch:
     """One batch of the longest rows there are."""
-    data = session.config.data
-    batches = MicroBatches(rows, session.batches.pad_token_id, data.padding_free, data.padded(1))
+    config = session.config
+    batches = MicroBatches(rows, session.batches.pad_token_id, config.data.padding_free, config.padded(1))
     chosen = longest_rows(rows.lengths, size_of(session.config, key))
     return on_device(session.assembly.place.device, batches[(chosen, True)])
 

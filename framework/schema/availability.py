@@ -19,18 +19,7 @@ class Row:
     later: str
 
 
-ROWS = (
-    Row(
-        "model.attn_implementation",
-        (
-            *(None, "eager", "sdpa", "flex_attention"),
-            *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
-        ),
-        "attention over several devices",
-    ),
-    Row("fsdp.context_parallel_size", (1,), "splitting sequences over devices"),
-    Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),
-)
+ROWS = (Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),)
 DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
 """Keys whose `auto` means the checkpoint's dtype, not a search."""
 

@@ -1,7 +1,9 @@
 """`TrainingConfig`: the one object that says everything a run was asked to do."""
 
+import math
 from dataclasses import dataclass
 
+from framework.schema.choices import Attention
 from framework.schema.data import DataParams
 from framework.schema.fsdp import FSDPParams
 from framework.schema.gpu import GPUParams
@@ -16,21 +18,30 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Batch:
-    """`global = per_device x accumulation x world`, in rows per optimizer step."""
+    """`global = per_device x accumulation x world`, in rows per optimizer step.
+
+    `world` counts devices, or groups of `context` devices that share their rows.
+    """
 
     per_device: int
     accumulation: int
     world: int
+    context: int = 1
 
     @property
     def global_size(self) -> int:
         return self.per_device * self.accumulation * self.world
 
     def __str__(self) -> str:
-        return (
-            f"accumulation {self.accumulation} = {self.global_size} global / "
-            f"({self.per_device} per device x {self.world} {'device' if self.world == 1 else 'devices'})"
-        )
+        return f"accumulation {self.accumulation} = {self.global_size} global / ({self.across})"
+
+    @property
+    def across(self) -> str:
+        """How many rows all devices take at once, in words."""
+        if self.context > 1:
+            groups = f"{self.world} {'group' if self.world == 1 else 'groups'} of {self.context} devices"
+            return f"{self.per_device} per group x {groups} that share each row"
+        return f"{self.per_device} per device x {self.world} {'device' if self.world == 1 else 'devices'}"
 
 
 class TrainingConfig(Params):
@@ -57,26 +68,39 @@ class TrainingConfig(Params):
         return self.gpu.count > 1 and not self.fsdp.is_sharded
 
     @property
+    def context_size(self) -> int:
+        """Devices that share each row."""
+        if self.model.attn_implementation is not Attention.RING_ATTENTION:
+            return 1
+        return self.fsdp.context_parallel_size or self.gpu.count
+
+    def padded(self, tokens: int) -> int:
+        """The length of a micro batch whose longest row has `tokens`; rows that are shared are cut into equal parts."""
+        multiple = math.lcm(self.data.pad_to_multiple_of or 1, 2 * self.context_size if self.context_size > 1 else 1)
+        return -(-tokens // multiple) * multiple
+
+    @property
     def longest(self) -> int:
         """Tokens in a row of the largest micro batch, padding included. Raises ValueError while the limit is open."""
         length = self.model.model_max_length
         if not isinstance(length, int):
             raise ValueError("the longest row is not known before model.model_max_length is resolved")
-        return self.data.padded(length)
+        return self.padded(length)
 
     @property
     def batch(self) -> Batch:
         """The batch equation. Raises ValueError when the global batch does not divide, or a size is still `auto`."""
-        training, world = self.training, self.gpu.count
+        training, context = self.training, self.context_size
+        world = self.gpu.count // context
         micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         if micro == "auto" or accumulation == "auto":
             raise ValueError("the batch is not known while one of its sizes is `auto`")
         if training.global_batch_size is None:
-            return Batch(micro, accumulation or 1, world)
-        derived, remainder = divmod(training.global_batch_size, micro * world)
+            return Batch(micro, accumulation or 1, world, context)
+        derived, remainder = divmod(training.global_batch_size, micro * world or 1)
         if remainder or not derived or accumulation not in (None, derived):
+            across = Batch(micro, 1, world, context).across
             raise ValueError(
-                f"{training.global_batch_size} global is not {accumulation or 'a whole number'} x "
-                f"({micro} per device x {world} devices)"
+                f"{training.global_batch_size} global is not {accumulation or 'a whole number'} x ({across})"
             )
-        return Batch(micro, derived, world)
+        return Batch(micro, derived, world, context)

@@ -89,11 +89,6 @@ class DataParams(Params):
     """Processes that prepare batches. Each costs 200 MiB of host memory; a run with more than there is room for is
     refused, with the number that fits."""
 
-    def padded(self, tokens: int) -> int:
-        """The length of a micro batch whose longest row has `tokens`."""
-        multiple = self.pad_to_multiple_of or 1
-        return -(-tokens // multiple) * multiple
-
     @property
     def joins_rows(self) -> bool:
         """Whether a row of a batch may hold several rows of the data."""

@@ -22,8 +22,9 @@ class FSDPParams(Params):
     """How checkpoints are written. `FULL_STATE_DICT` gathers the whole model in host memory of rank 0."""
     transformer_layer_cls: str | None = None
     """Class of the blocks that are sharded one by one. Unset: inferred and printed."""
-    context_parallel_size: Positive = 1
-    """Devices that share one sequence."""
+    context_parallel_size: Positive | None = None
+    """Devices that share each row with `model.attn_implementation: ring_attention`: activations shrink as many times,
+    keys and values of all its tokens are gathered in each layer. Unset: all devices. Does not need `enable_fsdp`."""
     tensor_parallel_size: Positive = 1
     """Devices that share each matrix."""
 

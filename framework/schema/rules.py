@@ -26,7 +26,9 @@ from framework.schema.choices import (
 from framework.schema.classifier_rules import classifier_conflicts
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
+from framework.schema.context_rules import context_conflicts
 from framework.schema.data_rules import data_conflicts
+from framework.schema.fsdp import FSDPParams
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
 from framework.schema.ranks_rules import ranks_conflicts
@@ -327,7 +329,7 @@ def _batch(config: TrainingConfig) -> Iterator[Conflict]:
     except ValueError as error:
         sizes = ["global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
         keys = (*(f"training.{key}" for key in sizes), "gpu.count")
-        rows = int(training.per_device_train_batch_size) * config.gpu.count
+        rows = int(training.per_device_train_batch_size) * max(1, config.gpu.count // config.context_size)
         yield Conflict(keys, str(error), f"a multiple of {rows}")
 
 
@@ -359,14 +361,15 @@ def _model(config: TrainingConfig) -> Iterator[Conflict]:
 
 def too_long(config: TrainingConfig, length: int, positions: int) -> Iterator[Conflict]:
     """Rows of `length` tokens, and what they are padded to, against the positions that a model has."""
-    padded = config.data.padded(length)
+    padded = config.padded(length)
     if length > positions:
         message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
         yield Conflict(("model.model_max_length", "model.architecture"), message, f"at most {positions}")
     elif padded > positions:
-        multiple = config.data.pad_to_multiple_of or 1
+        multiple = config.padded(1)
         message = f"rows of {length} tokens are padded to {padded}, more than the model's {positions} positions"
-        keys = ("data.pad_to_multiple_of", "model.model_max_length")
+        by = "data.pad_to_multiple_of" if config.data.pad_to_multiple_of else "fsdp.context_parallel_size"
+        keys = (by, "model.model_max_length")
         fitting = positions // multiple * multiple
         expected = f"model.model_max_length={fitting}, or unset" if fitting else "unset"
         yield Conflict(keys, message, expected)
@@ -470,6 +473,9 @@ class Idle:
 _LIONS = (Optimizer.LION, Optimizer.LION_8BIT, Optimizer.PAGED_LION_8BIT)
 
 
+_OF_CONTEXT = "context_parallel_size"
+
+
 def _is_none_of(names: str) -> Callable[[TrainingConfig], bool]:
     return lambda c: str(c.training.optimizer) not in names.split(" and ")
 
@@ -482,7 +488,12 @@ IDLE = (
         lambda c: c.training.use_peft,
         "an adapter leaves the whole model frozen; peft.lora_target_modules says where it is",
     ),
-    Idle(("fsdp.",), "fsdp.enable_fsdp", lambda c: c.fsdp.enable_fsdp is False, "fsdp.enable_fsdp is false"),
+    Idle(
+        tuple(f"fsdp.{name}" for name in FSDPParams.model_fields if name not in ("enable_fsdp", _OF_CONTEXT)),
+        "fsdp.enable_fsdp",
+        lambda c: c.fsdp.enable_fsdp is False,
+        "fsdp.enable_fsdp is false",
+    ),
     Idle(
         ("training.compile_scope",),
         "training.compile",
@@ -635,6 +646,7 @@ RULES = (
     sharding_conflicts,
     survival_conflicts,
     ranks_conflicts,
+    context_conflicts,
     task_conflicts,
     classifier_conflicts,
     _card,

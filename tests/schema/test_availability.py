@@ -24,8 +24,7 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("model", "attn_implementation", "ring_attention"),
-        ("fsdp", "context_parallel_size", 2),
+        ("fsdp", "tensor_parallel_size", 2),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(section, key, value):
@@ -54,6 +53,7 @@ def test_what_is_not_built_is_refused_by_name(section, key, value):
         ("training", "trackers", ["wandb"]),
         ("model", "torch_dtype_str", "auto"),
         ("model", "attn_implementation", "eager"),
+        ("model", "attn_implementation", "ring_attention"),
         ("model", "chunked_loss", 512),
         ("model", "freeze_layers", ["auto"]),
         ("peft", "peft_method", "dora"),

@@ -63,7 +63,7 @@ class Distillation:
         with torch.no_grad():
             teachers = token_logits(self.teacher, batch, ignore_phases).flatten(0, 1)
         scores = token_logits(model, batch, observe).flatten(0, 1)
-        return compare(scores, teachers, next_tokens(batch["labels"]).flatten(), self.rule)
+        return compare(scores, teachers, next_tokens(batch).flatten(), self.rule)
 
     def _heads(self, model: nn.Module, batch: Batch, observe: Observe) -> tuple[tuple[Head, Head], Tensor]:
         with torch.no_grad():

@@ -35,6 +35,7 @@ from framework.build.verify.companion import (
     read_teacher,
 )
 from framework.build.verify.compiled import read_compiled_regions, read_compiled_runs, read_memory_budget
+from framework.build.verify.context import read_context
 from framework.build.verify.documents import (
     read_grouped_rows,
     read_isolation,
@@ -93,6 +94,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "keeping_blocks": read_keeping_blocks,
     "attention_kernel": read_attention_kernel,
     "sdpa_kernel": read_sdpa_kernel,
+    "context": read_context,
     "liger_kernels": read_liger_kernels,
     "chunked_loss": read_chunked_loss,
     "isolation": read_isolation,

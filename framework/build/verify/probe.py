@@ -36,6 +36,7 @@ def probe(assembly: Assembly) -> Seen:
     """Run a few tokens forward, without backward and without compiled code."""
     device, length = assembly.place.device, assembly.config.model.model_max_length
     tokens = min(PROBE_TOKENS, length) if isinstance(length, int) else PROBE_TOKENS
+    tokens = assembly.config.padded(tokens) if assembly.context is not None else tokens
     rows = 2 if assembly.config.training.task.is_of_rows else 1  # of which one is padded, as it will be
     batch = full_batch(assembly.config, torch.zeros((rows, tokens), dtype=torch.int64, device=device))
     devices = [device] if assembly.place.kind == "cuda" else []
@@ -47,7 +48,7 @@ def probe(assembly: Assembly) -> Seen:
             # No backward follows. DDP must be told, or it reduces the next one, in the middle of the first step.
             alone = assembly.keeping_gradients(is_last=False)
             with assembly.attention, assembly.autocast, alone, Operators(seen):
-                assembly.through(_forward, batch)
+                assembly.through(_forward, assembly.part_of(batch))
         except RuntimeError as error:  # "No available kernel. Aborting execution."
             if "kernel" not in str(error).lower():
                 raise

@@ -66,7 +66,7 @@ class _Best:
         return False
 
     def _space(self, config: TrainingConfig, table: Table) -> Space:
-        rows = config.batch.global_size // config.gpu.count
+        rows = config.batch.global_size // config.batch.world
         found = structures(config, self.free, on_its_devices(table, config), self.runs_here)
         usable = config.gpu.usable_bytes or 0
         return Space(found, micro_batches(config, rows, self.free), rows, usable, self.free)
@@ -179,7 +179,7 @@ def changed_keys(before: TrainingConfig, after: TrainingConfig) -> list[str]:
 def _one_by_one(before: TrainingConfig, after: TrainingConfig, keys: Sequence[str]) -> list[TrainingConfig]:
     """The configs from `before` to `after` with one more key moved in each. One that cannot run is left for the plan to
     refuse."""
-    rows = after.batch.global_size // after.gpu.count
+    rows = after.batch.global_size // after.batch.world
     steps: list[TrainingConfig] = []
     current = before
     for key in keys:

@@ -38,10 +38,11 @@ def _largest_micro_batch(config: TrainingConfig) -> int:
     if written is None:
         message = "the search keeps the global batch, which nothing says while this is `auto`"
         raise RequestError([Problem(MICRO_BATCH, message, expected=f"{GLOBAL_BATCH} beside it")])
-    rows, remainder = divmod(written, config.gpu.count)
+    shares = config.gpu.count // config.context_size
+    rows, remainder = divmod(written, shares)
     if remainder or not rows:
-        message = f"{written} rows are not equal shares of {config.gpu.count} devices"
-        raise RequestError([Problem(GLOBAL_BATCH, message, expected=f"a multiple of {config.gpu.count}")])
+        message = f"{written} rows are not equal shares of {shares} devices"
+        raise RequestError([Problem(GLOBAL_BATCH, message, expected=f"a multiple of {shares}")])
     return next(size for size in range(int(default_of(MICRO_BATCH)), 0, -1) if not rows % size)
 
 
