@@ -108,8 +108,8 @@ def curve_row(row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     data = torch.randint(0, 512, (row["steps"], 8, 256), generator=generator)
     data[:, :, ::2] = data[:, :, 1::2]  # something to learn
-    share = 8 // ranks.world if row["world"] else 8
-    first = ranks.rank * share if row["world"] else 0
+    share = 8 // config.batch.world
+    first = assembly.ranks.rank // config.context_size * share
     losses = []
     for step in range(row["steps"]):
         rows = data[step, first : first + share].cuda()

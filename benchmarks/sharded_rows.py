@@ -22,6 +22,16 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"name": "8b-lora-gc", "model": "llama3.1_8b", "micro": 2, "gc": True, "dtype": "bfloat16", "lora": True},
     {"name": "qwen3-1.7b-gc", "model": "qwen3_1.7b", "micro": 2, "gc": True},
 )
+_RING = {"changes": ["model.chunked_loss=1024", "model.attn_implementation=ring_attention"], "ring": True}
+_LONG = {**_1B, "micro": 1, "tokens": 32768}
+_LONG_LORA = {"model": "llama3.1_8b", "micro": 1, "gc": True, "dtype": "bfloat16", "lora": True}
+ROWS += (
+    {"name": "1b-32k", **_LONG, "changes": ["model.chunked_loss=1024"]},
+    {"name": "1b-32k-ring", **_LONG, **_RING},
+    {"name": "1b-16k-ring-plain", **_LONG, **_RING, "tokens": 16384, "gc": False},
+    {"name": "8b-lora-64k-ring", **_LONG_LORA, **_RING, "tokens": 65536},
+)
+"""Long rows: as many on each card, and one that all cards share."""
 _CURVE = {"steps": 50, "world": True}
 CURVES: tuple[dict[str, Any], ...] = (
     {"name": "curve-one", **_CURVE, "world": False},
@@ -30,6 +40,8 @@ CURVES: tuple[dict[str, Any], ...] = (
     {"name": "curve-offload", **_CURVE, "fsdp": {"cpu_offload": True}},
     {"name": "curve-post", **_CURVE, "fsdp": {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True}},
     {"name": "curve-ddp", **_CURVE, "fsdp": None},
+    {"name": "curve-ring", **_CURVE, "fsdp": None, "ring": True},
+    {"name": "curve-ring-full", **_CURVE, "fsdp": {}, "ring": True},
 )
 
 
@@ -45,8 +57,10 @@ def step_config(row: dict[str, Any], world: int, card: str = "h100_80gb") -> Tra
     changes += [f"model.torch_dtype_str={dtype}", f"training.enable_gradient_checkpointing={str(row['gc']).lower()}"]
     changes += [f"training.mixed_precision_dtype={'bf16' if dtype == 'float32' else 'none'}"]
     changes += [f"training.per_device_train_batch_size={row['micro']}", "model.load_pretrained_weights=false"]
-    changes += [f"training.global_batch_size={row['micro'] * accumulation * world}", "data.eval_fraction=0"]
-    changes += ["model.model_max_length=2048", "training.optimizer=adamw_torch_fused", "training.learning_rate=1e-4"]
+    groups = 1 if row.get("ring") else world
+    changes += [f"training.global_batch_size={row['micro'] * accumulation * groups}", "data.eval_fraction=0"]
+    changes += [f"model.model_max_length={row.get('tokens', 2048)}", "training.optimizer=adamw_torch_fused"]
+    changes += ["training.learning_rate=1e-4"]
     changes += ["model.chunked_loss=false", *row.get("changes", ())]
     return load("finetune_local", overrides=[*changes, *(lora if row.get("lora") else ["training.use_peft=false"])])
 
@@ -65,6 +79,8 @@ def curve_config(row: dict[str, Any], world: int, weights: str | None = None) ->
         "training": training,
         "gpu": {"name": "h100_80gb", "capability": "9.0", "count": world},
     }
+    if row.get("ring"):
+        sections["model"]["attn_implementation"] = "ring_attention"
     if row.get("fsdp") is not None:
         sections["fsdp"] = {"enable_fsdp": True, **row["fsdp"]}
     return TrainingConfig.model_validate(sections)

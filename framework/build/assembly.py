@@ -175,20 +175,16 @@ def assemble(
     objective = build_objective(config, model, companion)
     compile_regions(config, model, place)
     parallel = parallelise(config, model, place, ranks, arrival)
-    optimizer = build_optimizer(config, model, place)
-    schedule = build_schedule(config.training, total_steps)
-    scale = build_loss_scale(config.training, place)
-    cache = DeviceCache(place, config.training.empty_device_cache_steps)
     return Assembly(
         config=config,
         place=place,
         model=model,
         frozen=frozen,
         objective=objective,
-        optimizer=optimizer,
-        schedule=schedule,
-        loss_scale=scale,
-        cache=cache,
+        optimizer=build_optimizer(config, model, place),
+        schedule=build_schedule(config.training, total_steps),
+        loss_scale=build_loss_scale(config.training, place),
+        cache=DeviceCache(place, config.training.empty_device_cache_steps),
         export_dtype=export_dtype,
         adapter=adapter,
         streamed=streamed,
