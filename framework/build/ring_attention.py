@@ -165,7 +165,7 @@ class _RingAttention(torch.autograd.Function):
         of_query = torch.zeros_like(query, dtype=torch.float32)
         by_chunk = zip(
             *(tensor.chunk(2, 2) for tensor in (query, of_query)),
-            *(tensor.transpose(1, 2).chunk(2, 2) for tensor in (result, gradient)),
+            *(tensor.transpose(1, 2).chunk(2, 2) for tensor in (result, gradient.contiguous())),
             (low, high),
             strict=True,
         )
