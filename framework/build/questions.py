@@ -11,8 +11,8 @@ from framework.build.chat import TEMPLATE_ERRORS, Chat, render
 from framework.build.data import ENCODE_BATCH
 from framework.build.encode import Encoding, StoredRow, encode_batch, row_question
 from framework.build.files import Fault, read_records
-from framework.build.finding import find_files
-from framework.build.forms import FORMS, Form
+from framework.build.finding import find_files, is_local
+from framework.build.forms import FORMS, Form, detect_form
 from framework.build.hub import nearest, one_line
 from framework.build.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
 from framework.build.rows import row_length, truncate
@@ -21,6 +21,7 @@ from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise, Task, Truncation
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams
+from framework.schema.params import FrozenMapping
 from framework.schema.split import Split
 
 KEY = "FILE"
@@ -78,8 +79,14 @@ def read_prompts(
 
 
 def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """Rows with their answers, the tokens that training would learn marked. Raises RequestError as training does."""
-    source = read_source(_source(path, config), KEY, config.training.task)
+    """Rows with their answers, the tokens that training would learn marked. Raises RequestError as training does.
+
+    Where the run learnt from pairs or judged answers, plain answers are read as well.
+    """
+    asked, task = _source(path, config), config.training.task
+    if task in (Task.PREFERENCE, Task.REWARD):
+        asked, task = _single_answers(asked) or (asked, task)
+    source = read_source(asked, KEY, task)
     learnt = config.data.supervise
     if learnt is None and config.training.task is Task.PRETRAIN:
         learnt = Supervise.ALL
@@ -105,6 +112,26 @@ def _source(path: str, config: TrainingConfig) -> DatasetParams:
     if first is None:
         return DatasetParams(path=path)
     return DatasetParams(path=path, columns=first.columns, format=first.format)
+
+
+def _single_answers(source: DatasetParams) -> tuple[DatasetParams, Task] | None:
+    """The file as one of answers that stand alone, and the task that reads such; None where it has no such answers."""
+    columns, pair = _columns(source.path), FORMS[RowFormat.PREFERENCE]
+    if any(pair.name_in(answer, columns, source.columns) in columns for answer in ("chosen", "rejected")):
+        return None
+    there = {ours: theirs for ours, theirs in source.columns.items() if theirs in columns}
+    form = detect_form(columns, there, Task.SFT)
+    if form is None:
+        return None
+    read = {ours: theirs for ours, theirs in there.items() if ours in form.columns}
+    return DatasetParams(path=source.path, columns=FrozenMapping(read)), Task.SFT
+
+
+def _columns(path: str) -> list[str]:
+    """The columns of the first row; none where there is no row that can be read, which is told when all are."""
+    files = find_files(path, Split("train"), KEY) if is_local(path) else []
+    first = next((record for file in files for _, record in read_records(file)), None)
+    return list(first) if isinstance(first, dict) else []
 
 
 def _stored(

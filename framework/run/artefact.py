@@ -11,7 +11,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from framework.build.assembly import autocast_dtype
-from framework.build.heads import model_class, pad_like
+from framework.build.heads import ASSUMED, model_class, pad_like
 from framework.build.hub import hub_is_reachable, one_line
 from framework.build.model import build_model, settle
 from framework.build.place import real_place
@@ -51,7 +51,10 @@ class Artefact:
         settings = json.loads((self.folder / MODEL_FILE).read_text())
         if not any(str(name).endswith("ForSequenceClassification") for name in settings.get("architectures") or ()):
             return Task.SFT
-        return Task.REGRESSION if settings.get("problem_type") == "regression" else Task.CLASSIFICATION
+        if settings.get("problem_type") != "regression":
+            return Task.CLASSIFICATION
+        names = tuple((settings.get("id2label") or {}).values())
+        return Task.REWARD if names == ASSUMED[Task.REWARD] else Task.REGRESSION
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -71,19 +71,21 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     tokenizer = artefact.tokenizer
     task = config.training.task
     _refuse(artefact, task, request)
-    if task.is_of_rows:
-        rows = read_texts(file, config, tokenizer)
-    elif request.score:
+    if request.score or task is Task.REWARD:
         rows = read_answered(file, config, tokenizer)
+    elif task.is_of_rows:
+        rows = read_texts(file, config, tokenizer)
     else:
         rows = read_prompts(file, config, tokenizer, _room(config, request))
     asked = _Asked(load_model(artefact), tokenizer, config)
+    if request.score or task is Task.REWARD:
+        answered = [one for row in rows for one in (replace(row, rejected=None), row.rejected) if one is not None]
+        if task is Task.REWARD:
+            return _paired(rows, _in_order(answered, _judging(asked), MOST_TOKENS))
+        vocabulary = causal_model(asked.model).config.get_text_config().vocab_size
+        return _paired(rows, _in_order(answered, _scoring(asked), max(1, MOST_LOGITS // vocabulary)))
     if task.is_of_rows:
         return _in_order(rows, _judging(asked), MOST_TOKENS)
-    if request.score:
-        vocabulary = causal_model(asked.model).config.get_text_config().vocab_size
-        answered = [one for row in rows for one in (replace(row, rejected=None), row.rejected) if one is not None]
-        return _paired(rows, _in_order(answered, _scoring(asked), max(1, MOST_LOGITS // vocabulary)))
     return _in_order(rows, _completing(asked, request.new_tokens), MOST_TOKENS, request.new_tokens)
 
 
@@ -106,7 +108,7 @@ def _reading(artefact: Artefact) -> TrainingConfig:
 
 def _labels(artefact: Artefact) -> DataParams:
     """The names of the classes that a folder's config has."""
-    if not artefact.task.is_of_rows:
+    if not artefact.task.is_of_rows or artefact.task is Task.REWARD:
         return DataParams()
     settings = json.loads((artefact.folder / MODEL_FILE).read_text())
     names = settings.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
@@ -116,8 +118,6 @@ def _labels(artefact: Artefact) -> DataParams:
 
 
 def _refuse(artefact: Artefact, task: Task, request: Request) -> None:
-    if task is Task.REWARD:
-        raise RequestError([Problem("RUN", "rewards of answers are not yet available")])
     if task.is_of_rows and request.score:
         message = f"a model of the task {task} always tells how sure it is"
         raise RequestError([Problem("--score", message, expected="leave it out")])
@@ -172,13 +172,14 @@ def _paired(rows: Sequence[Encoded], told: Iterator[Answer]) -> Iterator[Answer]
 
 
 def _judging(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:
-    """The class of each row and how sure the model is, or its numbers."""
+    """The class of each row and how sure the model is, or its numbers; of an answer its reward."""
     names, kind = answers(asked.config), asked.model.config.problem_type
+    called = "reward" if asked.config.training.task is Task.REWARD else "value"
 
     def ask(rows: list[Row]) -> list[Answer]:
         told = asked.model(**_inputs(asked, rows), use_cache=False).logits.float()
         if kind == "regression":
-            return [_numbers(names, row) for row in told.tolist()]
+            return [_numbers(names, row, called) for row in told.tolist()]
         if kind == "multi_label_classification":
             return [_several(names, row) for row in told.sigmoid().tolist()]
         return [_one(names, row) for row in told.softmax(1).tolist()]
@@ -196,8 +197,8 @@ def _several(names: Sequence[str], shares: list[float]) -> Answer:
     return {"labels": chosen, "probabilities": dict(zip(names, shares, strict=True))}
 
 
-def _numbers(names: Sequence[str], values: list[float]) -> Answer:
-    return {"value": values[0]} if len(values) == 1 else {"values": dict(zip(names, values, strict=True))}
+def _numbers(names: Sequence[str], values: list[float], called: str) -> Answer:
+    return {called: values[0]} if len(values) == 1 else {"values": dict(zip(names, values, strict=True))}
 
 
 def _scoring(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:

@@ -158,17 +158,89 @@ def test_a_score_is_the_log_probability_of_what_training_learns(writer, tmp_path
         assert answer == {"log_likelihood": pytest.approx(told, rel=1e-4), "tokens": len(ids) - start}
 
 
-def test_of_a_pair_both_answers_are_scored(tmp_path, capsys):
+def test_of_a_pair_both_answers_are_scored_and_single_ones_as_well(tmp_path, capsys):
     rows = [{"prompt": f"{text}:", "chosen": f" {text[:7]}", "rejected": f" {text}"} for text in TEXTS]
     run = train(tmp_path, LLAMA, rows, "preference", training={"max_steps": 2})
     pairs = said(capsys, run, tmp_path / "rows.jsonl", "--score")
-    config = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(config.replace("task: preference", "task: sft"))
     for answer in ("chosen", "rejected"):
         alone = [{"prompt": row["prompt"], "completion": row[answer]} for row in rows]
         told = said(capsys, run, lines(tmp_path / "alone.jsonl", alone), "--score")
         for pair, one in zip(pairs, told, strict=True):
             assert pair[answer] == {**one, "log_likelihood": pytest.approx(one["log_likelihood"], rel=1e-4)}
+
+
+def test_a_preference_run_writes_as_any_model_of_tokens(tmp_path, capsys):
+    """Of rows as it was trained on, and of bare prompts; pairs and judged answers alike."""
+    pairs = [{"asked": f"{text}:", "good": f" {text[:7]}", "bad": f" {text}"} for text in TEXTS]
+    judged = [
+        {"asked": f"{text}:", "said": f" {text[:7]}", "fine": number % 2 == 0} for number, text in enumerate(TEXTS)
+    ]
+    mapped = {"prompt": "asked", "chosen": "good", "rejected": "bad"}
+    also = {"prompt": "asked", "completion": "said", "label": "fine"}
+    kto = {"loss_type": "kto"}
+    for name, rows, columns, form, loss in (
+        ("pairs", pairs, mapped, "preference", {}), ("judged", judged, also, "unpaired", {"preference": kto}),
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        source = {"columns": columns, "format": form}
+        run = train(tmp_path / name, LLAMA, rows, "preference", source=source, training={"max_steps": 2, **loss})
+        asked = said(capsys, run, tmp_path / name / "rows.jsonl", "--max-new-tokens", "4")
+        bare = lines(tmp_path / "bare.jsonl", [{"asked": row["asked"]} for row in rows])
+        assert said(capsys, run, bare, "--max-new-tokens", "4") == asked
+        assert all(set(answer) == {"completion", "tokens", "finished"} for answer in asked)
+        answered = lines(tmp_path / "answered.jsonl", [{"asked": row["asked"], "completion": " no"} for row in rows])
+        assert all("log_likelihood" in one for one in said(capsys, run, answered, "--score"))
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A reward model that likes capitals."""
+    rows = [{"prompt": f"{text}:", "chosen": f" {text.upper()}", "rejected": f" {text}"} for text in TEXTS * 2]
+    training = {"max_steps": 20, "learning_rate": 3e-3}
+    return train(tmp_path_factory.mktemp("judge"), LLAMA, rows, "reward", training=training)
+
+
+def rewards_of(run, texts):
+    """What transformers says of each text alone, with the end token."""
+    model = AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    found = []
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            found.append(model(input_ids=ids).logits[0, 0].item())
+    return found
+
+
+def test_a_reward_run_tells_the_reward_of_pairs_and_of_single_answers(judge, tmp_path, capsys):
+    rows = [{"prompt": f"{text}:", "chosen": f" {text[:9].upper()}", "rejected": f" {text[:9]}"} for text in TEXTS]
+    pairs = said(capsys, judge, lines(tmp_path / "pairs.jsonl", rows))
+    for answer in ("chosen", "rejected"):
+        expected = rewards_of(judge, [row["prompt"] + row[answer] for row in rows])
+        assert [pair[answer]["reward"] for pair in pairs] == pytest.approx(expected, abs=1e-4)
+        alone = [{"prompt": row["prompt"], "completion": row[answer]} for row in rows]
+        told = said(capsys, judge, lines(tmp_path / "alone.jsonl", alone))
+        assert [one["reward"] for one in told] == pytest.approx(expected, abs=1e-4)
+        assert all(set(one) == {"reward"} for one in told)
+    assert sum(pair["chosen"]["reward"] > pair["rejected"]["reward"] for pair in pairs) >= 4
+
+
+def test_an_exported_reward_model_alone_is_known_for_one(judge, tmp_path, capsys):
+    asked = lines(tmp_path / "asked.jsonl", [{"prompt": f"{text}:", "completion": " YES"} for text in TEXTS])
+    shutil.copytree(judge / "final", tmp_path / "alone")
+    expected = [one["reward"] for one in said(capsys, judge, asked)]
+    assert [one["reward"] for one in said(capsys, tmp_path / "alone", asked)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_a_reward_run_cannot_judge_is_refused(judge, tmp_path, capsys):
+    assert "leave it out" in refused(capsys, judge, lines(tmp_path / "a.jsonl", [{"text": "a"}]), "--score")
+    told = refused(capsys, judge, lines(tmp_path / "b.jsonl", [{"question": "a", "reply": "b"}]))
+    assert "no form of rows for the task reward has them" in told
+    half = lines(tmp_path / "c.jsonl", [{"prompt": "a", "chosen": "b", "rejectd": "c"}])
+    assert "rejectd" in refused(capsys, judge, half)
+    unanswered = lines(tmp_path / "d.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}])
+    assert "d.jsonl:2" in refused(capsys, judge, unanswered)
+    assert "no rows" in refused(capsys, judge, lines(tmp_path / "e.jsonl", []))
 
 
 def test_a_batch_that_does_not_fit_is_halved(classifier, tmp_path, monkeypatch):
