@@ -40,8 +40,11 @@ def refuse_mixing(config: TrainingConfig, architecture: PretrainedConfig) -> Non
     else:
         know_ring_attention()
         with torch.random.fork_rng(devices=[]):
-            small = cut_down(architecture, NAME)
-            if small is not None and not _difference(small) < TOLERANCE:
+            with attending_to_themselves():
+                small = cut_down(architecture, NAME)
+            if small is None and cut_down(architecture, None) is not None:
+                said = f"{kind} does not take its attention from outside"
+            elif small is not None and not _difference(small) < TOLERANCE:
                 said = f"more than attention mixes the tokens of {kind}, of which each device has a part"
     if said is not None:
         raise RequestError([Problem("model.attn_implementation", said, expected="sdpa")])

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from framework.errors import Problem, RequestError
+from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
 
 HARMLESS = {
@@ -87,6 +88,8 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
 def _other_global_batch(known: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> Iterator[Problem]:
     """More or fewer devices cut a step into other parts, but it is to have the same rows."""
     training, world, batch = known["training"], known["gpu"]["count"], config.batch
+    if known["model"]["attn_implementation"] == Attention.RING_ATTENTION:
+        world //= known["fsdp"]["context_parallel_size"] or world  # groups of devices that share their rows
     if world == batch.world or "training.gradient_accumulation_steps" in allow:
         return
     rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * world

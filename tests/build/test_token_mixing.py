@@ -34,6 +34,12 @@ def test_other_layers_that_mix_tokens_are_refused(name: str) -> None:
         settle(tiny_config(made, **SHARED))
 
 
+@pytest.mark.parametrize("name", ["falcon", "mpt"])
+def test_attention_that_cannot_be_replaced_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=f"{name} does not take its attention from outside"):
+        settle(tiny_config({"model_type": name, "vocab_size": 128}, **SHARED))
+
+
 def test_positions_that_change_with_the_last_one_are_refused() -> None:
     with pytest.raises(RequestError, match="llama has dynamic positions"):
         settle(tiny_config({**LLAMA, "rope_parameters": LONG}, **SHARED))

@@ -35,3 +35,15 @@ def test_on_more_devices_a_step_keeps_its_rows() -> None:
     with pytest.raises(RequestError, match="a step had 8 rows on 1 devices, and has 16 on 2") as caught:
         check_resume(saved, more, ())
     assert caught.value.problems[0].expected == "1"
+
+
+def test_devices_that_share_rows_count_once() -> None:
+    """4 devices, of which two share each row, go on as two."""
+    sizes = {"per_device_train_batch_size": 4, "global_batch_size": 8}
+    ring, fsdp = {"attn_implementation": "ring_attention"}, {"context_parallel_size": 2}
+    saved = tiny_config(training=sizes, model=ring, fsdp=fsdp, gpu={"count": 4}).model_dump(mode="json")
+    two = tiny_config(training=sizes, gpu={"count": 2})
+    assert check_resume(saved, two, ("model.attn_implementation",))
+    all_share = tiny_config(training={**sizes, "global_batch_size": 4}, model=ring, gpu={"count": 4})
+    with pytest.raises(RequestError, match="a step had 8 rows"):
+        check_resume(saved, all_share, ())

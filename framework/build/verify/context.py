@@ -48,9 +48,9 @@ def _difference(assembly: Assembly) -> float:
     assembly.model.eval()
     # No backward follows. DDP must be told, or it reduces the next one, in the middle of the first step.
     with torch.no_grad(), assembly.autocast, assembly.keeping_gradients(is_last=False):
-        whole = assembly.through(_logits, batch)[:, part["positions"][0]]
         with assembly.attention:
             parts = assembly.through(_logits, part)
+        whole = assembly.through(_logits, batch)[:, part["positions"][0]]
     assembly.model.train(was_training)
     if assembly.sharding is not None:
         assembly.sharding.free_gathered()
