@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,10 @@ from framework.build.messages import describe
 
 HIGHEST = float(np.finfo(np.float32).max)
 """Targets are float32; a larger number would be infinite there."""
+
+
+COARSE = 1e-3
+"""Of the spread of values: steps of float32 above it are a part of what is to be learnt."""
 
 
 class WrongLabel(ValueError):
@@ -92,6 +97,25 @@ def find_values(labels: Iterable[str | None]) -> Targets:
     return Targets((), False, len(first) if isinstance(first, list) else 1)
 
 
+def coarse_values(labels: Iterable[str | None]) -> list[str]:
+    """What float32 loses of values that lie close together and far from 0, in words; a line for each that a row has."""
+    rows = [label if isinstance(label, list) else [label] for label in _parsed(labels)]
+    found = []
+    for column in zip_longest(*rows):
+        values = np.unique([number for value in column if (number := _finite(value)) is not None])
+        if not len(values):
+            continue
+        kept, step = len(np.unique(values.astype(np.float32))), float(np.spacing(np.float32(abs(values).max())))
+        spread = float(values.std())
+        if kept < len(values) and step > COARSE * spread:
+            found.append(
+                f"the {len(values):,} different values from {values[0]:.10g} to {values[-1]:.10g} are {kept:,} in "
+                f"float32, whose steps are {step:g} there: subtract {values.mean():.10g} from them in the file and "
+                f"divide by {spread:.3g}, and undo both on what predict says"
+            )
+    return found
+
+
 def class_name(label: object) -> str:
     """The class as text: `true`, `3` (also for 3.0, which tables make of it), or its name."""
     if isinstance(label, bool):
@@ -119,9 +143,17 @@ def _parsed(labels: Iterable[str | None]) -> Iterator[object]:
 
 
 def _number(value: object) -> float:
+    number = _finite(value)
+    if number is None:
+        raise WrongLabel(f"expected a finite number (of float32), not {describe(value)}")
+    return number
+
+
+def _finite(value: object) -> float | None:
+    """The number that is meant, where float32 has it."""
     try:
         if isinstance(value, (int, float, str)) and abs(number := float(value)) <= HIGHEST:
             return number
     except (ValueError, OverflowError):
         pass
-    raise WrongLabel(f"expected a finite number (of float32), not {describe(value)}")
+    return None

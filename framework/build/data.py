@@ -11,7 +11,7 @@ import numpy.typing as npt
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.classes import Targets, WrongLabel, find_classes, find_values
+from framework.build.classes import Targets, WrongLabel, coarse_values, find_classes, find_values
 from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
 from framework.build.encode import Encoding, encode_batch, row_texts
 from framework.build.files import Fault
@@ -141,6 +141,8 @@ def _encoding(
     warnings = check_prompts(splits.sources, tokenizer)
     if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
         warnings += ("the tokenizer has no end token, so the model does not learn where a text ends",)
+    if config.training.task is Task.REGRESSION:
+        warnings += tuple(f"column `label`: {what}" for what in coarse_values(splits.train["label"]))
     margins = config.training.task is Task.REWARD
     return Encoding(tokenizer, _learnt(config), find_targets(splits, config), margins), warnings
 

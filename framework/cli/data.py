@@ -19,6 +19,7 @@ def data(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option("--rows", min=0, help="Rows that are shown.")] = 3,
     split: Annotated[str, typer.Option("--split", help="train or eval.")] = "train",
+    whole: Annotated[bool, typer.Option("--all", help="Of a stream: read and count a whole epoch.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page that needs nothing else.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -37,7 +38,7 @@ def data(
     from framework.run.preview import preview
 
     try:
-        found = preview(composition.config, split, rows)
+        found = preview(composition.config, split, rows, whole)
     except RequestError as error:
         raise RequestError(located(error.problems, composition.origins)) from None
     if html is not None:

@@ -23,23 +23,27 @@ def check(
     as_json: Json = False,
     nproc: Processes = None,
 ) -> int:
-    """Say everything that can be known before weights are loaded, all problems at once."""
+    """Say everything that can be known before weights are loaded, all problems at once.
+
+    All rows are read and tokenised as for training; of a stream the first block.
+    """
     from framework.checks import check_request, located
 
     report = check_request(recipe, overrides or (), nproc)
-    problems = report.problems
+    problems, warnings, looked_at = report.problems, report.warnings, "keys, values and combinations"
     if report.composition is not None and not quick:
         from framework.run.inspect import inspect
 
-        problems = located(inspect(report.composition.config), report.composition.origins)
+        found, origins = inspect(report.composition.config), report.composition.origins
+        problems, warnings = located(found.problems, origins), (*warnings, *located(found.warnings, origins))
+        looked_at += f"; tokenizer, model and {found.rows}"
     if as_json:
-        document = {"errors": problems, "warnings": report.warnings}
+        document = {"errors": problems, "warnings": warnings}
         print_json({name: [problem.to_json() for problem in found] for name, found in document.items()})
         return 2 if problems else 0
-    print_warnings(report.warnings)
+    print_warnings(warnings)
     if problems:
         raise RequestError(problems)
-    looked_at = "keys, values and combinations" + ("" if quick else "; tokenizer, model and rows")
     print(f"{recipe}: no problems ({looked_at})")
     return 0
 

@@ -1,20 +1,35 @@
 """Tier B of `check`: what only the tokenizer, the model's shape and the rows can tell. Loads no weights."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from framework.build.assembly import assemble
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
 from framework.errors import Problem, RequestError
-from framework.run.inputs import read_rows_for, read_tokenizer
+from framework.run.inputs import read_rows_for, read_tokenizer, with_labels
 from framework.schema.config import TrainingConfig
 
 T = TypeVar("T")
 
 
-def inspect(config: TrainingConfig) -> tuple[Problem, ...]:
-    """Every problem that building the model without storage, its tokenizer and its rows bring to light."""
+@dataclass(frozen=True)
+class Findings:
+    """What tier B found."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    """What training would say of the rows."""
+    rows: str
+    """The rows that were read, in words."""
+
+
+def inspect(config: TrainingConfig) -> Findings:
+    """Every problem that building the model without storage, its tokenizer and its rows bring to light.
+
+    Rows are read and tokenised as for training: all of them, of a stream the first block.
+    """
     problems = list[Problem]()
 
     def attempt(action: Callable[[], T]) -> T | None:
@@ -24,7 +39,7 @@ def inspect(config: TrainingConfig) -> tuple[Problem, ...]:
             problems.extend(error.problems)
             return None
 
-    settled = attempt(lambda: settle(config))
+    data, settled = None, attempt(lambda: settle(config))
     if settled is not None:
         config, architecture = settled
         place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
@@ -32,5 +47,12 @@ def inspect(config: TrainingConfig) -> tuple[Problem, ...]:
         if config.data.train:
             tokenizer = attempt(lambda: read_tokenizer(config, architecture))
             if tokenizer is not None:
-                attempt(lambda: read_rows_for(config, architecture, tokenizer))
-    return tuple(dict.fromkeys(problems))
+                data = attempt(lambda: read_rows_for(config, architecture, tokenizer))
+    if data is None:
+        return Findings(tuple(dict.fromkeys(problems)), (), "no rows")
+    if config.training.task.is_of_rows:
+        attempt(lambda: with_labels(config, data.targets))
+    read = data.report.train.read
+    rows = f"the first {read:,} rows of a stream" if data.stream is not None else f"all {read:,} training rows"
+    warnings = tuple(Problem("data.train", warning) for warning in data.report.warnings)
+    return Findings(tuple(dict.fromkeys(problems)), warnings, rows)

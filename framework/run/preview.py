@@ -1,7 +1,7 @@
 """The rows of a run as its model will see them: everything from the tokens and labels that training would take."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -10,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from framework.build.batches import MicroBatch, eval_batches
 from framework.build.data import Data
-from framework.build.data_report import QUANTILES, DataReport, SplitReport, length_quantiles
+from framework.build.data_report import QUANTILES, Account, DataReport, SplitReport, length_quantiles
 from framework.build.labels import IGNORED
 from framework.build.packing import Packs
 from framework.build.rows import Row, Rows
+from framework.build.stream import Stream
 from framework.build.tokenizer import padding_id
 from framework.errors import Problem, RequestError
 from framework.run.inputs import Inputs, read_inputs
@@ -114,11 +115,15 @@ class Preview:
         }
 
 
-def preview(config: TrainingConfig, split: str, count: int) -> Preview:
+def preview(config: TrainingConfig, split: str, count: int, whole: bool = False) -> Preview:
     """The first `count` rows of a split (`train` or `eval`), and the figures of all. Loads no weights.
 
+    Of a stream the figures are those of its first block; with `whole` a whole epoch of it is read and counted.
     Raises RequestError for everything that training would refuse its rows for, and where there is no such split.
     """
+    if whole and not (config.data.streaming and split == "train"):
+        message = "is for streams, of which else the first rows are read; of these rows all are"
+        raise RequestError([Problem("--all", message, expected="leave it out")])
     inputs = read_inputs(config)
     data, config = inputs.data, inputs.config
     rows, report = (data.train, data.report.train) if split == "train" else (data.eval, data.report.eval)
@@ -126,6 +131,8 @@ def preview(config: TrainingConfig, split: str, count: int) -> Preview:
         raise RequestError(
             [Problem("--split", "there are no rows to evaluate on", None, "data.eval or data.eval_fraction")]
         )
+    if whole and data.stream is not None:
+        report = _counted(data.stream)
     held = rows.rows if isinstance(rows, Packs) else rows
     shown = (show_row(index, rows[index], inputs) for index in range(min(count, len(rows))))
     return Preview(
@@ -138,6 +145,15 @@ def preview(config: TrainingConfig, split: str, count: int) -> Preview:
         values=_values(held, config.training.task),
         rows=tuple(shown),
     )
+
+
+def _counted(stream: Stream) -> SplitReport:
+    """What becomes of the rows of one epoch. Raises RequestError for the first that cannot be read."""
+    account = Account()
+    for block in stream.blocks(0):
+        account.add(block.report, block.lengths)
+    assert account.report is not None, "its first block was read before"
+    return replace(account.report, stream="one epoch")
 
 
 def show_row(number: int, row: Row, inputs: Inputs) -> ShownRow:

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from framework.build.classes import WrongLabel, find_classes, find_values
+from framework.build.classes import WrongLabel, coarse_values, find_classes, find_values
 from framework.build.data import prepare_data
 from framework.errors import RequestError
 from framework.schema.config import TrainingConfig
@@ -102,3 +103,34 @@ def test_a_table_may_say_by_how_much_an_answer_is_better(
     path.write_text("prompt,chosen,rejected,margin\nq ,yes,no,much\n")
     with pytest.raises(RequestError, match=r"column `margin`: is str 'much': expected a number"):
         prepare_data(TrainingConfig.model_validate(document), make_tokenizer())
+
+
+def test_values_that_float32_makes_one_of_are_told_with_how_to_scale() -> None:
+    (told,) = coarse_values(texts([2e9 + step for step in range(200)]))
+    assert "the 200 different values from 2000000000 to 2000000199 are 3 in float32, whose steps are 128 there" in told
+    assert "subtract 2000000100 from them" in told
+    assert "divide by 57.7" in told
+    (told,) = coarse_values(texts([[0.1 * step, str(2e9 + step)] for step in range(200)]))
+    assert "are 3 in float32" in told
+
+
+def test_values_that_float32_holds_well_enough_are_not_told() -> None:
+    generator = np.random.default_rng(0)
+    assert coarse_values(texts(generator.random(20_000).tolist())) == []
+    assert coarse_values(texts([2e9] * 5 + [4e9])) == []
+    assert coarse_values(texts(["far", None, []])) == []
+    assert coarse_values([]) == []
+
+
+def test_the_warning_reaches_whoever_reads_the_rows(
+    tmp_path: Path, make_tokenizer: Callable[..., PreTrainedTokenizerFast]
+) -> None:
+    rows = [{"text": f"the fox {step}", "label": 2e9 + step} for step in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "training": {"task": "regression", "max_steps": 1},
+        "model": {"model_max_length": 16},
+        "data": {"train": [{"path": str(tmp_path / "rows.jsonl")}]},
+    }
+    (told,) = prepare_data(TrainingConfig.model_validate(tree), make_tokenizer()).report.warnings
+    assert told.startswith("column `label`: the 40 different values")

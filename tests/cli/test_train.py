@@ -68,8 +68,31 @@ def test_a_dry_run_writes_nothing(recipe):
 
 def test_check_goes_on_to_tokenizer_model_and_rows(recipe, capsys):
     assert main(["check", str(recipe)]) == 0
-    assert "tokenizer, model and rows" in capsys.readouterr().out
+    assert "tokenizer, model and all 64 training rows" in capsys.readouterr().out
+    assert main(["check", str(recipe), "data.streaming=true", "data.shuffle_buffer=8"]) == 0
+    assert "tokenizer, model and the first 8 rows of a stream" in capsys.readouterr().out
     assert main(["check", str(recipe), "model.architecture.hiden_size=3", "--json"]) == 2
     [error] = json.loads(capsys.readouterr().out)["errors"]
     assert error["key"] == "model.architecture.hiden_size"
     assert error["where"] == "command line"
+
+
+def test_check_tells_what_training_would_warn_of(write, capsys):
+    write("".join(json.dumps({"text": f"a {n}", "label": 2e9 + n}) + "\n" for n in range(40)), "rows.jsonl")
+    text = RECIPE.replace("task: pretrain", "task: " + "regression").replace(
+        "{path: rows.txt, format: text}", "{path: rows.jsonl}"
+    )
+    assert main(["check", str(write(text)), "--json"]) == 0
+    [warning] = [one for one in json.loads(capsys.readouterr().out)["warnings"] if "float32" in one["message"]]
+    assert warning["key"] == "data.train"
+    assert warning["where"] == "r.yaml:9"
+    assert "subtract 2000000020 from" in warning["message"]
+
+
+def test_check_tells_that_there_is_nothing_to_tell_apart(write, capsys):
+    write("".join(json.dumps({"text": f"a {n}", "label": "one"}) + "\n" for n in range(40)), "rows.jsonl")
+    text = RECIPE.replace("task: pretrain", "task: " + "classification").replace(
+        "{path: rows.txt, format: text}", "{path: rows.jsonl}"
+    )
+    assert main(["check", str(write(text))]) == 2
+    assert "nothing to tell apart" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 
 from framework.build.labels import IGNORED
 from framework.cli import main
+from framework.errors import RequestError
 from framework.report.rows import BRACKETS, COLOUR, PLAIN, data_lines, marks_for, shortened, visible
 from framework.report.rows_page import data_page
 from framework.run.inputs import read_inputs
@@ -206,6 +207,20 @@ class TestVerb:
         said = capsys.readouterr()
         assert part in said.err + said.out
         assert "Traceback" not in said.err
+
+
+def test_a_whole_epoch_of_a_stream_is_counted_when_asked(tmp_path: Path) -> None:
+    rows = [{"text": f"two and {index}"} for index in range(300)]
+    config = TrainingConfig.model_validate(written(tmp_path, rows, streaming=True, shuffle_buffer=16))
+    assert preview(config, "train", 1, whole=True).split.read == 300
+    assert preview(config, "train", 1).split.read == 16
+    held = TrainingConfig.model_validate(written(tmp_path, rows))
+    with pytest.raises(RequestError, match="of these rows all are"):
+        preview(held, "train", 1, whole=True)
+    config = TrainingConfig.model_validate(written(tmp_path, [*rows, {"text": 7}], streaming=True, shuffle_buffer=16))
+    assert preview(config, "train", 1).split.read == 16
+    with pytest.raises(RequestError, match="expected text, not int 7"):
+        preview(config, "train", 1, whole=True)
 
 
 def test_a_stream_shows_its_first_block(tmp_path: Path) -> None:
