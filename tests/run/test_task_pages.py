@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from framework.compose import load
 from framework.run import trainer
 from framework.schema.choices import Divergence, PreferenceLoss
 from framework.schema.preference import DEFAULT_BETA, READ_BY
@@ -44,12 +43,6 @@ def test_the_preference_page_learns_what_it_says(program, capsys):
 def test_the_distillation_page_learns_what_it_says(program):
     evals = program("distillation.md")["run"].evals
     assert evals[-1]["divergence"] < 0.5 * evals[0]["divergence"]
-
-
-@pytest.mark.parametrize("page", ["preference.md", "distillation.md"])
-def test_the_recipe_of_a_page_composes(page, write):
-    (text,) = blocks(page, "yaml")
-    assert load(write(text)).training.task in ("preference", "distillation")
 
 
 def test_every_loss_and_its_keys_are_on_the_page():
