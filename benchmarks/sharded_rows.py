@@ -22,7 +22,10 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"name": "8b-lora-gc", "model": "llama3.1_8b", "micro": 2, "gc": True, "dtype": "bfloat16", "lora": True},
     {"name": "qwen3-1.7b-gc", "model": "qwen3_1.7b", "micro": 2, "gc": True},
 )
-_RING = {"changes": ["model.chunked_loss=1024", "model.attn_implementation=ring_attention"], "ring": True}
+_RING: dict[str, Any] = {
+    "changes": ["model.chunked_loss=1024", "model.attn_implementation=ring_attention"],
+    "ring": True,
+}
 _LONG = {**_1B, "micro": 1, "tokens": 32768}
 _LONG_LORA = {"model": "llama3.1_8b", "micro": 1, "gc": True, "dtype": "bfloat16", "lora": True}
 ROWS += (
@@ -30,6 +33,7 @@ ROWS += (
     {"name": "1b-32k-ring", **_LONG, **_RING},
     {"name": "1b-16k-ring-plain", **_LONG, **_RING, "tokens": 16384, "gc": False},
     {"name": "8b-lora-64k-ring", **_LONG_LORA, **_RING, "tokens": 65536},
+    {"name": "1b-32k-ring-cudnn", **_LONG, **_RING, "changes": [*_RING["changes"], "model.sdpa_backend=cudnn"]},
 )
 """Long rows: as many on each card, and one that all cards share."""
 _CURVE = {"steps": 50, "world": True}

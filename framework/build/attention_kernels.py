@@ -7,7 +7,7 @@ Private names of torch used here (tests/build/test_ring_attention.py runs them, 
 the `aten._scaled_dot_product_*` operators and their `_backward`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.errors import Problem, RequestError
+from framework.schema.choices import SdpaBackend
 
 aten: Any = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-WIDEST_FLASH = 256
+WIDEST_FLASH, WIDEST_CUDNN = 256, 128
 LSE_ALIGNMENT = 32
 """The efficient kernel rounds the rows of its logarithms up to this (kAlignLSE in kernel_forward.h)."""
 
@@ -41,20 +42,33 @@ class AttentionKernel:
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def choose_kernel(query: Tensor) -> AttentionKernel:
+def choose_kernel(query: Tensor, asked: SdpaBackend | None = None) -> AttentionKernel:
     """The kernel for queries like these: flash in half precision, the efficient one for float32 or an old card.
 
-    Raises RequestError for a width that no kernel takes.
+    Raises RequestError where the one that was asked for, or any, does not take them.
     """
+    able = list(_able(query))
+    kernel = next((item for item in able if asked in (None, item.name)), None)
+    if kernel is None:
+        key = "model.attn_implementation" if asked is None else "model.sdpa_backend"
+        heads = f"heads of {query.shape[-1]} numbers in {str(query.dtype).removeprefix('torch.')}"
+        message = f"{asked or 'no kernel'} on {query.device.type} {'can' if asked is None else 'cannot'} take {heads}"
+        raise RequestError([Problem(key, message, expected=", ".join(item.name for item in able) or "sdpa")])
+    return kernel
+
+
+def _able(query: Tensor) -> Iterator[AttentionKernel]:
+    """The kernels that take such queries, the one to prefer first."""
     if query.device.type == "cpu":
-        return CPU_FLASH
-    width, is_half = query.shape[-1], query.dtype in HALF
-    if is_half and width % 8 == 0 and width <= WIDEST_FLASH and torch.cuda.get_device_capability() >= (8, 0):
-        return FLASH
-    if width % (8 if is_half else 4):
-        message = f"no kernel takes heads of {width} numbers in parts of a row"
-        raise RequestError([Problem("model.attn_implementation", message, expected="sdpa")])
-    return EFFICIENT
+        yield CPU_FLASH
+        return
+    width, is_half, capability = query.shape[-1], query.dtype in HALF, torch.cuda.get_device_capability()
+    if is_half and width % 8 == 0 and width <= WIDEST_FLASH and capability >= (8, 0):
+        yield FLASH
+        if width <= (WIDEST_FLASH if capability == (9, 0) else WIDEST_CUDNN):
+            yield CUDNN
+    if not width % (8 if is_half else 4):
+        yield EFFICIENT
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
@@ -105,6 +119,31 @@ def _flash_backward(
     return result
 
 
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+    out, logarithms, *_, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, logarithms.reshape(q.shape[:3]), (seed, offset)  # `[rows, heads, queries, 1]` as it comes
+
+
+def _cudnn_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    rest: Rest,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts = (None, None, q.shape[2], k.shape[2])
+    result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+        gradient, q, k, v, out, logarithms.unsqueeze(-1), *rest, None, *starts, 0.0, causal, scale=scale
+    )
+    return result
+
+
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
     out, logarithms, seed, offset = aten._scaled_dot_product_efficient_attention(
         q, *_expanded(q, k, v), None, True, 0.0, causal, scale=scale
@@ -147,4 +186,5 @@ def _summed(k: Tensor, *gradients: Tensor) -> Sequence[Tensor]:
 
 CPU_FLASH = AttentionKernel("flash", _cpu_forward, _cpu_backward)
 FLASH = AttentionKernel("flash", _flash_forward, _flash_backward)
+CUDNN = AttentionKernel("cudnn", _cudnn_forward, _cudnn_backward)
 EFFICIENT = AttentionKernel("efficient", _efficient_forward, _efficient_backward)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from framework.build.loss import next_tokens
 from framework.build.place import Place
 from framework.build.ranks import Ranks
+from framework.schema.choices import SdpaBackend
 from framework.schema.config import TrainingConfig
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,6 +33,8 @@ class Context:
     size: int
     group: Any = None
     """torch's process group of those ranks."""
+    backend: SdpaBackend | None = None
+    """The kernel that was asked for."""
     calls: int = 0
     """Attentions that were computed over all of them."""
 
@@ -82,4 +85,6 @@ def share_rows(config: TrainingConfig, place: Place, ranks: Ranks) -> Context | 
         return None
     with torch._C.DisableTorchFunction():  # the numbers of ranks have values even where all else has none
         mesh = init_device_mesh(place.kind, (ranks.world // size, size), mesh_dim_names=("data", "context"))
-    return Context(ranks.rank % size, size, mesh.get_group("context"))
+    backend = config.model.sdpa_backend
+    kernel = None if backend is None else SdpaBackend(backend)
+    return Context(ranks.rank % size, size, mesh.get_group("context"), kernel)

@@ -15,6 +15,7 @@ from framework.build.isolation import refuse_leaks
 from framework.build.liger import refuse_unknown_to_liger
 from framework.build.place import Place
 from framework.build.quantize import quantization
+from framework.build.ring_attention import NAME as RING_ATTENTION
 from framework.build.ring_attention import know_ring_attention
 from framework.build.token_mixing import refuse_mixing
 from framework.build.tokenizer import END_TOKEN_ID
@@ -139,7 +140,7 @@ def build_model(
         model, new = _pretrained(config, architecture, dtype, attention, place, packed)
     else:
         model, new = _random(config.training.task, architecture, dtype, attention, place), ()
-    if config.model.sdpa_backend is not None and model.config._attn_implementation != "sdpa":
+    if config.model.sdpa_backend is not None and model.config._attn_implementation not in ("sdpa", RING_ATTENTION):
         message = f"{architecture.model_type} does not use torch's attention here"
         raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
     if config.training.task.is_of_rows:

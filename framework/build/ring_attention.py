@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from framework.build.attention_kernels import AttentionKernel, Rest, choose_kernel
 from framework.errors import Problem, RequestError
+from framework.schema.choices import SdpaBackend
 
 NAME = "ring_attention"
 _KEY = "model.attn_implementation"
@@ -35,6 +36,8 @@ class Exchange(Protocol):
 
     calls: int
 
+    @property
+    def backend(self) -> SdpaBackend | None: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -136,7 +139,7 @@ def _refuse(module: nn.Module, tokens: int, mask: Tensor | None, dropout: float,
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: Exchange, scale: float) -> Tensor:
-        kernel, length = choose_kernel(query), query.shape[2] // 2
+        kernel, length = choose_kernel(query, context.backend), query.shape[2] // 2
         own = _side_by_side(key, value)
         parts = _Parts.gathered(context, own)
         rows, heads, tokens, width = query.shape

@@ -55,6 +55,9 @@ def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
     """
     if not torch.cuda.is_available():
         raise RequestError([Problem("--measure", "this machine has no CUDA card to measure on")])
+    if config.context_size > 1:
+        message = "one process has no rows to share with others"
+        raise RequestError([Problem("--measure", message, expected="attn_implementation: sdpa")])
     choose_allocator(config)
     place = real_place(torch.device("cuda", torch.cuda.current_device()))
     random = with_random_weights(config)

@@ -103,7 +103,10 @@ def _rounding_away(config: TrainingConfig) -> Iterator[Conflict]:
 def _sdpa_backend(config: TrainingConfig) -> Iterator[Conflict]:
     """The kernel behind sdpa is asked for where another is."""
     kernel, backend = config.model.attn_implementation, config.model.sdpa_backend
-    if backend not in (None, "auto") and kernel not in (None, "auto", Attention.SDPA):
+    if kernel is Attention.RING_ATTENTION and backend is SdpaBackend.MATH:
+        message = "math makes all scores of a row, and does not say what parts of them are put together by"
+        yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "flash, cudnn or efficient")
+    if backend not in (None, "auto") and kernel not in (None, "auto", Attention.SDPA, Attention.RING_ATTENTION):
         message = f"{backend} is a kernel of sdpa, and {kernel} is asked for"
         yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "attn_implementation: sdpa")
 

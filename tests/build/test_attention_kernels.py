@@ -9,6 +9,7 @@ from framework.build.attention_kernels import choose_kernel
 from framework.build.ring_attention import _merged
 from framework.errors import RequestError
 from framework.run.pretend import pretend
+from framework.schema.choices import SdpaBackend
 from framework.schema.gpu import GPUParams
 
 CUDA = pytest.mark.gpu
@@ -18,6 +19,8 @@ KINDS = [
     pytest.param("cuda", torch.float32, 2e-3, "efficient", marks=CUDA),
     pytest.param("cuda", torch.bfloat16, 1e-2, "flash", marks=CUDA),
     pytest.param("cuda", torch.float16, 2e-3, "flash", marks=CUDA),
+    pytest.param("cuda", torch.bfloat16, 1e-2, "cudnn", marks=CUDA),
+    pytest.param("cuda", torch.bfloat16, 1e-2, "efficient", marks=CUDA),
 ]
 
 
@@ -40,8 +43,7 @@ def test_two_sets_of_keys_give_what_all_of_them_do(device, dtype, exact, name, t
     asked = torch.randn_like(query)
     wanted = torch.autograd.grad(result[:, :, half:], exactly, asked[:, :, half:].double())
 
-    kernel, late = choose_kernel(query), slice(half, None)
-    assert kernel.name == name
+    kernel, late = choose_kernel(query, SdpaBackend(name)), slice(half, None)
     sets = [(late, True), (slice(half), False)]
     q, gradient = query[:, :, late], asked[:, :, late]
     parts = [kernel.forward(q, key[:, :, at], value[:, :, at], causal, scale) for at, causal in sets]
@@ -59,16 +61,24 @@ def test_two_sets_of_keys_give_what_all_of_them_do(device, dtype, exact, name, t
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "width", "name"),
+    ("capability", "dtype", "width", "able"),
     [
-        ("9.0", torch.bfloat16, 128, "flash"),
+        ("9.0", torch.bfloat16, 128, "flash cudnn efficient"),
+        ("8.0", torch.bfloat16, 256, "flash efficient"),
         ("9.0", torch.bfloat16, 512, "efficient"),
         ("9.0", torch.float32, 128, "efficient"),
         ("7.5", torch.float16, 64, "efficient"),
     ],
 )
-def test_the_kernel_is_one_that_the_card_has(capability, dtype, width, name):
+def test_the_kernel_is_one_that_the_card_has(capability, dtype, width, able):
+    query, odd = (torch.empty(1, 1, 4, size, dtype=dtype, device="meta") for size in (width, 6))
     with pretend(GPUParams(name="a card", capability=capability)):
-        assert choose_kernel(torch.empty(1, 1, 4, width, dtype=dtype, device="meta")).name == name
-        with pytest.raises(RequestError, match="no kernel takes heads of 6 numbers"):
-            choose_kernel(torch.empty(1, 1, 4, 6, dtype=dtype, device="meta"))
+        assert choose_kernel(query).name == able.split()[0]
+        for backend in SdpaBackend:
+            if backend in able.split():
+                assert choose_kernel(query, backend).name == backend
+            else:
+                with pytest.raises(RequestError, match=f"{backend} on cuda cannot take heads of {width} numbers"):
+                    choose_kernel(query, backend)
+        with pytest.raises(RequestError, match="no kernel on cuda can take heads of 6 numbers"):
+            choose_kernel(odd)

@@ -42,6 +42,7 @@ class Thread:
     rank: int
     size: int
     board: Board
+    backend: None = None
     calls: int = 0
 
     def gather(self, part: Tensor) -> Tensor:

@@ -79,6 +79,12 @@ def test_the_plan_says_what_is_shared():
     assert any(f"band ({Band.CONTEXT})" in line for line in plan.assumptions)
 
 
+def test_the_kernel_that_was_asked_for_is_planned():
+    made = config(2, model={"sdpa_backend": "cudnn"})
+    names = {item.name for item in record(made).trace.operations if "attention" in item.name}
+    assert names == {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
+
+
 def test_float32_takes_the_efficient_kernel():
     made = config(2, model={"torch_dtype_str": "float32"})
     names = {item.name for item in record(made).trace.operations if "attention" in item.name}

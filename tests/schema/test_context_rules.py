@@ -48,7 +48,7 @@ CASES: list[tuple[tuple[str, str], TrainingConfig]] = [
         ("model.attn_implementation", "peft.peft_method"),
         config(training={"use_peft": True}, peft={"peft_method": "prefix"}),
     ),
-    (("model.sdpa_backend", "model.attn_implementation"), config(model={"sdpa_backend": "flash"})),
+    (("model.sdpa_backend", "model.attn_implementation"), config(model={"sdpa_backend": "math"})),
 ]
 
 

@@ -7,6 +7,7 @@ from framework.build.assembly import Assembly
 from framework.build.convolutions import CONVOLUTIONAL
 from framework.build.loss import causal_model
 from framework.build.offload import LEAST_BYTES
+from framework.build.ring_attention import NAME as RING_ATTENTION
 from framework.build.verify.probe import PROBE_TOKENS, probe
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CheckpointingPolicy
@@ -66,9 +67,9 @@ _KERNELS = {
 
 
 def read_sdpa_kernel(assembly: Assembly) -> Iterator[Reading]:
-    """The kernel that really ran behind `sdpa` when a few tokens went forward as in training."""
+    """The kernel that really ran behind `sdpa`, or for parts of rows, when a few tokens went forward as in training."""
     asked = assembly.config.model.sdpa_backend
-    if causal_model(assembly.model).config._attn_implementation != "sdpa":
+    if causal_model(assembly.model).config._attn_implementation not in ("sdpa", RING_ATTENTION):
         if asked is not None:
             yield Reading("model.sdpa_backend", str(asked), "none: this model does not use sdpa", "model.config")
         return

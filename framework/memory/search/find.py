@@ -254,8 +254,9 @@ def frontier(before: TrainingConfig, searches: Sequence[Search], is_timed: bool)
 
 def tokens_of(search: Search, item: Candidate) -> int:
     """Positions of one optimizer step on a device."""
-    length = resolve(search.space.structures[item.number].config).model.model_max_length
-    return search.space.rows * (length if isinstance(length, int) else 1)
+    config = resolve(search.space.structures[item.number].config)
+    length = config.model.model_max_length
+    return search.space.rows * (length // config.context_size if isinstance(length, int) else 1)
 
 
 def _overrides(before: TrainingConfig, after: TrainingConfig) -> tuple[str, ...]:
