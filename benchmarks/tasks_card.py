@@ -67,6 +67,8 @@ ROWS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "distillation": ("qwen3_0.6b", 4, 1024, {**TEACHER, **PURE}),
     "distillation_chunked": ("qwen3_0.6b", 8, 1024, {**TEACHER, **PURE, **CHUNKED}),
     "distillation_lora_amp": ("qwen3_0.6b", 4, 1024, {**TEACHER, **AMP, **LORA}),
+    "distillation_teacher_4bit": ("qwen3_0.6b", 4, 1024, {**TEACHER, **PURE, "training.teacher.bits": 4}),
+    "distillation_teacher_8bit": ("qwen3_0.6b", 4, 1024, {**TEACHER, **PURE, "training.teacher.bits": 8}),
     "textcnn": ("textcnn", 64, 512, {"training.task": "classification"}),
     "tcn": ("tcn", 64, 512, {"training.task": "classification"}),
 }

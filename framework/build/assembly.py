@@ -144,7 +144,7 @@ def assemble(
     stated = architecture.dtype  # building writes the training dtype over it
     quantized = config.training.use_peft and config.peft.q_lora
     if quantized:
-        require_bitsandbytes()
+        require_bitsandbytes("peft.q_lora", "false (LoRA on a base in bfloat16)")
     autocast = autocast_dtype(config.training)
     context = share_rows(config, place, ranks)
     streams = config.model.offload_frozen_base is True

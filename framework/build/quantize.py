@@ -31,12 +31,11 @@ Factors = Mapping[str, tuple[Tensor, Tensor]]
 """Name of a module -> (A, B), on the host."""
 
 
-def require_bitsandbytes() -> None:
-    """Raises RequestError when the package that packs the weights is not installed."""
+def require_bitsandbytes(key: str, otherwise: str) -> None:
+    """Raises RequestError when the package that packs the weights is not installed, with what else `key` may be."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        message = "a quantised base needs the package bitsandbytes, which is not installed"
-        expected = "pip install bitsandbytes, or peft.q_lora: false (LoRA on a base in bfloat16)"
-        raise RequestError([Problem("peft.q_lora", message, expected=expected)])
+        message = "packed weights need the package bitsandbytes, which is not installed"
+        raise RequestError([Problem(key, message, expected=f"pip install bitsandbytes, or {otherwise}")])
 
 
 ROW_HEADS = ("classifier", "pre_classifier", "score", "head", r".*\.pooler", "pooler")

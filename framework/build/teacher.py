@@ -7,12 +7,14 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from framework.build.isolation import refuse_leaks
 from framework.build.model import build_model, read_architecture
 from framework.build.place import Place
+from framework.build.quantize import quantize, require_bitsandbytes
 from framework.build.tokenizer import build_tokenizer
 from framework.errors import Problem, RequestError
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import Task, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
+from framework.schema.peft import PeftParams
 
 KEY = "training.teacher"
 MISSING_WORDS = 0.01
@@ -20,7 +22,7 @@ MISSING_WORDS = 0.01
 
 
 def teachers_config(config: TrainingConfig) -> TrainingConfig:
-    """A config whose model is the teacher of this one, trained whole on the same rows."""
+    """A config whose model is the teacher of this one, on the same rows; one to be packed as the base of an adapter."""
     teacher = config.training.teacher
     if teacher is None:
         expected = "a model_name, or an architecture"
@@ -35,15 +37,17 @@ def teachers_config(config: TrainingConfig) -> TrainingConfig:
         trust_remote_code=teacher.trust_remote_code,
         model_revision=teacher.model_revision,
     )
-    training = config.training.model_copy(update={"task": Task.SFT, "teacher": None, "use_peft": False})
-    return config.model_copy(update={"model": model, "training": training})
+    packing = PeftParams(q_lora=teacher.bits is not None, q_lora_bits=teacher.bits or 4)
+    changes = {"task": Task.SFT, "teacher": None, "use_peft": packing.q_lora}
+    training = config.training.model_copy(update=changes)
+    return config.model_copy(update={"model": model, "training": training, "peft": packing})
 
 
 def read_teacher(config: TrainingConfig, student: PretrainedConfig) -> PretrainedConfig:
     """The teacher's Hugging Face config.
 
-    Raises RequestError where it cannot be read, has another vocabulary than the student, fewer positions than a row has
-    tokens, or mixes the documents of a row.
+    Raises RequestError where it cannot be read, is stored packed, has another vocabulary than the student, fewer
+    positions than a row has tokens, or mixes the documents of a row.
     """
     of_teacher = teachers_config(config)
     try:
@@ -51,6 +55,12 @@ def read_teacher(config: TrainingConfig, student: PretrainedConfig) -> Pretraine
         refuse_leaks(of_teacher, architecture)
     except RequestError as error:
         raise RequestError([_of_teacher(problem) for problem in error.problems]) from None
+    if getattr(architecture, "quantization_config", None) is not None and config.training.teacher is not None:
+        message = (
+            f"the weights of {config.training.teacher.model_name} are stored packed, which no plan knows the size of"
+        )
+        expected = f"the checkpoint that they were packed from, with {KEY}.bits=4, which packs it as it loads"
+        raise RequestError([Problem(f"{KEY}.model_name", message, expected=expected)])
     words, own = (item.get_text_config().vocab_size for item in (architecture, student))
     if words != own:
         message = f"the teacher has {words:,} tokens in its vocabulary, the model that learns from it {own:,}"
@@ -66,10 +76,14 @@ def read_teacher(config: TrainingConfig, student: PretrainedConfig) -> Pretraine
 def build_teacher(config: TrainingConfig, place: Place, computed: torch.dtype | None) -> nn.Module:
     """The teacher on its place, frozen and for inference. Raises RequestError as `build_model` does."""
     of_teacher = teachers_config(config)
+    if of_teacher.peft.q_lora:
+        require_bitsandbytes(f"{KEY}.bits", "unset (the teacher in bfloat16)")
     try:
         model, _ = build_model(of_teacher, read_architecture(of_teacher), place, computed)
     except RequestError as error:
         raise RequestError([_of_teacher(problem) for problem in error.problems]) from None
+    if of_teacher.peft.q_lora:
+        quantize(of_teacher.peft, model, computed or model.dtype, place)
     teacher: nn.Module = model.requires_grad_(False)
     return teacher.eval()
 

@@ -174,7 +174,9 @@ def choose_band(config: TrainingConfig, is_mathematical: bool) -> Band:
         return Band.COMPILED
     if config.training.optimizer in _LOW_BIT:
         return Band.LOW_BIT_OPTIMIZER
-    if config.training.use_peft and config.peft.q_lora and config.peft.q_lora_bits == 8:
+    teacher = config.training.teacher
+    has_packed_base = config.training.use_peft and config.peft.q_lora and config.peft.q_lora_bits == 8
+    if has_packed_base or (teacher is not None and teacher.bits == 8):
         return Band.INT8_BASE
     if config.gpu.capability != _MEASURED_CAPABILITY:
         return Band.UNMEASURED

@@ -34,10 +34,20 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
             yield Conflict((lever.key,), message, f"pip install {' '.join(missing)}, or {nearest}")
     if runs_here and config.training.compile is True:
         yield from _missing_compilers(config.gpu)
+    if runs_here and packs_teacher(config) and not is_installed("bitsandbytes"):
+        message = "a packed teacher needs bitsandbytes, not installed here"
+        yield Conflict(("training.teacher.bits",), message, "pip install bitsandbytes, or unset")
+
+
+def packs_teacher(config: TrainingConfig) -> bool:
+    """Whether the teacher is held in 4 or 8 bits."""
+    return config.training.teacher is not None and config.training.teacher.bits is not None
 
 
 def needs_package(config: TrainingConfig, name: str) -> bool:
     """Whether a setting in effect is one that this package carries out."""
+    if name == "bitsandbytes" and packs_teacher(config):
+        return True
     return any(name in setting.package.split(", ") for _, setting in _in_effect(config))
 
 

@@ -33,7 +33,9 @@ def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
 def companion_tensors(assembly: Assembly) -> list[torch.Tensor]:
     """What the device holds of the frozen model beside the trained one."""
     companion = assembly.companion
-    return [*companion.parameters(), *companion.buffers()] if companion is not None else []
+    if companion is None:
+        return []
+    return [*companion.parameters(), *companion.buffers(), *scale_tensors(companion)]
 
 
 def state_tensors(assembly: Assembly) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from framework.schema.choices import Attention, Divergence, TorchDtype
-from framework.schema.params import FrozenMapping, Number, Params
+from framework.schema.params import FrozenMapping, Integer, Number, Params
 
 
 class TeacherParams(Params):
@@ -19,6 +19,9 @@ class TeacherParams(Params):
     """false: random weights of `architecture`, to measure what a run takes."""
     torch_dtype_str: TorchDtype | None = None
     """dtype its weights are held in: 4 bytes a weight in float32, 2 in bfloat16. Unset: the checkpoint's."""
+    bits: Annotated[Integer, Field(multiple_of=4, ge=4, le=8)] | None = None
+    """4 (nf4) or 8: its linear layers are packed as they load, by bitsandbytes, to 0.56 or 1 byte a weight; embeddings,
+    head and norms stay. What it says is a little other then, and its forward pass takes longer. Unset: not packed."""
     attn_implementation: Attention | None = None
     """Its attention kernel. Unset: `sdpa` where it supports it, else `eager`. It keeps no activations."""
     trust_remote_code: bool = False

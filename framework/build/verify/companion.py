@@ -1,5 +1,6 @@
 """What a task measures the trained model against: that it is there, frozen, apart, and stays where it was."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -7,6 +8,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from framework.build.assembly import Assembly
 from framework.build.fingerprints import Fingerprints, take_fingerprints
 from framework.build.model import TORCH_DTYPES
+from framework.build.quantize import kind_name, quantized_kinds, weight_count
 from framework.build.tasks import Precomputed, WithoutAdapter, reference_of
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import TorchDtype
@@ -61,14 +63,20 @@ def read_teacher(assembly: Assembly) -> Iterator[Reading]:
     teacher, companion = assembly.config.training.teacher, assembly.companion
     if teacher is None:
         return
-    held = {parameter.dtype for parameter in companion.parameters()} if companion is not None else set()
+    parameters = list(companion.parameters()) if companion is not None else []
+    kinds = quantized_kinds(companion) if companion is not None else Counter[str]()
+    held = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
     wanted = TORCH_DTYPES.get(teacher.torch_dtype_str or TorchDtype.AUTO)
-    count = sum(parameter.numel() for parameter in companion.parameters()) if companion is not None else 0
     words = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
+    count = sum(map(weight_count, parameters))
     yield Reading("training.teacher", "a frozen model", _frozen(assembly, "model"), f"{count:,} parameters, {words}")
     if wanted is not None:
         found = str(teacher.torch_dtype_str) if held == {wanted} else words
         yield Reading("training.teacher.torch_dtype_str", str(teacher.torch_dtype_str), found, "its parameters")
+    if teacher.bits is not None or kinds:
+        asked = kind_name(teacher.bits, "nf4", False) if teacher.bits is not None else "not packed"
+        source = f"{kinds.total()} linear layers of the teacher"
+        yield Reading("training.teacher.bits", asked, ", ".join(kinds) or "not packed", source)
 
 
 def _frozen(assembly: Assembly, what: str) -> str:
