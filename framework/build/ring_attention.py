@@ -225,7 +225,11 @@ class _Parts:
 
 def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
     """`[rows, heads, tokens, width]` twice as `[tokens, rows, heads, 2 x width]`."""
-    return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
+    rows, heads, tokens, width = key.shape
+    both = key.new_empty((tokens, rows, heads, 2 * width))
+    for part, tensor in zip(both.chunk(2, -1), (key, value), strict=True):
+        part.copy_(tensor.permute(2, 0, 1, 3))
+    return both
 
 
 def _apart(both: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = "model: {architecture: {model_type: llama, hidden_size: 64}}\n"
 MEASURED = Measured("a card", 18 * GIB, 20 * GIB, 20 * GIB, 0.4, 5120.0, {"forward": 1}, 1.0)
 
-# CONTRACT.md, "plan --json". `run_hours` and the terms of each phase were added since.
+# CONTRACT.md, "plan --json". `run_hours`, the terms of each phase and `batch.context` were added since.
 TERMS = {
     *("weights", "gradients", "optimizer", "activations", "logits_and_loss", "autocast_copies", "temporaries"),
     *("communication", "fragmentation", "overhead", "unattributed"),
@@ -49,7 +49,7 @@ KEYS = {
     "terms": TERMS,
     "step_peak": {*PEAK, "terms"},
     "step": {"seconds", "tokens_per_second", "model_flops", "bound_by"},
-    "batch": {"per_device", "accumulation", "world", "global", "sequence_length"},
+    "batch": {"per_device", "accumulation", "world", "global", "sequence_length", "context"},
     "parameters": {"total", "trainable"},
 }
 
