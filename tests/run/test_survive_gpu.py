@@ -41,7 +41,7 @@ def capped(training: dict[str, Any]) -> Any:
     """A part of the card for this process: activations on the host need less of it."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    room = (0.75 if "activation_offload" in training else 1.25) * 2**30
+    room = (1.0 if "activation_offload" in training else 1.25) * 2**30
     torch.cuda.set_per_process_memory_fraction((room + torch.cuda.memory_allocated()) / total)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)

@@ -105,7 +105,8 @@ def _cause_by_figures(message: Message, capacity: int, request: int, free: int) 
     """Other processes or fragmentation, whichever holds more, when the request fits without it."""
     unused, others = message.reserved_unallocated_bytes or 0, held_by_others(message) or 0
     candidates = []
-    if others + free >= request and others >= min(OTHER_SHARE * capacity, OTHER_BYTES):
+    is_card_full = message.free_bytes is None or message.free_bytes < request + SEGMENT  # else a limit of this process
+    if is_card_full and others + free >= request and others >= min(OTHER_SHARE * capacity, OTHER_BYTES):
         candidates.append((others, Cause.OTHER_PROCESS))
     if unused + free >= request and (unused >= LARGE_SHARE * capacity or unused >= max(LARGE_BYTES, request)):
         candidates.append((unused, Cause.FRAGMENTATION))
