@@ -209,9 +209,9 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
 
 def measure(predicted: Path, out: Path, only: list[str], skip_done: bool, shard: tuple[int, int]) -> None:
     """Each row in a process forked before CUDA starts, so that imports are paid once. Lines are added as they come."""
-    # peft imports bitsandbytes, which starts CUDA; transformers imports torchao where it is installed, which does too.
+    # Inductor and bitsandbytes start CUDA as they are imported, and so does torchao, which transformers imports.
     context = multiprocessing.get_context("spawn" if is_installed("torchao") else "forkserver")
-    context.set_forkserver_preload(["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama"])
+    context.set_forkserver_preload(["transformers.models.llama.modeling_llama"])
     asked = [json.loads(line) for line in predicted.read_text().splitlines()]
     asked = [row for row in asked if not only or any(word in row["name"] for word in only)]
     done = _lines(out) if skip_done and out.exists() else {}

@@ -207,11 +207,9 @@ def test_a_pair_that_needs_a_card_trains_and_resumes(tmp_path, pair):
     """Each in a process without a started CUDA, since an allocator takes its settings only then."""
     if missing(*pair):
         pytest.skip(f"{', '.join(missing(*pair))} not installed")
-    # bitsandbytes and torchao, which peft imports, start CUDA as they are imported: after the fork, and no sooner.
+    # Inductor, bitsandbytes and torchao start CUDA as they are imported: after the fork, and no sooner.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "datasets"]
-    )
+    context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "datasets"])
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_send_fault, args=(send, tmp_path, pair))
     child.start()
