@@ -28,7 +28,8 @@ from framework.compose.request import load
 from framework.memory.cards import card_names, read_card
 from framework.memory.editing import with_values
 from framework.memory.ledger import Plan
-from framework.memory.planning import Rehearsal, plan_of_peaks, replayed
+from framework.memory.planning import plan_of_peaks, replayed
+from framework.memory.rehearsal import Rehearsal
 from framework.memory.resolve import resolve
 from framework.memory.search.estimate import Estimate, deepened, depths_of, with_depth
 from framework.memory.search.fastest import without_evaluation

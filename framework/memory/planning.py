@@ -1,7 +1,6 @@
 """From the record of a rehearsal to its `Plan`: replay, terms, time, host and disk. Arithmetic only; no torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from framework.memory.allocator import CachingAllocator, Peak, SystemAllocator, replay
 from framework.memory.cards import assumptions as card_assumptions
@@ -10,16 +9,15 @@ from framework.memory.ledger import (
     STEP_PHASES,
     UNCERTAINTY,
     Band,
-    BatchUse,
     Device,
     PeakUse,
     Plan,
-    StepCost,
     peak_use,
     phase_uses,
 )
-from framework.memory.roofline import CALIBRATED, StepTime, estimate_step, repeat_micro_batches
-from framework.memory.trace import Kind, Operation, Space, Trace
+from framework.memory.rehearsal import Footprint, Rehearsal
+from framework.memory.step_time import batch_use, step_cost, tokens_of
+from framework.memory.trace import Kind, Space, Trace
 from framework.schema.choices import CheckpointingPolicy, Fp8, Optimizer, OptimizerOffload
 from framework.schema.config import TrainingConfig
 
@@ -27,6 +25,9 @@ MIB, GIB = 1 << 20, 1 << 30
 HOST_BASE_BYTES = 2500 * MIB
 """Resident memory of a process with torch, transformers and a CUDA context, before any model. An upper estimate; not
 measured on a GPU machine yet."""
+NCCL_BYTES = 842 * MIB
+"""What NCCL holds beside torch's allocator: two H200 over NVLink, torch 2.11, 2026-11-28 (benchmarks/results/
+sharded_h200.json). Each further communicator (a mesh of two dimensions) has buffers of its own, which are not known."""
 WORKER_BYTES = 200 * MIB
 """What a process of `data.workers` adds: it shares all with its parent until it is touched. 11 MiB at first, 146 after
 its garbage collector ran (torch 2.13, transformers 5.24, Linux, 2026-11); a block of a stream comes on top."""
@@ -51,52 +52,6 @@ _LOW_BIT = (
 _MEASURED_CAPABILITY = "9.0"
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """Sizes of a built and once stepped assembly, in bytes and counts.
-
-    `trained_products` and `frozen_products` are the weights that each token is multiplied with.
-    """
-
-    total_parameters: int
-    trainable_parameters: int
-    weight_sizes: tuple[int, ...]
-    trained_sizes: tuple[int, ...]
-    state_sizes: tuple[int, ...]
-    state_spaces: tuple[Space, ...]
-    export_bytes: int
-    trained_products: int
-    frozen_products: int
-    home_sizes: tuple[int, ...] = ()
-    """Blocks of a base that is kept in host memory."""
-    streamed_bytes: int = 0
-    """What crosses the link from there in one micro batch."""
-    shards: int = 1
-    """Devices that each weight is split over. All sizes but `export_bytes` are of one device's part."""
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """One checkpoint: the trained weights as they are trained, and the optimizer's states."""
-        return self.shards * (sum(self.trained_sizes) + sum(self.state_sizes))
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What a rehearsal of load, evaluation, two steps and save recorded.
-
-    `micro_batches` of each step were rehearsed; `read_values` names the operators that wanted values nobody has;
-    `said` and `cautions` are what the built objects had to say.
-    """
-
-    config: TrainingConfig
-    trace: Trace
-    footprint: Footprint
-    micro_batches: int
-    read_values: tuple[str, ...]
-    said: tuple[str, ...] = ()
-    cautions: tuple[str, ...] = ()
-
-
 def replayed(rehearsal: Rehearsal) -> list[Peak]:
     """The peaks of each phase in torch's allocator: the same on every card that runs the same kernels."""
     traces = (rehearsal.trace, resume_trace(rehearsal.footprint))
@@ -112,12 +67,12 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
     """The same, from peaks that were `replayed` before, perhaps for another card."""
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
-    context = card.context_bytes or 0
+    context = (card.context_bytes or 0) + (NCCL_BYTES if card.count > 1 and card.name != "cpu" else 0)
     band = choose_band(config, _is_mathematical(rehearsal.trace))
     uncertainty = UNCERTAINTY[band]
     step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]
     peak = peak_use(peaks, context, uncertainty)
-    step = _step_cost(rehearsal)
+    step = step_cost(rehearsal)
     steps = config.training.max_steps
     return Plan(
         device=Device(card.name, card.count, card.capacity_bytes, card.usable_bytes),
@@ -129,7 +84,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
         checkpoint_bytes=footprint.checkpoint_bytes,
         step=step,
         run_hours=step.seconds * steps / 3600 if step is not None and steps else None,
-        batch=_batch_use(config),
+        batch=batch_use(config),
         total_parameters=footprint.total_parameters,
         trainable_parameters=footprint.trainable_parameters,
         assumptions=_assumptions(rehearsal, band),
@@ -191,129 +146,6 @@ def _is_mathematical(trace: Trace) -> bool:
     return any(item.name == "_safe_softmax" for item in trace.operations)
 
 
-def steady_step(trace: Trace) -> list[Operation]:
-    """The operator calls of the last rehearsed step, from its first forward to its end."""
-    last = max(index for index, mark in enumerate(trace.marks) if mark.phase == "optimizer_step")
-    earlier = [index for index, mark in enumerate(trace.marks[:last]) if mark.phase == "end"]
-    start = trace.marks[earlier[-1]].operation
-    return trace.operations[start : trace.marks[last + 1].operation]
-
-
-def _micro_batches(operations: Sequence[Operation]) -> tuple[int, int]:
-    """Where the last micro batch of a step begins and ends, as positions in its operations."""
-    end = next(index for index, operation in enumerate(operations) if operation.phase == "optimizer_step")
-    start = max(
-        index
-        for index, operation in enumerate(operations[:end])
-        if operation.phase == "forward" and (not index or operations[index - 1].phase != "forward")
-    )
-    return start, end
-
-
-def step_time(rehearsal: Rehearsal) -> StepTime | None:
-    """Time of one optimizer step with all its micro batches; None where the card's rates are not known."""
-    card = rehearsal.config.gpu
-    if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
-        return None
-    operations = steady_step(rehearsal.trace)
-    if rehearsal.config.training.tf32:
-        operations = [_in_tf32(operation) for operation in operations]
-    rehearsed = estimate_step(operations, card)
-    accumulation = rehearsal.config.batch.accumulation
-    if accumulation <= rehearsal.micro_batches:
-        return rehearsed
-    start, end = _micro_batches(operations)
-    one_more = estimate_step([*operations[:end], *operations[start:end], *operations[end:]], card)
-    return repeat_micro_batches(rehearsed, one_more, accumulation - rehearsal.micro_batches)
-
-
-def with_state_copies(time: StepTime, rehearsal: Rehearsal) -> StepTime:
-    """The step whose states come from the host and go back, one weight after the other while nothing is computed.
-
-    On an H200 the 1B took 0.35 s so, 0.18 s of it copies. What a disk adds is not known, and not counted.
-    """
-    link, footprint = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint
-    pairs = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
-    away = sum(size for size, space in pairs if space in (Space.PINNED, Space.DISK))
-    if not away or link is None:
-        return time
-    copies = 2 * away / (link * CALIBRATED.link)
-    return replace(time, seconds=time.seconds + copies, communication=time.communication + copies)
-
-
-BACKWARD_SHARE = 0.6
-"""Of the time of a micro batch, backward: two of three parts of its products, less where the loss is made in forward.
-Not measured."""
-
-
-def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
-    """The step of several devices that each hold the whole model and add up their gradients.
-
-    Each sends and receives the gradients twice, less its own share, while the last backward pass goes on; what does not
-    fit beside that pass makes the step longer. Not measured.
-    """
-    card, config = rehearsal.config.gpu, rehearsal.config
-    if not config.is_replicated or card.link_bytes_per_second is None:
-        return time
-    sent = 2 * (card.count - 1) / card.count * sum(rehearsal.footprint.trained_sizes)
-    exchange = sent / (card.link_bytes_per_second * CALIBRATED.card_link)
-    beside = BACKWARD_SHARE * time.seconds / config.batch.accumulation
-    return replace(time, seconds=time.seconds + max(0.0, exchange - beside), communication=exchange)
-
-
-def beside_the_link(time: StepTime, rehearsal: Rehearsal) -> StepTime:
-    """The step whose blocks come from the host while others compute: as long as the slower of the two."""
-    link, streamed = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint.streamed_bytes
-    if not streamed or link is None:
-        return time
-    copies = rehearsal.config.batch.accumulation * streamed / (link * CALIBRATED.link)
-    return replace(time, seconds=max(time.seconds, copies), communication=copies)
-
-
-def _in_tf32(operation: Operation) -> Operation:
-    """A float32 matrix product at the rate of tf32; anything else as it is."""
-    is_product = operation.shape and operation.dtype == "float32"
-    return operation._replace(dtype="tf32") if is_product else operation
-
-
-def _step_cost(rehearsal: Rehearsal) -> StepCost | None:
-    time = step_time(rehearsal)
-    if time is None:
-        return None
-    time = with_gradient_exchange(with_state_copies(beside_the_link(time, rehearsal), rehearsal), rehearsal)
-    batch = _batch_use(rehearsal.config)
-    tokens = batch.accumulation * _tokens(rehearsal.config)
-    return StepCost(time.seconds, tokens / time.seconds, model_flops(rehearsal), time.bound_by)
-
-
-def model_flops(rehearsal: Rehearsal) -> int:
-    """FLOPs that the model needs for one step on one device: 6 a token and trained weight, 4 a frozen one, attention.
-
-    Attention is counted from the rehearsed forward pass, three times (backward computes twice as much).
-    """
-    batch, footprint = _batch_use(rehearsal.config), rehearsal.footprint
-    operations = steady_step(rehearsal.trace)
-    start, end = _micro_batches(operations)
-    attention = sum(
-        operation.flops
-        for operation in operations[start:end]
-        if operation.phase == "forward" and ("attention" in operation.name or operation.name == "bmm")
-    )
-    tokens = _tokens(rehearsal.config)
-    products = tokens * (6 * footprint.trained_products + 4 * footprint.frozen_products)
-    return batch.accumulation * (products + 3 * attention)
-
-
-def _tokens(config: TrainingConfig) -> int:
-    """Tokens of a micro batch on one device, of both answers of a pair."""
-    return config.batch.per_device * config.training.sequences_per_row * config.longest // config.context_size
-
-
-def _batch_use(config: TrainingConfig) -> BatchUse:
-    batch = config.batch
-    return BatchUse(batch.per_device, batch.accumulation, batch.world, config.longest, batch.context)
-
-
 def _host_bytes(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> int:
     """Host memory of one rank. A load streams one tensor at a time; a save holds a whole file's tensors, beside a base
     that stays there."""
@@ -343,7 +175,7 @@ def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
 
 
 def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
-    config, batch = rehearsal.config, _batch_use(rehearsal.config)
+    config, batch = rehearsal.config, batch_use(rehearsal.config)
     said = [
         f"every {'answer' if config.training.has_pairs else 'row'} is {batch.sequence_length} tokens long, "
         f"{batch.per_device} {'pairs' if config.training.has_pairs else 'rows'} a forward pass: nothing is padded",
@@ -361,9 +193,9 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
             tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
             said.append(f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them")
         if config.gpu.name != "cpu":
-            said.append("NCCL's own buffers are not counted: not measured")
+            said.append(f"NCCL takes {NCCL_BYTES / MIB:,.0f} MiB, as on two H200 with one communicator")
         if config.fsdp.is_sharded and config.fsdp.cpu_offload is True:
-            said.append("step time: the optimizer's own time on the host is left out; the step takes longer")
+            said.append("step time: the host's update is that of two threads a rank")
         if config.gpu.link_bytes_per_second is None:
             said.append("the rate between two cards is not known: step time is without what they exchange")
     said += rehearsal.said
@@ -429,7 +261,7 @@ def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
 
 def _saved_by_chunks(config: TrainingConfig, logits: int) -> int:
     """Bytes of logits that a loss over chunks does not hold; 0 when it is in use."""
-    tokens = _tokens(config)
+    tokens = tokens_of(config)
     if config.model.chunked_loss is not False or tokens <= CHUNK:
         return 0
     return logits - logits * CHUNK // tokens

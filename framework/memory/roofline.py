@@ -54,9 +54,19 @@ class Efficiency:
     link: float = 5.5 / 6.3
     """Of the rate between host and card, for pinned memory (framework/run/calibrate.py)."""
     card_link: float = 0.7
-    """Of the rate between two cards. NCCL's share of NVLink by its own documents' busbw; not measured here."""
+    """Of the rate between two cards, for one large exchange with nothing beside it (an all-reduce of 1 GiB on two H100
+    reached 329 of 450 GB/s)."""
+    card_link_beside: float = 0.3
+    """The same beside kernels that keep the card busy."""
     collective_seconds: float = 25e-6
     """Start and end of one exchange."""
+    collective_host_seconds: float = 0.75e-3
+    """Host time of one gather or reduction: FSDP2's hooks around a block, its copies and allocations."""
+    sharded_update_seconds: float = 20e-3
+    """Host time of clipping and updating parts of weights (DTensor), for which the card waits.
+
+    This and the two before it: fitted to eleven sharded steps on two H200 (torch 2.11, 2026-11-28), which they leave
+    within 6.3 % (tests/calibration/h200_sharded_step.json)."""
 
 
 CALIBRATED = Efficiency(
@@ -111,7 +121,7 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
         raise ValueError(f"the rates of {card.name} are not known")
     host = efficiency.step_seconds
     compute = memory = communication = done = 0.0
-    link = gathered = 0.0
+    link = gathered = update = 0.0
     known: dict[Operation, tuple[float, float, float]] = {}  # blocks are alike, so most calls were seen before
     for operation in operations:
         costs = known.get(operation)
@@ -123,13 +133,15 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
         if not operation.bytes:
             continue
         if operation.name in (GATHER, REDUCE):
-            exchange = _exchange_seconds(operation, card, efficiency)
+            exchange = _exchange_seconds(operation, card, efficiency, efficiency.card_link_beside)
             communication += exchange
+            host += efficiency.collective_host_seconds
+            update = efficiency.sharded_update_seconds
             link = max(link, host, done if operation.name == REDUCE else 0.0) + exchange
             gathered = link if operation.name == GATHER else gathered
             continue
         if operation.name == EXCHANGE:
-            exchange = _exchange_seconds(operation, card, efficiency)
+            exchange = _exchange_seconds(operation, card, efficiency, efficiency.card_link)
             communication += exchange
             done = link = max(link, host, done) + exchange
             continue
@@ -146,13 +158,13 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
         else:
             memory += kernel
         done = max(done, host) + kernel
-    return StepTime(max(done, host, communication), compute, memory, host, communication)
+    return StepTime(max(done, host, communication) + update, compute, memory, host + update, communication)
 
 
-def _exchange_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency) -> float:
+def _exchange_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency, share: float) -> float:
     """On the link of the cards, by which one exchange follows the other; at once where its rate is not known."""
     rate = card.link_bytes_per_second or math.inf
-    return operation.bytes / (rate * efficiency.card_link) + efficiency.collective_seconds
+    return operation.bytes / (rate * share) + efficiency.collective_seconds
 
 
 def repeat_micro_batches(step: StepTime, one_more: StepTime, times: int) -> StepTime:

@@ -14,7 +14,7 @@ from framework.build.quantize import scale_tensors, weight_count
 from framework.build.ranks import local_part
 from framework.build.streamed_base import SLOTS
 from framework.build.tasks import WithoutAdapter, reference_of
-from framework.memory.planning import Footprint
+from framework.memory.rehearsal import Footprint
 from framework.memory.trace import Space
 from framework.run.trained import trained_state
 from framework.schema.choices import OptimizerOffload

@@ -26,7 +26,8 @@ from framework.build.refuse import refuse_impossible
 from framework.build.tasks import said_of_companion
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
-from framework.memory.planning import Rehearsal, make_plan
+from framework.memory.planning import make_plan
+from framework.memory.rehearsal import Rehearsal
 from framework.memory.requirements import needs_package
 from framework.memory.trace import Kind, Space, Trace
 from framework.run.attempt import copied_to_host

@@ -8,7 +8,7 @@ import torch
 from framework.build.activations import Recompute, recomputing, transformer_blocks
 from framework.build.verify import missing_gradients, verify
 from framework.errors import RequestError, VerificationFailed
-from framework.memory.planning import Rehearsal
+from framework.memory.rehearsal import Rehearsal
 from framework.memory.trace import Kind, Space
 from framework.run.checkpoint import load_checkpoint, save_checkpoint
 from framework.run.rehearse import record

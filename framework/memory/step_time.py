@@ -1,0 +1,149 @@
+"""From the operator calls of a rehearsal to the seconds of its step: what a roofline of one device leaves out."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from framework.memory.ledger import BatchUse, StepCost
+from framework.memory.rehearsal import Rehearsal
+from framework.memory.roofline import CALIBRATED, StepTime, estimate_step, repeat_micro_batches
+from framework.memory.trace import Operation, Space, Trace
+from framework.schema.config import TrainingConfig
+
+
+def steady_step(trace: Trace) -> list[Operation]:
+    """The operator calls of the last rehearsed step, from its first forward to its end."""
+    last = max(index for index, mark in enumerate(trace.marks) if mark.phase == "optimizer_step")
+    earlier = [index for index, mark in enumerate(trace.marks[:last]) if mark.phase == "end"]
+    start = trace.marks[earlier[-1]].operation
+    return trace.operations[start : trace.marks[last + 1].operation]
+
+
+def _micro_batches(operations: Sequence[Operation]) -> tuple[int, int]:
+    """Where the last micro batch of a step begins and ends, as positions in its operations."""
+    end = next(index for index, operation in enumerate(operations) if operation.phase == "optimizer_step")
+    start = max(
+        index
+        for index, operation in enumerate(operations[:end])
+        if operation.phase == "forward" and (not index or operations[index - 1].phase != "forward")
+    )
+    return start, end
+
+
+def step_time(rehearsal: Rehearsal) -> StepTime | None:
+    """Time of one optimizer step with all its micro batches; None where the card's rates are not known."""
+    card = rehearsal.config.gpu
+    if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
+        return None
+    operations = steady_step(rehearsal.trace)
+    if rehearsal.config.training.tf32:
+        operations = [_in_tf32(operation) for operation in operations]
+    rehearsed = estimate_step(operations, card)
+    accumulation = rehearsal.config.batch.accumulation
+    if accumulation <= rehearsal.micro_batches:
+        return rehearsed
+    start, end = _micro_batches(operations)
+    one_more = estimate_step([*operations[:end], *operations[start:end], *operations[end:]], card)
+    return repeat_micro_batches(rehearsed, one_more, accumulation - rehearsal.micro_batches)
+
+
+def with_state_copies(time: StepTime, rehearsal: Rehearsal) -> StepTime:
+    """The step whose states come from the host and go back, one weight after the other while nothing is computed.
+
+    On an H200 the 1B took 0.35 s so, 0.18 s of it copies. What a disk adds is not known, and not counted.
+    """
+    link, footprint = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint
+    pairs = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
+    away = sum(size for size, space in pairs if space in (Space.PINNED, Space.DISK))
+    if not away or link is None:
+        return time
+    copies = 2 * away / (link * CALIBRATED.link)
+    return replace(time, seconds=time.seconds + copies, communication=time.communication + copies)
+
+
+HOST_UPDATE_BYTES_PER_SECOND = 20e9
+"""What AdamW on a rank's processor cores reads and writes. The 1B over two H200 with `fsdp.cpu_offload` took 1.0 s
+longer than without, with two threads a rank (2026-11-28); the launcher gives a rank its share of all cores."""
+
+
+def with_update_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
+    """The step whose parts of weights, gradients and states are updated by the host, while the card waits."""
+    if not (rehearsal.config.fsdp.is_sharded and rehearsal.config.fsdp.cpu_offload):
+        return time
+    footprint = rehearsal.footprint
+    moved = 3 * sum(footprint.trained_sizes) + 2 * sum(footprint.state_sizes)  # weights and states come and go
+    seconds = moved / HOST_UPDATE_BYTES_PER_SECOND
+    return replace(time, seconds=time.seconds + seconds, host=time.host + seconds)
+
+
+BACKWARD_SHARE = 0.6
+"""Of the time of a micro batch, backward: two of three parts of its products, less where the loss is made in forward.
+Not measured."""
+
+
+def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
+    """The step of several devices that each hold the whole model and add up their gradients.
+
+    Each sends and receives the gradients twice, less its own share, while the last backward pass goes on; what does not
+    fit beside that pass makes the step longer. Not measured.
+    """
+    card, config = rehearsal.config.gpu, rehearsal.config
+    if not config.is_replicated or card.link_bytes_per_second is None:
+        return time
+    sent = 2 * (card.count - 1) / card.count * sum(rehearsal.footprint.trained_sizes)
+    exchange = sent / (card.link_bytes_per_second * CALIBRATED.card_link)
+    beside = BACKWARD_SHARE * time.seconds / config.batch.accumulation
+    return replace(time, seconds=time.seconds + max(0.0, exchange - beside), communication=exchange)
+
+
+def beside_the_link(time: StepTime, rehearsal: Rehearsal) -> StepTime:
+    """The step whose blocks come from the host while others compute: as long as the slower of the two."""
+    link, streamed = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint.streamed_bytes
+    if not streamed or link is None:
+        return time
+    copies = rehearsal.config.batch.accumulation * streamed / (link * CALIBRATED.link)
+    return replace(time, seconds=max(time.seconds, copies), communication=copies)
+
+
+def _in_tf32(operation: Operation) -> Operation:
+    """A float32 matrix product at the rate of tf32; anything else as it is."""
+    is_product = operation.shape and operation.dtype == "float32"
+    return operation._replace(dtype="tf32") if is_product else operation
+
+
+def step_cost(rehearsal: Rehearsal) -> StepCost | None:
+    time = step_time(rehearsal)
+    if time is None:
+        return None
+    for adjusted in (beside_the_link, with_state_copies, with_gradient_exchange, with_update_on_host):
+        time = adjusted(time, rehearsal)
+    batch = batch_use(rehearsal.config)
+    tokens = batch.accumulation * tokens_of(rehearsal.config)
+    return StepCost(time.seconds, tokens / time.seconds, model_flops(rehearsal), time.bound_by)
+
+
+def model_flops(rehearsal: Rehearsal) -> int:
+    """FLOPs that the model needs for one step on one device: 6 a token and trained weight, 4 a frozen one, attention.
+
+    Attention is counted from the rehearsed forward pass, three times (backward computes twice as much).
+    """
+    batch, footprint = batch_use(rehearsal.config), rehearsal.footprint
+    operations = steady_step(rehearsal.trace)
+    start, end = _micro_batches(operations)
+    attention = sum(
+        operation.flops
+        for operation in operations[start:end]
+        if operation.phase == "forward" and ("attention" in operation.name or operation.name == "bmm")
+    )
+    tokens = tokens_of(rehearsal.config)
+    products = tokens * (6 * footprint.trained_products + 4 * footprint.frozen_products)
+    return batch.accumulation * (products + 3 * attention)
+
+
+def tokens_of(config: TrainingConfig) -> int:
+    """Tokens of a micro batch on one device, of both answers of a pair."""
+    return config.batch.per_device * config.training.sequences_per_row * config.longest // config.context_size
+
+
+def batch_use(config: TrainingConfig) -> BatchUse:
+    batch = config.batch
+    return BatchUse(batch.per_device, batch.accumulation, batch.world, config.longest, batch.context)
