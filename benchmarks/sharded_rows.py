@@ -17,6 +17,7 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"name": "1b-post-prefetch", **_1B, "fsdp": {"backward_prefetch": "BACKWARD_POST"}},
     {"name": "1b-offload", **_1B, "fsdp": {"cpu_offload": True}},
     {"name": "1b-accumulated", **_1B, "micro": 2, "accumulation": 3},
+    {"name": "1b-ddp", **_1B, "fsdp": {"sharding_strategy": "NO_SHARD"}},
     {"name": "3b-gc", "model": "llama3.2_3b", "micro": 2, "gc": True},
     {"name": "8b-gc-chunked", "model": "llama3.1_8b", "micro": 1, "gc": True, "changes": ["model.chunked_loss=1024"]},
     {"name": "8b-lora-gc", "model": "llama3.1_8b", "micro": 2, "gc": True, "dtype": "bfloat16", "lora": True},

@@ -111,6 +111,7 @@ def _in_tf32(operation: Operation) -> Operation:
 
 
 def step_cost(rehearsal: Rehearsal) -> StepCost | None:
+    """Seconds and tokens a second of one optimizer step; None where the card's rates are not known."""
     time = step_time(rehearsal)
     if time is None:
         return None
@@ -145,5 +146,6 @@ def tokens_of(config: TrainingConfig) -> int:
 
 
 def batch_use(config: TrainingConfig) -> BatchUse:
+    """The batch of a config, as a plan tells it."""
     batch = config.batch
     return BatchUse(batch.per_device, batch.accumulation, batch.world, config.longest, batch.context)
