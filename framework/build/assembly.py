@@ -146,7 +146,7 @@ def assemble(
     if quantized:
         require_bitsandbytes("peft.q_lora", "false (LoRA on a base in bfloat16)")
     autocast = autocast_dtype(config.training)
-    context = share_rows(config, place, ranks)
+    context = share_rows(config, ranks)
     streams = config.model.offload_frozen_base is True
     loaded_at = loading_place(place) if streams else place
     arrival = await_weights(config, architecture, place, ranks)

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from framework.build.loss import next_tokens
-from framework.build.place import Place
 from framework.build.ranks import Ranks
 from framework.schema.choices import SdpaBackend
 from framework.schema.config import TrainingConfig
@@ -75,16 +73,16 @@ class Context:
         return torch.cat([tokens[:, start : start + length] for start in starts], 1)
 
 
-def share_rows(config: TrainingConfig, place: Place, ranks: Ranks) -> Context | None:
+def share_rows(config: TrainingConfig, ranks: Ranks) -> Context | None:
     """The ranks that share this rank's rows; None where each row is one rank's. Every rank must call this.
 
-    They are neighbours: ranks 0 to n - 1 take the first rows, and so on.
+    They are neighbours: ranks 0 to n - 1 take the first rows, and so on. Their group is one of its own even where it
+    has all ranks: in that of sharding, keys would wait for the weights of the next block.
     """
     size = config.context_size
     if size == 1:
         return None
-    with torch._C.DisableTorchFunction():  # the numbers of ranks have values even where all else has none
-        mesh = init_device_mesh(place.kind, (ranks.world // size, size), mesh_dim_names=("data", "context"))
+    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
     backend = config.model.sdpa_backend
     kernel = None if backend is None else SdpaBackend(backend)
-    return Context(ranks.rank % size, size, mesh.get_group("context"), kernel)
+    return Context(ranks.rank % size, size, group, kernel)
