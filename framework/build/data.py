@@ -278,8 +278,10 @@ def _prepare_split(
         for start, end in pairwise([0, *ends]):
             for batch in rows.select(range(start, end)).iter(batch_size=ENCODE_BATCH):
                 places = map(Place, batch["path"], batch["row"])
-                for place, row in zip(places, encode_batch(batch, encoding), strict=True):
-                    tally.take(place, row)
+                encoded = encode_batch(batch, encoding)
+                are_known = tally.all_are_known(encoded)
+                for place, row in zip(places, encoded, strict=True):
+                    tally.take(place, row, are_known)
                 done(len(batch["row"]))
                 if tally.is_full_of_problems:
                     break

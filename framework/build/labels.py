@@ -150,7 +150,7 @@ def answer_spans(template: Template, chat: Chat, whole: str, answers: Sequence[i
     place. Raises UnsuitedChat when that fails too.
     """
     prompts = {index: _render_or_none(template, chat.through(index), generation_prompt=True) for index in answers}
-    closing = _closing(chat, whole, prompts.get(len(chat.messages) - 1))
+    closing = _closing(chat, whole, prompts.get(len(chat.messages) - 1)) if len(answers) > 1 else ""
     spans = []
     for index in answers:
         span = _difference_span(template, chat, index, whole, prompts[index], closing)

@@ -104,7 +104,8 @@ def _read_message(message: object) -> dict[str, Any]:
         kept["tool_calls"] = _read_calls(calls)
     if message.get("content") is not None or "tool_calls" not in kept:
         kept["content"] = _content(message)
-    kept |= {name: _field(message, name) for name in TEXT_FIELDS if message.get(name) is not None}
+    if len(message) > 2:  # most have role and content alone
+        kept |= {name: _field(message, name) for name in TEXT_FIELDS if message.get(name) is not None}
     return kept
 
 

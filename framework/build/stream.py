@@ -123,8 +123,9 @@ class Stream:
         for part in in_parts(raw, ENCODE_BATCH):
             rows = [(place, values) for _, place, values in part if not isinstance(values, Fault)]
             encoded = encode_batch(columns_of([values for _, values in rows]), self.encoding)
+            are_known = tally.all_are_known(encoded)
             for (place, _), row in zip(rows, encoded, strict=True):
-                tally.take(place, row)
+                tally.take(place, row, are_known)
                 places += [place] * (len(tally.kept) - len(places))
         if tally.problems:
             raise RequestError(tally.problems[:PROBLEM_LIMIT])

@@ -1,6 +1,7 @@
 """Fitting rows to the limit one by one, with an account of everything that is lost on the way."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,8 +59,17 @@ class Tally:
     def is_full_of_problems(self) -> bool:
         return len(self.problems) >= PROBLEM_LIMIT
 
-    def take(self, place: Place, row: Encoded | UnsuitedChat | None) -> None:
-        """Count the row and keep of it what the policy allows. None is a row with nothing in it."""
+    def all_are_known(self, rows: Sequence[Encoded | UnsuitedChat | None]) -> bool:
+        """Whether the model has every token and label of these rows: asked of many at once, since each may be short."""
+        single = [row for row in rows if isinstance(row, Encoded)]
+        parts = [each for row in single for each in (row, row.rejected) if each is not None]
+        found = [ids for part in parts for ids in (part.input_ids, part.labels) if len(ids)]
+        vocab_size = self.policy.vocab_size
+        return vocab_size is None or not found or int(np.concatenate(found).max()) < vocab_size
+
+    def take(self, place: Place, row: Encoded | UnsuitedChat | None, is_known: bool = False) -> None:
+        """Count the row and keep of it what the policy allows. None is a row with nothing in it; `is_known`: that the
+        model has its tokens was found before."""
         self.read += 1
         if isinstance(row, UnsuitedChat):
             self.problems.append(Problem(self.key, str(row), where=str(place)))
@@ -67,7 +77,7 @@ class Tally:
             self._drop(place, 0, EMPTY)
         elif _is_same_twice(row):
             self._drop(place, row_length(row), SAME)
-        elif not self._refuse(place, row, length := row_length(row)):
+        elif not self._refuse(place, row, length := row_length(row), is_known):
             supervised = supervised_count(row)
             self.lengths.append(length)
             self.supervised += supervised
@@ -93,9 +103,10 @@ class Tally:
         )
         return join_rows(self.kept), report
 
-    def _refuse(self, place: Place, row: Encoded, length: int) -> bool:
+    def _refuse(self, place: Place, row: Encoded, length: int, is_known: bool) -> bool:
         """Record a problem when the row may not be trained on under any circumstances."""
-        if self.policy.vocab_size is not None and (outside := _outside(row, self.policy.vocab_size)):
+        vocab_size = self.policy.vocab_size
+        if vocab_size is not None and not is_known and (outside := _outside(row, vocab_size)):
             message = f"{outside} is outside the model's vocabulary of {self.policy.vocab_size}"
         elif self.policy.truncation is Truncation.ERROR and length > self.policy.limit and not self._splits(row):
             message = f"the row has {length} tokens and the limit is {self.policy.limit} (data.truncation: error)"

@@ -12,6 +12,7 @@ from framework.build.chat import read_template
 from framework.build.data import Data, prepare_data, training_texts
 from framework.build.kinds import KINDS, SUPERVISED, tasks_for
 from framework.build.labels import IGNORED
+from framework.build.messages import read_messages
 from framework.build.rows import Row
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
@@ -468,3 +469,11 @@ def test_a_tokenizer_can_be_built_on_rows_of_every_form(write_rows: WriteRows) -
         "classification": ["one", "two"],
         "sft": ["one", "two"],
     }
+
+
+def test_a_thought_and_a_name_beside_a_call_without_content_are_kept() -> None:
+    (kept,) = read_messages([{**CALLED, "reasoning_content": "I add.", "name": None}])
+    assert kept["reasoning_content"] == "I add."
+    assert kept["content"] == ""
+    (kept,) = read_messages([{"role": "tool", "content": "4", "tool_call_id": "1"}])
+    assert kept == {"role": "tool", "content": "4", "tool_call_id": "1"}
