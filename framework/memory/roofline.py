@@ -98,18 +98,28 @@ tests/calibration/h100_plain_step.json and the seeded half of h100_product_step.
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. `compute` and `memory` are the device's time in kernels bound by either; they add up."""
+    """Seconds of one step. `compute` and `memory` are the device's time in kernels bound by either; they add up.
 
-    seconds: float
+    `device` is the device's timeline with its gaps. It, the host and what is exchanged go on beside each other; all of
+    them wait for what is `alone`.
+    """
+
+    device: float
     compute: float
     memory: float
     host: float
     communication: float = 0.0
+    alone: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The longest of what goes on at once, and what does not."""
+        return max(self.device, self.host, self.communication) + self.alone
 
     @property
     def bound_by(self) -> str:
         """compute, memory, communication or host: whichever the step waits for most."""
-        device = {"compute": self.compute, "memory": self.memory, "communication": self.communication}
+        device = {"compute": self.compute, "memory": self.memory, "communication": self.communication + self.alone}
         if self.host > sum(device.values()):
             return "host"
         return max(device, key=lambda name: device[name])
@@ -158,7 +168,7 @@ def estimate_step(operations: Iterable[Operation], card: GPUParams, efficiency: 
         else:
             memory += kernel
         done = max(done, host) + kernel
-    return StepTime(max(done, host, communication) + update, compute, memory, host + update, communication)
+    return StepTime(done, compute, memory, host, communication, alone=update)
 
 
 def _exchange_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency, share: float) -> float:

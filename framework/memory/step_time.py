@@ -57,7 +57,7 @@ def with_state_copies(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     if not away or link is None:
         return time
     copies = 2 * away / (link * CALIBRATED.link)
-    return replace(time, seconds=time.seconds + copies, communication=time.communication + copies)
+    return replace(time, alone=time.alone + copies)
 
 
 HOST_UPDATE_BYTES_PER_SECOND = 20e9
@@ -72,7 +72,7 @@ def with_update_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     footprint = rehearsal.footprint
     moved = 3 * sum(footprint.trained_sizes) + 2 * sum(footprint.state_sizes)  # weights and states come and go
     seconds = moved / HOST_UPDATE_BYTES_PER_SECOND
-    return replace(time, seconds=time.seconds + seconds, host=time.host + seconds)
+    return replace(time, alone=time.alone + seconds)
 
 
 BACKWARD_SHARE = 0.6
@@ -91,8 +91,8 @@ def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
         return time
     sent = 2 * (card.count - 1) / card.count * sum(rehearsal.footprint.trained_sizes)
     exchange = sent / (card.link_bytes_per_second * CALIBRATED.card_link)
-    beside = BACKWARD_SHARE * time.seconds / config.batch.accumulation
-    return replace(time, seconds=time.seconds + max(0.0, exchange - beside), communication=exchange)
+    beside = BACKWARD_SHARE * time.device / config.batch.accumulation
+    return replace(time, alone=time.alone + max(0.0, exchange - beside), communication=exchange)
 
 
 def beside_the_link(time: StepTime, rehearsal: Rehearsal) -> StepTime:
@@ -101,7 +101,7 @@ def beside_the_link(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     if not streamed or link is None:
         return time
     copies = rehearsal.config.batch.accumulation * streamed / (link * CALIBRATED.link)
-    return replace(time, seconds=max(time.seconds, copies), communication=copies)
+    return replace(time, communication=copies)
 
 
 def _in_tf32(operation: Operation) -> Operation:

@@ -62,6 +62,13 @@ def test_micro_batches_repeat() -> None:
     assert repeat_micro_batches(two, three, 4).seconds == pytest.approx(4.0)
 
 
+def test_what_is_copied_once_a_step_hides_no_micro_batch() -> None:
+    """Copies that two micro batches do not cover are covered by six."""
+    two, three = (StepTime(device, device, 0.0, 0.1, communication=1.0, alone=0.5) for device in (0.8, 1.2))
+    assert two.seconds == 1.5
+    assert repeat_micro_batches(two, three, 4).seconds == pytest.approx(0.8 + 4 * 0.4 + 0.5)
+
+
 def test_unknown_rates_give_no_time() -> None:
     with pytest.raises(ValueError, match="24gb"):
         estimate_step([product(8)], GPUParams(name="24gb"))
