@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from framework.build.loss import next_tokens
-from framework.build.ranks import Ranks
+from framework.build.ranks import COLLECTIVE, Ranks
 from framework.schema.choices import SdpaBackend
 from framework.schema.config import TrainingConfig
 
@@ -82,7 +82,7 @@ def share_rows(config: TrainingConfig, ranks: Ranks) -> Context | None:
     size = config.context_size
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups(size, timeout=COLLECTIVE)  # type: ignore[no-untyped-call]
     backend = config.model.sdpa_backend
     kernel = None if backend is None else SdpaBackend(backend)
     return Context(ranks.rank % size, size, group, kernel)

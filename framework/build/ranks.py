@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +18,9 @@ from framework.schema.config import TrainingConfig
 
 if TYPE_CHECKING:
     from framework.build.arrival import Arrival
+
+COLLECTIVE = timedelta(minutes=30)
+"""How long a rank may be late in the middle of a step."""
 
 
 @dataclass(frozen=True)

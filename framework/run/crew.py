@@ -27,13 +27,11 @@ import torch.distributed as dist
 from accelerate.utils import check_cuda_p2p_ib_support
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from framework.build.ranks import ALONE, Ranks
+from framework.build.ranks import ALONE, COLLECTIVE, Ranks
 from framework.errors import Problem, RequestError, TrainingStopped, TunesmithError
 from framework.run.launched import Launched, launched
 from framework.schema.config import TrainingConfig
 
-COLLECTIVE = timedelta(minutes=30)
-"""How long a rank may be late in the middle of a step."""
 ARRIVAL = timedelta(minutes=30)
 """How long the first rank to start waits for the last."""
 WAIT = timedelta(hours=12)

@@ -66,7 +66,7 @@ def test_time_has_the_exchange_and_speed_is_of_one_device():
     plan = rehearse(config(2, card={**CARD, **RATES}))
     assert plan.step is not None
     assert plan.step.tokens_per_second == pytest.approx(TOKENS / 2 / plan.step.seconds)
-    slow = rehearse(config(2, card={**CARD, **RATES, "link_bytes_per_second": 1e8}))
+    slow = rehearse(config(2, card={**CARD, **RATES, "link_bytes_per_second": 1e7}))
     assert slow.step is not None
     assert slow.step.seconds > 2 * plan.step.seconds
     assert slow.step.bound_by == "communication"
