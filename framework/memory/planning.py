@@ -63,11 +63,17 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
     return plan_of_peaks(rehearsal, replayed(rehearsal))
 
 
+def _nccl_bytes(config: TrainingConfig) -> int:
+    """What NCCL holds: a communicator of all devices, and one of those that share rows."""
+    is_alone = config.gpu.count == 1 or config.gpu.name == "cpu"
+    return 0 if is_alone else NCCL_BYTES * (2 if config.context_size > 1 else 1)
+
+
 def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
     """The same, from peaks that were `replayed` before, perhaps for another card."""
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
-    context = (card.context_bytes or 0) + (NCCL_BYTES if card.count > 1 and card.name != "cpu" else 0)
+    context = (card.context_bytes or 0) + _nccl_bytes(config)
     band = choose_band(config, _is_mathematical(rehearsal.trace))
     uncertainty = UNCERTAINTY[band]
     step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]
@@ -194,6 +200,8 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
             said.append(f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them")
         if config.gpu.name != "cpu":
             said.append(f"NCCL takes {NCCL_BYTES / MIB:,.0f} MiB, as on two H200 with one communicator")
+            if config.context_size > 1:
+                said.append("those that share rows have a communicator of their own, taken to need as much again")
         if config.fsdp.is_sharded and config.fsdp.cpu_offload is True:
             said.append("step time: the host's update is that of two threads a rank")
         if config.gpu.link_bytes_per_second is None:

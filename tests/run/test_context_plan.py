@@ -6,6 +6,7 @@ import pytest
 
 from framework.errors import RequestError
 from framework.memory.ledger import Band
+from framework.memory.planning import NCCL_BYTES
 from framework.memory.trace import EXCHANGE
 from framework.run.rehearse import record, rehearse
 from framework.schema.config import TrainingConfig
@@ -76,6 +77,7 @@ def test_the_plan_says_what_is_shared():
     plan = rehearse(config(4))
     said = "each device has 512 of 2,048 tokens of a row, and in each layer gathers keys and values of all of them"
     assert said in plan.assumptions
+    assert plan.step_peak.terms.overhead == 2 * NCCL_BYTES
     assert any(f"band ({Band.CONTEXT})" in line for line in plan.assumptions)
 
 
