@@ -75,7 +75,7 @@ def _frontier(found: Found, width: int, strokes: Strokes) -> Iterator[Text]:
 
 def _tail(found: Found, width: int) -> Iterator[Text]:
     yield Text()
-    yield from wrapped(f"{found.tried:,} candidates, {found.planned} of them planned as a whole", width)
+    yield from wrapped(found.looked_at, width)
     if found.overrides and found.fits:
         yield Text()
         yield Text("To paste", "bold")

@@ -27,7 +27,7 @@ def fit_page(title: str, found: Found) -> str:
         "<h2>What changed</h2>",
         _changes(found.changes),
         *items("To paste", found.overrides if found.fits else ()),
-        f'<p class="soft">{found.tried:,} candidates, {found.planned} of them planned as a whole.</p>',
+        f'<p class="soft">{found.looked_at}.</p>',
     ]
     return document(f"Fit of {title}", parts)
 

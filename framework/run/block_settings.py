@@ -1,4 +1,4 @@
-"""What compiled blocks depend on beside the shapes that they see: rehearsals that share it share captures. No torch."""
+"""What rehearsals may have in common: captures of compiled blocks, or all but the allocator's settings. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -32,6 +32,11 @@ def shared_work(config: Mapping[str, Any]) -> str | None:
     """A name for the captures of blocks that a rehearsal needs; None for one of plain code, which captures nothing."""
     training = config["training"]
     return f"{training[MICRO_BATCH]} {block_settings(config)}" if training["compile"] is True else None
+
+
+def shared_rehearsal(config: Mapping[str, Any]) -> str:
+    """A name for all of a config but what the allocator makes of the same events."""
+    return json.dumps({**config, "training": {**config["training"], "allocator": None}}, sort_keys=True)
 
 
 def _without_depth(architecture: Any) -> Any:

@@ -197,6 +197,10 @@ def _call_of(module: nn.Module, blocks: CompiledBlocks) -> Callable[..., Any]:
     return lambda *args, **kwargs: blocks.call(module, args, kwargs)
 
 
+_NO_MATTER = ("layer_idx", "gradient_checkpointing")
+"""Attributes that a block's compiled call does not read: checkpoints are around it."""
+
+
 def _key(module: nn.Module, flat: Sequence[Any], spec: TreeSpec) -> Any:
     """What equal captures have in common: shapes, kinds and settings of everything that the call sees."""
     tensors = [*(item for item in flat if isinstance(item, torch.Tensor)), *module.parameters(), *module.buffers()]
@@ -207,7 +211,7 @@ def _key(module: nn.Module, flat: Sequence[Any], spec: TreeSpec) -> Any:
         (name, value)
         for inner in module.modules()
         for name, value in vars(inner).items()
-        if isinstance(value, plain) and name != "layer_idx"
+        if isinstance(value, plain) and name not in _NO_MATTER
     )
     regions = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled())
     return type(module), facts, others, settings, regions, str(spec)

@@ -13,12 +13,14 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, NoReturn
 
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
+from framework.memory.planning import Rehearsal, make_plan
 from framework.run import plan_cache
-from framework.run.block_settings import shared_work
+from framework.run.block_settings import shared_rehearsal, shared_work
 from framework.run.child import failed
 from framework.schema.config import TrainingConfig
 
@@ -125,16 +127,8 @@ def serve() -> int:
 
 
 def _all(configs: Sequence[Mapping[str, Any]], workers: list["_Worker"]) -> list[dict[str, Any]]:
-    """The answers to some configs, which the workers share. One that has captured a config's blocks gets it."""
-    shares: list[list[int]] = [[] for _ in workers]
-    costs = [0] * len(workers)
-    for index, config in enumerate(configs):
-        work = shared_work(config)
-        has_it = [number for number, worker in enumerate(workers) if work in worker.captured]
-        chosen = has_it[0] if has_it else costs.index(min(costs))
-        costs[chosen] += 1 if work is None or has_it else CAPTURE_COST
-        workers[chosen].captured |= {work} - {None}
-        shares[chosen].append(index)
+    """The answers to some configs, which the workers share."""
+    shares = _shares(configs, workers)
     for worker, share in zip(workers, shares, strict=True):
         worker.ask([configs[index] for index in share])
     answers: dict[int, dict[str, Any]] = {}
@@ -145,6 +139,23 @@ def _all(configs: Sequence[Mapping[str, Any]], workers: list["_Worker"]) -> list
             found = [{"fault": "a rehearsal was ended from outside"}] * len(share)
         answers |= zip(share, found, strict=True)
     return [answers[index] for index in range(len(configs))]
+
+
+def _shares(configs: Sequence[Mapping[str, Any]], workers: Sequence["_Worker"]) -> list[list[int]]:
+    """Which configs each worker gets, by index: those of one rehearsal, and those whose blocks it has captured."""
+    shares: list[list[int]] = [[] for _ in workers]
+    costs = [0] * len(workers)
+    given: dict[str, int] = {}
+    for index, config in enumerate(configs):
+        work, whole = shared_work(config), shared_rehearsal(config)
+        has_it = [number for number, worker in enumerate(workers) if work in worker.captured]
+        chosen = given.get(whole, has_it[0] if has_it else costs.index(min(costs)))
+        if whole not in given:
+            costs[chosen] += 1 if work is None or has_it else CAPTURE_COST
+        given[whole] = chosen
+        workers[chosen].captured |= {work} - {None}
+        shares[chosen].append(index)
+    return [sorted(share, key=lambda index: shared_rehearsal(configs[index])) for share in shares]
 
 
 class _Worker:
@@ -177,23 +188,42 @@ class _Worker:
 
 def _work(questions: IO[str], answers: IO[str]) -> NoReturn:
     """What a fork does: plan what each line asks for until there are no more, end."""
-    kept: dict[str, Any] = {}
+    memory = _Memory()
     try:
         for line in questions:
             found = []
             for config in json.loads(line):
-                found.append(_document(config, kept))
+                found.append(_document(config, memory))
                 gc.collect()
             print(json.dumps(found), file=answers, flush=True)
     finally:
         os._exit(0)
 
 
-def _document(config: Mapping[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    from framework.run.rehearse import rehearse
+@dataclass
+class _Memory:
+    """What a worker keeps: blocks that it captured, and its last rehearsal, which serves every setting of the allocator
+    (they change what becomes of the recorded events, not the events)."""
 
+    captured: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+    rehearsal: Rehearsal | None = None
+
+    def plan(self, config: Mapping[str, Any]) -> Plan:
+        from framework.run.rehearse import record
+
+        typed, name = TrainingConfig.model_validate(config), shared_rehearsal(config)
+        if self.rehearsal is None or name != self.name:
+            self.rehearsal = None  # one that fails must not leave the one before under its name
+            self.rehearsal, self.name = record(typed, self.captured), name
+        settled = self.rehearsal.config
+        training = settled.training.model_copy(update={"allocator": typed.training.allocator})
+        return make_plan(replace(self.rehearsal, config=settled.model_copy(update={"training": training})))
+
+
+def _document(config: Mapping[str, Any], memory: _Memory) -> dict[str, Any]:
     try:
-        return {"plan": rehearse(TrainingConfig.model_validate(config), kept).to_json()}
+        return {"plan": memory.plan(config).to_json()}
     except RequestError as error:
         return {"errors": [problem.to_json() for problem in error.problems]}
     except Exception as error:

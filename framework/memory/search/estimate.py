@@ -51,10 +51,12 @@ class Depths:
 @dataclass
 class Estimate:
     """What is known of one structure: `shallow` (micro batch -> figures of the whole model, from two depths), and
-    `planned` (micro batch -> the plan of the whole model)."""
+    `planned` (micro batch -> the plan of the whole model). `lender` is one like it, whose plans correct it until it has
+    its own."""
 
     shallow: dict[int, Figures] = field(default_factory=dict)
     planned: dict[int, Plan] = field(default_factory=dict)
+    lender: "Estimate | None" = None
 
     def upper(self, micro: int) -> float:
         """Upper end of device bytes at a micro batch."""
@@ -87,10 +89,14 @@ class Estimate:
 
     def _correction(self, micro: int) -> float:
         near = self._nearest_plan(micro)
+        if not near and self.lender is not None:
+            return self.lender._correction(micro)
         return self.planned[near].peak.device_bytes_upper / self._line(near) if near else 1.0
 
     def _slowness(self, micro: int) -> float:
         near = self._nearest_plan(micro)
+        if not near and self.lender is not None:
+            return self.lender._slowness(micro)
         said = self._line_seconds(near) if near else 0.0
         return Figures.of(self.planned[near]).seconds / said if near and said else 1.0
 

@@ -7,12 +7,14 @@ micro batch mends the line where it is used, the plan of the whole model ends th
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from framework.memory.ledger import Plan
 from framework.memory.search.estimate import Estimate, Figures, deepened, depths_of, with_depth
+from framework.memory.search.mixed import Mix, kin_of, mixed, mixes
 from framework.memory.search.space import EXPANDABLE, Structure, with_rows
 from framework.schema.config import TrainingConfig
 
@@ -24,8 +26,8 @@ WORTH_A_LOOK = 1.04
 """The same for a structure of which nothing is known: its promise is an upper end."""
 LIKELY = 1.05
 """Shares over the card by which a line may still be wrong about what does not fit."""
-MOST_PLANS = 16
-"""Plans of the whole model in one search."""
+MOST_PLANS = 32
+"""Plans of the whole model in one search, each with both settings of the allocator."""
 FINALISTS = 3
 FIRST_SIZES = (1, 8)
 """Micro batches that a structure is first planned with, those of them that divide."""
@@ -57,6 +59,16 @@ class Space:
     @property
     def count(self) -> int:
         return len(self.structures) * len(self.sizes)
+
+    @cached_property
+    def mixes(self) -> list[Mix]:
+        """What the figures of each structure are a sum of."""
+        return mixes(self.structures)
+
+    @cached_property
+    def families(self) -> list[tuple[str, ...]]:
+        """What each structure's figures depend on; the allocator's settings move only what is cached."""
+        return [tuple(word for word in item.name if not word.startswith(EXPANDABLE)) for item in self.structures]
 
     def weight(self, number: int) -> int:
         """How far a structure is from the plain settings: of those about as fast the plainer one is taken."""
@@ -91,6 +103,11 @@ class Search:
     def closest(self) -> Candidate | None:
         """The planned candidate that needs least."""
         return min(self.plans, key=lambda item: self.plans[item].peak.device_bytes_upper, default=None)
+
+    @property
+    def computed(self) -> int:
+        """Candidates whose bytes and seconds are known, if by a line."""
+        return len(self.estimates.keys() - self.refused) * len(self.space.sizes)
 
     def finalists(self) -> list[Candidate]:
         """The planned candidates that fit, fastest first; a few."""
@@ -130,7 +147,8 @@ class Search:
         promises = sorted([*known, *unknown]) if best is not None else [*known[:1], *unknown]
         if not promises and best is None:
             return self._smallest()
-        return [(number, size) for _, _, number, size in promises[:AT_A_TIME]]
+        families = {self.space.families[number]: (number, size) for _, _, number, size in reversed(promises)}
+        return list(reversed(families.values()))[:AT_A_TIME]
 
     def _known_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
         """(seconds, weight, number, size) of the fastest size of each structure that may fit and was not planned."""
@@ -142,13 +160,14 @@ class Search:
                 yield estimate.seconds(size), self.space.weight(number), number, size
 
     def _unknown_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
-        """The same for structures of which nothing is known, one of each family."""
-        families = set()
+        """The same for structures of which nothing is known, one of those that are known together."""
+        looked_at = set()
         for number, structure in enumerate(self.space.structures):
-            family = _family(structure)
-            is_new = number not in self.estimates and number not in self.refused and family not in families
-            if is_new and not self._is_too_large(structure):
-                families.add(family)
+            is_new = number not in self.estimates and number not in self.refused
+            parents = [parent for parent in self._parents(number) if parent not in self.estimates]
+            behind = frozenset(self.space.families[parent] for parent in parents)
+            if is_new and behind not in looked_at and not self._is_too_large(structure):
+                looked_at.add(behind)
                 yield self._least_seconds(structure), self.space.weight(number), number, None
 
     def _smallest(self) -> list[tuple[int, int | None]]:
@@ -198,7 +217,9 @@ class Search:
 
     def _plan_shallow(self, wanted: Sequence[Candidate]) -> None:
         """Figures from two depths. Structures that differ in the allocator alone share them."""
-        asked = list({(_family(self.space.structures[item.number]), item.micro): item for item in wanted}.values())
+        behind = [Candidate(parent, item.micro) for item in wanted for parent in self._parents(item.number)]
+        new = [item for item in behind if item.micro not in self._shallow(item.number)]
+        asked = list({(self.space.families[item.number], item.micro): item for item in new}.values())
         depths = [depths_of(self.space.structures[item.number].config) for item in asked]
         configs: list[TrainingConfig] = []
         for item, depth in zip(asked, depths, strict=True):
@@ -212,22 +233,54 @@ class Search:
             figures = None if few is None or more is None else deepened(few, more, depth)
             self._keep(item, figures)
 
+    def _parents(self, number: int) -> Mix:
+        """The structures to plan for the figures of one, with their weights."""
+        mix = self.space.mixes[number]
+        return {number: 1.0} if self.refused & mix.keys() else mix
+
+    def _shallow(self, number: int) -> Mapping[int, Figures]:
+        return self.estimates[number].shallow if number in self.estimates else {}
+
     def _keep(self, item: Candidate, figures: Figures | None) -> None:
-        family = _family(self.space.structures[item.number])
-        for other, structure in enumerate(self.space.structures):
-            if _family(structure) == family and figures is None:
-                self.refused.add(other)
-            elif _family(structure) == family and figures is not None:
-                self.estimates.setdefault(other, Estimate()).shallow[item.micro] = figures
+        """Note figures for all structures that have them, and what follows for others."""
+        family = self.space.families[item.number]
+        same = {number for number, other in enumerate(self.space.families) if other == family}
+        if figures is None:
+            self.refused |= same
+            return
+        for number in same:
+            self.estimates.setdefault(number, Estimate()).shallow[item.micro] = figures
+        for number in range(len(self.space.structures)):
+            parents = self._parents(number)
+            parts = [(self._shallow(parent).get(item.micro), weight) for parent, weight in parents.items()]
+            known = [(figures, weight) for figures, weight in parts if figures is not None]
+            if number not in parents and same & parents.keys() and len(known) == len(parents):
+                self.estimates.setdefault(number, Estimate()).shallow[item.micro] = mixed(known)
+
+    def _lend(self, number: int) -> None:
+        """Let those that differ from a structure in their checkpoints alone be corrected by its plans."""
+        kin = kin_of(self.space.structures[number])
+        for other, estimate in self.estimates.items():
+            if other != number and kin_of(self.space.structures[other]) == kin:
+                estimate.lender = self.estimates[number]
 
     def _plan_whole(self, chosen: Sequence[Candidate]) -> None:
-        plans = self.measure([self.space.config(item) for item in chosen]) if chosen else ()
-        for item, plan in zip(chosen, plans, strict=True):
+        """Plan candidates as a whole, with every setting of the allocator: these share a rehearsal."""
+        families = [(self.space.families[item.number], item.micro) for item in chosen]
+        wanted = [
+            Candidate(number, micro)
+            for family, micro in families
+            for number, other in enumerate(self.space.families)
+            if other == family and Candidate(number, micro) not in self.plans
+        ]
+        plans = self.measure([self.space.config(item) for item in wanted]) if wanted else ()
+        for item, plan in zip(wanted, plans, strict=True):
             if plan is None:
                 self.refused.add(item.number)
                 continue
             self.plans[item] = plan
             self.estimates[item.number].planned[item.micro] = plan
+            self._lend(item.number)
 
 
 def without_evaluation(config: TrainingConfig) -> TrainingConfig:
@@ -235,11 +288,6 @@ def without_evaluation(config: TrainingConfig) -> TrainingConfig:
     data = config.data.model_copy(update={"eval": (), "eval_fraction": 0.0})
     training = config.training.model_copy(update={"eval_steps": None})
     return config.model_copy(update={"data": data, "training": training})
-
-
-def _family(structure: Structure) -> tuple[str, ...]:
-    """What a structure allocates depends on this; the allocator's settings move only what is cached."""
-    return tuple(word for word in structure.name if not word.startswith(EXPANDABLE))
 
 
 def _strongest(structures: Sequence[Structure]) -> list[int]:

@@ -158,6 +158,7 @@ def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
         frontier=frontier(before, best.searches, _is_timed(written.gpu)),
         tried=sum(search.space.count for search in best.searches),
         planned=sum(len(search.plans) for search in best.searches),
+        computed=sum(search.computed for search in best.searches),
         remarks=tuple(_remarks(written, after)),
         smallest_card=None if plan.fits else _smallest_card(after, plan, best.measure),
     )
@@ -240,7 +241,8 @@ def frontier(before: TrainingConfig, searches: Sequence[Search], is_timed: bool)
         if seconds < fastest:
             fastest = seconds
             best.append((upper, seconds, search, item))
-    best = best[:: max(1, -(-len(best) // MOST_POINTS))]
+    apart = max(1, -(-len(best) // MOST_POINTS))
+    best = [row for place, row in enumerate(best) if not place % apart or row[3] in row[2].plans]
     return tuple(
         Point(
             overrides=_overrides(before, search.space.config(item)),

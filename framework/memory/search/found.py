@@ -68,6 +68,8 @@ class Found:
     """Candidates that were decided on, by plan, by line or by bound."""
     planned: int
     """Of these, with a plan of the whole model."""
+    computed: int = 0
+    """Of these, with bytes and seconds of their own, by plan or by line; the others are no better than one of them."""
     remarks: tuple[str, ...] = ()
     smallest_card: str | None = None
     """Where nothing fits: the smallest shipped card that the closest miss was planned to fit; None where it fits."""
@@ -81,6 +83,11 @@ class Found:
         """The changes as they are typed. The global batch stands beside a micro batch, so that it is kept."""
         return typed({change.key: change.new for change in self.changes}, self.config.batch.global_size)
 
+    @property
+    def looked_at(self) -> str:
+        """What the search looked at, and how closely."""
+        return f"{self.tried:,} candidates, {self.computed:,} of them computed, {self.planned} planned as a whole"
+
     def remarking(self, remarks: Iterable[str]) -> "Found":
         """The same with more remarks."""
         return replace(self, remarks=(*self.remarks, *remarks))
@@ -92,6 +99,7 @@ class Found:
             "overrides": list(self.overrides),
             "plan": self.plan.to_json(),
             "tried": self.tried,
+            "computed": self.computed,
             "planned": self.planned,
             "frontier": [point.to_json() for point in self.frontier],
             "batch_equation": str(self.config.batch),

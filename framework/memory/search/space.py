@@ -5,13 +5,14 @@ which order, stands here. No torch.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 from framework.memory.editing import default_of, possible, value_of, with_values
 from framework.memory.levers import lever, word
 from framework.memory.requirements import is_installed, suits
+from framework.memory.search.estimate import depths_of
 from framework.schema.choices import Attention, Optimizer
 from framework.schema.config import TrainingConfig
 
@@ -20,25 +21,30 @@ EVAL_BATCH = "training.per_device_eval_batch_size"
 ACCUMULATION = "training.gradient_accumulation_steps"
 GLOBAL_BATCH = "training.global_batch_size"
 EXPANDABLE = "training.allocator.expandable_segments"
-_CHECKPOINTS = "training.enable_gradient_checkpointing"
-_EVERY = "training.gradient_checkpointing_every"
+CHECKPOINTS = "training.enable_gradient_checkpointing"
+EVERY = "training.gradient_checkpointing_every"
 _BUDGET = "training.activation_memory_budget"
 _COMPILE = "training.compile"
-_CHUNKS = "model.chunked_loss"
+CHUNKS = "model.chunked_loss"
 
 Table = Mapping[str, tuple[Any, ...]]
 EXACT: Table = {
-    _CHECKPOINTS: (False, True),
-    _EVERY: (4, 2, 1),
+    CHECKPOINTS: (False, True),
+    EVERY: (4, 2, 1),
     "training.activation_offload": (False, True),
     _COMPILE: (False, True),
     _BUDGET: (None, 0.5, 0.3),
-    _CHUNKS: (False, 1024),
+    CHUNKS: (False, 1024, 256),
     EXPANDABLE: (None, True),
 }
 """Levers that leave the trajectory as it is, with the values worth trying, from fast and large to slow and small.
-Policies of checkpoints are not: on an H200 they kept more than `full` and were slower still: by 3 and 12 % for
-the 1B, by 47 % for LoRA of the 8B (benchmarks/results/levers_h200.json). Each operator passes through Python there."""
+By what an H200 measured (benchmarks/results/levers_h200.json) two are not among them. Liger's kernels: compiled blocks,
+which they do not go with, were faster (+27 against +24 % for the 1B, +46 against +11 % for LoRA of the 8B). Policies of
+checkpoints: they kept more than `full` and were slower still, by 3 and 12 % for the 1B, by 47 % for LoRA of the 8B, as
+each operator passes through Python there."""
+FINE = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
+"""Values of `gradient_checkpointing_every` where its figures are arithmetic on others (`mixed`), so that many cost no
+more than few."""
 OFF_THE_CARD: Table = {
     **EXACT,
     "training.optimizer_offload": ("none", "host"),
@@ -52,12 +58,12 @@ SHARDING: Table = {
 }
 """What several devices may split between them, from fast and large to slow and small."""
 SLOWER = (
-    *(_CHECKPOINTS, _EVERY, "training.activation_offload", _BUDGET),
+    *(CHECKPOINTS, EVERY, "training.activation_offload", _BUDGET),
     *("training.optimizer_offload", "model.offload_frozen_base", EXPANDABLE),
     *SHARDING,
 )
 """Levers whose later values compute or move no less than the earlier ones: never faster at the same batch."""
-SMALLER = (*SLOWER, _CHUNKS)
+SMALLER = (*SLOWER, CHUNKS)
 """Levers whose later values take no more memory than the earlier ones."""
 PREFERRED: Mapping[str, tuple[Any, Any, str]] = {
     "training.optimizer": (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED, "cuda"),
@@ -89,7 +95,12 @@ class Structure:
 
     def _is_below(self, other: "Structure", levers: Collection[str]) -> bool:
         pairs = zip(self.choices, self.positions, other.positions, strict=True)
-        return all(mine == its or (key in levers and mine < its) for key, mine, its in pairs)
+        return all(mine == its or (mine < its and self._is_ordered(key, levers)) for key, mine, its in pairs)
+
+    def _is_ordered(self, key: str, levers: Collection[str]) -> bool:
+        """Whether later values of a key are no better. Of chunks of the loss the smaller are no faster, and none is
+        sure to be slower than all logits at once."""
+        return key in levers or (key == CHUNKS and self.choices[key] is not False)
 
 
 def with_rows(config: TrainingConfig, rows: int, micro: int, free: Collection[str]) -> TrainingConfig:
@@ -134,10 +145,13 @@ def micro_batches(config: TrainingConfig, rows: int, free: Collection[str]) -> l
 
 def structures(config: TrainingConfig, free: Collection[str], table: Table, runs_here: bool) -> list[Structure]:
     """Every combination of the table's values of free keys that can run. Other keys keep their value."""
-    if config.training.task.is_of_rows and _CHUNKS in free:  # one answer a row: there are no logits to leave out
-        config, free = with_values(config, {_CHUNKS: False}), [key for key in free if key != _CHUNKS]
+    if config.training.task.is_of_rows and CHUNKS in free:  # one answer a row: there are no logits to leave out
+        config, free = with_values(config, {CHUNKS: False}), [key for key in free if key != CHUNKS]
+    if CHECKPOINTS in free and EVERY in free and (depths := depths_of(config)) is not None:
+        table = {**table, EVERY: tuple(every for every in FINE if every < depths.all)}
     axes = {key: _values(config, key, table[key]) if key in free else (value_of(config, key),) for key in table}
     found: list[Structure] = []
+    changed_to = _Changed(config, runs_here)
     for chosen in product(*axes.values()):
         choices = dict(zip(axes, chosen, strict=True))
         idle = {key for key in axes if not _has_company(config, key, choices)}
@@ -146,32 +160,46 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
         is_as_written = all(_same(value_of(config, key), value) for key, value in choices.items())
         if _is_left_out(choices, free) and not is_as_written:
             continue
-        changed = possible(config, {key: value for key, value in choices.items() if key in free}, runs_here)
+        changed = changed_to({key: value for key, value in choices.items() if key in free})
         if changed is not None:
             positions = tuple(0 if key in idle else axes[key].index(value) + 1 for key, value in choices.items())
             found.append(Structure(changed, choices, positions))
     return found
 
 
-def _is_left_out(choices: Mapping[str, Any], free: Collection[str]) -> bool:
-    """Whether freely chosen values are near others that are reached in one way, or that do better.
+@dataclass
+class _Changed:
+    """A config with other values, None where that is not possible. What rules say of checkpoints at every second block
+    they say of every third: one is asked for all."""
 
-    A plan of compiled blocks costs seconds, most of them to trace a block, so these are few: the budget is the finer
-    way between all activations and none, and the logits are left out, which frees a third of a 1B's memory for 5 % of
-    its speed (plain code on an H200, benchmarks/results/levers_h200.json).
-    """
-    every, budget = choices.get(_EVERY, 1), choices.get(_BUDGET)
-    if choices.get(_CHECKPOINTS) is True and budget is not None and _BUDGET in free:
-        return True  # the budget is then only for the one block at work
-    if choices.get(_COMPILE) is not True or _COMPILE not in free:
-        return False
-    return (every != 1 and _EVERY in free) or (choices.get(_CHUNKS) is False and _CHUNKS in free)
+    config: TrainingConfig
+    runs_here: bool
+    known: dict[tuple[str, ...], TrainingConfig | None] = field(default_factory=dict)
+
+    def __call__(self, values: Mapping[str, Any]) -> TrainingConfig | None:
+        every = values.get(EVERY, 1)
+        if every == 1:
+            return possible(self.config, values, self.runs_here)
+        others = tuple(word(value) for key, value in values.items() if key != EVERY)
+        if others not in self.known:
+            self.known[others] = possible(self.config, values, self.runs_here)
+        like = self.known[others]
+        if like is None:
+            return None
+        return like.model_copy(
+            update={"training": like.training.model_copy(update={"gradient_checkpointing_every": every})}
+        )
+
+
+def _is_left_out(choices: Mapping[str, Any], free: Collection[str]) -> bool:
+    """Whether freely chosen values do what others do better: beside checkpoints a budget is for one block at work."""
+    return choices.get(CHECKPOINTS) is True and choices.get(_BUDGET) is not None and _BUDGET in free
 
 
 def _values(config: TrainingConfig, key: str, tried: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values to try less those that card or packages rule out; the one that is there now is the first of others."""
     now = value_of(config, key)
-    now = 1024 if key == _CHUNKS and now is True else now
+    now = 1024 if key == CHUNKS and now is True else now
     known = [value for value in tried if _can_be_had(config, key, value)]
     if not any(_same(now, value) for value in known):
         known.insert(1, now)

@@ -107,7 +107,7 @@ def test_a_refused_structure_is_passed_over() -> None:
 
 def test_a_classifier_has_no_logits_to_leave_out() -> None:
     card = read_card("rtx4090_24gb")
-    for task, chunks in (("sft", {"False", "1024"}), ("classification", {"False"})):
+    for task, chunks in (("sft", {"False", "1024", "256"}), ("classification", {"False"})):
         config = TrainingConfig(training={"task": task}, model={"architecture": {"model_type": "bert"}}, gpu=card)
         found = structures(config, list(EXACT), EXACT, runs_here=False)
         assert {str(item.config.model.chunked_loss) for item in found} == chunks
