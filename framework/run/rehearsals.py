@@ -18,7 +18,8 @@ from typing import IO, Any, NoReturn
 
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
-from framework.memory.planning import Rehearsal, make_plan
+from framework.memory.planning import make_plan
+from framework.memory.rehearsal import Rehearsal
 from framework.run import plan_cache
 from framework.run.block_settings import shared_rehearsal, shared_work
 from framework.run.child import failed
