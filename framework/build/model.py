@@ -14,7 +14,7 @@ from framework.build.hub import hub_is_reachable, nearest, one_line
 from framework.build.isolation import refuse_leaks
 from framework.build.liger import refuse_unknown_to_liger
 from framework.build.place import Place
-from framework.build.quantize import quantization
+from framework.build.quantize import quantization, refuse_other_packing
 from framework.build.ring_attention import NAME as RING_ATTENTION
 from framework.build.ring_attention import know_ring_attention
 from framework.build.token_mixing import refuse_mixing
@@ -129,8 +129,10 @@ def build_model(
 
     `model.torch_dtype_str` must be resolved; `auto` takes the checkpoint's dtype (float32 where it states none).
     `computed` is autocast's dtype, which the weights of a base that is quantised while it loads are multiplied in.
-    Raises RequestError when the weights cannot be loaded or do not match the architecture.
+    Raises RequestError when the weights cannot be loaded, do not match the architecture, or are stored packed otherwise
+    than they are to be held.
     """
+    refuse_other_packing(config, architecture)
     dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
     attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
     of_rows = config.training.task.is_of_rows

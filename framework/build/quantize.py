@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.build.heads import answers_for_rows
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod
+from framework.schema.config import TrainingConfig
 from framework.schema.peft import PeftParams
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -36,6 +37,34 @@ def require_bitsandbytes(key: str, otherwise: str) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
         message = "packed weights need the package bitsandbytes, which is not installed"
         raise RequestError([Problem(key, message, expected=f"pip install bitsandbytes, or {otherwise}")])
+
+
+def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig) -> None:
+    """Raises RequestError where a checkpoint is stored packed by bitsandbytes and the run does not hold it just so:
+    such weights arrive as they are stored, whatever was asked for and planned."""
+    stored: Any = getattr(architecture, "quantization_config", None)
+    settings = stored if isinstance(stored, dict) or stored is None else stored.to_dict()
+    if not settings or settings.get("quant_method") != "bitsandbytes" or not config.model.load_pretrained_weights:
+        return
+    peft, bits = config.peft, 4 if settings.get("load_in_4bit") else 8
+    code, nested = settings.get("bnb_4bit_quant_type", "fp4"), bool(settings.get("bnb_4bit_use_double_quant"))
+    kind, asked = kind_name(bits, code, nested), "not quantised"
+    if config.training.use_peft and peft.q_lora:
+        asked = kind_name(peft.q_lora_bits, str(peft.bnb_4bit_quant_type), peft.use_bnb_nested_quant)
+    keys = {"peft.q_lora_bits": str(bits)}
+    keys |= {"peft.bnb_4bit_quant_type": code, "peft.use_bnb_nested_quant": str(nested).lower()} if bits == 4 else {}
+    words = " ".join(f"{key}={value}" for key, value in keys.items())
+    expected = f"peft=qlora {words}, or the checkpoint that it was packed from"
+    if asked != kind:
+        message = f"the weights of {config.model.model_name} are stored as {kind}, and asked for is {asked}"
+        raise RequestError([Problem("peft.q_lora", message, expected=expected)])
+    if peft.peft_method is PeftMethod.LOFTQ:
+        message = (
+            f"loftq needs what quantisation loses, and the weights of {config.model.model_name} are stored as {kind}"
+        )
+        raise RequestError(
+            [Problem("peft.peft_method", message, expected="lora, or the checkpoint before it was packed")]
+        )
 
 
 ROW_HEADS = ("classifier", "pre_classifier", "score", "head", r".*\.pooler", "pooler")

@@ -6,15 +6,16 @@ import math
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from framework.build.quantize import scale_tensors
+from framework.build.quantize import refuse_other_packing, scale_tensors
 from framework.build.verify import verify
 from framework.errors import RequestError
 from framework.run.checkpoint import load_checkpoint, save_checkpoint
 from framework.run.export import export
 from framework.run.rehearse import record
 from framework.run.step import train_step
+from framework.schema.config import TrainingConfig
 from tests.build.test_adapter import MOE, adapted, steps
 from tests.run.test_adapter_saves import IDS, TOKENIZER, close, logits
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, unequal_rows
@@ -152,3 +153,34 @@ def test_without_the_package_the_request_is_refused(monkeypatch):
     with pytest.raises(RequestError, match="pip install bitsandbytes"):
         tiny_assembly(quantized())
     assert IDS.numel()
+
+
+STORED = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+QLORA = {"q_lora": True, "q_lora_bits": 4, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "peft", "word"),
+    [
+        (STORED, None, "asked for is not quantised"),
+        (STORED, {}, "asked for is not quantised"),
+        (STORED, {**QLORA, "q_lora_bits": 8}, "stored as 4-bit nf4, and asked for is 8-bit"),
+        (STORED, {**QLORA, "use_bnb_nested_quant": True}, "asked for is 4-bit nf4, nested scales"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, QLORA, "stored as 8-bit"),
+        (STORED, {**QLORA, "peft_method": "loftq"}, "loftq needs what quantisation loses"),
+        (STORED, QLORA, None),
+        ({"quant_method": "fp8"}, None, None),
+        (None, None, None),
+    ],
+)
+def test_weights_that_are_stored_packed_are_held_just_so_or_refused(stored, peft, word):
+    config = TrainingConfig(
+        training={"use_peft": peft is not None}, model={"model_name": "some/model"}, peft=peft or {}
+    )
+    architecture = LlamaConfig(**({} if stored is None else {"quantization_config": stored}))
+    if word is None:
+        refuse_other_packing(config, architecture)
+        return
+    with pytest.raises(RequestError, match=word) as refused:
+        refuse_other_packing(config, architecture)
+    assert refused.value.problems[0].expected
