@@ -1,0 +1,39 @@
+"""Scripts for a card cannot run here, but what they ask for can be checked."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from framework.build.model import read_architecture
+from framework.checks import PLAN, check
+from framework.memory.cards import read_card
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TASKS = script("tasks_card")
+
+
+@pytest.mark.parametrize("tiny", [True, False])
+@pytest.mark.parametrize("row", TASKS.ROWS)
+def test_each_task_is_asked_for_as_it_may_be(row, tiny, monkeypatch):
+    monkeypatch.setattr(TASKS, "detect", lambda: "h100_80gb")
+    config = TASKS.config_of(row, tiny)
+    check(config, PLAN)
+    assert config.gpu.name == ("cpu" if tiny else read_card("h100_80gb")["name"])
+    assert read_architecture(config).model_type == config.model.architecture["model_type"]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_loader_is_measured_on_a_run_that_may_be(streaming, monkeypatch):
+    loader = script("loader_wait")
+    monkeypatch.setattr(loader, "detect", lambda: "h100_80gb")
+    check(loader.config_of(False, streaming, 30))
