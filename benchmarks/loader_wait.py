@@ -3,8 +3,8 @@
 python benchmarks/loader_wait.py OUT.jsonl [--steps 30] [--tiny]     (a CUDA card, about three minutes)
 
 Llama 3.2 1B with random weights, pure bfloat16, 4 packs of 2048 tokens of Python's standard library a step. Rows that
-are held are packed before; rows of a stream are read, tokenised and packed while the steps are made. Each with batches
-made in the training process and in processes of their own.
+are held are packed before; rows of a stream are read, tokenised and packed while the steps are made, 16 files at a time.
+Each with batches made in the training process and in processes of their own.
 
 `asked_seconds` is the time of the host between asking for a step's batches and having them on the device, which may
 still be at work on the update before. `idle_seconds` is the time between the end of the update and the arrival of the
@@ -40,6 +40,8 @@ from framework.shipped import shipped
 
 WARM = 5
 """Steps that are not counted: the first makes the optimizer's states, and workers start."""
+FILES = 16
+"""Of a block of the stream: about 8 steps, so that blocks are read and tokenised among the few that are measured."""
 MODES = {"held": (0, 2), "streamed": (0, 1)}
 """Numbers of processes that are tried."""
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
@@ -54,7 +56,8 @@ def config_of(tiny: bool, streaming: bool, steps: int) -> TrainingConfig:
     model |= {"torch_dtype_str": "float32" if tiny else "bfloat16", "model_max_length": 128 if tiny else 2048}
     training: dict[str, Any] = {"task": "pretrain", "per_device_train_batch_size": 4, "max_steps": steps}
     training |= {"mixed_precision_dtype": "none", "optimizer": "adamw_torch_fused", "learning_rate": 1e-5}
-    data = {"train": [{"path": "python_stdlib"}], "packing": True, "streaming": streaming}
+    data: dict[str, Any] = {"train": [{"path": "python_stdlib"}], "packing": True}
+    data |= {"streaming": True, "shuffle_buffer": FILES} if streaming else {}
     return TrainingConfig.model_validate(
         {"training": training, "model": model, "data": data, "gpu": read_card((not tiny and detect()) or "cpu")}
     )
