@@ -3,7 +3,7 @@
 python benchmarks/loader_wait.py OUT.jsonl [--steps 30] [--tiny]     (a CUDA card, about three minutes)
 
 Llama 3.2 1B with random weights, pure bfloat16, 4 packs of 2048 tokens of Python's standard library a step. Rows that
-are held are packed before; rows of a stream are read, tokenised and packed while the steps are made, 16 files at a time.
+are held are packed before; rows of a stream are read, tokenised and packed while steps are made, 16 files at a time.
 Each with batches made in the training process and in processes of their own.
 
 `asked_seconds` is the time of the host between asking for a step's batches and having them on the device, which may
