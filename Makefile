@@ -4,7 +4,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: install quickstart check test test-all gpu-test recipes wheels
+.PHONY: install quickstart check test test-all gpu-test recipes verdicts wheels
 
 install: $(VENV)/installed
 
@@ -36,6 +36,10 @@ gpu-test:
 
 recipes: install
 	for recipe in recipes/*.yaml; do $(BIN)/tunesmith check $$recipe --quick || exit; done
+
+# Every recipe on every card, half an hour of one core: benchmarks/results/verdicts.json and docs/verdicts.md.
+verdicts: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/verdicts.py
 
 wheels:
 	.ci/pack-wheels

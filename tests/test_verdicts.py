@@ -1,0 +1,95 @@
+"""The committed table of recipes and cards (docs/verdicts.md) against what is computed now."""
+
+import json
+import random
+
+import pytest
+
+from benchmarks.verdicts import (
+    FROM_ELSEWHERE,
+    PAGE,
+    RESULTS,
+    classes,
+    classes_cards,
+    facts,
+    page,
+    recipes,
+    sized,
+    strategy,
+    text_of,
+    verdicts,
+)
+from framework.compose import load
+from framework.memory.cards import card_names
+from framework.run.rehearse import rehearse
+from framework.shipped import shipped
+
+KNOWN = json.loads(RESULTS.read_text(encoding="utf-8"))
+VERDICTS = KNOWN["verdicts"]
+NEAR, NEAR_IN_SPEED = 0.01, 0.02
+"""Shares by which a verdict may move: other versions of torch and transformers plan a little differently."""
+SMALLEST = [name for name in VERDICTS if name.startswith("qwen3_0.6b")]
+SMALL = [*SMALLEST, *(name for name in VERDICTS if name.startswith(("gemma3_1b", "qwen3_1.7b")))]
+
+
+def sample(names, cards, size, seed):
+    pairs = [(name, card) for name in sorted(names) for card in sorted(cards)]
+    return random.Random(seed).sample(pairs, size)
+
+
+def quick_and_slow(quick, slow):
+    return [*quick, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in slow)]
+
+
+def test_every_recipe_has_a_verdict_for_every_card():
+    shipped_recipes = {path.stem for path in shipped("recipes").glob("*.yaml")}
+    assert set(VERDICTS) == set(recipes()) == shipped_recipes - set(FROM_ELSEWHERE)
+    assert set(classes_cards()) == set(card_names()) - {"cpu"}
+    assert all(set(rows) == set(classes_cards()) for rows in VERDICTS.values())
+
+
+def test_what_has_no_verdict_has_no_model_in_the_package():
+    assert all(load(name, []).model.architecture is None for name in FROM_ELSEWHERE)
+
+
+def test_the_page_and_the_file_are_what_the_results_give():
+    assert PAGE.read_text(encoding="utf-8") == page(KNOWN), "run: python benchmarks/verdicts.py --page"
+    assert RESULTS.read_text(encoding="utf-8") == text_of(KNOWN)
+
+
+def test_a_verdict_fits_when_its_bytes_do():
+    for rows in VERDICTS.values():
+        for card, row in rows.items():
+            assert row["fits"] == (row["device_bytes_upper"] <= facts(card).usable_bytes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "card"),
+    quick_and_slow(sample(SMALL, classes_cards(), 2, 5), sample(VERDICTS, classes_cards(), 12, 6)),
+)
+def test_a_plan_with_the_cards_own_facts_says_the_same(recipe, card):
+    said = VERDICTS[recipe][card]
+    plan = rehearse(sized(strategy(recipe, said["strategy"], card), said["micro_batch"]))
+    assert plan.peak.device_bytes_upper == pytest.approx(said["device_bytes_upper"], rel=NEAR)
+    margin = abs(said["device_bytes_upper"] / facts(card).usable_bytes - 1)
+    assert plan.fits == said["fits"] or margin < NEAR
+    assert plan.step is not None
+    assert plan.step.tokens_per_second == pytest.approx(said["tokens_per_second"], rel=NEAR_IN_SPEED)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "card"),
+    quick_and_slow(
+        sample(SMALLEST, classes()["t4_16gb"], 1, 7),
+        [*sample(SMALL, classes_cards(), 2, 8), *sample(VERDICTS, classes_cards(), 2, 9)],
+    ),
+)
+def test_a_verdict_from_nothing_is_the_same(recipe, card):
+    """Not by its strategy: two that are about as fast may change places with the versions."""
+    (rehearsed,) = [name for name, cards in classes().items() if card in cards]
+    found, said = verdicts(recipe, [card], rehearsed)[card], VERDICTS[recipe][card]
+    assert found["fits"] == said["fits"]
+    if said["fits"]:
+        assert found["tokens_per_second"] == pytest.approx(said["tokens_per_second"], rel=NEAR_IN_SPEED)
+    else:
+        assert found["device_bytes_upper"] == pytest.approx(said["device_bytes_upper"], rel=NEAR)
