@@ -65,6 +65,8 @@ def _forward(model: nn.Module, batch: Batch) -> None:
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators that run."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, seen: Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
