@@ -13,6 +13,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -147,7 +148,7 @@ class Capture:
             function,
             forward,
             backward,
-            _cut,
+            partial(_cut, weights=range(len(self._tensors), len(self._tensors) + len(names))),
             select_decomp_table(),
             inference_compiler=forward,
             keep_inference_input_mutations=True,
@@ -217,12 +218,18 @@ def _key(module: nn.Module, flat: Sequence[Any], spec: TreeSpec) -> Any:
     return type(module), facts, others, settings, regions, str(spec)
 
 
-def _cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """As Inductor cuts a joint graph (compile_fx.partition_fn), but for folding of constants, which need values."""
+def _cut(
+    joint: fx.GraphModule, inputs: Any, *, weights: Sequence[int], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """As Inductor cuts a joint graph (compile_fx.partition_fn), but for folding of constants, which need values.
+
+    `weights` are places of inputs that stay anyway: to keep one for backward costs nothing, so a cast of it (fp8) is
+    made again and not kept. Dynamo tells torch of them.
+    """
     with inductor_config.patch(joint_graph_constant_folding=False):
         joint_graph_passes(joint)
-    options.pop("compiler", None)
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+    options |= {"compiler": "inductor", "static_lifetime_input_indices": list(weights)}
+    return min_cut_rematerialization_partition(joint, inputs, **options)
 
 
 @contextlib.contextmanager
