@@ -92,6 +92,8 @@ def compose(folder: Path, *numbers: int, gpu: GPUParams = CPU) -> TrainingConfig
     tree = sections(*chosen)
     base = {"task": "pretrain", "max_steps": 3, "save_steps": 2, "learning_rate": 1e-3, **LOW_RANK}
     architecture = {name: value for name, value in WIDE.items() if name != "vocab_size"}
+    if any(NAMES[number] == "model.sdpa_backend=efficient" for number in numbers):  # it takes no grouped heads
+        architecture["num_key_value_heads"] = architecture["num_attention_heads"]
     model = {"architecture": {**architecture, "max_position_embeddings": 2048}, "load_pretrained_weights": False}
     model |= {"tokenizer": {"train": "bpe", "vocab_size": 300}, "model_max_length": 32}
     if tree.get("training", {}).get("task") == "preference":
@@ -207,8 +209,9 @@ def test_a_pair_that_needs_a_card_trains_and_resumes(tmp_path, pair):
     """Each in a process without a started CUDA, since an allocator takes its settings only then."""
     if missing(*pair):
         pytest.skip(f"{', '.join(missing(*pair))} not installed")
-    # Inductor, bitsandbytes and torchao start CUDA as they are imported: after the fork, and no sooner.
-    context = multiprocessing.get_context("forkserver")
+    # Inductor and bitsandbytes start CUDA as they are imported: after the fork, and no sooner. So does torchao, which
+    # transformers imports where it is installed.
+    context = multiprocessing.get_context("spawn" if is_installed("torchao") else "forkserver")
     context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "datasets"])
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_send_fault, args=(send, tmp_path, pair))
