@@ -85,7 +85,7 @@ def _assembled(config: TrainingConfig, place: Place) -> Assembly:
     drawn = 0.02 * torch.randn(DRAWN)
     with torch.no_grad():
         for weight in assembly.model.parameters():
-            for part in weight.view(-1).split(DRAWN):
+            for part in torch.split(weight.view(-1), DRAWN):
                 part.copy_(drawn[: len(part)])
     return assembly
 
