@@ -62,6 +62,7 @@ M2_TOO = ("checkpointing", "activation_", "training.compile", "chunked_loss", "l
 """Parts of the keys outside `peft.` that are measured over both shapes."""
 ONCE = ("peft.peft_method", "peft.lora_modules_to_save")
 """Keys of adapters that are measured over the 1B alone."""
+SHARDED = [lever.key for lever in LEVERS if lever.key.startswith("fsdp.")]
 WITHOUT_ROW = {
     "training.per_device_eval_batch_size": "moves evaluation alone, not the step",
     "training.use_peft": "m2 is the adapter; the 8B in full does not fit the card",
@@ -72,6 +73,7 @@ WITHOUT_ROW = {
     "peft.bnb_4bit_quant_type": "another table of 16 numbers for the same bytes",
     "model.model_max_length=512": "as 1024, in proportion",
     "training.per_device_train_batch_size=2": "between 4 and 1",
+    **dict.fromkeys(SHARDED, "two cards: benchmarks/results/sharded_h200.json"),
     "data.packing": "the rows of the shapes are single documents",
     "data.padding_free": "the rows of the shapes have one length, so nothing is padded",
     "data.group_by_length": "the rows of the shapes have one length",
@@ -288,7 +290,11 @@ def _lines(path: Path) -> dict[str, Any]:
 
 
 def summary(predicted: Path, measured: Path, out: Path) -> None:
-    """Every setting with what it saves and costs against its base, predicted next to measured; and what has no row."""
+    """Every setting with what it saves and costs against its base, predicted next to measured; and what has no row.
+
+    Rows that OUT has already and that were not measured again stay.
+    """
+    before = json.loads(out.read_text()) if out.exists() else {"settings": [], "figures": [], "not_measured": {}}
     plans = {row["name"]: row for row in map(json.loads, predicted.read_text().splitlines())}
     truth = _lines(measured)
     settings, failed = [], {}
@@ -307,6 +313,12 @@ def summary(predicted: Path, measured: Path, out: Path) -> None:
             settings.append(figures)
     good = {name: row for name, row in plans.items() if name not in failed}
     checked = [{"row": name, **_sides(row["plan"], truth[name])} for name, row in good.items()]
+    checked = [*(row for row in before["figures"] if row["row"] not in good), *checked]
+    settings = _merged(before["settings"], settings)
+    known = {row["row"] for row in checked}
+    failed = {name: reason for name, reason in failed.items() if name not in known}
+    reasons = before.get("not_measured", {})
+    unknown = {name: reasons.get(name, "not run") for name in _names() if name not in known | set(failed)}
     errors = sorted(abs(row["allocated_error_per_cent"]) for row in checked)
     some = truth[next(iter(good))]
     document = {
@@ -317,7 +329,8 @@ def summary(predicted: Path, measured: Path, out: Path) -> None:
         "rows": len(checked),
         "allocated_error_per_cent": {"median": errors[len(errors) // 2], "max": errors[-1]},
         "within_1_per_cent": round(sum(error <= 1 for error in errors) / len(errors), 3),
-        "not_measured": rows().missing | failed,
+        "notes": before.get("notes", []),
+        "not_measured": rows().missing | failed | unknown,
     }
     head = json.dumps(document, indent=1)[:-2]
     lists = {"settings": settings, "figures": checked}
@@ -328,6 +341,20 @@ def summary(predicted: Path, measured: Path, out: Path) -> None:
     print(json.dumps({name: document[name] for name in ("rows", "allocated_error_per_cent", "within_1_per_cent")}))
     for name, reason in failed.items():
         print("no figures:", name, reason[:200])
+
+
+def _merged(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Settings of both; the later one where it was measured beside what it is compared with."""
+    found = {(row["key"], row["value"], row["row"]): row for row in before}
+    for row in now:
+        place = (row["key"], row["value"], row["row"])
+        if "against_first" in row or place not in found:
+            found[place] = row
+    return list(found.values())
+
+
+def _names() -> list[str]:
+    return [row.name for row in rows().found.values()]
 
 
 def _compared(
