@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,14 +28,21 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop before the first step; write nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print results, and nothing while the run goes on.")] = False,
-    multirun: Annotated[bool, typer.Option("-m", "--multirun", help="Sweep over lists of values.")] = False,
+    multirun: Annotated[
+        bool, typer.Option("-m", "--multirun", help="One run for each combination of `key=a,b`, by Hydra.")
+    ] = False,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="With -m: begin no further run once one has failed.")
+    ] = False,
     as_json: Json = False,
     nproc: Processes = None,
 ) -> int:
     """Compose, check and train; everything is in the run folder afterwards."""
-    if multirun:
-        raise RequestError([Problem("-m", "not yet available: sweeps")])
     options = Options(resume, tuple(allow or ()), overwrite, dry_run, quiet, as_json)
+    if multirun:
+        return _swept(recipe, overrides or (), nproc, options, fail_fast)
+    if fail_fast:
+        raise RequestError([Problem("--fail-fast", "is about the runs of a sweep", expected="-m beside it")])
     if (found := launched()) is not None and found.world > 1:
         _train_as_rank(found, recipe, overrides or (), nproc, options)
         return 0
@@ -73,6 +80,19 @@ class Options:
         flags = {"resume": self.resume, "overwrite": self.overwrite, "dry-run": self.dry_run, "quiet": self.quiet}
         words = [f"--{name}" for name, is_set in {**flags, "json": self.as_json}.items() if is_set]
         return words + [word for key in self.allow for word in ("--allow", key)]
+
+
+def _swept(recipe: str, overrides: Sequence[str], nproc: int | None, options: Options, fail_fast: bool) -> int:
+    from framework.cli.sweep import sweep
+    from framework.compose.sweep import sweep_of
+    from framework.run.sweep import SweptRun
+
+    if (found := launched()) is not None and found.world > 1:
+        message = f"{found.by} has started {found.world} processes, and a sweep is started by one"
+        raise RequestError([Problem("-m", message, expected="one process, and --nproc or a launcher of Hydra's")])
+    words = replace(options, resume=False, as_json=False).words
+    run = SweptRun(recipe, sweep_of(overrides), tuple(words), nproc, options.resume, fail_fast, options.quiet)
+    return sweep(run, options.overwrite, options.dry_run, options.as_json)
 
 
 def _checked(recipe: str, overrides: Sequence[str], nproc: int | None) -> "Composition":

@@ -55,15 +55,15 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
         key, equals, raw = word.strip().partition("=")
         key, appends = (key[:-1], True) if key.endswith("+") else (key, False)
         deletes = key.startswith("~")
-        path = _path(key.lstrip("+~"))
-        problem = _fault(word, path, bool(equals), deletes)
+        path = path_of(key.lstrip("+~"))
+        problem = fault(word, path, bool(equals), deletes)
         value: object = None
         if not problem and not deletes:
             value, problem = _value(path, raw, word)
         if problem:
             problems.append(problem)
             continue
-        group, origin = _group(path), Origin("command line", word)
+        group, origin = group_of(path), Origin("command line", word)
         if deletes:
             writes.append(Write(path, None))
         if group:
@@ -74,26 +74,27 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
     return Words(choices, writes)
 
 
-def _group(path: Path) -> str | None:
+def group_of(path: Path) -> str | None:
     """The group that a word without a dot chooses from."""
     return path[0] if len(path) == 1 and isinstance(path[0], str) and path[0] in GROUPS else None
 
 
-def _path(key: str) -> Path:
+def path_of(key: str) -> Path:
     """`data.train[0].path` and `data.train.0.path` are the same place."""
     parts = re.sub(r"\[(\d{1,4})\]", r".\1", key).split(".")
     return tuple(int(part) if re.fullmatch(r"\d{1,4}", part) else part for part in parts)
 
 
-def _fault(word: str, path: Path, has_value: bool, deletes: bool) -> Problem | None:
+def fault(word: str, path: Path, has_value: bool, deletes: bool) -> Problem | None:
     """What is wrong with the word before its value is looked at."""
     shown = _shown(word)
     name = str(path[0])
     if name == "hydra" or name.startswith(("hydra/", "hydra:", "hydra@")):
-        return Problem(shown, "Hydra's own settings cannot be set", COMMAND_LINE)
+        expected = "launcher and sweeper settings beside -m, nothing else"
+        return Problem(shown, "Hydra's own settings cannot be set", COMMAND_LINE, expected)
     if len(word) > MAX_WORD:
         return Problem(shown, f"is longer than {MAX_WORD} characters: write it in a file", COMMAND_LINE)
-    if _group(path) is None and key_at(path) is None:
+    if group_of(path) is None and key_at(path) is None:
         message, nearest = unknown(path)
         return Problem(shown.partition("=")[0], message, COMMAND_LINE, nearest=nearest)
     if not has_value and not deletes:
@@ -122,7 +123,7 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
     if override.is_sweep_override():
         message, expected = "several values are a sweep, which needs -m", "one value, or a list `[a,b]`"
         return None, Problem(shown, message, COMMAND_LINE, expected)
-    if (group := _group(path)) and not isinstance(value, str | int | float):
+    if (group := group_of(path)) and not isinstance(value, str | int | float):
         message = f"`{group}=` chooses a preset; a section is not set as a whole"
         expected = f"`{group}=preset`, or one key at a time: `{group}.key=value`"
         return None, Problem(shown, message, COMMAND_LINE, expected)

@@ -12,12 +12,10 @@ from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.version import VersionBase
 from omegaconf import OmegaConf
 
 from framework.compose import interpolation
+from framework.compose.apart import apart
 from framework.compose.layers import Layer, find_recipe, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
@@ -133,19 +131,13 @@ def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
 
 
 def _merged(layers: Sequence[Layer]) -> dict[str, Any]:
-    """The layers merged by Hydra, references unresolved. Works inside another Hydra application and leaves no trace."""
-    store, app, version = ConfigStore.instance(), GlobalHydra.instance(), VersionBase.instance()
-    before = store.repo, app.hydra, version.version_base
-    store.repo, app.hydra = dict(store.repo), None
-    try:
+    """The layers merged by Hydra, references unresolved."""
+    with apart() as store:
         for index, layer in enumerate(layers):
             store.store(f"tunesmith_layer_{index}", layer.tree.plain())
         store.store("tunesmith", {"defaults": [f"tunesmith_layer_{index}" for index in range(len(layers))]})
         with initialize(config_path=None, version_base="1.3"):
             merged = OmegaConf.to_container(hydra_compose("tunesmith"), resolve=False)
-    finally:
-        app = GlobalHydra.instance()
-        store.repo, app.hydra, version.version_base = before
     return {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
 
 

@@ -5,7 +5,6 @@ because Ctrl-C was pressed would lose its checkpoint. It has no exit codes but i
 ours; what they find in their environment is what torchrun gives, and how they meet is torch's.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -13,9 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -25,6 +23,7 @@ from framework.errors import DoesNotFit, Problem, RequestError
 from framework.run.child import plan_in_subprocess
 from framework.run.crew import FAILED, GRACE, PARENT
 from framework.run.fit import decide_or_refuse
+from framework.run.interrupt import passing_signals_on
 from framework.run.record import open_folder
 from framework.run.room import require_room, too_large
 from framework.schema.config import TrainingConfig
@@ -55,7 +54,7 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
             subprocess.Popen(command, env=_environment(rank, world, store.port), start_new_session=True)
             for rank in range(world)
         ]
-        with _passing_signals_on(ranks):
+        with passing_signals_on(ranks):
             try:
                 return _watched(ranks, crew)
             finally:
@@ -133,21 +132,3 @@ def _death(number: int) -> str:
     if number == signal.SIGKILL:
         return "was killed (SIGKILL), by a user or by the system when the host's memory ran out"
     return f"died of {signal.Signals(number).name}"
-
-
-@contextlib.contextmanager
-def _passing_signals_on(ranks: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM go to the ranks, which save and end. They are in sessions of their own, so a terminal does not
-    send them a second one."""
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(number)
-
-    earlier = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)

@@ -96,7 +96,7 @@ def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool
     when there is nothing to resume.
     """
     written = config.training.output_dir
-    path = Path(written) if written else _default_path(name, resume, overwrite)
+    path = Path(written) if written else default_path(name, resume, overwrite)
     taken = [entry for entry in OURS if (path / entry).exists()]
     if taken and not (resume or overwrite):
         message = f"{path} already holds a run ({', '.join(taken)})"
@@ -119,7 +119,7 @@ def make(folder: RunFolder) -> None:
         raise RequestError([Problem("training.output_dir", message)]) from None
 
 
-def _default_path(name: str, resume: bool, overwrite: bool) -> Path:
+def default_path(name: str, resume: bool, overwrite: bool) -> Path:
     numbered = [Path("runs") / name, *(Path("runs") / f"{name}-{number}" for number in range(2, 10_000))]
     free = next(index for index, path in enumerate(numbered) if not path.exists())
     return numbered[max(free - 1, 0)] if resume or overwrite else numbered[free]

@@ -123,9 +123,9 @@ def test_schema_is_one_document(run):
     assert json.loads(run("schema")[1])["title"] == "tunesmith recipe"
 
 
-def test_sweeps_are_refused(run, write):
-    assert run("train", write(GOOD), "-m", "training.seed=1,2")[0] == 2
+def test_several_values_need_a_sweep(run, write):
     assert "-m" in run("train", write(GOOD), "training.seed=1,2")[2]
+    assert "-m" in run("train", write(GOOD), "--fail-fast")[2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,176 @@
+"""`train -m`: every run is checked before the first starts, and all are told in one table when the last has ended."""
+
+import contextlib
+import os
+import shlex
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from framework.cli.printing import complain, print_columns, print_json, print_warnings, say
+from framework.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from framework.compose.sweep import Job, Outline
+    from framework.run.sweep import Result, SweptRun
+
+ELSEWHERE = ("submitit_slurm", "ray")
+"""Launchers whose runs are on other machines than this one."""
+
+
+def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int:
+    """Make all runs of a sweep; the worst of their exit codes (130, 1, 4, 3, 2, 0). A run that fails stops no other.
+
+    Raises RequestError with what is wrong with any of them, before the first starts.
+    """
+    from framework.run.sweep import forget_results, results_of, worst
+
+    outline = _checked(run, overwrite)
+    for job in outline.jobs or ():
+        say(f"run {job.number}: tunesmith train {shlex.join(run.arguments(job))}")
+    with contextlib.ExitStack() as stack:
+        folder = outline.folder
+        if dry_run:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tunesmith-", dir=".")))
+        forget_results(folder)
+        _launch(run, folder.absolute())
+        results = _completed(outline, results_of(folder))
+    code = worst(result.exit_code for result in results)
+    if as_json:
+        failed = [result for result in results if code == 2 and result.exit_code == 2]
+        errors = [Problem("", f"run {result.number} was refused: see {_log(outline, result)}") for result in failed]
+        added = {"errors": [error.to_json() for error in errors]} if errors else {}
+        print_json({"folder": str(outline.folder), "exit_code": code, "runs": [*map(asdict, results)], **added})
+    else:
+        _print(outline, results)
+    return code
+
+
+def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
+    """The runs. Problems and warnings are told once, with the runs that have them where not all do."""
+    from framework.checks import TRAIN, check_request
+    from framework.compose import draft
+
+    shared = draft(run.recipe, [word for word in run.sweep.words if word not in run.sweep.swept], run.nproc)
+    outline = run.sweep.outline(_folder(run, shared.config.training.output_dir, shared.recipe, overwrite))
+    if outline.jobs is None:
+        if shared.problems:
+            raise RequestError(shared.problems)
+        return outline
+    needs = replace(TRAIN, devices="any") if run.sweep.chosen("launcher") in ELSEWHERE else TRAIN
+    problems: list[tuple[Job, Problem]] = []
+    warnings: list[tuple[Job, Problem]] = []
+    for job in outline.jobs:
+        report = check_request(run.recipe, run.words(job), run.nproc, needs)
+        problems += [(job, problem) for problem in (*report.problems, *_taken(run, job, overwrite))]
+        warnings += [(job, warning) for warning in report.warnings]
+    print_warnings(_told_once(warnings, len(outline.jobs)))
+    if problems:
+        raise RequestError(_told_once(problems, len(outline.jobs)))
+    return outline
+
+
+def _folder(run: "SweptRun", written: str | None, name: str, overwrite: bool) -> str:
+    """Where the sweep goes unless Hydra's settings say it."""
+    from framework.run.record import default_path
+
+    typed = [word for word in run.sweep.words if word.startswith("training.output_dir=")]
+    if typed and run.sweep.names_folder():
+        message = "hydra.sweep.dir= names the folder of the sweep as well"
+        raise RequestError([Problem(typed[0], message, "command line", "one of the two")])
+    return written or str(default_path(name, run.resume, overwrite))
+
+
+def _taken(run: "SweptRun", job: "Job", overwrite: bool) -> Sequence[Problem]:
+    """What keeps a run from its folder."""
+    from framework.run.record import OURS
+    from framework.run.sweep import has_checkpoint
+
+    held = [entry for entry in OURS if (job.folder / entry).exists()]
+    if not held or overwrite or (run.resume and has_checkpoint(job.folder)):
+        return ()
+    message = f"{job.folder} already holds a run ({', '.join(held)})"
+    expected = "--overwrite or another folder" if run.resume else "--resume, --overwrite or another folder"
+    return (Problem("training.output_dir", message, expected=expected),)
+
+
+def _told_once(found: "Sequence[tuple[Job, Problem]]", total: int) -> list[Problem]:
+    """Each problem once; one that not all runs have says which have it."""
+    runs: dict[Problem, list[Job]] = {}
+    for job, problem in found:
+        runs.setdefault(problem, []).append(job)
+    told = []
+    for problem, jobs in runs.items():
+        more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+        which = f" (run {jobs[0].number}: {' '.join(jobs[0].overrides)}{more})" if len(jobs) < total else ""
+        told.append(replace(problem, message=problem.message + which))
+    return told
+
+
+def _launch(run: "SweptRun", folder: Path) -> None:
+    """Have Hydra's launcher make the runs. What it fails at is said; what it had done is kept."""
+    with _first_interrupt_told():
+        try:
+            run.sweep.launch(folder, run)
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}".partition("\n")[0]
+            complain(f"the launcher {run.sweep.chosen('launcher')} failed: {detail}", with_traceback=False)
+
+
+@contextlib.contextmanager
+def _first_interrupt_told() -> Iterator[None]:
+    """The first Ctrl-C is for the runs, which save and end; the second leaves them, which matters where they are on
+    other machines."""
+    earlier = signal.getsignal(signal.SIGINT)
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, earlier)
+        say("interrupted: runs of this machine save and end, no other begins; Ctrl-C again to leave them")
+
+    signal.signal(signal.SIGINT, tell)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+
+
+def _completed(outline: "Outline", results: "list[Result]") -> "list[Result]":
+    """The results, with those of runs that their launcher has lost."""
+    from framework.run.sweep import KILLED, Result
+
+    known = {result.number for result in results}
+    lost = [job for job in outline.jobs or () if job.number not in known]
+    added = [Result(job.number, job.overrides, str(job.folder), KILLED) for job in lost]
+    return sorted([*results, *added], key=lambda result: result.number)
+
+
+def _log(outline: "Outline", result: "Result") -> Path:
+    return outline.folder / "results" / f"{result.number}.log"
+
+
+def _print(outline: "Outline", results: "Sequence[Result]") -> None:
+    head = ("run", "exit", "steps", "loss", "eval loss", "peak GiB", "seconds", "folder", "overrides")
+    print_columns([head, *(_row(result, outline.folder) for result in results)])
+    print(f"sweep folder  {outline.folder} (results/ has what each run has printed)")
+
+
+def _row(result: "Result", sweep: Path) -> tuple[str, ...]:
+    def shown(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    peak = result.peak_allocated_bytes
+    return (
+        str(result.number),
+        "not begun" if result.exit_code is None else str(result.exit_code),
+        shown(result.steps, ""),
+        shown(result.loss, ".4f"),
+        shown(result.eval_loss, ".4f"),
+        shown(None if peak is None else peak / 2**30, ".2f"),
+        format(result.seconds, ".0f"),
+        os.path.relpath(result.folder, sweep),
+        " ".join(result.overrides),
+    )

@@ -1,0 +1,298 @@
+"""`-m`: a sweep by Hydra. Its sweeper says which runs there are, its launcher starts them, on whatever machine.
+
+Hydra is told of the swept keys alone: a group as a group of its own, a dotted key as a key without a value, so that
+`gpu=a,b` and `gpu.count=1,2` go together. What a run is given is words again, which compose as any request does.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+from hydra import initialize
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString, ValueType
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from framework.compose.apart import apart
+from framework.compose.overrides import COMMAND_LINE, fault, group_of, path_of
+from framework.compose.shipped import presets
+from framework.errors import Problem, RequestError
+
+_NAME = "tunesmith"
+_CHOICES = ("hydra/launcher", "hydra/sweeper")
+_SETTINGS = ("hydra.launcher.", "hydra.sweeper.", "hydra.sweep.")
+_PARAMS = "hydra.sweeper.params"
+"""Keys that are swept stand on the command line, where they are checked."""
+_PLUGINS = {
+    "joblib": "hydra-joblib-launcher",
+    "submitit_local": "hydra-submitit-launcher",
+    "submitit_slurm": "hydra-submitit-launcher",
+    "ray": "hydra-ray-launcher",
+    "optuna": "hydra-optuna-sweeper",
+    "ax": "hydra-ax-sweeper",
+    "nevergrad": "hydra-nevergrad-sweeper",
+}
+"""Choice -> the distribution that brings it (hydra.cc/docs/plugins, Hydra 1.3)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep as Hydra hands it out: what is its own, its folder, and the folder of the sweep."""
+
+    number: int
+    overrides: tuple[str, ...]
+    folder: File
+    sweep: File
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A sweep before it starts. `jobs` is None where a sweeper decides on them as results come in."""
+
+    folder: File
+    jobs: tuple[Job, ...] | None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The words of a command line with `-m`."""
+
+    words: tuple[str, ...]
+    """What a run is given, in the order typed; for a word with several values its key."""
+    swept: Mapping[str, str]
+    """Key -> its values as Hydra reads them."""
+    settings: tuple[str, ...]
+    """Hydra's own: launcher, sweeper and folders."""
+
+    def words_of(self, job: Job) -> list[str]:
+        """The words that a run is composed from."""
+        own = {override.partition("=")[0]: override for override in job.overrides}
+        return [own[word] if word in self.swept else word for word in self.words]
+
+    def chosen(self, kind: str) -> str:
+        """The launcher or the sweeper by its name."""
+        choices = [word.partition("=")[2] for word in self.settings if word.startswith(f"hydra/{kind}=")]
+        return choices[-1] if choices else "basic"
+
+    def names_folder(self) -> bool:
+        """Whether the folder of the sweep is among Hydra's settings."""
+        return any(word.startswith("hydra.sweep.dir=") for word in self.settings)
+
+    def outline(self, folder: str) -> Outline:
+        """Every run with its folder. `folder` is the sweep's where Hydra's settings name none.
+
+        Raises RequestError for settings that Hydra does not have, and for runs that would share a folder.
+        """
+        with self._hydra() as hydra:
+            self._check_settings(hydra.config_loader)
+            try:
+                return self._outline(hydra.config_loader, folder)
+            except (HydraException, OmegaConfBaseException, ValueError) as error:
+                raise RequestError([Problem("-m", _first_line(error), COMMAND_LINE)]) from None
+
+    def launch(self, folder: File, run: Callable[[Job], float]) -> None:
+        """Have every run made. `run` must be picklable; a sweeper that learns tries to make what it returns small.
+
+        Raises whatever the launcher does when it loses a run.
+        """
+        settings = [word for word in self.settings if not word.startswith("hydra.sweep.dir=")]
+        settings.append(f"hydra.sweep.dir={quoted(str(folder))}")
+        with self._hydra() as hydra:
+            hydra.multirun(_NAME, _Task(run), [*settings, *self._sweeps], with_log_configuration=False)
+
+    @property
+    def _sweeps(self) -> list[str]:
+        return [f"{key}={raw}" for key, raw in self.swept.items()]
+
+    @contextlib.contextmanager
+    def _hydra(self) -> Iterator[Any]:
+        """A Hydra that knows the swept keys."""
+        body: dict[str, Any] = {}
+        groups: list[Any] = []
+        with apart() as store:
+            for key, raw in self.swept.items():
+                if (group := group_of(path_of(key))) is None:
+                    _declare(body, key.split("."))
+                    continue
+                groups.append({group: None})
+                store.repo.pop(group, None)
+                for name in {*presets(group), *_names(key, raw)}:
+                    *inside, last = name.split("/")
+                    store.store(last, {}, group="/".join(part for part in (group, *inside) if part))
+            quiet = [{f"override hydra/{kind}_logging": "none"} for kind in ("hydra", "job")]
+            body["hydra"] = {"output_subdir": None, "sweep": {"dir": ".", "subdir": "${hydra.job.num}"}}
+            store.store(_NAME, {"defaults": [*groups, "_self_", *quiet], **body})
+            with initialize(config_path=None, version_base="1.3", job_name=_NAME):
+                yield GlobalHydra.instance().hydra
+
+    def _check_settings(self, loader: Any) -> None:
+        choices = [word for word in self.settings if word.startswith(_CHOICES)]
+        found = [problem for word in choices if (problem := _refused(loader, [word], word))]
+        if not found:
+            others = [word for word in self.settings if word not in choices]
+            found = [problem for word in others if (problem := _refused(loader, [*choices, word], word))]
+        if found:
+            raise RequestError(found)
+
+    def _outline(self, loader: Any, folder: str) -> Outline:
+        settings = [*self.settings] if self.names_folder() else [*self.settings, f"hydra.sweep.dir={quoted(folder)}"]
+        master = loader.load_configuration(_NAME, [*settings, *self._sweeps], RunMode.MULTIRUN)
+        HydraConfig.instance().set_config(master)
+        top = File(str(master.hydra.sweep.dir)).absolute()
+        if self.chosen("sweeper") != "basic":
+            return Outline(top, None)
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(self._sweeps)
+        [batch] = BasicSweeper.split_arguments(parsed, None)
+        jobs = []
+        for number, overrides in enumerate(batch):
+            config = loader.load_sweep_config(master, list(overrides))
+            with open_dict(config):
+                config.hydra.job.num, config.hydra.job.id = number, str(number)
+            HydraConfig.instance().set_config(config)
+            jobs.append(Job(number, tuple(overrides), top / str(config.hydra.sweep.subdir), top))
+        _check_folders(jobs)
+        return Outline(top, tuple(jobs))
+
+
+class _Task:
+    """What Hydra calls for each run, in the process that its launcher has chosen."""
+
+    def __init__(self, run: Callable[[Job], float]) -> None:
+        self._run = run
+
+    def __call__(self, _: object) -> float:
+        hydra = HydraConfig.get()
+        overrides = tuple(map(str, hydra.overrides.task))
+        return self._run(Job(hydra.job.num, overrides, File(hydra.runtime.output_dir), File(hydra.sweep.dir)))
+
+
+def sweep_of(words: Sequence[str]) -> Sweep:
+    """The words of a command line with `-m`, told apart.
+
+    Raises RequestError for settings of Hydra that are no launcher's, sweeper's or folder's, for a key that is swept
+    and written again, and where nothing is swept.
+    """
+    problems: list[Problem | None] = []
+    kept: list[str] = []
+    swept: dict[str, str] = {}
+    settings: list[str] = []
+    for word in map(str.strip, words):
+        key, _, raw = word.partition("=")
+        if key.lstrip("+~").startswith(("hydra.", "hydra/")):
+            problems.append(_setting_fault(word))
+            adds = key.lstrip("+").startswith(("hydra.launcher.", "hydra.sweeper."))
+            settings.append(word if adds else word.lstrip("+"))
+        elif _is_sweep(raw):
+            problems.append(_sweep_fault(word))
+            swept[_name(word)] = raw
+            kept.append(_name(word))
+        else:
+            kept.append(word)
+    names = [_name(word) for word in kept]
+    twice = sorted({name for name in names if name in swept and names.count(name) > 1})
+    problems += [Problem(name, "is swept, and written once more", COMMAND_LINE, "one of the two") for name in twice]
+    if not swept:
+        message = "no key has several values, so there is nothing to sweep over"
+        problems.append(Problem("-m", message, COMMAND_LINE, "training.learning_rate=1e-4,2e-4 or the like"))
+    if found := [problem for problem in problems if problem is not None]:
+        raise RequestError(found)
+    return Sweep(tuple(kept), swept, tuple(settings))
+
+
+def quoted(text: str) -> str:
+    """A value of Hydra's override grammar that is this text, whatever is in it."""
+    if re.fullmatch(r"[\w./-]*[/][\w./-]*", text):
+        return text
+    return str(QuotedString(text, Quote.single).with_quotes())
+
+
+def _name(word: str) -> str:
+    """The key of a word in one spelling, which Hydra's grammar can read."""
+    key = word.partition("=")[0].removesuffix("+").lstrip("+~")
+    return ".".join(map(str, path_of(key)))
+
+
+def _is_sweep(raw: str) -> bool:
+    """Whether a value is several. What cannot be read is none: composing tells what is wrong with it."""
+    try:
+        return bool(raw) and bool(OverridesParser.create().parse_override(f"key={raw}").is_sweep_override())
+    except (HydraException, ValueError, RecursionError):
+        return False
+
+
+def _sweep_fault(word: str) -> Problem | None:
+    key = word.partition("=")[0]
+    if key.endswith("+"):
+        return Problem(word, "appending cannot be swept", COMMAND_LINE, "whole lists: `key=[a],[a,b]`")
+    path = path_of(key.lstrip("+~"))
+    if path == ("training", "output_dir"):
+        message = "each run of a sweep has a folder of its own"
+        return Problem(word, message, COMMAND_LINE, "one folder, and `hydra.sweep.subdir=` for those inside it")
+    return fault(word, path, True, key.startswith("~"))
+
+
+def _setting_fault(word: str) -> Problem | None:
+    key = word.partition("=")[0].lstrip("+")  # Hydra's sign for a key that a mapping does not have yet
+    expected = (
+        "hydra/launcher=, hydra/sweeper=, hydra.launcher.*, hydra.sweeper.*, hydra.sweep.dir or hydra.sweep.subdir"
+    )
+    if key not in _CHOICES and (not key.startswith(_SETTINGS) or "_target_" in word or key.startswith(_PARAMS)):
+        return Problem(word, "is no setting of a launcher or a sweeper", COMMAND_LINE, expected)
+    if _is_sweep(word.partition("=")[2]):
+        return Problem(word, "settings of the sweep itself have one value", COMMAND_LINE)
+    return None
+
+
+def _refused(loader: Any, settings: Sequence[str], word: str) -> Problem | None:
+    """What Hydra says against a setting."""
+    try:
+        loader.load_configuration(_NAME, list(settings), RunMode.MULTIRUN)
+    except (HydraException, OmegaConfBaseException) as error:
+        key, _, name = word.partition("=")
+        if key not in _CHOICES:
+            return Problem(word, _first_line(error), COMMAND_LINE)
+        known = loader.get_group_options(key, ObjectType.CONFIG)
+        hint = f", or pip install {_PLUGINS[name]}" if name in _PLUGINS else ""
+        kind = key.partition("/")[2]
+        return Problem(word, f"no {kind} of this name is installed", COMMAND_LINE, ", ".join(known) + hint)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    """The message of an error of Hydra, or of the one that it hides."""
+    return (str(error) or str(error.__cause__)).partition("\n")[0]
+
+
+def _declare(tree: dict[str, Any], path: Sequence[str]) -> None:
+    """A key without a value at `path`."""
+    *sections, last = path
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[last] = None
+
+
+def _names(key: str, raw: str) -> Iterator[str]:
+    """The presets among the values of a swept group, as far as they can be listed."""
+    override = OverridesParser.create().parse_override(f"{key}={raw}")
+    if override.is_discrete_sweep() and override.value_type is not ValueType.GLOB_CHOICE_SWEEP:
+        for value in override.sweep_iterator():
+            yield value.text if isinstance(value, QuotedString) else str(value)
+
+
+def _check_folders(jobs: Sequence[Job]) -> None:
+    """Raises RequestError when two runs would write to one folder."""
+    folders = [job.folder for job in jobs]
+    if len(set(folders)) < len(folders):
+        message = f"several of the {len(jobs)} runs would write to {next(f for f in folders if folders.count(f) > 1)}"
+        expected = "${hydra.job.num} or ${hydra.job.override_dirname} in it"
+        raise RequestError([Problem("hydra.sweep.subdir", message, COMMAND_LINE, expected)])
