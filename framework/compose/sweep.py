@@ -30,7 +30,7 @@ from framework.errors import Problem, RequestError
 
 _NAME = "tunesmith"
 _CHOICES = ("hydra/launcher", "hydra/sweeper")
-_SETTINGS = ("hydra.launcher.", "hydra.sweeper.", "hydra.sweep.")
+_SETTINGS = ("hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "hydra/launcher/", "hydra/sweeper/")
 _PARAMS = "hydra.sweeper.params"
 """Keys that are swept stand on the command line, where they are checked."""
 _PLUGINS = {
@@ -136,7 +136,7 @@ class Sweep:
                 yield GlobalHydra.instance().hydra
 
     def _check_settings(self, loader: Any) -> None:
-        choices = [word for word in self.settings if word.startswith(_CHOICES)]
+        choices = [word for word in self.settings if word.partition("=")[0] in _CHOICES]
         found = [problem for word in choices if (problem := _refused(loader, [word], word))]
         if not found:
             others = [word for word in self.settings if word not in choices]

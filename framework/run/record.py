@@ -120,6 +120,7 @@ def make(folder: RunFolder) -> None:
 
 
 def default_path(name: str, resume: bool, overwrite: bool) -> Path:
+    """`runs/<name>` or the first of its numbered siblings that is free; the last that is taken to go on there."""
     numbered = [Path("runs") / name, *(Path("runs") / f"{name}-{number}" for number in range(2, 10_000))]
     free = next(index for index, path in enumerate(numbered) if not path.exists())
     return numbered[max(free - 1, 0)] if resume or overwrite else numbered[free]
