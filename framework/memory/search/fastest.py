@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from framework.memory.ledger import Plan
 from framework.memory.search.estimate import Estimate, Figures, deepened, depths_of, with_depth
 from framework.memory.search.mixed import Mix, kin_of, mixed, mixes
-from framework.memory.search.space import EXPANDABLE, Structure, with_rows
+from framework.memory.search.space import COMPILE, EXPANDABLE, Structure, with_rows
 from framework.schema.config import TrainingConfig
 
 AT_A_TIME = 2
@@ -28,6 +28,8 @@ LIKELY = 1.05
 """Shares over the card by which a line may still be wrong about what does not fit."""
 MOST_PLANS = 32
 """Plans of the whole model in one search, each with both settings of the allocator."""
+MOST_FILLED_IN = 4
+"""Structures of plain code, cheap to plan, that are looked at for the sake of the frontier alone."""
 FINALISTS = 3
 FIRST_SIZES = (1, 8)
 """Micro batches that a structure is first planned with, those of them that divide."""
@@ -120,6 +122,14 @@ class Search:
             self._probe([number for number, micro in chosen if micro is None])
             self._look_closer([Candidate(number, micro) for number, micro in chosen if micro is not None])
         return self
+
+    def fill_in(self) -> None:
+        """Look at plain code that the search could do without: many candidates follow from few structures."""
+        unknown = set(range(len(self.space.structures))) - self.estimates.keys() - self.refused
+        parents = {parent for number in unknown for parent in self._parents(number) if parent not in self.estimates}
+        plain = [number for number in sorted(parents) if self.space.structures[number].choices[COMPILE] is not True]
+        families = {self.space.families[number]: number for number in reversed(plain)}
+        self._probe(sorted(families.values())[:MOST_FILLED_IN])
 
     def points(self) -> list[tuple[Candidate, float, float]]:
         """(candidate, upper end of device bytes, seconds of a step) at sizes that were planned, if with few layers."""

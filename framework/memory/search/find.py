@@ -113,6 +113,8 @@ def find(
     finalists = search.finalists() if judge is not None else []
     if judge is not None and finalists:
         candidate = finalists[judge([search.space.config(item) for item in finalists])]
+    if search.best is not None:
+        search.fill_in()
     return _told(config, search.space.config(candidate), best)
 
 

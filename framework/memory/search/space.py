@@ -24,7 +24,7 @@ EXPANDABLE = "training.allocator.expandable_segments"
 CHECKPOINTS = "training.enable_gradient_checkpointing"
 EVERY = "training.gradient_checkpointing_every"
 _BUDGET = "training.activation_memory_budget"
-_COMPILE = "training.compile"
+COMPILE = "training.compile"
 CHUNKS = "model.chunked_loss"
 
 Table = Mapping[str, tuple[Any, ...]]
@@ -32,7 +32,7 @@ EXACT: Table = {
     CHECKPOINTS: (False, True),
     EVERY: (4, 2, 1),
     "training.activation_offload": (False, True),
-    _COMPILE: (False, True),
+    COMPILE: (False, True),
     _BUDGET: (None, 0.5, 0.3),
     CHUNKS: (False, 1024, 256),
     EXPANDABLE: (None, True),
