@@ -90,6 +90,13 @@ def test_a_frontier_trades_memory_for_speed() -> None:
     assert any(point.planned for point in points)
 
 
+def test_every_candidate_has_bytes_and_seconds_in_the_end() -> None:
+    found = found_on(config_on(4000))
+    assert found.tried == found.computed > 1000
+    assert found.planned < 20
+    assert f"{found.tried:,} candidates, {found.computed:,} of them computed" in found.looked_at
+
+
 def test_nothing_is_changed_where_the_request_is_the_fastest() -> None:
     config = config_on(80000, per_device_train_batch_size=64, optimizer="adamw_torch_fused", compile=True)
     assert found_on(config).changes == ()
