@@ -103,10 +103,10 @@ class Offload:
         storage = tensor.untyped_storage()
         is_ours = type(tensor) is Tensor and tensor.device.type in (self._place.kind, self._place.device.type)
         is_whole = storage.nbytes() % tensor.element_size() == 0
-        if not (is_ours and is_whole and storage.nbytes() >= LEAST_BYTES) or storage._cdata in self._staying:
-            return tensor
-        if _is_cast_weight(tensor):
-            return tensor
+        is_large = is_ours and is_whole and storage.nbytes() >= LEAST_BYTES
+        if not is_large or storage._cdata in self._staying or _is_cast_weight(tensor):
+            # With its node a tensor would be held by what it holds: a pass that ends early would never be freed.
+            return tensor.detach() if tensor.grad_fn is not None else tensor
         key = (storage._cdata, tensor._version, tensor.dtype)
         if key not in self._seen:
             self._seen[key] = self._send(tensor, storage.nbytes() // tensor.element_size())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from framework.build import offload as module
-from framework.build.activations import offloading
+from framework.build.activations import offloading, transformer_blocks
 from framework.build.offload import Handle, Offload
 from framework.build.place import real_place
 from framework.build.verify import FirstStep, verify, verify_first_step
@@ -17,6 +17,7 @@ from framework.errors import VerificationFailed
 from framework.memory.allocator import pinned_size
 from framework.memory.planning import make_plan
 from framework.memory.trace import Kind, Space
+from framework.run.attempt import release
 from framework.run.checkpoint import load_checkpoint, save_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
@@ -205,3 +206,31 @@ def test_plan_counts_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [operation.bytes for operation in trace.operations if operation.name == "transfer"]
     outward = [size for size, space in zip(trace.sizes, trace.spaces, strict=True) if space is Space.PINNED]
     assert sum(sizes) == 2 * sum(outward) > 0
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_nothing_is_kept_of_a_pass_that_ends_early(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M22: autograd's graph must not hold itself by what a block saves."""
+    assembly = tiny_assembly(config(OFF))
+    made: list[weakref.ref[module.Kept]] = []
+    send = Offload._send
+
+    def noted(self: Offload, tensor: torch.Tensor, elements: int) -> module.Kept:
+        found = send(self, tensor, elements)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Offload, "_send", noted)
+    mlp = transformer_blocks(assembly.model)[1].mlp
+
+    def fail(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    _ = mlp.register_forward_hook(fail) if part == "forward" else mlp.register_full_backward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError) as failure:
+        train_step(assembly, [unequal_rows()], 1)
+    release(failure.value)
+    del failure
+    gc.collect()
+    assert made
+    assert not any(found() for found in made)
