@@ -65,10 +65,13 @@ UNCERTAINTY: Mapping[Band, Uncertainty] = {
         0.01, 0.065, 16 * _MIB, "7 rows on an H100 and an H200: reserved -5.7 % (Falcon) and -3.4 % at worst; 2026-11"
     ),
     Band.INT8_BASE: Uncertainty(
-        0.06, 0.075, 16 * _MIB, "1 row on an H200 (LLM.int8): allocated -5.1 %, reserved -5.9 %; 2026-11"
+        0.06,
+        0.075,
+        16 * _MIB,
+        "1 row on an H200, random weights (LLM.int8): allocated -5.1 %, reserved -5.9 %; 2026-11",
     ),
     Band.SHARDED: Uncertainty(
-        0.01, 0.065, 16 * _MIB, "6 rows on two H200, torch 2.11: allocated -0.01 %, reserved -5.6 % at worst; 2026-11"
+        0.01, 0.065, 16 * _MIB, "20 rows on two H200, torch 2.11: allocated -0.01 %, reserved -5.1 % at worst; 2026-11"
     ),
     Band.CONTEXT: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of shared rows yet: twice the band of one H100"),
     Band.UNMEASURED: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of such a card yet: twice the band of the H100"),
