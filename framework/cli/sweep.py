@@ -27,7 +27,7 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
 
     Raises RequestError with what is wrong with any of them, before the first starts.
     """
-    from framework.run.sweep import forget_results, results_of, worst
+    from framework.run.sweep import INTERRUPTED, forget_results, is_stopped, results_of, worst
 
     outline = _checked(run, overwrite)
     for job in outline.jobs or ():
@@ -39,7 +39,7 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
         forget_results(folder)
         _launch(run, folder.absolute())
         results = _completed(outline, results_of(folder))
-    code = worst(result.exit_code for result in results)
+        code = INTERRUPTED if is_stopped(folder) else worst(result.exit_code for result in results)
     if as_json:
         failed = [result for result in results if code == 2 and result.exit_code == 2]
         errors = [Problem("", f"run {result.number} was refused: see {_log(outline, result)}") for result in failed]
@@ -113,7 +113,7 @@ def _told_once(found: "Sequence[tuple[Job, Problem]]", total: int) -> list[Probl
 
 def _launch(run: "SweptRun", folder: Path) -> None:
     """Have Hydra's launcher make the runs. What it fails at is said; what it had done is kept."""
-    with _first_interrupt_told():
+    with _first_interrupt_told(folder):
         try:
             run.sweep.launch(folder, run)
         except Exception as error:
@@ -122,14 +122,17 @@ def _launch(run: "SweptRun", folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _first_interrupt_told() -> Iterator[None]:
-    """The first Ctrl-C is for the runs, which save and end; the second leaves them, which matters where they are on
-    other machines."""
+def _first_interrupt_told(folder: Path) -> Iterator[None]:
+    """The first Ctrl-C lets no further run begin. Those of this machine get it too, and save and end. The second leaves
+    the runs to themselves, which matters where they are on other machines."""
+    from framework.run.sweep import stop
+
     earlier = signal.getsignal(signal.SIGINT)
 
     def tell(number: int, frame: FrameType | None) -> None:
         signal.signal(number, earlier)
-        say("interrupted: runs of this machine save and end, no other begins; Ctrl-C again to leave them")
+        stop(folder)
+        say("interrupted: no further run begins, and those at work are waited for; Ctrl-C again leaves them")
 
     signal.signal(signal.SIGINT, tell)
     try:

@@ -27,6 +27,7 @@ KILLED = 4
 """Exit code of a run that a signal ended, or that its launcher lost."""
 _WORST_FIRST = (INTERRUPTED, 1, 4, 3, 2, 0)
 _RESULTS = "results"
+_STOP = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class SweptRun:
     def _is_over(self, sweep: Path) -> bool:
         """Whether what became of other runs keeps this one from being begun."""
         codes = {result.exit_code for result in results_of(sweep)}
-        return INTERRUPTED in codes or (self.fail_fast and bool(codes - {0, None}))
+        return INTERRUPTED in codes or is_stopped(sweep) or (self.fail_fast and bool(codes - {0, None}))
 
     def _run(self, job: Job, log: Path, environment: Mapping[str, str]) -> int:
         """Its exit code. Each line that it prints goes to the log, and to stderr behind the run's number."""
@@ -136,8 +137,19 @@ def has_checkpoint(folder: Path) -> bool:
 
 def forget_results(sweep: Path) -> None:
     """Remove what an earlier start of this sweep has noted about its runs. The runs stay as they are."""
-    for file in (sweep / _RESULTS).glob("*.json"):
-        file.unlink()
+    for file in [*(sweep / _RESULTS).glob("*.json"), sweep / _RESULTS / _STOP]:
+        file.unlink(missing_ok=True)
+
+
+def stop(sweep: Path) -> None:
+    """Let no further run of this sweep begin, wherever it would."""
+    (sweep / _RESULTS).mkdir(parents=True, exist_ok=True)
+    (sweep / _RESULTS / _STOP).touch()
+
+
+def is_stopped(sweep: Path) -> bool:
+    """Whether no further run is to begin."""
+    return (sweep / _RESULTS / _STOP).exists()
 
 
 def results_of(sweep: Path) -> list[Result]:

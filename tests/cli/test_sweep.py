@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_no_further_run_begins_after_a_failure_when_asked_or_after_an_interrupt(
     code, out, _ = command("training.seed=1,130,2", "hydra.sweep.dir=other")
     assert code == 130
     assert "not begun" in out.splitlines()[3]
+
+
+def test_an_interrupt_between_two_runs_lets_none_begin(command, monkeypatch):
+    keep = SweptRun._run
+
+    def run(self, job, log, environment):
+        code = keep(self, job, log, environment)
+        os.kill(os.getpid(), signal.SIGINT)
+        return code
+
+    monkeypatch.setattr(SweptRun, "_run", run)
+    code, out, err = command("training.seed=1,2", "--json")
+    assert (code, [one["exit_code"] for one in json.loads(out)["runs"]]) == (130, [0, None])
+    assert "no further run begins" in err
+    monkeypatch.setattr(SweptRun, "_run", keep)
+    code, out, _ = command("training.seed=1,2", "--resume", "--json")
+    assert (code, [one["exit_code"] for one in json.loads(out)["runs"]]) == (0, [0, 0])
 
 
 def test_all_that_is_wrong_is_told_before_anything_is_begun(command):
