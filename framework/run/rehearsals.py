@@ -196,6 +196,7 @@ def _work(questions: IO[str], answers: IO[str]) -> NoReturn:
             for config in json.loads(line):
                 found.append(_document(config, memory))
                 gc.collect()
+                gc.freeze()  # what is kept, which else is gone through after each of the next
             print(json.dumps(found), file=answers, flush=True)
     finally:
         os._exit(0)
