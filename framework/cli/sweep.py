@@ -27,7 +27,8 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
 
     Raises RequestError with what is wrong with any of them, before the first starts.
     """
-    from framework.run.sweep import INTERRUPTED, forget_results, is_stopped, results_of, worst
+    from framework.run.record import RunFolder, make
+    from framework.run.sweep import INTERRUPTED, forget_results, is_stopped, reason_of, results_of, worst
 
     outline = _checked(run, overwrite)
     for job in outline.jobs or ():
@@ -35,15 +36,16 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
     with contextlib.ExitStack() as stack:
         folder = outline.folder
         if dry_run:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tunesmith-", dir=".")))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tunesmith-", dir="."))).absolute()
+        make(RunFolder(folder))
         forget_results(folder)
-        _launch(run, folder.absolute())
+        failures = _launch(run, folder)
         results = _completed(outline, results_of(folder))
-        code = INTERRUPTED if is_stopped(folder) else worst(result.exit_code for result in results)
+        refused = [Problem("", f"run {one.number}: {reason_of(folder, one)}") for one in results if one.exit_code == 2]
+        codes = [INTERRUPTED] if is_stopped(folder) else [*failures, *(result.exit_code for result in results)]
+    code = worst(codes)
     if as_json:
-        failed = [result for result in results if code == 2 and result.exit_code == 2]
-        errors = [Problem("", f"run {result.number} was refused: see {_log(outline, result)}") for result in failed]
-        added = {"errors": [error.to_json() for error in errors]} if errors else {}
+        added = {"errors": [problem.to_json() for problem in refused]} if code == 2 else {}
         print_json({"folder": str(outline.folder), "exit_code": code, "runs": [*map(asdict, results)], **added})
     else:
         _print(outline, results)
@@ -111,14 +113,18 @@ def _told_once(found: "Sequence[tuple[Job, Problem]]", total: int) -> list[Probl
     return told
 
 
-def _launch(run: "SweptRun", folder: Path) -> None:
-    """Have Hydra's launcher make the runs. What it fails at is said; what it had done is kept."""
+def _launch(run: "SweptRun", folder: Path) -> Sequence[int]:
+    """Have Hydra's launcher make the runs. Where it fails, that is said and its exit code returned; results stay."""
+    from framework.run.sweep import KILLED
+
     with _first_interrupt_told(folder):
         try:
             run.sweep.launch(folder, run)
         except Exception as error:
             detail = f"{type(error).__name__}: {error}".partition("\n")[0]
             complain(f"the launcher {run.sweep.chosen('launcher')} failed: {detail}", with_traceback=False)
+            return [KILLED]
+    return []
 
 
 @contextlib.contextmanager
@@ -142,17 +148,14 @@ def _first_interrupt_told(folder: Path) -> Iterator[None]:
 
 
 def _completed(outline: "Outline", results: "list[Result]") -> "list[Result]":
-    """The results, with those of runs that their launcher has lost."""
+    """The results, with those of runs that their launcher has lost. A dry run was in another folder than its own."""
     from framework.run.sweep import KILLED, Result
 
-    known = {result.number for result in results}
-    lost = [job for job in outline.jobs or () if job.number not in known]
-    added = [Result(job.number, job.overrides, str(job.folder), KILLED) for job in lost]
-    return sorted([*results, *added], key=lambda result: result.number)
-
-
-def _log(outline: "Outline", result: "Result") -> Path:
-    return outline.folder / "results" / f"{result.number}.log"
+    if outline.jobs is None:
+        return results
+    known = {result.number: result for result in results}
+    made = [known.get(job.number, Result(job.number, job.overrides, "", KILLED)) for job in outline.jobs]
+    return [replace(result, folder=str(job.folder)) for result, job in zip(made, outline.jobs, strict=True)]
 
 
 def _print(outline: "Outline", results: "Sequence[Result]") -> None:

@@ -7,6 +7,7 @@ of it is a file in the sweep's folder.
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -116,6 +117,7 @@ class SweptRun:
             ) as process,
             passing_signals_on([process]),
         ):
+            file.write(f"tunesmith train {shlex.join(self.arguments(job))}\n")
             assert process.stdout is not None
             for raw in process.stdout:
                 line = raw.decode(errors="replace")
@@ -156,6 +158,13 @@ def results_of(sweep: Path) -> list[Result]:
     """What became of the runs so far, by number."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in (sweep / _RESULTS).glob("*.json")]
     return sorted((Result(**values) for values in found), key=lambda result: result.number)
+
+
+def reason_of(sweep: Path, result: Result) -> str:
+    """The first error that a run has printed."""
+    log = (sweep / _RESULTS / f"{result.number}.log").read_text(encoding="utf-8")
+    said = (line.removeprefix("error ") for line in log.splitlines() if line.startswith("error "))
+    return next(said, f"exit code {result.exit_code}")
 
 
 def worst(codes: Iterable[int | None]) -> int:

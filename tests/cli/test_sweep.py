@@ -17,7 +17,7 @@ import pytest
 import framework
 from framework.checks import PLAN, check_request
 from framework.cli import main
-from framework.compose.sweep import sweep_of
+from framework.compose.sweep import Sweep, sweep_of
 from framework.run.own_cards import own_cards
 from framework.run.sweep import SweptRun, worst
 from tests.cli.test_train import RECIPE, losses
@@ -42,6 +42,7 @@ if seed < 10:
     rows = [{"step": 1, "loss": 9}, {"step": 2, "loss": seed + 0.5}, {"step": 2, "eval_loss": seed + 0.25}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
     (folder / "memory.json").write_text('{"measured": {"allocated_bytes": 1073741824}}')
+print("error no rows", file=sys.stderr)
 sys.exit(0 if seed < 10 else seed - 10)
 """
 
@@ -84,7 +85,7 @@ def test_a_run_that_fails_stops_no_other_and_the_worst_code_is_the_sweeps(comman
     assert document["runs"][1]["folder"] == str(Path("swept/1").absolute())
     assert "[0]" not in err
     _, out, _ = command("training.seed=12", "training.max_steps=1,2", "hydra.sweep.dir=other", "--json")
-    assert ["run 0" in error["message"] for error in json.loads(out)["errors"]] == [True, False]
+    assert [error["message"] for error in json.loads(out)["errors"]] == ["run 0: no rows", "run 1: no rows"]
 
 
 def test_no_further_run_begins_after_a_failure_when_asked_or_after_an_interrupt(command):
@@ -140,6 +141,7 @@ def test_a_dry_run_writes_nothing(command):
     code, out, _ = command("training.seed=1,2", "--dry-run", "--json")
     assert code == 0
     assert json.loads(out)["folder"] == str(Path("swept").absolute())
+    assert json.loads(out)["runs"][1]["folder"] == str(Path("swept/1").absolute())
     assert [path.name for path in Path().iterdir()] == ["r.yaml"]
 
 
@@ -151,6 +153,17 @@ def test_a_launcher_that_breaks_is_told_and_its_runs_are_lost(command, monkeypat
     code, out, err = command("training.seed=1,2", "--json")
     assert (code, [run["exit_code"] for run in json.loads(out)["runs"]]) == (4, [4, 4])
     assert "the launcher basic failed: OSError: no space" in err
+    code, out, err = command("training.seed=1,2", "hydra.sweep.dir=/proc/swept")
+    assert (code, out) == (2, "")
+    assert "/proc/swept cannot be made" in err
+
+
+def test_a_sweeper_that_does_nothing_is_no_success(command, monkeypatch):
+    monkeypatch.setattr(Sweep, "chosen", lambda sweep, kind: "another")
+    assert command("training.seed=interval(1,2)")[0] == 4
+    assert "no key `trainng`" in command("training.seed=interval(1,2)", "trainng.x=1")[2].replace(
+        "trainng.x", "trainng"
+    )
 
 
 def test_a_sweep_is_started_by_one_process(command, monkeypatch):
