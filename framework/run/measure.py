@@ -24,7 +24,7 @@ from framework.build.model import settle
 from framework.build.place import Place, real_place
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.run.meter import Meter
-from framework.run.step import train_step
+from framework.run.step import reference_step, train_step
 from framework.schema.config import TrainingConfig
 
 STEPS = 10
@@ -104,6 +104,8 @@ def with_random_weights(config: TrainingConfig) -> TrainingConfig:
 def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    if assembly.config.training.asks_reference_once:  # a run asks before its first step, which leaves cached memory
+        reference_step(assembly, _synthetic_batch(assembly, int(assembly.config.training.per_device_eval_batch_size)))
     meter, seconds = Meter(assembly.place), []
     for step in range(1, steps + 1):
         torch.cuda.synchronize()
@@ -127,14 +129,14 @@ def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
 
 def synthetic_batches(assembly: Assembly) -> list[Batch]:
     """The micro batches of one worst step: every row as many random tokens as the longest, all supervised."""
+    batch = assembly.config.batch
+    return [_synthetic_batch(assembly, batch.per_device) for _ in range(batch.accumulation)]
+
+
+def _synthetic_batch(assembly: Assembly, rows: int) -> Batch:
     config, device = assembly.config, assembly.place.device
-    batch, length = config.batch, config.longest
     vocabulary = causal_model(assembly.model).config.get_text_config().vocab_size
-    micro_batches: list[Batch] = []
-    for _ in range(batch.accumulation):
-        ids = torch.randint(0, vocabulary, (batch.per_device, length), device=device)
-        micro_batches.append(full_batch(config, ids))
-    return micro_batches
+    return full_batch(config, torch.randint(0, vocabulary, (rows, config.longest), device=device))
 
 
 def measure_in_subprocess(config: TrainingConfig) -> Measured:
