@@ -74,16 +74,17 @@ CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 class Region:
     """The call of one compiled module. `compiled` is what a rehearsal puts its own in the place of.
 
+    `plain` is all of the call, or of a sharded module its forward alone: its weights are gathered by hooks around that.
     `calls` counts passes that train, `compiled_calls` those of them that ran code of the compiler: torch falls back to
     the plain code without an error when it has compiled for too many shapes.
     """
 
-    def __init__(self, name: str, module: nn.Module, compiler: Compiler, compiled: Run) -> None:
+    def __init__(self, name: str, module: nn.Module, compiler: Compiler, plain: Run) -> None:
         self.name = name
         self.module = module
         self.compiler = compiler
-        self.plain: Run = module._call_impl
-        self.compiled = compiled
+        self.plain = plain
+        self.compiled = plain
         self.is_on = True
         self.calls = self.compiled_calls = 0
         self.is_reported = False
@@ -138,10 +139,22 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
         limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro batches, and blocks of two kinds
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for name, module in modules_to_compile(config, model):
-        call: Run = module._call_impl
-        dynamic = False if is_static else None
-        compiled = call if place.rehearsed else torch.compile(call, backend=compiler, dynamic=dynamic)
-        module._compiled_call_impl = Region(name, module, compiler, compiled)
+        region = Region(name, module, compiler, _forward_of(module) if config.fsdp.is_sharded else module._call_impl)
+        if not place.rehearsed:
+            region.compiled = torch.compile(region.plain, backend=compiler, dynamic=False if is_static else None)
+        if config.fsdp.is_sharded:
+            module.forward = region
+        else:
+            module._compiled_call_impl = region
+
+
+def _forward_of(module: nn.Module) -> Run:
+    """The forward of the module's class, which sharding has yet to make another: transformers checkpoints in it."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
 
 
 def possible_lengths(config: TrainingConfig) -> int:
@@ -176,7 +189,7 @@ def modules_to_compile(config: TrainingConfig, model: nn.Module) -> list[tuple[s
 
 def compiled_regions(model: nn.Module) -> list[Region]:
     """The compiled calls that a built model has."""
-    calls = (module._compiled_call_impl for module in model.modules())
+    calls = (call for module in model.modules() for call in (module._compiled_call_impl, vars(module).get("forward")))
     return [call for call in calls if isinstance(call, Region)]
 
 

@@ -66,8 +66,7 @@ class Sharding:
     @property
     def gathered_dtype(self) -> torch.dtype | None:
         """The dtype that weights are gathered in where it is not their own, by torch's word."""
-        state: Any = self.blocks[0]._get_fsdp_state()
-        dtype: torch.dtype | None = state._fsdp_param_groups[0].mp_policy.param_dtype
+        dtype: torch.dtype | None = parameter_groups(self.blocks[0])[0].mp_policy.param_dtype
         return dtype
 
     def free_gathered(self) -> None:
@@ -118,6 +117,13 @@ def shard(
     sharding = Sharding(units[-1], tuple(units[:-1]), block_class, shards, replicas)
     _arrange_prefetch(params, sharding.blocks)
     return sharding
+
+
+def parameter_groups(unit: FSDPModule) -> list[Any]:
+    """torch's own record of what is gathered together in a unit: since torch 2.12 a list, one before."""
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
 
 
 def sharded_blocks(params: FSDPParams, model: nn.Module) -> list[nn.Module]:

@@ -60,31 +60,31 @@ class CompiledBlocks:
             return (f"a block could not be captured ({self.failure}): planned as plain code, an upper end",)
         return (PLANNED, WHOLE) if self.scope is CompileScope.MODEL else (PLANNED,)
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the compiled call of `module` does, or its plain call when a block could not be captured."""
+    def call(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the compiled call of a module does, or its plain call when a block could not be captured."""
+        module = region.module
         if self.failure is None:
             flat, spec = tree_flatten((args, kwargs))
             key = _key(module, flat, spec)
-            if key in self.captures or self._captured(key, module, flat, spec):
+            if key in self.captures or self._captured(key, region, flat, spec):
                 capture = self.captures[key]
                 capture.user = self
                 return capture(module, flat)
-        call: Callable[..., Any] = module._call_impl
-        return call(*args, **kwargs)
+        return region.plain(*args, **kwargs)
 
-    def _captured(self, key: Any, module: nn.Module, flat: list[Any], spec: TreeSpec) -> bool:
+    def _captured(self, key: Any, region: Region, flat: list[Any], spec: TreeSpec) -> bool:
         """Whether the block could be captured. If not, all are planned as the plain code."""
         try:
-            self.captures[key] = self._capture(module, flat, spec)
+            self.captures[key] = self._capture(region, flat, spec)
         except RequestError:
             raise
         except Exception as error:  # torch's tracer raises anything
             self.failure = one_line(error, 120)
         return key in self.captures
 
-    def _capture(self, module: nn.Module, flat: list[Any], spec: TreeSpec) -> "Capture":
+    def _capture(self, region: Region, flat: list[Any], spec: TreeSpec) -> "Capture":
         modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        capture = Capture(module, flat, spec, modes, self)
+        capture = Capture(region, flat, spec, modes, self)
         budget = 1.0 if self.budget is None else self.budget  # torch's default
         self.mode.tracing = True
         try:
@@ -99,7 +99,7 @@ class CompiledBlocks:
                 stack.enter_context(mock.patch.object(aot_autograd, "preserve_rng_state", contextlib.nullcontext))
                 stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=False))
                 stack.enter_context(_autocast_cache(False))
-                capture.run(module, flat)
+                capture.run(region.module, flat)
         finally:
             self.mode.tracing = False
         return capture
@@ -113,18 +113,18 @@ class Capture:
 
     def __init__(
         self,
-        module: nn.Module,
+        region: Region,
         flat: Sequence[Any],
         spec: TreeSpec,
         modes: Sequence[Any],
         user: CompiledBlocks,
     ) -> None:
+        module, call = region.module, region.plain
         self.user = user
         self._tensors = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
         # not the tensors: they would stay alive as long as the capture
         others = [None if isinstance(item, torch.Tensor) else item for item in flat]
         self._spec: TreeSpec | None = None
-        call: Callable[..., Any] = module._call_impl
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
 
         def function(*inputs: torch.Tensor) -> list[Any]:
@@ -190,12 +190,12 @@ def plan_compiled_blocks(assembly: Assembly, mode: PretendedCard, tracker: Track
                 regions.append(region)
         regions.remove(whole)
     for region in regions:
-        region.compiled = _call_of(region.module, blocks)
+        region.compiled = _call_of(region, blocks)
     return blocks
 
 
-def _call_of(module: nn.Module, blocks: CompiledBlocks) -> Callable[..., Any]:
-    return lambda *args, **kwargs: blocks.call(module, args, kwargs)
+def _call_of(region: Region, blocks: CompiledBlocks) -> Callable[..., Any]:
+    return lambda *args, **kwargs: blocks.call(region, args, kwargs)
 
 
 _NO_MATTER = ("layer_idx", "gradient_checkpointing")

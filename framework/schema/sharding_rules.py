@@ -2,7 +2,15 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Fp8, MixedPrecision, Optimizer, OptimizerOffload, PeftSaveMode, ShardingStrategy
+from framework.schema.choices import (
+    CompileScope,
+    Fp8,
+    MixedPrecision,
+    Optimizer,
+    OptimizerOffload,
+    PeftSaveMode,
+    ShardingStrategy,
+)
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 
@@ -64,9 +72,9 @@ def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("training.mixed_precision_dtype", _ON), message, "bf16")
     if training.fp8 not in (Fp8.NONE, "auto"):
         yield Conflict(("training.fp8", _ON), "fp8 products of sharded weights are not tried", "none")
-    if training.compile is True:
-        message = "compiled regions of sharded weights are not tried"
-        yield Conflict(("training.compile", _ON), message, "training.compile: false")
+    if training.compile is True and training.compile_scope is CompileScope.MODEL:
+        message = "blocks are gathered one by one, between which one graph of the model would break"
+        yield Conflict(("training.compile_scope", _ON), message, str(CompileScope.BLOCK))
     if training.use_peft and config.peft.peft_save_mode is not PeftSaveMode.ADAPTER_ONLY:
         message = "the base is in parts, and would have to be gathered to be written"
         works = "adapter_only, and `tunesmith merge` afterwards"

@@ -32,7 +32,7 @@ def test_one_device_has_nothing_to_split():
         ({"training": {"optimizer": "galore_adamw"}}, "training.optimizer", "adamw_torch_fused"),
         ({"training": {"optimizer_offload": "host"}}, "training.optimizer_offload", "fsdp.cpu_offload=true"),
         ({"training": {"mixed_precision_dtype": "fp16"}}, "training.mixed_precision_dtype", "bf16"),
-        ({"training": {"compile": True}}, "training.compile", "false"),
+        ({"training": {"compile": True, "compile_scope": "model"}}, "training.compile_scope", "block"),
         ({"training": {"fp8": "tensorwise", "compile": True}}, "training.fp8", "none"),
         ({"training": ADAPTED, "peft": {"q_lora": True}}, "peft.q_lora", "enable_fsdp: false"),
         ({"training": ADAPTED, "peft": {"peft_save_mode": "merged"}}, "peft.peft_save_mode", "adapter_only"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from framework.build.assembly import Assembly
 from framework.build.ranks import local_part
+from framework.build.shard import parameter_groups
 from framework.build.verify.reading import Reading
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy
 
@@ -21,12 +22,12 @@ def read_sharding(assembly: Assembly) -> Iterator[Reading]:
     share = round(1 / _held(assembly), 1)
     source = f"{_dtypes(assembly)} of this rank; {sharding.replicas} of the same"
     yield Reading("fsdp.enable_fsdp", f"1/{sharding.shards} of the weights", f"1/{share:g} of the weights", source)
-    blocks = sum(1 for block in sharding.blocks if _groups(block))
+    blocks = sum(1 for block in sharding.blocks if parameter_groups(block))
     asked, found = (f"{count} {sharding.block_class} and the rest" for count in (len(sharding.blocks), blocks))
-    lower = _groups(sharding.blocks[0])[0].mp_policy.param_dtype
+    lower = parameter_groups(sharding.blocks[0])[0].mp_policy.param_dtype
     gathered = f"fully_shard, gathered in {_word(lower)}" if lower is not None else "fully_shard"
     yield Reading("fsdp.transformer_layer_cls", asked, found, gathered)
-    stays = {not bool(_groups(block)[0].post_forward_mesh_info) for block in sharding.blocks}
+    stays = {not bool(parameter_groups(block)[0].post_forward_mesh_info) for block in sharding.blocks}
     wanted = fsdp.sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
     found = str(fsdp.sharding_strategy) if stays == {wanted} else "other"
     yield Reading("fsdp.sharding_strategy", str(fsdp.sharding_strategy), found, "what frees a block after forward")
@@ -59,12 +60,6 @@ def _held(assembly: Assembly) -> float:
     """Share of all weights that this rank holds."""
     parameters = list(assembly.model.parameters())
     return sum(local_part(item).numel() for item in parameters) / sum(item.numel() for item in parameters)
-
-
-def _groups(module: Any) -> list[Any]:
-    """What torch keeps of a module whose weights travel together."""
-    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
-    return groups
 
 
 def _dtypes(assembly: Assembly) -> str:
