@@ -102,15 +102,18 @@ def _has_runner(block: nn.Module) -> bool:
 def _call_noted(index: int, runner: Callable[..., Any], seen: Seen) -> Callable[..., Any]:
     def run(function: Callable[..., Any], *inputs: Any) -> Any:
         seen.checkpointed.add(index)
-        return runner(function, *inputs)
+        output = runner(function, *inputs)
+        _note_output(index, seen, output)  # hooks of the block may run in a re-entrant checkpoint, without gradients
+        return output
 
     return run
 
 
 def _output_noted(index: int, seen: Seen) -> Callable[[nn.Module, Any, Any], None]:
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
-        parts = output if isinstance(output, tuple) else (output,)
-        if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
-            seen.keeping.add(index)
+    return lambda module, inputs, output: _note_output(index, seen, output)
 
-    return note
+
+def _note_output(index: int, seen: Seen, output: Any) -> None:
+    parts = output if isinstance(output, tuple) else (output,)
+    if any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+        seen.keeping.add(index)
