@@ -273,7 +273,7 @@ def text_of(document: Mapping[str, Any]) -> str:
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in document.items() if key != "verdicts"]
     lines.append(' "verdicts": {')
     for name, rows in sorted(document["verdicts"].items()):
-        cells = [f"   {json.dumps(card)}: {json.dumps(row)}" for card, row in sorted(rows.items())]
+        cells = [f"   {json.dumps(card)}: {json.dumps(row, sort_keys=True)}" for card, row in sorted(rows.items())]
         lines += [f"  {json.dumps(name)}: {{", ",\n".join(cells), "  },"]
     return "{\n" + "\n".join(lines).removesuffix(",") + "\n }\n}\n"
 
