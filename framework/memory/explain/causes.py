@@ -88,9 +88,9 @@ def find_cause(message: Message, circumstances: Circumstances, is_pinning: bool 
     capacity, request, free = message.capacity_bytes, message.request_bytes, message.free_bytes
     if capacity is None or request is None:
         return _cause_by_circumstances(circumstances) or Cause.UNKNOWN
-    if message.allowed_bytes is not None:
-        capacity = min(capacity, message.allowed_bytes)
-        free = max(capacity - _reserved(message), 0)
+    if (room := allowed_room(message)) is not None:
+        capacity = min(capacity, message.allowed_bytes or capacity)
+        free = room if free is None else min(room, free)
     elif free is None and message.outside_bytes is None:
         free = max(capacity - _reserved(message), 0)
     if request > capacity:
@@ -105,12 +105,22 @@ def _cause_by_figures(message: Message, capacity: int, request: int, free: int) 
     """Other processes or fragmentation, whichever holds more, when the request fits without it."""
     unused, others = message.reserved_unallocated_bytes or 0, held_by_others(message) or 0
     candidates = []
-    is_card_full = message.free_bytes is None or message.free_bytes < request + SEGMENT  # else a limit of this process
-    if is_card_full and others + free >= request and others >= min(OTHER_SHARE * capacity, OTHER_BYTES):
+    if not is_limited(message) and others + free >= request and others >= min(OTHER_SHARE * capacity, OTHER_BYTES):
         candidates.append((others, Cause.OTHER_PROCESS))
     if unused + free >= request and (unused >= LARGE_SHARE * capacity or unused >= max(LARGE_BYTES, request)):
         candidates.append((unused, Cause.FRAGMENTATION))
     return max(candidates)[1] if candidates else None
+
+
+def allowed_room(message: Message) -> int | None:
+    """Bytes that PyTorch may still take of a memory fraction's limit; None where the text names no limit."""
+    return None if message.allowed_bytes is None else max(message.allowed_bytes - _reserved(message), 0)
+
+
+def is_limited(message: Message) -> bool:
+    """Whether a memory fraction refused the request, whatever other processes hold."""
+    room = allowed_room(message)
+    return room is not None and room < max(message.request_bytes or 0, SEGMENT)
 
 
 def _cause_by_circumstances(circumstances: Circumstances) -> Cause | None:
@@ -129,7 +139,7 @@ def held_by_others(message: Message) -> int | None:
     if message.other_process_bytes is not None:
         return message.other_process_bytes
     rest = unaccounted_bytes(message)
-    if rest is None or message.allowed_bytes is not None:
+    if rest is None or is_limited(message):
         return None
     return rest if rest > CONTEXT_BYTES else None
 

@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 
 from framework.memory.explain import Explanation
-from framework.memory.explain.causes import GROWTH_WINDOW, Cause, growth_per_step, held_by_others, unaccounted_bytes
+from framework.memory.explain.causes import (
+    GROWTH_WINDOW,
+    Cause,
+    allowed_room,
+    growth_per_step,
+    held_by_others,
+    is_limited,
+    unaccounted_bytes,
+)
 from framework.memory.explain.messages import Message
 from framework.memory.explain.shapes import Kind
 from framework.memory.units import size
@@ -64,15 +72,17 @@ def _subtraction(message: Message) -> Iterator[str]:
         (message.other_process_bytes, f"other processes: {ids}"),
         (unaccounted_bytes(message), "not accounted for: the driver, and processes that are not named"),
     )
+    free, left = message.free_bytes, "free"
     yield f"  {size(message.capacity_bytes):>12}  in all"
-    if message.allowed_bytes is not None:
-        yield f"  {size(message.allowed_bytes):>12}  of it allowed to this process"
+    if is_limited(message):  # what others hold, and what is free on the card, decided nothing
+        held, free, left = held[:2], allowed_room(message), "left of what is allowed"
+        yield f"  {size(message.allowed_bytes or 0):>12}  of it allowed to PyTorch in this process"
     yield from (f"- {size(count):>12}  {what}" for count, what in held if count)
-    if message.free_bytes is not None:
-        yield f"= {size(message.free_bytes):>12}  free"
+    if free is not None:
+        yield f"= {size(free):>12}  {left}"
     if message.request_bytes is not None:
-        missing = message.request_bytes - (message.free_bytes or 0)
-        more = f", {size(missing)} more than was free" if message.free_bytes is not None and missing > 0 else ""
+        missing = message.request_bytes - (free or 0)
+        more = f", {size(missing)} more than was {left}" if free is not None and missing > 0 else ""
         yield f"  {size(message.request_bytes):>12}  were asked for{more}"
 
 
@@ -98,19 +108,22 @@ def _facts(explanation: Explanation) -> Iterator[str]:
 def _advice(explanation: Explanation) -> Iterator[str]:
     """What no override does."""
     message = explanation.message
+    if is_limited(message):
+        free = f"; {size(message.free_bytes)} of the card were free" if message.free_bytes else ""
+        yield f"a memory fraction allows {size(message.allowed_bytes or 0)} (set_per_process_memory_fraction){free}"
     if explanation.cause is Cause.FRAGMENTATION:
         idle = size(message.reserved_unallocated_bytes or 0)
         yield f"segments that grow can use the {idle} that are idle: the first override, elsewhere {ALLOCATOR}"
     elif explanation.cause is Cause.OTHER_PROCESS:
-        held = size(held_by_others(message) or 0)
-        yield f"`nvidia-smi` names who holds up to {held}; end it, or take another card with CUDA_VISIBLE_DEVICES"
+        held, tool = size(held_by_others(message) or 0), "rocm-smi" if "HIP" in message.excerpt else "nvidia-smi"
+        yield f"`{tool}` names who holds up to {held}; end it, or take another card with CUDA_VISIBLE_DEVICES"
     elif explanation.cause is Cause.GROWTH:
         yield "find what is kept from step to step, such as losses in a list with their graphs; less memory only delays"
     elif explanation.cause is Cause.SPIKE:
         yield "bound the longest rows with model.model_max_length, or halve the micro batch"
     elif explanation.cause is Cause.HOST:
         yield from _host_advice(message)
-    elif (message.free_bytes or 0) > (message.request_bytes or 0) > 0:
+    elif not is_limited(message) and (message.free_bytes or 0) > (message.request_bytes or 0) > 0:
         yield "more was free than was asked for: look at limits of the driver (Windows, WSL) and at other processes"
 
 

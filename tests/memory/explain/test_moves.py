@@ -145,6 +145,20 @@ def test_the_subtraction_adds_up():
     ]  # fmt: skip
 
 
+def test_a_memory_fraction_is_named_and_what_is_free_of_it_is_subtracted():
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "79.00 GiB of which 38.00 GiB is free. Including non-PyTorch memory, this process has 40.00 GiB memory in use. "
+        "39.50 GiB allowed; Of the allocated memory 38.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but"
+        " unallocated."
+    )
+    lines = explanation_lines(explain_evidence(Evidence(text)))
+    assert "=     1.00 GiB  left of what is allowed" in lines
+    assert "      2.00 GiB  were asked for, 1.00 GiB more than was left of what is allowed" in lines
+    first = "a memory fraction allows 39.50 GiB (set_per_process_memory_fraction); 38.00 GiB of the card were free"
+    assert [line for line in lines if line.startswith("first: ")] == [f"first: {first}"]
+
+
 def test_proposals_are_changes_that_can_run_and_keep_the_global_batch():
     config = tiny_config(
         training={"optimizer": "adamw_torch", "per_device_train_batch_size": 4, "global_batch_size": 8}
