@@ -202,7 +202,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
             said.append(f"NCCL takes {NCCL_BYTES / MIB:,.0f} MiB, as on two H200 with one communicator")
             if config.context_size > 1:
                 said.append("those that share rows have a communicator of their own, taken to need as much again")
-        if config.fsdp.is_sharded and config.fsdp.cpu_offload is True:
+        if config.fsdp.is_on_host:
             said.append("step time: the host's update is that of two threads a rank")
         if config.gpu.link_bytes_per_second is None:
             said.append("the rate between two cards is not known: step time is without what they exchange")

@@ -67,7 +67,7 @@ longer than without, with two threads a rank (2026-11-28); the launcher gives a 
 
 def with_update_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     """The step whose parts of weights, gradients and states are updated by the host, while the card waits."""
-    if not (rehearsal.config.fsdp.is_sharded and rehearsal.config.fsdp.cpu_offload):
+    if not rehearsal.config.fsdp.is_on_host:
         return time
     footprint = rehearsal.footprint
     moved = 3 * sum(footprint.trained_sizes) + 2 * sum(footprint.state_sizes)  # weights and states come and go

@@ -119,7 +119,7 @@ class _Company(Crew):
     def start(self, config: TrainingConfig) -> torch.device | None:
         device = _device(config, self.ranks.local_rank)
         backend = "gloo" if device.type == "cpu" else "nccl"
-        if config.fsdp.cpu_offload is True:
+        if config.fsdp.is_on_host:
             backend = "cpu:gloo,cuda:nccl"  # the norm of gradients that are in host memory is summed there
         ranks = self.ranks
         store = PrefixStore("torch", self._base)

@@ -48,7 +48,7 @@ def state_space(assembly: Assembly, tensor: torch.Tensor) -> Space:
     """Where a state tensor stays between two steps."""
     if is_managed(tensor):
         return Space.MANAGED
-    if assembly.config.fsdp.cpu_offload is True:
+    if assembly.config.fsdp.is_on_host:
         return Space.HOST
     offload = assembly.config.training.optimizer_offload
     if offload is OptimizerOffload.NONE or not tensor.dim() or assembly.place.kind == "cpu":
@@ -60,7 +60,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
     """Read the sizes. Call it after the optimizer has made its states."""
     parameters = list(assembly.model.parameters())
     homes, on_cpu = assembly.streamed.homes if assembly.streamed is not None else [], assembly.place.kind == "cpu"
-    offloads, held = assembly.config.fsdp.cpu_offload is True, held_tensors(assembly)
+    offloads, held = assembly.config.fsdp.is_on_host, held_tensors(assembly)
     trained_products, frozen_products = count_product_weights(assembly.model)
     return Footprint(
         total_parameters=sum(weight_count(parameter) for parameter in parameters),

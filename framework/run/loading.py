@@ -40,7 +40,7 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
         _fill_units(tracker, assembly.sharding)
     elif assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
         _read_checkpoint(tracker, assembly, weights)
-    if assembly.config.fsdp.cpu_offload is True:
+    if assembly.config.fsdp.is_on_host:
         _leave_parts_on_host(tracker, weights)
     else:
         tracker.claim(weights, Kind.WEIGHTS)

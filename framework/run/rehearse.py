@@ -75,7 +75,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     if ranks.world > 1:
         from framework.run.pretend_ranks import pretend_ranks
 
-        several = pretend_ranks(config.gpu, ranks.world, tracker, config.fsdp.cpu_offload is True)
+        several = pretend_ranks(config.gpu, ranks.world, tracker, config.fsdp.is_on_host)
     launches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     launched: tuple[str, ...] = ()
     if config.model.enable_liger_kernel is True:

@@ -32,3 +32,8 @@ class FSDPParams(Params):
     def is_sharded(self) -> bool:
         """Whether each device holds a part of the weights; with `NO_SHARD` each holds all."""
         return self.enable_fsdp is True and self.sharding_strategy is not ShardingStrategy.NO_SHARD
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether each device's part stays in host memory: `cpu_offload` has no effect where nothing is split."""
+        return self.is_sharded and self.cpu_offload is True

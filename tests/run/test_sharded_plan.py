@@ -112,6 +112,12 @@ def test_offloaded_parts_are_on_the_host_and_gathered_blocks_on_the_device():
     assert max(phase.host_bytes for phase in offloaded.phases) == pytest.approx(gone, rel=0.5)
 
 
+def test_copies_are_planned_where_they_are_whatever_offloads_shards():
+    """`cpu_offload` without sharding has no effect: a warning, and no byte of the plan."""
+    copies = [plan(2, enable_fsdp=False, cpu_offload=value).phases for value in (False, True)]
+    assert copies[0] == copies[1]
+
+
 def test_loading_holds_one_unit_whole_at_a_time():
     """M16, O11."""
     found = {phase.name: phase for phase in plan(4).phases}

@@ -35,7 +35,7 @@ def read_sharding(assembly: Assembly) -> Iterator[Reading]:
 
 def read_offloaded_shards(assembly: Assembly) -> Iterator[Reading]:
     """Where this rank's part of the weights is."""
-    if assembly.sharding is None or assembly.config.fsdp.cpu_offload is not True or assembly.place.rehearsed:
+    if not assembly.config.fsdp.is_on_host or assembly.place.rehearsed:
         return
     kinds = Counter(local_part(parameter).device.type for parameter in assembly.model.parameters())
     yield Reading("fsdp.cpu_offload", "cpu", ", ".join(sorted(kinds)), "devices of this rank's parameters")
