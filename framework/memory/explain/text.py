@@ -65,7 +65,7 @@ def _subtraction(message: Message) -> Iterator[str]:
     if message.process_bytes is not None and allocated is not None:
         outside = max(message.process_bytes - allocated - (unused or 0), 0)
     ids = ", ".join(f"process {number} {size(held)}" for number, held in message.others)
-    held = (
+    held: tuple[tuple[int | None, str], ...] = (
         (allocated, "in use by PyTorch"),
         (unused, "reserved by PyTorch, not in use"),
         (outside, "this process outside PyTorch (context, kernels, libraries)"),

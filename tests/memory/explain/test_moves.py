@@ -149,8 +149,8 @@ def test_a_memory_fraction_is_named_and_what_is_free_of_it_is_subtracted():
     text = (
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
         "79.00 GiB of which 38.00 GiB is free. Including non-PyTorch memory, this process has 40.00 GiB memory in use. "
-        "39.50 GiB allowed; Of the allocated memory 38.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but"
-        " unallocated."
+        "39.50 GiB allowed; Of the allocated memory 38.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by "
+        "PyTorch but unallocated."
     )
     lines = explanation_lines(explain_evidence(Evidence(text)))
     assert "=     1.00 GiB  left of what is allowed" in lines
