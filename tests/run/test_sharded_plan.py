@@ -5,6 +5,7 @@ time are fitted to eleven of them) and by the prototype's (h200_fsdp2_step.json;
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from benchmarks.sharded_rows import ROWS as SHARDED_ROWS
 from benchmarks.sharded_rows import step_config
 from framework import load
 from framework.memory.ledger import Plan
+from framework.memory.step_time import step_time, with_update_on_host
 from framework.memory.trace import GATHER, REDUCE
 from framework.run.rehearse import record, rehearse
 from framework.schema.config import TrainingConfig
+from tests.run.reference import H100
 from tests.tiny import LLAMA, tiny_config
 
 OWN, PROTOTYPE = (
@@ -139,3 +142,16 @@ def test_what_each_card_sends_is_all_of_its_gradients_but_its_own_part():
     sent = sum(item.bytes for item in found.trace.operations if item.name == REDUCE and item.bytes > 1000)
     steps = sum(mark.phase == "optimizer_step" for mark in found.trace.marks)
     assert sent / steps == pytest.approx(0.75 * 4 * found.footprint.trainable_parameters, rel=0.01)
+
+
+def test_an_update_on_the_host_is_waited_for():
+    """`cpu_offload`: a device's part of weights, gradients and two states is read, of weights and states written."""
+    made = config(2, cpu_offload=True).model_copy(update={"gpu": H100.model_copy(update={"count": 2})})
+    rehearsal = record(made)
+    before = step_time(rehearsal)
+    assert before is not None
+    part = rehearsal.footprint.total_parameters / 2 * 4
+    waited = with_update_on_host(before, rehearsal).seconds - before.seconds
+    assert waited == pytest.approx((3 + 2 * 2) * part / 20e9, rel=0.02)
+    plain = config(2).model_copy(update={"gpu": made.gpu})
+    assert with_update_on_host(before, replace(rehearsal, config=plain)) == before
