@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """The most that is allocated at one time while `function` runs, beyond what was before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         function()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0

@@ -86,7 +86,8 @@ def build_model(row: Row) -> torch.nn.Module:
     if row["lora"]:
         model = _adapt(model, row, causal)
     if row["gc"]:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # since 5.2x
+        enable({"use_reentrant": False})
         if row["lora"]:
             model.enable_input_require_grads()
     return model.train()

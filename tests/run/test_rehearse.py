@@ -153,8 +153,10 @@ def test_flops_are_six_a_trained_weight_and_four_a_frozen_one() -> None:
     products = 2 * layer + 4096 * 256
     tokens = 8 * 128
     attention = 3 * 2 * (2 * 2 * 8 * 4 * 128 * 128 * 64) // 2
-    assert full.step.model_flops == 6 * products * tokens + attention
-    assert adapted.step.model_flops == (4 * products + 6 * adapted.trainable_parameters) * tokens + attention
+    near = 1e-5  # before transformers 5.2x positions were turned by a product too
+    assert full.step.model_flops == pytest.approx(6 * products * tokens + attention, rel=near)
+    trained = 4 * products + 6 * adapted.trainable_parameters
+    assert adapted.step.model_flops == pytest.approx(trained * tokens + attention, rel=near)
 
 
 def test_the_cpu_has_no_cache_no_context_and_no_time() -> None:
