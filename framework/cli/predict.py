@@ -10,7 +10,10 @@ import typer
 def predict(
     run: Annotated[Path, typer.Argument(help="A run folder, or a folder with a model or an adapter.")],
     file: Annotated[str, typer.Argument(help="Rows: a file, a folder or a glob, read as the run read its own.")],
-    new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest completion.")] = 128,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", min=1, help="Longest completion: 128, or half of fewer positions."),
+    ] = None,
     score: Annotated[
         bool, typer.Option("--score", help="How likely the answers of the rows are, instead of new ones.")
     ] = False,

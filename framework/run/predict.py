@@ -32,15 +32,18 @@ MOST_ROWS, MOST_TOKENS = 64, 16_384
 """Rows of a batch, and its positions with padding: beyond these a batch is no faster, on a card either."""
 MOST_LOGITS = 1 << 28
 """Numbers that the logits of a scored batch may have: 1 GiB in float32."""
+NEW_TOKENS = 128
+"""Of a completion, where nobody says."""
 
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Request:
-    """`new_tokens` is how long a completion may be; `score`: rows have answers, tell how likely they are."""
+    """`new_tokens` is how long a completion may be, unset `NEW_TOKENS`, or half of the positions where those are fewer;
+    `score`: rows have answers, tell how likely they are."""
 
-    new_tokens: int = 128
+    new_tokens: int | None = None
     score: bool = False
 
 
@@ -76,7 +79,8 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     elif task.is_of_rows:
         rows = read_texts(file, config, tokenizer)
     else:
-        rows = read_prompts(file, config, tokenizer, _room(config, request))
+        new_tokens, room = _lengths(config, request)
+        rows = read_prompts(file, config, tokenizer, room)
     asked = _Asked(load_model(artefact), tokenizer, config)
     if request.score or task is Task.REWARD:
         answered = [one for row in rows for one in (replace(row, rejected=None), row.rejected) if one is not None]
@@ -86,7 +90,7 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
         return _paired(rows, _in_order(answered, _scoring(asked), max(1, MOST_LOGITS // vocabulary)))
     if task.is_of_rows:
         return _in_order(rows, _judging(asked), MOST_TOKENS)
-    return _in_order(rows, _completing(asked, request.new_tokens), MOST_TOKENS, request.new_tokens)
+    return _in_order(rows, _completing(asked, new_tokens), MOST_TOKENS, new_tokens)
 
 
 def _reading(artefact: Artefact) -> TrainingConfig:
@@ -121,23 +125,27 @@ def _refuse(artefact: Artefact, task: Task, request: Request) -> None:
     if task.is_of_rows and request.score:
         message = f"a model of the task {task} always tells how sure it is"
         raise RequestError([Problem("--score", message, expected="leave it out")])
+    if request.new_tokens is not None and (task.is_of_rows or request.score):
+        why = "beside --score" if request.score else f"by a model of the task {task}"
+        raise RequestError([Problem("--max-new-tokens", f"nothing is written {why}", expected="leave it out")])
     if artefact.adapter_kind in PROMPTS and not request.score:
         message = f"peft 0.21 loses a trained {artefact.adapter_kind} when it writes"
         raise RequestError([Problem("RUN", message, expected="--score")])
 
 
-def _room(config: TrainingConfig, request: Request) -> int | None:
-    """Tokens that a prompt may have, so that the new ones still have positions."""
-    if config.model.model_name is None:
-        return None
-    _, architecture = settle(config)
-    positions = position_count(architecture.get_text_config().to_dict())
+def _lengths(config: TrainingConfig, request: Request) -> tuple[int, int | None]:
+    """Tokens that a completion may have, and its prompt, so that the new ones have positions; None: any number."""
+    positions = None
+    if config.model.model_name is not None:
+        _, architecture = settle(config)
+        positions = position_count(architecture.get_text_config().to_dict())
     if positions is None:
-        return None
-    if positions <= request.new_tokens:
-        message = f"{request.new_tokens} new tokens are all of the model's {positions} positions, or more"
+        return request.new_tokens or NEW_TOKENS, None
+    new_tokens = request.new_tokens or min(NEW_TOKENS, positions // 2)
+    if positions <= new_tokens:
+        message = f"{new_tokens} new tokens are all of the model's {positions} positions, or more"
         raise RequestError([Problem("--max-new-tokens", message, expected=f"less than {positions}")])
-    return positions - request.new_tokens
+    return new_tokens, positions - new_tokens
 
 
 def _in_order(

@@ -128,6 +128,12 @@ def test_several_classes_and_numbers(tmp_path, capsys):
     assert all(set(answer["values"]) == {"value_0", "value_1"} for answer in answers)
 
 
+def test_a_model_of_few_positions_is_asked_without_an_option(writer, tmp_path, capsys):
+    asked = lines(tmp_path / "asked.jsonl", [{"prompt": TEXTS[0]}])
+    (answer,) = said(capsys, writer, asked)
+    assert answer["finished"] or answer["tokens"] == 64  # half of its 128
+
+
 def test_completions_are_the_likeliest_tokens_whatever_rows_are_beside(writer, tmp_path, capsys):
     asked = lines(tmp_path / "asked.jsonl", [{"prompt": f"{text}:"} for text in TEXTS])
     answers = said(capsys, writer, asked, "--max-new-tokens", "6")
@@ -286,6 +292,8 @@ def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
     assert "nothere.jsonl" in refused(capsys, classifier, tmp_path / "nothere.jsonl")
     assert "room for" in refused(capsys, writer, asked, "--max-new-tokens", "126")
     assert "128 positions" in refused(capsys, writer, asked, "--max-new-tokens", "128")
+    for run, more in ((classifier, ()), (writer, ("--score",))):
+        assert "nothing is written" in refused(capsys, run, asked, "--max-new-tokens", "6", *more)
     shutil.copytree(writer, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
     assert "has not finished" in refused(capsys, tmp_path / "unfinished", asked)
 
