@@ -109,7 +109,8 @@ def _with_world(layers: list[Layer], world: int | None, problems: list[Problem])
     origin = Origin("command line", f"--nproc {world}")
     found = highest(layers, ("gpu", "count"))
     if found and found.value != world:
-        message = f"{found.plain()} cards are written, but {world} processes are started"
+        started = "1 process is" if world == 1 else f"{world} processes are"
+        message = f"{found.plain()} cards are written, but {started} started"
         problems.append(Problem("gpu.count", message, found.origin.place, str(world)))
     return [*layers, Layer(len(layers), node_of({"gpu": {"count": world}}, origin))]
 

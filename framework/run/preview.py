@@ -159,7 +159,8 @@ def _counted(stream: Stream) -> SplitReport:
 def show_row(number: int, row: Row, inputs: Inputs) -> ShownRow:
     """A row in words."""
     tokenizer, task = inputs.tokenizer, inputs.config.training.task
-    target = _target(row["target"], inputs.data, task) if "target" in row else None
+    is_alone = "rejected" not in row  # of a pair, the target is the same for all: the chosen one
+    target = _target(row["target"], inputs.data, task) if "target" in row and is_alone else None
     parts = list(_parts(row))
     found = tuple(_passage(tokenizer, name if len(parts) > 1 else None, ids, labels) for name, ids, labels in parts)
     tokens = max(each.tokens for each in found) if "rejected" in row else len(row["input_ids"])

@@ -87,6 +87,7 @@ def test_pairs_have_both_answers(tmp_path: Path) -> None:
     assert [passage.name for passage in found.rows[0].passages] == ["chosen", "rejected"]
     assert supervised(found.rows[0]) == [f" It is four \U0001f98a.{END}", f" It is five.{END}"]
     assert found.padding.rows == 4
+    assert seen(tmp_path, rows, task="reward").rows[0].target is None  # it would say the same of every pair
     wide = [line.plain for line in data_lines("r", found, 120, BRACKETS)]
     assert any("four" in line and "five" in line for line in wide)
     narrow = [line.plain for line in data_lines("r", found, 80, BRACKETS)]
