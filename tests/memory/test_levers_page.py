@@ -36,3 +36,14 @@ def test_a_measured_saving_is_shown_beside_its_setting_and_its_claim(tmp_path, m
     page = levers_page.page()
     assert page.count("-13.00 GiB (-40 %), -15.9 % tokens/s") == 2
     assert "- `x`: why" in page
+
+
+def test_a_claim_shows_the_setting_that_its_row_is_called_for():
+    """The row with checkpoints is the policy `full` too, whose figures are against another policy."""
+    lines = levers_page.page().splitlines()
+    lever, claim = (
+        next(line for line in lines if line.startswith(start))
+        for start in ("| `true` | - | exact | -17.5 %", "| Checkpointing costs")
+    )
+    figures = lever.rpartition("m1: ")[2].partition(";")[0]
+    assert f"m1/enable_gradient_checkpointing=true: {figures};" in claim
