@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from framework.memory.ledger import PHASES, Plan
-
-GIB = 2**30
+from framework.memory.units import size
 
 
 def compare(plan: Plan | None, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,11 +47,11 @@ def _error(predicted: int, measured: int) -> float | None:
 def last_line(document: Mapping[str, Any]) -> str:
     """Peak memory in one sentence, with the error of the prediction where there was one."""
     measured = document["measured"]
-    text = f"peak memory {measured['allocated_bytes'] / GIB:.2f} GiB ({measured['counter']})"
+    text = f"peak memory {size(measured['allocated_bytes'])} ({measured['counter']})"
     if document["predicted"] is None or document["error"]["allocated"] is None:
         return text
-    own = (measured["allocated_bytes"] - measured["baseline_bytes"]) / GIB
-    predicted = document["predicted"]["peak"]["allocated_bytes"] / GIB
+    own = measured["allocated_bytes"] - measured["baseline_bytes"]
+    predicted = document["predicted"]["peak"]["allocated_bytes"]
     if measured["baseline_bytes"]:
-        text += f"; {own:.2f} GiB of it came with the model"
-    return f"{text}; predicted {predicted:.2f} GiB, error {document['error']['allocated']:+.1%}"
+        text += f"; {size(own)} of it came with the model"
+    return f"{text}; predicted {size(predicted)}, error {document['error']['allocated']:+.1%}"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from framework.build import compiled
 from framework.compose import load
 from framework.errors import BrokenRows, DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
+from framework.memory.units import size
 from framework.run import opening, trainer
 from framework.run import session as session_module
 from framework.run.checkpoint import checkpoints
@@ -390,7 +391,7 @@ def test_what_was_predicted_stands_next_to_what_was_measured(corpus, tmp_path):
     predicted, measured = memory["predicted"]["peak"]["allocated_bytes"], memory["measured"]
     own = measured["allocated_bytes"] - measured["baseline_bytes"]
     assert memory["error"] == compare_bytes(predicted, own, memory["error"]["phases"])
-    assert f"peak memory {measured['allocated_bytes'] / 2**30:.2f} GiB" in result.memory
+    assert f"peak memory {size(measured['allocated_bytes'])} (" in result.memory
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["peak"]["allocated_bytes"] == predicted
 
