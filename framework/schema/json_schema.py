@@ -6,7 +6,13 @@ from typing import Any
 from framework.schema import choices
 from framework.schema.config import TrainingConfig
 
-_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
+_BOUNDS = {
+    "ge": "minimum",
+    "gt": "exclusiveMinimum",
+    "le": "maximum",
+    "lt": "exclusiveMaximum",
+    "multiple_of": "multipleOf",
+}
 _REFERENCE = {"type": "string", "pattern": r"\$\{[A-Za-z_]"}
 _NUMBER = {"type": "string", "pattern": r"^[+-]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][+-]?[0-9]+)?$"}
 """An editor may read `1e-5` as text; we read it as a number."""

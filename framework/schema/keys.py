@@ -163,6 +163,8 @@ def _describe(branch: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         return f"a list, each item {items}"
     if kind == "string" and "pattern" in branch:
         return f"text (quoted) that matches {branch['pattern']}"
+    if {"multiple_of", "ge", "le"} <= branch.keys():
+        return f"one of: {', '.join(map(str, range(branch['ge'], branch['le'] + 1, branch['multiple_of'])))}"
     names = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
     names |= {"object": "a mapping"}
     bounds = "".join(f", {word} {branch[bound]:g}" for bound, word in BOUNDS.items() if bound in branch)

@@ -36,6 +36,7 @@ def test_a_whole_number_in_any_spelling_is_an_integer(write, spelling):
         ("training", "learning_rate", "1e5x", "a number, at least 0", None),
         ("training", "learning_rate", "true", "a number, at least 0", None),
         ("training", "learning_rate", "-1", "a number, at least 0", None),
+        ("peft", "q_lora_bits", "5", "one of: 4, 8", None),
         ("training", "max_steps", "1.5", "a whole number, at least 1", None),
         ("training", "max_steps", "true", "a whole number, at least 1", None),
         ("training", "use_peft", "yes", "true or false", "true"),

@@ -57,6 +57,7 @@ def test_other_spellings_are_valid(text):
         "training: {seed: 'yes'}",
         "training: {use_peft: 'yes'}",
         "training: {optimizer: adam}",
+        "peft: {q_lora_bits: 6}",
         "defaults: [{gpus: a}]",
         "defaults: {gpu: a}",
     ],
