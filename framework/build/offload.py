@@ -178,8 +178,9 @@ class Offload:
 
 def _shared(function: Callable[..., Any]) -> Iterator[Tensor]:
     """The block's own weights, and those of its keywords that need no gradient: masks and rotations, held by the
-    model for all blocks."""
-    for module in getattr(function, "args", ()):
+    model for all blocks. transformers binds the block as an argument, and before 5.2x as the owner of the method."""
+    owner = getattr(getattr(function, "func", None), "__self__", None)
+    for module in (owner, *getattr(function, "args", ())):
         if isinstance(module, nn.Module):
             yield from module.parameters()
             yield from module.buffers()

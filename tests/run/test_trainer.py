@@ -161,7 +161,7 @@ def test_the_run_folder_is_complete(straight):
     assert memory["predicted"] is None
     assert memory["measured"]["allocated_bytes"] > 50 * 2**20
     environment = json.loads((folder / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(environment["packages"]["torch"])
 
 
 def test_the_written_config_trains_again_unchanged(straight, tmp_path):
