@@ -1,7 +1,7 @@
 """Chat templates: where they come from, how a conversation is rendered, and whether a tokenizer can do it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import islice
@@ -48,7 +48,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 ASSISTANT = "assistant"
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names that a thought has in a message; transformers gives it to a template under the one that the template reads."""
+"""Names that a thought has in a message; a template is given it under the one that it reads."""
 
 _PLAIN = frozenset({"role", "content", "name"})
 """Fields of a message that hold a text and mean the same to every template."""
@@ -87,6 +87,14 @@ def read_template(written: str) -> str:
         raise RequestError([problem]) from error
 
 
+def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its thought under the names that templates read, as transformers has it since 5.2x."""
+    thought = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if thought is None:
+        return dict(message)
+    return {"thinking": thought, **message, "reasoning_content": thought}
+
+
 @dataclass(frozen=True)
 class Template:
     """A tokenizer's template, with what every rendering reads of the tokenizer read once: for a batch of rows."""
@@ -102,7 +110,7 @@ class Template:
             said = {**self._named, "add_generation_prompt": generation_prompt}
             return cast(str, self._plain.render(messages=chat.messages, tools=None, documents=None, **said))
         text = self.tokenizer.apply_chat_template(
-            list(chat.messages),
+            [_with_thought(message) for message in chat.messages],
             list(chat.tools) or None,
             tokenize=False,
             add_generation_prompt=generation_prompt,
@@ -115,7 +123,7 @@ class Template:
         Raises one of TEMPLATE_ERRORS when the template refuses it.
         """
         rendered = render_jinja_template(
-            [list(chat.messages)],
+            [[_with_thought(message) for message in chat.messages]],
             tools=list(chat.tools) or None,
             chat_template=self._text(chat),
             return_assistant_tokens_mask=True,
