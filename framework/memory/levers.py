@@ -236,7 +236,7 @@ RECOMPUTE = (
             Setting(False),
             Setting(
                 True,
-                "-70 % tokens/s (1B), -80 % with LoRA (8B): two copies that compute does not hide; H200, 2026-11",
+                "at most -70 % tokens/s (1B), -80 % with LoRA (8B): copies, then of weights too; H200, 2026-11",
             ),
         ),
         ("activations",),
