@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from framework.build.activations import transformer_blocks
 from framework.build.arrival import Arrival
+from framework.build.compiled import compiled_regions
 from framework.build.hub import nearest
 from framework.build.loss import causal_model
 from framework.build.place import Place
@@ -88,12 +89,13 @@ def shard(
     `arrival` fills each unit right before it is split.
 
     `model` is the transformers model (or its adapter's wrapper) below `root`. Call it last: checkpoints and compiled
-    regions are inside of what is gathered. Raises RequestError for blocks that are not found or whose trained weights
-    are of several dtypes.
+    regions are inside of what is gathered. Raises RequestError for blocks that are not found, that are parts of a
+    compiled region, or whose trained weights are of several dtypes.
     """
     params, strategy = config.fsdp, ShardingStrategy(config.fsdp.sharding_strategy)
     blocks = sharded_blocks(params, model)
     _refuse_mixed_units(root, blocks)
+    _refuse_units_within_graphs(model, blocks)
     block_class = type(blocks[0]).__name__  # before sharding gives it another
     shards = ranks.local_world if strategy in HYBRID else ranks.world
     replicas = ranks.world // shards
@@ -177,6 +179,18 @@ def _refuse_mixed_units(root: nn.Module, blocks: list[nn.Module]) -> None:
         if len(dtypes) > 1:
             message = f"{name} has trained weights of {' and '.join(dtypes)}, which cannot be sharded together"
             raise RequestError([Problem("model.torch_dtype_str", message, expected="one dtype")])
+
+
+def _refuse_units_within_graphs(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """A graph cannot wait for weights that are gathered in the middle of it."""
+    for region in compiled_regions(model):
+        within = set(region.module.modules()) - {region.module}
+        if not within.isdisjoint(blocks):
+            whole = type(region.module).__name__
+            message = (
+                f"training.compile makes one graph of each {whole}, and {type(blocks[0]).__name__} is a part of it"
+            )
+            raise RequestError([Problem("fsdp.transformer_layer_cls", message, expected=f"{whole}, or leave it unset")])
 
 
 def _arrange_prefetch(params: FSDPParams, blocks: tuple[FSDPModule, ...]) -> None:

@@ -822,7 +822,7 @@ CACHES = (
 SHARDING = (
     Lever(
         "fsdp.enable_fsdp",
-        (Setting(False), Setting(True, "+2 % tokens/s against copies (1B, two cards); H200, 2026-11")),
+        (Setting(False), Setting(True, "within 3 % of copies (1B, two cards, of two calls); H200, 2026-11")),
         ("weights", "gradients", "optimizer"),
         "sharding",
         "Weights, gradients and states are split over the devices; each block is gathered when it runs.",

@@ -63,10 +63,10 @@ class Efficiency:
     collective_host_seconds: float = 0.75e-3
     """Host time of one gather or reduction: FSDP2's hooks around a block, its copies and allocations."""
     sharded_update_seconds: float = 20e-3
-    """Host time of clipping and updating parts of weights (DTensor), for which the card waits.
+    """What a sharded step takes beyond all that. Its cause was not found: the update alone took as long with copies.
 
-    This and the two before it: fitted to eleven sharded steps on two H200 (torch 2.11, 2026-11-28), which they leave
-    within 6.3 % (tests/calibration/h200_sharded_step.json)."""
+    This, `card_link_beside` and `collective_host_seconds` were fitted to twelve sharded steps on two H200 (torch 2.11,
+    2026-11-28), which they leave within 8.6 % (tests/calibration/h200_sharded_step.json)."""
 
 
 CALIBRATED = Efficiency(

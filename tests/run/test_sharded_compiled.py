@@ -15,6 +15,7 @@ from framework.build import compiled
 from framework.build.compiled import compiled_regions
 from framework.build.ranks import Ranks
 from framework.build.verify import verify
+from framework.errors import RequestError
 from framework.run.rehearse import rehearse
 from tests.sharded import on_two, settings, sharded, trained
 from tests.tiny import LLAMA, tiny_config
@@ -70,3 +71,11 @@ def test_a_plan_of_compiled_shards_keeps_less() -> None:
     assert less.step_peak.terms.weights == plain.step_peak.terms.weights
     assert less.step_peak.terms.activations < 0.9 * plain.step_peak.terms.activations
     assert not any("could not be captured" in said for said in less.assumptions)
+
+
+def test_units_inside_of_a_graph_are_refused() -> None:
+    card = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "count": 2}
+    named = {"enable_fsdp": True, "transformer_layer_cls": "LlamaMLP"}
+    sizes = {"compile": True, "global_batch_size": 16}
+    with pytest.raises(RequestError, match=r"one graph of each LlamaDecoderLayer, and LlamaMLP is a part of it"):
+        rehearse(tiny_config(LLAMA, training=sizes, model={"model_max_length": 64}, gpu=card, fsdp=named))

@@ -1,7 +1,7 @@
 """The plan of a sharded run against two cards that ran it, and what each strategy changes in it.
 
-Rows were measured on two H200, by the product's step (tests/calibration/h200_sharded_step.json; three constants of step
-time are fitted to eleven of them) and by the prototype's (h200_fsdp2_step.json; nothing is fitted to those).
+Rows were measured on two H200, by the product's step (tests/calibration/h200_sharded_step.json; four constants of step
+time are fitted to thirteen of them) and by the prototype's (h200_fsdp2_step.json; nothing is fitted to those).
 """
 
 import json
