@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed
@@ -64,7 +65,7 @@ class Arrival:
 
     def __init__(self, config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks) -> None:
         self._config, self._place, self.place = config, place, Place(_HOST, place.kind)
-        self._filled: dict[int, nn.Parameter] = {}
+        self._filled: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # a unit is let go
         self._files = ExitStack()
         self._source: Source = lambda name, tensor: False
         self.new: tuple[str, ...] = ()
@@ -88,14 +89,15 @@ class Arrival:
             for name, parameter in list(module._parameters.items()):
                 if parameter is None or not _is_empty(parameter):
                     continue
-                if id(parameter) not in self._filled:
+                real = self._filled.get(id(parameter))
+                if real is None:
                     real = nn.Parameter(torch.empty_like(parameter, device=self._place.device), parameter.requires_grad)
                     known = self._names.get(id(parameter))
                     is_adapted = is_adapted or known is None
                     if known is not None and not self._source(known, real.data):
                         missing.add(module)
                     self._filled[id(parameter)] = real
-                module._parameters[name] = self._filled[id(parameter)]
+                module._parameters[name] = real
         if missing or is_adapted:
             self._draw(unit, missing, is_adapted)
 

@@ -1,6 +1,7 @@
 """Two processes, each with half of the weights, learn what one process learns; all in one start of the two."""
 
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from framework.build.arrival import Arrival
 from framework.build.model import build_model, read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks, local_part
@@ -58,7 +60,18 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
         after = weights(assembly)
         if ranks.is_main:
             save_file(after, folder / f"{name}.safetensors")
-    drawn = sharded(settings(2, LLAMA), ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        whole_ones: list[weakref.ref[Any]] = []
+        fill = Arrival.fill
+
+        def count(arrival: Arrival, unit: torch.nn.Module) -> None:
+            found["before a unit"] = max(found.get("before a unit", 0), sum(ref() is not None for ref in whole_ones))
+            fill(arrival, unit)
+            whole_ones.extend(weakref.ref(item) for item in unit.parameters() if not hasattr(item, "device_mesh"))
+            found["filled"] = len(whole_ones)
+
+        patch.setattr(Arrival, "fill", count)
+        drawn = sharded(settings(2, LLAMA), ranks)
     save_file(weights(drawn), folder / f"drawn-{ranks.rank}.safetensors")
     try:
         sharded(settings(2, LLAMA, fsdp={"transformer_layer_cls": "LlamaDecodeLayer"}), ranks)
@@ -114,6 +127,11 @@ def test_random_weights_are_the_same_on_every_rank_and_as_wide_as_ever(found):
             assert torch.equal(tensor, torch.ones_like(tensor))
     matrices = [tensor for tensor in first.values() if tensor.shape == (32, 32)]
     assert all(not torch.equal(one, other) for one, other in itertools.pairwise(matrices))
+
+
+def test_whole_tensors_of_a_unit_are_gone_before_the_next_is_filled(found):
+    assert found[1]["filled"] == 2 * 9 + 3
+    assert found[1]["before a unit"] == 0
 
 
 def test_a_block_that_is_not_there_is_named_with_those_that_are(found):
