@@ -6,6 +6,8 @@ from framework import load
 from framework.schema.config import TrainingConfig
 
 _1B = {"model": "llama3.2_1b", "micro": 4, "gc": True}
+_8B_LORA = {"model": "llama3.1_8b", "micro": 2, "gc": True, "dtype": "bfloat16", "lora": "lora"}
+_QLORA: dict[str, Any] = {**_8B_LORA, "lora": "qlora"}
 ROWS: tuple[dict[str, Any], ...] = (
     {"name": "1b-gc", **_1B},
     {"name": "1b", **_1B, "gc": False},
@@ -20,7 +22,11 @@ ROWS: tuple[dict[str, Any], ...] = (
     {"name": "1b-ddp", **_1B, "fsdp": {"sharding_strategy": "NO_SHARD"}},
     {"name": "3b-gc", "model": "llama3.2_3b", "micro": 2, "gc": True},
     {"name": "8b-gc-chunked", "model": "llama3.1_8b", "micro": 1, "gc": True, "changes": ["model.chunked_loss=1024"]},
-    {"name": "8b-lora-gc", "model": "llama3.1_8b", "micro": 2, "gc": True, "dtype": "bfloat16", "lora": True},
+    {"name": "8b-lora-gc", **_8B_LORA},
+    {"name": "8b-qlora-gc", **_QLORA},
+    {"name": "8b-qlora-gc-zero2", **_QLORA, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}},
+    {"name": "8b-qlora-gc-ddp", **_QLORA, "fsdp": {"sharding_strategy": "NO_SHARD"}},
+    {"name": "8b-qlora-masters-gc", **_QLORA, "autocast": "bf16", "adapter": "float32"},
     {"name": "qwen3-1.7b-gc", "model": "qwen3_1.7b", "micro": 2, "gc": True},
 )
 _RING: dict[str, Any] = {
@@ -28,7 +34,7 @@ _RING: dict[str, Any] = {
     "ring": True,
 }
 _LONG = {**_1B, "micro": 1, "tokens": 32768}
-_LONG_LORA = {"model": "llama3.1_8b", "micro": 1, "gc": True, "dtype": "bfloat16", "lora": True}
+_LONG_LORA = {**_8B_LORA, "micro": 1}
 ROWS += (
     {"name": "1b-32k", **_LONG, "changes": ["model.chunked_loss=1024"]},
     {"name": "1b-32k-ring", **_LONG, **_RING},
@@ -53,14 +59,16 @@ CURVES: tuple[dict[str, Any], ...] = (
 def step_config(row: dict[str, Any], world: int, card: str = "h100_80gb") -> TrainingConfig:
     """The config of a row on `world` cards."""
     dtype, accumulation = row.get("dtype", "float32"), row.get("accumulation", 1)
-    lora = ["peft=lora", "peft.lora_r=16", "peft.lora_alpha=32", "peft.adapter_dtype=bfloat16"]
+    lora = [f"peft={row.get('lora')}", "peft.lora_r=16", "peft.lora_alpha=32"]
+    lora += [f"peft.adapter_dtype={row.get('adapter', 'bfloat16')}"]
     changes = [f"model={row['model']}", f"gpu={card}", f"gpu.count={world}", "fsdp.enable_fsdp=true"]
     changes += [
         f"fsdp.{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in row.get("fsdp", {}).items()
     ]
     changes += [f"model.torch_dtype_str={dtype}", f"training.enable_gradient_checkpointing={str(row['gc']).lower()}"]
-    changes += [f"training.mixed_precision_dtype={'bf16' if dtype == 'float32' else 'none'}"]
+    autocast = row.get("autocast", "bf16" if dtype == "float32" else "none")
+    changes += [f"training.mixed_precision_dtype={autocast}"]
     changes += [f"training.per_device_train_batch_size={row['micro']}", "model.load_pretrained_weights=false"]
     groups = 1 if row.get("ring") else world
     changes += [f"training.global_batch_size={row['micro'] * accumulation * groups}", "data.eval_fraction=0"]

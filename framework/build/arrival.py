@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,6 +28,7 @@ from framework.build.hub import hub_is_reachable
 from framework.build.model import build_model
 from framework.build.optimizers.seeds import mixed
 from framework.build.place import Place
+from framework.build.quantize import is_packed, refuse_other_packing
 from framework.build.ranks import Ranks
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
@@ -68,7 +69,9 @@ class Arrival:
         self._filled: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # a unit is let go
         self._files = ExitStack()
         self._source: Source = lambda name, tensor: False
+        self._names: dict[int, str] = {}
         self.new: tuple[str, ...] = ()
+        refuse_other_packing(config, architecture)
         if _needs_whole_model(config):
             self.model, self.new = build_model(config, architecture, self.place)
             return
@@ -76,14 +79,19 @@ class Arrival:
         with init_empty_weights(include_buffers=False):
             self.model, _ = build_model(config.model_copy(update={"model": model}), architecture, self.place)
         self.model.tie_weights()  # each parameter was made anew when it went to meta
-        self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         if config.model.load_pretrained_weights:
             self._source = self._find_source(architecture, ranks)
 
+    def learn_names(self) -> None:
+        """The names of the base's weights as they will be looked up: call it when they are the ones to be filled."""
+        self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
     def fill(self, unit: nn.Module) -> None:
-        """Give values to what is on meta in `unit`. Each rank must call this for the same units in the same order."""
+        """Give values to what is on meta in `unit`, and pack it where it is to be packed: tensor by tensor as they are
+        read, or all when they are drawn. Each rank must call this for the same units in the same order."""
         modules = [module for module in unit.modules() if any(map(_is_empty, module._parameters.values()))]
         missing: set[nn.Module] = set()
+        drawn: list[Any] = []
         is_adapted = False
         for module in modules:
             for name, parameter in list(module._parameters.items()):
@@ -91,15 +99,29 @@ class Arrival:
                     continue
                 real = self._filled.get(id(parameter))
                 if real is None:
-                    real = nn.Parameter(torch.empty_like(parameter, device=self._place.device), parameter.requires_grad)
+                    real = nn.Parameter(self._room(module, parameter), parameter.requires_grad)
                     known = self._names.get(id(parameter))
                     is_adapted = is_adapted or known is None
-                    if known is not None and not self._source(known, real.data):
+                    has_values = known is None or self._source(known, real.data)
+                    if not has_values:
                         missing.add(module)
+                    if is_packed(parameter) and has_values:
+                        cast(Any, module).pack(real.data)
+                        continue
+                    if is_packed(parameter):
+                        drawn.append(module)
                     self._filled[id(parameter)] = real
                 module._parameters[name] = real
         if missing or is_adapted:
             self._draw(unit, missing, is_adapted)
+        for module in drawn:
+            module.pack(module.weight)
+
+    def _room(self, module: nn.Module, parameter: Tensor) -> Tensor:
+        if is_packed(parameter):
+            room: Tensor = cast(Any, module).empty_matrix(self._place.device)
+            return room
+        return torch.empty_like(parameter, device=self._place.device)
 
     def close(self) -> None:
         """Let go of the checkpoint's files."""
@@ -137,7 +159,9 @@ class Arrival:
         """The first rank loads the checkpoint with transformers, and every rank is sent each tensor."""
         loaded: PreTrainedModel | None = None
         if ranks.is_main:
-            loaded, self.new = build_model(self._config, architecture, Place(_HOST, self._place.kind))
+            plain = self._config.peft.model_copy(update={"q_lora": False})  # each tensor is packed where it arrives
+            config = self._config.model_copy(update={"peft": plain})
+            loaded, self.new = build_model(config, architecture, Place(_HOST, self._place.kind))
         said = [self.new]
         torch.distributed.broadcast_object_list(said, 0)
         self.new = said[0]

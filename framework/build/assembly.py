@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from framework.build.activations import arrange_blocks
 from framework.build.arrival import await_weights
@@ -23,7 +23,7 @@ from framework.build.model import build_model
 from framework.build.optimizer import build_optimizer
 from framework.build.place import Place
 from framework.build.products import choose_float32_products
-from framework.build.quantize import quantize, require_bitsandbytes
+from framework.build.quantize import Factors, quantize, require_bitsandbytes
 from framework.build.ranks import ALONE, Parallel, Ranks, parallelise
 from framework.build.ring_attention import in_parts
 from framework.build.scaler import LossScale, build_loss_scale
@@ -156,7 +156,9 @@ def assemble(
         built, new_weights = build_model(config, architecture, loaded_at, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     companion = build_companion(config, built, place, autocast)
-    lost = quantize(config.peft, built, autocast or built.dtype, place) if quantized else {}
+    lost = _pack(config, built, loaded_at, ranks) if quantized else {}
+    if arrival is not None:
+        arrival.learn_names()
     use_liger_kernels(config.model, built)
     if companion is not None and config.training.has_reference:
         use_liger_kernels(config.model, companion)  # of the same kind
@@ -194,3 +196,14 @@ def assemble(
         new_weights=new_weights,
         context=context,
     )
+
+
+def _pack(config: TrainingConfig, model: PreTrainedModel, place: Place, ranks: Ranks) -> Factors:
+    """The frozen base in 4 or 8 bits; where it is split, stored in the dtype that its units are gathered in."""
+    computed = autocast_dtype(config.training) or model.dtype
+    lost = quantize(config.peft, model, computed, place)
+    if config.fsdp.is_sharded and ranks.world > 1:
+        from framework.build.packed_shards import store_as  # bitsandbytes takes seconds to import
+
+        store_as(computed, model)
+    return lost

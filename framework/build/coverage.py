@@ -13,7 +13,7 @@ from framework.build.adapter import still_zero
 from framework.build.assembly import Assembly
 from framework.build.heads import head_layers
 from framework.build.loss import causal_model
-from framework.build.quantize import quantized_kinds, unquantized, weight_count
+from framework.build.quantize import is_packed, quantized_kinds, unquantized, weight_count
 
 GROUPS = ("attention", "dense MLP", "experts", "head", "other")
 
@@ -24,8 +24,21 @@ def said_of_adapter(assembly: Assembly) -> tuple[str, ...]:
     said = [coverage_line(assembly.model)] if on_modules else []
     if kinds := quantized_kinds(assembly.model):
         listed = ", ".join(f"{count} linear layers in {kind}" for kind, count in kinds.items())
-        said.append(f"base: {listed}; not quantised, nor cast: {unquantized(causal_model(assembly.model))}")
+        plain = unquantized(causal_model(assembly.model))
+        said.append(f"base: {listed}{_stored(assembly)}; not quantised, nor cast: {plain}")
     return tuple(said)
+
+
+def _stored(assembly: Assembly) -> str:
+    """What follows from the dtype of gathering, which nobody writes (F01)."""
+    if assembly.sharding is None:
+        return ""
+    stored = {str(item.dtype).removeprefix("torch.") for item in assembly.model.parameters() if is_packed(item)}
+    held = {str(item.dtype).removeprefix("torch.") for item in assembly.trained}
+    dtype, pure = " and ".join(sorted(stored)), assembly.sharding.gathered_dtype is None
+    key = "model.torch_dtype_str" if pure else "training.mixed_precision_dtype"
+    adapter = " and ".join(sorted(held))
+    return f", stored as {dtype} as {key} has units gathered; adapter held in {adapter}, gathered in {dtype}"
 
 
 def said_at_save(assembly: Assembly) -> tuple[str, ...]:

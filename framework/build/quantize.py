@@ -41,11 +41,15 @@ def require_bitsandbytes(key: str, otherwise: str) -> None:
 
 def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     """Raises RequestError where a checkpoint is stored packed by bitsandbytes and the run does not hold it just so:
-    such weights arrive as they are stored, whatever was asked for and planned."""
+    such weights arrive as they are stored, whatever was asked for and planned. Sharded ones are not held so."""
     stored: Any = getattr(architecture, "quantization_config", None)
     settings = stored if isinstance(stored, dict) or stored is None else stored.to_dict()
     if not settings or settings.get("quant_method") != "bitsandbytes" or not config.model.load_pretrained_weights:
         return
+    if config.fsdp.is_sharded:
+        message = f"the weights of {config.model.model_name} are stored packed, and are split as they are packed here"
+        works = "the checkpoint that it was packed from, or fsdp.enable_fsdp: false"
+        raise RequestError([Problem("fsdp.enable_fsdp", message, expected=works)])
     peft, bits = config.peft, 4 if settings.get("load_in_4bit") else 8
     code, nested = settings.get("bnb_4bit_quant_type", "fp4"), bool(settings.get("bnb_4bit_use_double_quant"))
     kind, asked = kind_name(bits, code, nested), "not quantised"
@@ -89,7 +93,7 @@ def quantization(params: PeftParams, computed: torch.dtype, of_rows: bool) -> Bi
 
 def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, place: Place) -> Factors:
     """Pack the linear layers of a model that was built in full, as a quantised load would; other tensors move to
-    `place`. A model that was loaded packed stays as it is.
+    `place`. A model that was loaded packed stays as it is; one on meta gets the shapes.
 
     For loftq, the factors of the best adapter of rank `lora_r` for what each layer loses; else nothing.
     """
@@ -123,8 +127,8 @@ def _fill(module: Any, weight: Tensor, place: Place) -> None:
     import bitsandbytes as bnb
 
     is_4bit, old = isinstance(module, bnb.nn.Linear4bit), module.weight
-    if place.rehearsed:
-        module.weight = _packed_shape(old, weight, place.device) if is_4bit else _bytes_shape(weight)
+    if place.rehearsed or weight.is_meta:
+        module.weight = _packed_shape(old, weight) if is_4bit else _bytes_shape(weight)
     elif is_4bit:
         # the module comes along, because the quantisation leaves the scales with it too
         module.weight = bnb.nn.Params4bit(weight, requires_grad=False, **{**old.__dict__, "module": module}).to(
@@ -135,12 +139,12 @@ def _fill(module: Any, weight: Tensor, place: Place) -> None:
     module._is_hf_initialized = True
 
 
-def _packed_shape(old: Any, weight: Tensor, device: torch.device) -> Any:
+def _packed_shape(old: Any, weight: Tensor) -> Any:
     """A 4-bit weight without values: what quantize_4bit leaves behind."""
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState
 
-    count = weight.numel()
+    count, device = weight.numel(), torch.device("meta")
     scales = -(-count // BLOCK)
     state = QuantState(
         absmax=torch.empty(scales, dtype=torch.float32, device=device),
@@ -175,7 +179,7 @@ def _bytes_shape(weight: Tensor) -> Any:
 
 def _move_rest(model: PreTrainedModel, place: Place) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != place.device.type:
+        if tensor.device.type != place.device.type and not tensor.is_meta:
             tensor.data = tensor.data.to(place.device)
 
 
@@ -190,7 +194,7 @@ def _best_factors(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def weight_count(parameter: Tensor) -> int:
     """Weights that a parameter stands for: two to each byte where it is packed."""
-    state = getattr(parameter, "quant_state", None)
+    state = packed_state(parameter)
     return int(state.shape.numel()) if state is not None else parameter.numel()
 
 
@@ -210,19 +214,28 @@ def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
                 yield scales
 
 
+def packed_state(parameter: Tensor) -> Any:
+    """What goes with the numbers of a 4-bit weight, bitsandbytes' QuantState; None for others."""
+    return getattr(parameter, "quant_state", None)
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Whether a weight is held in 4 or 8 bits."""
+    return packed_state(parameter) is not None or type(parameter).__name__ == "Int8Params"
+
+
 def is_quantized(model: nn.Module) -> bool:
     """Whether any weight of the model is held in 4 or 8 bits."""
-    return any(type(parameter).__name__ in ("Params4bit", "Int8Params") for parameter in model.parameters())
+    return any(map(is_packed, model.parameters()))
 
 
 def quantized_kinds(model: nn.Module) -> Counter[str]:
     """What the packed layers are, in words, with how many there are."""
     kinds: Counter[str] = Counter()
     for parameter in model.parameters():
-        if type(parameter).__name__ == "Params4bit":
-            settings: Any = parameter
-            kinds[kind_name(4, settings.quant_type, settings.quant_state.nested)] += 1
-        elif type(parameter).__name__ == "Int8Params":
+        if (state := packed_state(parameter)) is not None:
+            kinds[kind_name(4, state.quant_type, state.nested)] += 1
+        elif is_packed(parameter):
             kinds[kind_name(8, "", False)] += 1
     return kinds
 
@@ -237,7 +250,7 @@ def unquantized(model: PreTrainedModel) -> str:
     counted: Counter[tuple[str, str]] = Counter()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or type(parameter).__name__ in ("Params4bit", "Int8Params"):
+        if parameter.requires_grad or is_packed(parameter):
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         known = {id(embedding): "embedding", id(head): "head"}.get(id(owner))

@@ -23,6 +23,7 @@ from framework.build.compiled import compiled_regions
 from framework.build.hub import nearest
 from framework.build.loss import causal_model
 from framework.build.place import Place
+from framework.build.quantize import is_packed, is_quantized
 from framework.build.ranks import Ranks
 from framework.errors import Problem, RequestError
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy
@@ -90,11 +91,12 @@ def shard(
 
     `model` is the transformers model (or its adapter's wrapper) below `root`. Call it last: checkpoints and compiled
     regions are inside of what is gathered. Raises RequestError for blocks that are not found, that are parts of a
-    compiled region, or whose trained weights are of several dtypes.
+    compiled region, whose trained weights are of several dtypes, or whose packed ones are gathered with others; it
+    does so before any weight arrives.
     """
     params, strategy = config.fsdp, ShardingStrategy(config.fsdp.sharding_strategy)
     blocks = sharded_blocks(params, model)
-    _refuse_mixed_units(root, blocks)
+    _refuse_mixed_units(root, blocks, precision(config).param_dtype)
     _refuse_units_within_graphs(model, blocks)
     block_class = type(blocks[0]).__name__  # before sharding gives it another
     shards = ranks.local_world if strategy in HYBRID else ranks.world
@@ -106,6 +108,7 @@ def shard(
         "mp_policy": precision(config),
         "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if offloads else OffloadPolicy(),
     }
+    has_packed = is_quantized(root)
     units = []
     for module in (*blocks, root):
         if arrival is not None:
@@ -113,6 +116,10 @@ def shard(
         units.append(fully_shard(module, **settings))
     if arrival is not None:
         arrival.close()
+    if has_packed:
+        from framework.build.packed_shards import keep_states  # bitsandbytes takes seconds to import
+
+        keep_states(root, place.device)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a division by 1 would be an operation of NCCL's alone
@@ -169,16 +176,31 @@ def _mesh(place: Place, replicas: int, shards: int) -> DeviceMesh:
         return init_device_mesh(place.kind, (shards,), mesh_dim_names=("shard",))
 
 
-def _refuse_mixed_units(root: nn.Module, blocks: list[nn.Module]) -> None:
-    """Gradients of a unit travel in one buffer, so they are of one dtype."""
+def _refuse_mixed_units(root: nn.Module, blocks: list[nn.Module], lower: torch.dtype | None) -> None:
+    """Gradients of a unit travel in one buffer, so they are of one dtype. So are weights where some are packed: they
+    are gathered in `lower`, or as they are, and a cast would take packed bytes for numbers."""
     in_blocks = {parameter for block in blocks for parameter in block.parameters()}
     units = [(type(block).__name__, list(block.parameters())) for block in blocks]
     units.append(("what is in no block", [item for item in root.parameters() if item not in in_blocks]))
+    problems: dict[str, Problem] = {}
     for name, parameters in units:
-        dtypes = sorted({str(item.dtype).removeprefix("torch.") for item in parameters if item.requires_grad})
+        dtypes = _words({item.dtype for item in parameters if item.requires_grad})
         if len(dtypes) > 1:
             message = f"{name} has trained weights of {' and '.join(dtypes)}, which cannot be sharded together"
-            raise RequestError([Problem("model.torch_dtype_str", message, expected="one dtype")])
+            problems[message] = Problem("model.torch_dtype_str", message, expected="one dtype")
+        stored = {item.dtype for item in parameters if is_packed(item)}
+        gathered = {item.dtype if is_packed(item) else lower or item.dtype for item in parameters}
+        if stored and gathered | stored != {lower or next(iter(stored))}:
+            message = f"{name} holds packed bytes as {' and '.join(_words(stored))} and would be gathered in "
+            message += " and ".join(_words(gathered | ({lower} if lower else set())))
+            works = "training.mixed_precision_dtype: bf16, or one dtype of weights and adapter"
+            problems[message] = Problem("peft.adapter_dtype", message, expected=works)
+    if problems:
+        raise RequestError(list(problems.values()))
+
+
+def _words(dtypes: set[torch.dtype]) -> list[str]:
+    return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _refuse_units_within_graphs(model: nn.Module, blocks: list[nn.Module]) -> None:

@@ -33,11 +33,13 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
         "rounding": rounding,
         "preference": _preference(config),
     }
+    peft = {"adapter_dtype": _adapter_dtype(config, autocast)}
     model = {"torch_dtype_str": dtype, "model_max_length": _length(config, settings)}
     return config.model_copy(
         update={
             "training": config.training.model_copy(update=training),
             "model": config.model.model_copy(update=model),
+            "peft": config.peft.model_copy(update=peft),
         }
     )
 
@@ -73,6 +75,13 @@ def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tu
     if frozen_base and written is None and dtype in _HALF.values():
         dtype = _HALF.get(computed, dtype)
     return dtype, computed
+
+
+def _adapter_dtype(config: TrainingConfig, autocast: MixedPrecision) -> TorchDtype | None:
+    """Packed weights that are split are gathered with their adapter in one dtype: without autocast the base's (F01)."""
+    is_packed = config.fsdp.is_sharded and config.training.use_peft and config.peft.q_lora
+    follows = is_packed and autocast is MixedPrecision.NONE
+    return config.peft.adapter_dtype or (TorchDtype.AUTO if follows else None)
 
 
 def _length(config: TrainingConfig, settings: Mapping[str, Any] | None) -> int | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.build.model import is_packed_when_loaded
-from framework.build.quantize import weight_count
+from framework.build.quantize import packed_state, weight_count
 from framework.build.ranks import local_part
 from framework.build.streamed_base import StreamedBase
 from framework.memory.trace import Kind, Space
@@ -37,7 +37,7 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
     if assembly.streamed is not None:
         _stay_on_host(tracker, assembly.streamed)
     if assembly.sharding is not None:
-        _fill_units(tracker, assembly.sharding)
+        _fill_units(tracker, assembly, assembly.sharding)
     elif assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
         _read_checkpoint(tracker, assembly, weights)
     if assembly.config.fsdp.is_on_host:
@@ -51,13 +51,21 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
     tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
 
 
-def _fill_units(tracker: Tracker, sharding: "Sharding") -> None:
-    """Each unit is whole for a moment, before it is split (framework/build/arrival.py)."""
+def _fill_units(tracker: Tracker, assembly: Assembly, sharding: "Sharding") -> None:
+    """Each unit is whole for a moment, before it is split (framework/build/arrival.py). Layers are packed one by one as
+    they are read, and after the whole unit where random weights are drawn."""
     blocks = [cast(nn.Module, block) for block in sharding.blocks]
     in_blocks = {parameter for block in blocks for parameter in block.parameters()}
     rest = [item for item in cast(nn.Module, sharding.root).parameters() if item not in in_blocks]
     units = [rest, *(list(block.parameters()) for block in blocks)]
-    _pass(tracker, max(sum(item.numel() * item.element_size() for item in unit) for unit in units), Space.DEVICE)
+    is_read = assembly.config.model.load_pretrained_weights
+    _pass(tracker, max(_whole_bytes(unit, is_read) for unit in units), Space.DEVICE)
+
+
+def _whole_bytes(unit: Sequence[Tensor], is_read: bool) -> int:
+    held = sum(item.numel() * item.element_size() for item in unit)
+    plain = [state.shape.numel() * state.dtype.itemsize for item in unit if (state := packed_state(item)) is not None]
+    return held + (max(plain, default=0) if is_read else sum(plain))
 
 
 def _leave_parts_on_host(tracker: Tracker, weights: Sequence[Tensor]) -> None:

@@ -32,7 +32,7 @@ from framework.schema.fsdp import FSDPParams
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
 from framework.schema.ranks_rules import ranks_conflicts
-from framework.schema.sharding_rules import sharding_conflicts
+from framework.schema.sharding_rules import gathering_conflicts, sharding_conflicts
 from framework.schema.survival_rules import survival_conflicts
 from framework.schema.task_rules import task_conflicts
 
@@ -56,7 +56,7 @@ def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
     """Conflicts of a resolved config that its written values did not show: a checkpoint's dtype, on its card."""
     return [
         conflict
-        for rule in (_precision, _card, _half_attention)
+        for rule in (_precision, _card, _half_attention, gathering_conflicts)
         for conflict in rule(config)
         if not conflict.is_warning
     ]

@@ -8,8 +8,10 @@ from framework.schema.choices import (
     MixedPrecision,
     Optimizer,
     OptimizerOffload,
+    PeftMethod,
     PeftSaveMode,
     ShardingStrategy,
+    TorchDtype,
 )
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
@@ -64,9 +66,7 @@ def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
 def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
     training = config.training
     if training.use_peft and config.peft.q_lora:
-        message = "packed weights are not sharded: their scales are no part of them"
-        works = "fsdp.enable_fsdp: false (each device holds the packed base), or peft.q_lora: false"
-        yield Conflict(("peft.q_lora", _ON), message, works)
+        yield from _packed_base(config)
     if training.mixed_precision_dtype is MixedPrecision.FP16:
         message = "a loss scale is not kept over sharded gradients"
         yield Conflict(("training.mixed_precision_dtype", _ON), message, "bf16")
@@ -82,3 +82,27 @@ def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
     if config.fsdp.cpu_offload is True and config.gpu.name == "cpu":
         message = "on the cpu the weights are in host memory anyway"
         yield Conflict(("fsdp.cpu_offload", "gpu.name"), message, "false")
+
+
+def _packed_base(config: TrainingConfig) -> Iterator[Conflict]:
+    peft = config.peft
+    if peft.q_lora_bits == 8:
+        message = "8-bit weights are not sharded: bitsandbytes keeps their scales, and more copies of them, elsewhere"
+        works = "4, or fsdp.enable_fsdp: false (each device holds the packed base)"
+        yield Conflict(("peft.q_lora_bits", _ON), message, works)
+    if peft.peft_method is PeftMethod.DORA:
+        message = "dora measures the unpacked weights in each forward pass, and peft finds no scales at gathered ones"
+        yield Conflict(("peft.peft_method", "peft.q_lora", _ON), message, "lora or rslora")
+    yield from gathering_conflicts(config)
+
+
+def gathering_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """A unit with packed weights is gathered in one dtype, in which their bytes are stored (F01)."""
+    peft, held = config.peft, config.model.torch_dtype_str
+    if not (config.fsdp.is_sharded and config.training.use_peft and peft.q_lora):
+        return
+    is_pure = config.training.mixed_precision_dtype is MixedPrecision.NONE and held not in (None, TorchDtype.AUTO)
+    if is_pure and peft.adapter_dtype not in (None, TorchDtype.AUTO, held):
+        message = f"packed weights and adapter are gathered together, in one dtype, which without autocast is {held}"
+        works = f"auto or {held}, or training.mixed_precision_dtype: bf16 (it gathers a float32 adapter in bfloat16)"
+        yield Conflict(("peft.adapter_dtype", "peft.q_lora", _ON), message, works)

@@ -2,8 +2,10 @@
 
 import pytest
 
+from framework.memory.resolve import resolve
 from framework.schema.config import TrainingConfig
-from framework.schema.rules import Needs, find_conflicts
+from framework.schema.fsdp import FSDPParams
+from framework.schema.rules import Needs, find_conflicts, find_derived_conflicts
 from framework.schema.sharding_rules import SHARDED_OPTIMIZERS
 from tests.tiny import LLAMA
 
@@ -34,7 +36,8 @@ def test_one_device_has_nothing_to_split():
         ({"training": {"mixed_precision_dtype": "fp16"}}, "training.mixed_precision_dtype", "bf16"),
         ({"training": {"compile": True, "compile_scope": "model"}}, "training.compile_scope", "block"),
         ({"training": {"fp8": "tensorwise", "compile": True}}, "training.fp8", "none"),
-        ({"training": ADAPTED, "peft": {"q_lora": True}}, "peft.q_lora", "enable_fsdp: false"),
+        ({"training": ADAPTED, "peft": {"q_lora": True, "q_lora_bits": 8}}, "peft.q_lora_bits", "4, or "),
+        ({"training": ADAPTED, "peft": {"q_lora": True, "peft_method": "dora"}}, "peft.peft_method", "lora or rslora"),
         ({"training": ADAPTED, "peft": {"peft_save_mode": "merged"}}, "peft.peft_save_mode", "adapter_only"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
@@ -44,6 +47,47 @@ def test_what_cannot_be_sharded_is_refused_with_what_can(sections, key, works):
     found = conflicts(**sections)[key]
     assert "fsdp.enable_fsdp" in found.keys
     assert works in found.expected
+
+
+def packed(mixed, adapter=None, base="bfloat16"):
+    return {
+        "model": {"torch_dtype_str": base},
+        "training": {**ADAPTED, "mixed_precision_dtype": mixed},
+        "peft": {"q_lora": True, "adapter_dtype": adapter},
+    }
+
+
+@pytest.mark.parametrize(
+    ("mixed", "adapter", "base", "derived"),
+    [
+        ("none", None, "bfloat16", "auto"),
+        ("none", "bfloat16", "bfloat16", "bfloat16"),
+        ("none", None, "float32", "auto"),
+        ("bf16", None, "bfloat16", None),
+        ("bf16", None, "float32", None),
+        ("bf16", "float32", "bfloat16", "float32"),
+        ("bf16", "bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_packed_weights_and_adapter_are_gathered_in_one_dtype_that_one_key_says(mixed, adapter, base, derived):
+    """F01. Under autocast a unit is gathered in its dtype, whatever the adapter's part is held in."""
+    assert not conflicts(**packed(mixed, adapter, base))
+    gpu = {"name": "h100_80gb", "capability": "9.0", "count": 2}
+    sections = packed(mixed, adapter, base)
+    config = TrainingConfig.model_validate({**sections, "gpu": gpu, "fsdp": SHARDED})
+    assert resolve(config).peft.adapter_dtype == derived
+    assert resolve(config.model_copy(update={"fsdp": FSDPParams()})).peft.adapter_dtype == adapter
+
+
+def test_a_written_adapter_dtype_that_clashes_is_refused_and_not_changed():
+    """F01."""
+    found = conflicts(**packed("none", "float32"))["peft.adapter_dtype"]
+    assert "peft.q_lora" in found.keys
+    assert "bf16" in found.expected
+    unread = TrainingConfig.model_validate({**packed("none", "float32", "auto"), "fsdp": SHARDED})
+    assert not [item for item in find_derived_conflicts(unread) if item.keys[0] == "peft.adapter_dtype"]
+    read = resolve(unread, {"dtype": "bfloat16", "max_position_embeddings": 128})
+    assert [item.keys[0] for item in find_derived_conflicts(read)] == ["peft.adapter_dtype"]
 
 
 @pytest.mark.parametrize("name", ["cpu_offload", "forward_prefetch"])

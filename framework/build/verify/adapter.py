@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
@@ -13,7 +14,8 @@ from framework.build.assembly import Assembly
 from framework.build.coverage import coverage_line
 from framework.build.loss import causal_model
 from framework.build.optimizer import RATE_FACTOR
-from framework.build.quantize import kind_name, quantized_kinds, unquantized
+from framework.build.quantize import is_packed, kind_name, quantized_kinds, unquantized
+from framework.build.ranks import local_part
 from framework.build.verify.reading import Reading
 
 
@@ -70,7 +72,7 @@ def read_adapter_targets(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_adapter_dtype(assembly: Assembly) -> Iterator[Reading]:
-    """The dtype of what is trained, modules trained whole aside."""
+    """The dtype of what is trained, modules trained whole aside; and of what it is gathered in where it is another."""
     if assembly.adapter is None:
         return
     asked = adapter_dtype(assembly.config.peft, causal_model(assembly.model))
@@ -79,8 +81,10 @@ def read_adapter_dtype(assembly: Assembly) -> Iterator[Reading]:
         for name, parameter in assembly.model.named_parameters()
         if parameter.requires_grad and ".modules_to_save." not in name
     )
-    found = ", ".join(str(dtype).removeprefix("torch.") for dtype, _ in counted.most_common())
-    yield Reading("peft.adapter_dtype", str(asked).removeprefix("torch."), found, "trained parameters")
+    found = ", ".join(_word(dtype) for dtype, _ in counted.most_common())
+    gathered = assembly.sharding.gathered_dtype if assembly.sharding is not None else None
+    source = "trained parameters" + (f", gathered in {_word(gathered)}" if gathered is not None else "")
+    yield Reading("peft.adapter_dtype", _word(asked), found, source)
 
 
 def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
@@ -99,7 +103,7 @@ def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_quantized(assembly: Assembly) -> Iterator[Reading]:
-    """How the base is packed, and what of it is not."""
+    """How the base is packed, and what of it is not; and what its bytes are stored as where they are split."""
     peft = assembly.config.peft
     kinds = quantized_kinds(assembly.model)
     if assembly.adapter is None or not (peft.q_lora or kinds):
@@ -108,6 +112,13 @@ def read_quantized(assembly: Assembly) -> Iterator[Reading]:
     found = ", ".join(kinds) or "not quantised"
     source = f"{kinds.total()} linear layers; not quantised: {unquantized(causal_model(assembly.model))}"
     yield Reading("peft.q_lora", wanted if peft.q_lora else "not quantised", found, source)
+    if assembly.sharding is not None:
+        packed = [parameter for parameter in assembly.model.parameters() if is_packed(parameter)]
+        gathered = assembly.sharding.gathered_dtype or causal_model(assembly.model).dtype
+        found = ", ".join(sorted({_word(parameter.dtype) for parameter in packed}))
+        size = sum(local_part(parameter).nbytes for parameter in packed)
+        source = f"{len(packed)} packed weights with their scales, {size:,} bytes of this rank"
+        yield Reading("packed weights stored as", _word(gathered), found, source)
 
 
 def read_adapter_dropout(assembly: Assembly) -> Iterator[Reading]:
@@ -132,3 +143,7 @@ def read_adapter_saved_modules(assembly: Assembly) -> Iterator[Reading]:
     tied = assembly.adapter is not None and ties_any(causal_model(assembly.model), list(asked))
     source = f"{len(wrapped)} wrapped modules" + (", head and embedding as one" if tied else "")
     yield Reading("peft.lora_modules_to_save", ", ".join(asked), ", ".join(found), source)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

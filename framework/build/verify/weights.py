@@ -10,6 +10,7 @@ from framework.build.assembly import AUTOCAST_DTYPES, Assembly
 from framework.build.freeze import still_frozen
 from framework.build.loss import causal_model
 from framework.build.model import TORCH_DTYPES
+from framework.build.quantize import is_packed
 from framework.build.verify.reading import Reading
 from framework.schema.choices import MixedPrecision, TorchDtype
 
@@ -28,21 +29,25 @@ def read_parameters(assembly: Assembly) -> Iterator[Reading]:
 
 def _counts(parameters: list[nn.Parameter]) -> Iterator[str]:
     for trained, word in ((True, "trained"), (False, "frozen")):
-        counted = Counter[torch.dtype]()
+        counted: Counter[str] = Counter()
         for parameter in parameters:
             if parameter.requires_grad is trained:
-                counted[parameter.dtype] += parameter.numel()
-        for dtype, count in counted.most_common():
-            yield f"{count:,} {_name(dtype)} {word}"
+                is_stored_as = is_packed(parameter) and parameter.is_floating_point()
+                kind = _name(parameter.dtype) + (" of packed bytes" if is_stored_as else "")
+                counted[kind] += parameter.numel()
+        for kind, count in counted.most_common():
+            yield f"{count:,} {kind} {word}"
 
 
 def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:
-    """The dtypes of the model's own weights, adapters aside."""
+    """The dtypes of the model's own weights, adapters and packed ones aside."""
     asked = assembly.config.model.torch_dtype_str or TorchDtype.AUTO
     own = [
         parameter
         for parameter in assembly.model.parameters()
-        if parameter.is_floating_point() and not (assembly.adapter and parameter.requires_grad)
+        if parameter.is_floating_point()
+        and not (assembly.adapter and parameter.requires_grad)
+        and not is_packed(parameter)  # whose dtype is that of bytes
     ]
     counted = Counter(parameter.dtype for parameter in own)
     found = ", ".join(_name(dtype) for dtype, _ in counted.most_common())

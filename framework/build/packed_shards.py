@@ -1,0 +1,98 @@
+"""A base in 4 bits whose layers are split over the ranks.
+
+`fully_shard` splits, gathers and frees parameters, casts those of a floating dtype to the dtype that it gathers in, and
+knows nothing of scales beside them. So the packed numbers of a layer and, behind them, their scales are one parameter,
+whose dtype is only a name for bytes. It is the dtype of gathering, so that no cast takes the bytes for numbers. Codes,
+offsets and the scales of nested scales (4 bytes for 16,384 weights) are whole on every rank.
+"""
+
+import copy
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.build.quantize import BLOCK
+from framework.errors import Problem, RequestError
+
+_ALIGNED = 4
+"""Bytes: scales are read as float32 behind the numbers, and either may be stored as float32."""
+
+
+class SplitLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
+    """A linear layer that computes with the packed numbers and scales of its gathered parameter.
+
+    `weight` is one row of numbers of `quant_storage`; `quant_state` has all but the scales. bitsandbytes' own forward
+    would put another parameter in the place of the gathered one.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., out), in the dtype of `x`."""
+        state, numbers = self._read()
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        product: Tensor = bnb.matmul_4bit(x.to(self.compute_dtype), numbers, bias=bias, quant_state=state)
+        return product.to(x.dtype)
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        nn.Module._save_to_state_dict(self, *arguments)  # the scales are in the weight
+
+    def _read(self) -> tuple[Any, Tensor]:
+        count = self.quant_state.shape.numel()
+        end = count // 2 // self.quant_storage.itemsize
+        state = copy.copy(self.quant_state)
+        state.absmax = self.weight[end:].view(state.absmax.dtype)[: -(-count // BLOCK)]
+        return state, self.weight[:end]
+
+    def empty_matrix(self, device: torch.device) -> Tensor:
+        """Room for the layer's weights as the model without packing has them."""
+        rows, columns = self.quant_state.shape
+        shape = (columns, rows) if self.source_cls is Conv1D else (rows, columns)
+        return torch.empty(shape, dtype=self.quant_state.dtype, device=device)
+
+    def pack(self, matrix: Tensor) -> None:
+        """Hold the values of an `empty_matrix`, in 4 bits and on its device."""
+        weight = (matrix.T if self.source_cls is Conv1D else matrix).detach().contiguous()
+        settings = {"quant_type": self.quant_state.quant_type, "compress_statistics": self.quant_state.nested}
+        self.hold(bnb.nn.Params4bit(weight, requires_grad=False, **settings).to(weight.device))
+
+    def hold(self, packed: Any) -> None:
+        """Hold what bitsandbytes has packed, numbers and scales as one."""
+        state = packed.quant_state
+        parts = [packed.detach().flatten(), state.absmax.view(torch.uint8)]
+        missing = -sum(map(len, parts)) % _ALIGNED
+        parts += [parts[0].new_zeros(missing)] if missing else []
+        joined = torch.cat(parts).view(self.quant_storage).as_subclass(Tensor)
+        self.quant_state = state
+        state.absmax = state.absmax.new_empty(0)
+        self.weight = nn.Parameter(joined, requires_grad=False)
+        found = {"quant_type": state.quant_type, "compress_statistics": state.nested}  # by peft
+        self.weight.__dict__.update(quant_state=state, **found)
+
+
+def store_as(storage: torch.dtype, model: PreTrainedModel) -> None:
+    """Hold each packed layer of a model, on meta or not, as one parameter of the dtype `storage`.
+
+    Raises RequestError naming the layers whose bytes make no whole numbers of it.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if type(module) is bnb.nn.Linear4bit]
+    odd = [name for name, module in layers if module.weight.quant_state.shape.numel() % (2 * _ALIGNED)]
+    if odd:
+        message = f"{len(odd)} layers have a number of weights that 8 does not divide, first {odd[0]}"
+        works = "fsdp.enable_fsdp: false (each device holds the packed base), or peft.q_lora: false"
+        raise RequestError([Problem("peft.q_lora", f"{message}: their bytes cannot be split", expected=works)])
+    for _, module in layers:
+        module.__class__ = SplitLinear4bit
+        module.quant_storage = storage
+        module.hold(module.weight)
+
+
+def keep_states(root: nn.Module, device: torch.device) -> None:
+    """After the layers below `root` were split: what is whole on every rank goes to its device, and is found at the
+    parts as it was at the whole."""
+    for module in root.modules():
+        if isinstance(module, SplitLinear4bit):
+            module.quant_state.to(device)
+            module.weight.__dict__["quant_state"] = module.quant_state
