@@ -683,7 +683,7 @@ ADAPTERS = (
         ),
         ("weights",),
         "quantized",
-        "Bits a frozen weight.",
+        "Bits a frozen weight. Of sharded ones 4.",
     ),
     Lever(
         "peft.bnb_4bit_quant_type",

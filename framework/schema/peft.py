@@ -32,12 +32,13 @@ class PeftParams(Params):
     num_virtual_tokens: Positive = 20
     """Trained tokens before each row (`prefix`: keys and values of every layer; `prompt`: embeddings)."""
     adapter_dtype: TorchDtype | None = None
-    """dtype of the adapter's weights; `auto` is the base's. Unset: float32, where small updates do not round away.
-    Modules trained whole are float32 under autocast, else in the base's dtype."""
+    """dtype of the adapter's weights; `auto` is the base's. Unset: float32, where small updates do not round away; the
+    base's beside a sharded `q_lora` without autocast, since a unit is gathered in one dtype. Modules trained whole are
+    float32 under autocast, else in the base's dtype."""
     q_lora: bool = False
-    """Hold the frozen base in 4 or 8 bits."""
+    """Hold the frozen base in 4 or 8 bits. With `fsdp` its 4 bits are split over the devices, scales included."""
     q_lora_bits: Annotated[Integer, Field(multiple_of=4, ge=4, le=8)] = 4
-    """4 or 8 bits a frozen weight."""
+    """4 or 8 bits a frozen weight; sharded 4."""
     bnb_4bit_quant_type: Quantization = Quantization.NF4
     """Code of the 4-bit numbers."""
     use_bnb_nested_quant: bool = False
