@@ -6,7 +6,7 @@
 
 The cap is `gpu.usable_bytes`, so a proposal fits when what the card had in use stays below. Rivals are the other
 settings that the search gave a time and found small enough, fastest first, one of each structure, and some of its space
-by lot.
+by lot. Beside them stands what a careful user writes by hand: checkpoints at every block, 4 rows, compiled or not.
 """
 
 import json
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.compose import compose
+from framework.memory.resolve import resolve
 from framework.memory.search.fastest import Candidate, Search
 from framework.run.fit import fit
 from framework.schema.config import TrainingConfig
@@ -33,6 +34,8 @@ MARGIN_80 = 79.2e9
 """What is usable of 80 GB where the card has more."""
 RIVALS, BY_LOT = 5, 2
 AT_ONCE = 8
+CHECKPOINTED = ["training.enable_gradient_checkpointing=true", "training.per_device_train_batch_size=4"]
+BY_HAND = {"by-hand": CHECKPOINTED, "by-hand-compiled": [*CHECKPOINTED, "training.compile=true", "model.chunked_loss=true"]}
 
 
 def propose(card: str, out: Path, chosen: list[str]) -> None:
@@ -71,6 +74,9 @@ def _cell(cell: tuple[str, int, str, bool]) -> list[dict[str, Any]]:
     if has_rivals:
         for number, rival in enumerate(_rivals(searches, found.config)):
             lines.append({"name": f"{name}/{cap}/rival-{number}", "config": rival.model_dump(mode="json")})
+        for word, changes in BY_HAND.items():
+            written = compose("finetune_local", [*SHAPES[name], f"gpu={card}", usable, *COMMON, *changes]).config
+            lines.append({"name": f"{name}/{cap}/{word}", "config": resolve(written).model_dump(mode="json")})
     return lines if found.fits else lines[:1]
 
 
@@ -113,6 +119,13 @@ def summary(asked: Path, measured: Path, out: Path) -> None:
         if fitting and "error" not in mine:
             best = max(row["tokens_per_second"] for row in [*fitting, mine])
             cells[-1] |= {"rivals": len(rivals), "of_the_best": mine["tokens_per_second"] / best}
+        by_hand = {word: truth[f"{cell}/{word}"] for word in BY_HAND if f"{cell}/{word}" in truth}
+        if by_hand and "error" not in mine:
+            cells[-1]["over"] = {
+                word: mine["tokens_per_second"] / row["tokens_per_second"]
+                for word, row in by_hand.items()
+                if "error" not in row
+            }
         if "error" not in mine:
             cells[-1]["within_cap"] = mine["device_bytes"] <= usable
     device = next(row["device_name"] for row in truth.values() if "error" not in row)
