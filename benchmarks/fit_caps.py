@@ -35,7 +35,10 @@ MARGIN_80 = 79.2e9
 RIVALS, BY_LOT = 5, 2
 AT_ONCE = 8
 CHECKPOINTED = ["training.enable_gradient_checkpointing=true", "training.per_device_train_batch_size=4"]
-BY_HAND = {"by-hand": CHECKPOINTED, "by-hand-compiled": [*CHECKPOINTED, "training.compile=true", "model.chunked_loss=true"]}
+BY_HAND = {
+    "by-hand": CHECKPOINTED,
+    "by-hand-compiled": [*CHECKPOINTED, "training.compile=true", "model.chunked_loss=true"],
+}
 
 
 def propose(card: str, out: Path, chosen: list[str]) -> None:

@@ -6,6 +6,7 @@ python benchmarks/levers.py measure predicted.jsonl measured.jsonl        a mach
 python benchmarks/levers.py summary predicted.jsonl measured.jsonl results/levers_h200.json
 
 --only WORD: rows whose name has one of the words. --skip-done: not what the output has already. --gpus N: over N cards.
+--steps N: of each row, 7 unless told; the median of those after the second is kept, so 3 at least.
 Every row is one setting over a shape of SPEED.md: m1 is a full fine-tune of the 1B in pure bfloat16 (4 x 2048 tokens),
 m2 a LoRA of the 8B (1 x 2048). It is compared with the row of its lever's first setting, measured in the same call.
 """
@@ -209,7 +210,9 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def measure(predicted: Path, out: Path, only: list[str], skip_done: bool, shard: tuple[int, int]) -> None:
+def measure(
+    predicted: Path, out: Path, only: list[str], skip_done: bool, shard: tuple[int, int], steps: int = STEPS
+) -> None:
     """Each row in a process forked before CUDA starts, so that imports are paid once. Lines are added as they come."""
     # Inductor and bitsandbytes start CUDA as they are imported, and so does torchao, which transformers imports.
     context = multiprocessing.get_context("spawn" if is_installed("torchao") else "forkserver")
@@ -222,7 +225,7 @@ def measure(predicted: Path, out: Path, only: list[str], skip_done: bool, shard:
             continue
         start = time.perf_counter()
         receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=_measured, args=(row["config"], send))
+        child = context.Process(target=_measured, args=(row["config"], send, steps))
         child.start()
         try:
             document = receive.recv() if receive.poll(TIMEOUT) else {"error": f"no answer in {TIMEOUT} s"}
@@ -236,7 +239,7 @@ def measure(predicted: Path, out: Path, only: list[str], skip_done: bool, shard:
         print(row["name"], seconds, document.get("error", ""), flush=True)
 
 
-def _measured(config: dict[str, Any], send: Any) -> None:
+def _measured(config: dict[str, Any], send: Any, steps: int) -> None:
     """The product's own measurement, and what torch's counters of the device do not see: bytes in host memory."""
     import psutil
     import torch
@@ -245,7 +248,7 @@ def _measured(config: dict[str, Any], send: Any) -> None:
 
     try:
         before = psutil.Process().memory_info().rss
-        document = measure_step(TrainingConfig.model_validate_json(json.dumps(config)), STEPS).to_json()
+        document = measure_step(TrainingConfig.model_validate_json(json.dumps(config)), steps).to_json()
         document["host_growth_bytes"] = _peak_resident() - before
         pinned = getattr(torch.cuda, "host_memory_stats", dict)()
         document["pinned_bytes"] = pinned.get("allocated_bytes.peak", pinned.get("allocated_bytes.allocated", 0))
@@ -396,6 +399,7 @@ def _over_cards(arguments: argparse.Namespace) -> None:
         os.remove(arguments.files[1])
     command = [sys.executable, __file__, "measure", *arguments.files, "--skip-done"]
     command += ["--only", *arguments.only] if arguments.only else []
+    command += ["--steps", str(arguments.steps)]
     cards = [
         subprocess.Popen(
             [*command, "--shard", str(index), str(arguments.gpus)],
@@ -415,6 +419,7 @@ def main() -> None:
     parser.add_argument("--skip-done", action="store_true")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--shard", type=int, nargs=2, default=(0, 1))
+    parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parser.parse_args()
     files = [Path(name) for name in arguments.files]
     if arguments.verb == "rows":
@@ -429,7 +434,7 @@ def main() -> None:
     elif arguments.verb == "measure" and arguments.gpus > 1:
         _over_cards(arguments)
     elif arguments.verb == "measure":
-        measure(files[0], files[1], arguments.only, arguments.skip_done, tuple(arguments.shard))
+        measure(files[0], files[1], arguments.only, arguments.skip_done, tuple(arguments.shard), arguments.steps)
     else:
         summary(*files)
 
