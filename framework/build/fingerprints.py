@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from framework.build.assembly import Assembly
+from framework.build.ranks import local_part
 from framework.build.tasks import WithoutAdapter, reference_of
 
 _PIECE = 1 << 24
@@ -28,8 +29,8 @@ def take_fingerprints(assembly: Assembly) -> Fingerprints | None:
 
 
 def fixed_fingerprint(assembly: Assembly) -> int | None:
-    """Of what is measured against; None where nothing is."""
-    fixed = _fixed(assembly)
+    """Of what is measured against; None where nothing is, and of split weights, of which no rank has all."""
+    fixed = _fixed(assembly) if assembly.sharding is None else []
     return fingerprint(fixed) if fixed else None
 
 
@@ -43,10 +44,10 @@ def _fixed(assembly: Assembly) -> list[Tensor]:
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A number of 64 bits that depends on every bit of the tensors, in their order."""
+    """A number of 64 bits that depends on every bit of the tensors, in their order; of split ones, of this part."""
     found = 0
     for tensor in tensors:
-        whole = tensor.detach().contiguous().flatten()
+        whole = local_part(tensor.detach()).contiguous().flatten()
         bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.element_size()])
         pieces = (bits[start : start + _PIECE] for start in range(0, len(bits), _PIECE))
         sums = [piece.sum(dtype=torch.int64) for piece in pieces]

@@ -182,7 +182,8 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
     Raises RequestError when it holds other tensors than the model that was built.
     """
     state = read_state(checkpoint)
-    if state.get("reference") not in (None, fixed_fingerprint(assembly)):
+    built = fixed_fingerprint(assembly)
+    if None not in (built, state.get("reference")) and state["reference"] != built:
         message = f"the model that {checkpoint} was measured against had other weights than the one built now"
         raise RequestError([Problem("--resume", message, expected="the files that the run began with")])
     if assembly.sharding is not None or (checkpoint / PARTS).exists():

@@ -8,19 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from framework.build.fingerprints import take_fingerprints
 from framework.build.model import build_model, read_architecture
 from framework.build.place import real_place
 from framework.build.quantize import is_packed, scale_tensors
 from framework.build.ranks import Ranks, local_part
-from framework.build.verify import verify
+from framework.build.verify import verify, verify_unmoved
 from framework.errors import RequestError
 from framework.run.checkpoint import load_checkpoint
 from framework.run.rehearse import record
 from framework.run.sharded_export import export_sharded
+from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 from tests.run.test_sharded import saved, tokenizer
 from tests.sharded import on_two, settings, sharded, trained, weights
-from tests.tiny import GPT2, LLAMA, tiny_assembly
+from tests.tiny import GPT2, LLAMA, pairs, split_pairs, tiny_assembly
 
 pytest.importorskip("bitsandbytes")
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}
@@ -56,7 +58,12 @@ def case(name: str, world: int, folder: Path, **changes: Any) -> TrainingConfig:
         world,
         MODELS[kind],
         model={"torch_dtype_str": "float32", **loaded, **sections.get("model", {}), **changes.pop("model", {})},
-        training={"use_peft": True, "mixed_precision_dtype": "none", **sections.get("training", {})},
+        training={
+            "use_peft": True,
+            "mixed_precision_dtype": "none",
+            "task": changes.pop("task", "sft"),
+            **sections.get("training", {}),
+        },
         peft={"lora_target_modules": ["all-linear"], "q_lora": True, **sections.get("peft", {}), **changes},
         fsdp=sections.get("fsdp", {}),
     )
@@ -88,6 +95,12 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
     again = sharded(case("mixed", 2, folder), ranks)
     load_checkpoint(checkpoint, again)
     found["resumed"], _ = trained(again, [3, 4])
+    judged = case("mixed", 2, folder, model={"load_pretrained_weights": False}, task="preference")
+    assembly = sharded(judged, ranks)
+    before = take_fingerprints(assembly)
+    train_step(assembly, split_pairs(pairs(4), 2), 1)
+    verify_unmoved(assembly, before)
+    found["moved"] = take_fingerprints(assembly) != before
     for key, quantized in (("drawn", True), ("drawn plain", False)):
         config = case("full", 2, folder, model={"load_pretrained_weights": False}, q_lora=quantized)
         found[key], _ = trained(sharded(config, ranks), [1])
@@ -193,6 +206,10 @@ def test_random_weights_are_drawn_as_without_packing(found):
         assert rank["drawn"] == pytest.approx(rank["drawn plain"], rel=0.02)
         assert rank["drawn"] != rank["drawn plain"]
         assert math.isfinite(rank["drawn"][0])
+
+
+def test_what_a_preference_is_measured_against_stays_as_it_was_packed(found):
+    assert all(rank["moved"] for rank in found[1])
 
 
 def test_bytes_that_a_cast_would_take_for_numbers_are_refused_before_weights_arrive(monkeypatch, tmp_path):
