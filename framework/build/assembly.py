@@ -17,6 +17,7 @@ from framework.build.context import Context, share_rows
 from framework.build.device_cache import DeviceCache
 from framework.build.float8 import convert_products
 from framework.build.freeze import Frozen, freeze
+from framework.build.gradient_buckets import GradientBuckets
 from framework.build.liger import use_liger_kernels
 from framework.build.loss import Batch, Observe
 from framework.build.model import build_model
@@ -100,6 +101,10 @@ class Assembly:
         """The context of forward and backward of a micro batch: ranks add up their gradients in the last one alone."""
         return contextlib.nullcontext() if self.parallel is None or is_last else self.parallel.no_sync()
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients; copies on several ranks keep their memory."""
+        self.optimizer.zero_grad(set_to_none=not self.config.is_replicated)
+
     def part_of(self, batch: Batch) -> Batch:
         """What this rank computes of a batch: all of it, or its part of each row."""
         return batch if self.context is None else self.context.cut(batch)
@@ -108,6 +113,11 @@ class Assembly:
     def sharding(self) -> "Sharding | None":
         """How the weights are split over the ranks; None where each holds all."""
         return cast("Sharding", self.parallel) if self.parallel and self.config.fsdp.is_sharded else None
+
+    @property
+    def buckets(self) -> GradientBuckets | None:
+        """Where the gradients are that ranks add up after backward; None where they do not."""
+        return self.parallel if isinstance(self.parallel, GradientBuckets) else None
 
     @property
     def trained(self) -> list[nn.Parameter]:

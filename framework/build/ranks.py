@@ -13,6 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from framework.build.gradient_buckets import GradientBuckets
 from framework.build.place import Place
 from framework.schema.config import TrainingConfig
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 COLLECTIVE = timedelta(minutes=30)
 """How long a rank may be late in the middle of a step."""
+
+
+class OutOfMemoryElsewhere(Exception):
+    """Another rank has run out of memory: this one is to undo what it did since they last met, too."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +42,21 @@ class Ranks:
     meet: Callable[[], None] = field(default=lambda: None, compare=False)
     """Waits for all ranks, for as long as it takes: not in a collective, which ends them when one is late."""
 
+    checks_in: bool = False
+    """Whether each tells the others, before they do anything together, that it has not run out of memory."""
+
     @property
     def is_main(self) -> bool:
         """Whether this is the one that logs and writes."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor added up over all ranks, in place; every rank must call this with one of the same shape."""
+        """The tensor added up over all ranks, in place; every rank must call this with one of the same shape.
+
+        Raises OutOfMemoryElsewhere, as `check_in` does.
+        """
         if self.world > 1:
+            self.check_in()
             torch.distributed.all_reduce(tensor)
         return tensor
 
@@ -53,6 +65,19 @@ class Ranks:
         if self.world == 1:
             return number
         return int(self.sum(torch.tensor(number, device=device)))
+
+    def check_in(self, has_failed: bool = False) -> None:
+        """Tell all ranks whether this one has run out of memory since the last time; it takes no memory of the device
+        and does not wait for it. Every rank must call this equally often. Nothing happens unless they `checks_in`.
+
+        Raises OutOfMemoryElsewhere on those that have not, when some have.
+        """
+        if not self.checks_in:
+            return
+        failed = torch.tensor(int(has_failed), device="cpu")
+        torch.distributed.all_reduce(failed)
+        if failed and not has_failed:
+            raise OutOfMemoryElsewhere
 
 
 ALONE = Ranks()
@@ -111,6 +136,8 @@ def parallelise(
 
     Call it right before the optimizer is built. Names of parameters stay as they are.
     """
+    if config.adds_up_after_backward:
+        return GradientBuckets(model, place, ranks)
     if ranks.world == 1 or (place.rehearsed and not config.fsdp.is_sharded):  # copies are rehearsed as one
         return None
     if config.fsdp.is_sharded:

@@ -193,7 +193,9 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append("cpu: bytes are what tensors take of the process's resident memory; libraries come on top")
     if config.gpu.count > 1:
         said.append(f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit")
-        if config.is_replicated:
+        if config.adds_up_after_backward:
+            said.append("gradients stay in buckets, and are exchanged when backward is done (training.on_oom: shrink)")
+        elif config.is_replicated:
             said.append("gradients stay in torch's DDP buckets, and are exchanged beside backward")
         if config.context_size > 1:
             tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"

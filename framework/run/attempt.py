@@ -53,7 +53,7 @@ class Attempt:
         assembly = self.assembly
         if assembly.place.kind == "cuda":
             torch.cuda.synchronize(assembly.place.device)
-        assembly.optimizer.zero_grad(set_to_none=True)
+        assembly.drop_gradients()
         assembly.loss_scale.forget_step()
         if self._weights is not None:
             with torch.no_grad():

@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -119,9 +120,10 @@ class _Company(Crew):
     def start(self, config: TrainingConfig) -> torch.device | None:
         device = _device(config, self.ranks.local_rank)
         backend = "gloo" if device.type == "cpu" else "nccl"
-        if config.fsdp.is_on_host:
-            backend = "cpu:gloo,cuda:nccl"  # the norm of gradients that are in host memory is summed there
-        ranks = self.ranks
+        if device.type == "cuda" and (config.fsdp.is_on_host or config.adds_up_after_backward):
+            # the norm of gradients that are in host memory is summed there, and who has run out of memory is told there
+            backend = "cpu:gloo,cuda:nccl"
+        ranks = self.ranks = replace(self.ranks, checks_in=config.adds_up_after_backward)
         store = PrefixStore("torch", self._base)
         dist.init_process_group(
             backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=COLLECTIVE, device_id=_bound(device)

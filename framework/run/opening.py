@@ -34,7 +34,7 @@ from framework.run.resume import check_resume
 from framework.run.room import require_room, too_large
 from framework.run.same_rows import check_read, read_digests
 from framework.run.session import Planner, Session
-from framework.run.survive import remembered
+from framework.run.sizes import remembered
 from framework.run.together import agree, digest, find_folder, plan_of_all, seed_apart
 from framework.run.trackers import check_trackers
 from framework.run.training_batches import total_steps, training_batches
@@ -190,8 +190,15 @@ def _empty_cache(place: Place) -> None:
 
 def begin(session: Session, overwrite: bool) -> None:
     """Write the files that say what is about to run. The first thing that changes the run folder."""
-    if not session.folder.is_written:
-        return
+    if session.folder.is_written:
+        _write_first(session, overwrite)
+    if session.config.batch != session.inputs.config.batch:
+        session.plan_again()  # what was planned is not the size that this run had shrunk to
+    else:
+        session.keep_forecast()
+
+
+def _write_first(session: Session, overwrite: bool) -> None:
     make(session.folder)
     if overwrite:
         clear(session.folder)
@@ -201,7 +208,3 @@ def begin(session: Session, overwrite: bool) -> None:
         session.folder.write_config(session.config)
     device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
     session.folder.write_json("environment.json", {**environment(), **device})
-    if session.config.batch != session.inputs.config.batch:
-        session.plan_again()  # what was planned is not the size that this run had shrunk to
-    else:
-        session.keep_forecast()

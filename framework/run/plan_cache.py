@@ -15,7 +15,7 @@ from framework.schema.config import TrainingConfig
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "torchao", "triton")
 _NO_MATTER = (
-    *(("training", name) for name in ("output_dir", "run_name", "seed", "learning_rate", "trackers", "on_oom")),
+    *(("training", name) for name in ("output_dir", "run_name", "seed", "learning_rate", "trackers")),
     ("data", "train"),
 )
 

@@ -22,8 +22,9 @@ from framework.build.packing import Packs
 from framework.build.rows import Rows
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.run.session import Session
+from framework.run.sizes import EVAL
 from framework.run.step import reference_step
-from framework.run.survive import EVAL, tries
+from framework.run.survive import tries
 
 FILE = "reference.safetensors"
 KEY = "training.preference.precompute_reference"

@@ -120,7 +120,10 @@ def rehearsed_ranks(config: TrainingConfig) -> Ranks:
 
 
 def _hold_gradients(assembly: Assembly) -> None:
-    """What torch's DDP does when it takes the model: memory for all gradients, which then live in it."""
+    """What copies do when ranks take the model: memory for all gradients, which then live in it."""
+    if assembly.buckets is not None:
+        assembly.buckets.hold()
+        return
     for parameter in assembly.trained:
         parameter.grad = torch.zeros_like(parameter)
 

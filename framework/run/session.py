@@ -45,9 +45,10 @@ from framework.run.moved import SPAN, MovedElements, caution
 from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder
+from framework.run.sizes import EVAL, shrunk
 from framework.run.step import StepResult
-from framework.run.survive import EVAL, shrunk, tries
-from framework.run.together import random_states_of_others
+from framework.run.survive import tries
+from framework.run.together import plan_of_all, random_states_of_others
 from framework.run.trackers import flattened
 from framework.run.training_batches import TrainingBatches, stream_state
 from framework.schema.choices import OnOutOfMemory, StateDictType
@@ -163,23 +164,31 @@ class Session:
         shares = self.batches.shares_of(at - 1) if at is not None else []
         return shares[micro_batch - 1] if 0 < micro_batch <= len(shares) else []
 
-    def shrink(self, repair: Repair) -> None:
-        """Go on with a smaller size: the same rows a step in the same order, cut into more micro batches."""
+    def shrink(self, repair: Repair, where: str = "") -> None:
+        """Go on with a smaller size: the same rows a step in the same order, cut into more micro batches. `where` is
+        the rank that ran out, where there are several."""
         self.repairs.append(repair)
         self.config = shrunk(self.config, repair)
         self.assembly = replace(self.assembly, config=self.config)
         self.batches, self._stream = replace(self.batches, batch=self.config.batch), None
         self.meter.forget_steps()
         self.folder.write_config(self.config)
-        self.progress.say(f"out of memory, undone and made again: {repair}; batch {self.config.batch}")
+        on = f" on {where}" if where else ""
+        self.progress.say(f"out of memory{on}, undone and made again: {repair}; batch {self.config.batch}")
 
     def plan_again(self) -> None:
-        """Predict the run at the size that it has shrunk to."""
+        """Predict the run at the size that it has shrunk to. The main rank does, the others wait."""
         if self.forecast is None or self.planner is None:
             return
         self.forecast.stop()
-        with contextlib.suppress(TunesmithError):
-            self.forecast = self.planner(self.config)
+        made: Forecast | None = None
+        with self.crew.phase("planning again"):
+            if self.crew.ranks.is_main:
+                with contextlib.suppress(TunesmithError):
+                    made = self.planner(self.config)
+            made = plan_of_all(self.crew, made, f"plan/{len(self.repairs)}")
+        if made is not None:
+            self.forecast = made
             self.keep_forecast()
 
     def write_memory(self) -> dict[str, Any]:

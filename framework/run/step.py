@@ -63,11 +63,15 @@ def train_step(
     updates = _updates_in_backward(assembly) if in_backward else contextlib.nullcontext()
     with assembly.attention, updates as squares:
         total = _make_gradients(assembly, micro_batches, terms, step, observe)
+    if assembly.buckets is not None:
+        assembly.buckets.add_up()
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
     norm = squares.sqrt() if squares is not None else _clip(assembly.trained, assembly.config.training.max_grad_norm)
     norm = norm.to(total.device)  # offloaded gradients are on the host
-    mean_loss, grad_norm, counted = torch.stack([assembly.ranks.sum(total), norm.float(), terms.float()]).tolist()
+    figures = torch.stack([total, norm.float(), terms.float()])
+    assembly.ranks.sum(figures[0])
+    mean_loss, grad_norm, counted = figures.tolist()
     skipped = _finite(mean_loss) and not _finite(grad_norm) and assembly.loss_scale.skip()
     if not skipped and not (_finite(mean_loss) and _finite(grad_norm)):
         raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
@@ -75,7 +79,7 @@ def train_step(
         before_update()
         assembly.optimizer.step()
         assembly.loss_scale.scaler.update()
-    assembly.optimizer.zero_grad(set_to_none=not assembly.config.is_replicated)  # DDP keeps their memory anyway
+    assembly.drop_gradients()
     observe("end")
     assembly.cache.after_step(step)
     tokens = assembly.ranks.count(sum(batch["input_ids"].numel() for batch in micro_batches), assembly.place.device)
@@ -93,7 +97,7 @@ def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Obse
     dropping = _gradients_dropped(assembly) if in_backward else contextlib.nullcontext()
     with assembly.attention, dropping:
         _make_gradients(assembly, micro_batches, terms, 0, observe)
-    assembly.optimizer.zero_grad(set_to_none=True)
+    assembly.drop_gradients()
     observe("end")
 
 

@@ -41,9 +41,10 @@ def decided_by_main(crew: Crew, config: TrainingConfig) -> tuple[TrainingConfig,
         return TrainingConfig.model_validate_json(crew.shared("decided", decide)), said
 
 
-def plan_of_all(crew: Crew, forecast: Forecast | None) -> Forecast | None:
-    """The main rank's plan, on every rank: so all refuse together, and each can explain its own memory."""
-    text = crew.shared("plan", lambda: json.dumps(forecast.plan.to_json() if forecast is not None else None))
+def plan_of_all(crew: Crew, forecast: Forecast | None, name: str = "plan") -> Forecast | None:
+    """The main rank's plan, on every rank: so all refuse together, and each can explain its own memory. Each `name`
+    once a run."""
+    text = crew.shared(name, lambda: json.dumps(forecast.plan.to_json() if forecast is not None else None))
     if forecast is not None:
         if crew.ranks.world > 1:
             forecast.patience = PATIENCE

@@ -27,8 +27,9 @@ from framework.run.forecast import forecast_in_subprocess
 from framework.run.opening import begin, open_session
 from framework.run.reference import know_reference
 from framework.run.session import LAST_SECONDS, Planner, Session
+from framework.run.sizes import TRAIN
 from framework.run.step import train_step
-from framework.run.survive import TRAIN, tries
+from framework.run.survive import tries
 from framework.run.together import decided_by_main
 from framework.run.trial import try_longest_rows
 from framework.schema.config import TrainingConfig

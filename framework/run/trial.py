@@ -20,8 +20,9 @@ from framework.memory.ledger import Plan
 from framework.memory.units import size
 from framework.run.evaluate import evaluate
 from framework.run.session import Session
+from framework.run.sizes import EVAL, TRAIN, size_of
 from framework.run.step import trial_step
-from framework.run.survive import EVAL, TRAIN, size_of, tries
+from framework.run.survive import tries
 from framework.schema.choices import OnOutOfMemory
 
 MOST_MICRO_BATCHES = 2

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from framework.schema.choices import Attention
+from framework.schema.choices import Attention, OnOutOfMemory
 from framework.schema.data import DataParams
 from framework.schema.fsdp import FSDPParams
 from framework.schema.gpu import GPUParams
@@ -66,6 +66,12 @@ class TrainingConfig(Params):
     def is_replicated(self) -> bool:
         """Whether several devices each hold the whole model and add up their gradients."""
         return self.gpu.count > 1 and not self.fsdp.is_sharded
+
+    @property
+    def adds_up_after_backward(self) -> bool:
+        """Whether they do so when backward is done, not beside it: a rank that runs out of memory tells the others
+        before, and all of them make the step again."""
+        return self.is_replicated and self.training.on_oom is OnOutOfMemory.SHRINK
 
     @property
     def context_size(self) -> int:

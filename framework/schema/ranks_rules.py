@@ -8,13 +8,14 @@ from framework.schema.conflict import Conflict
 
 
 def ranks_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Levers that work on one device alone, beside a larger `gpu.count`."""
+    """Levers that do not work beside a larger `gpu.count`, or beside some of what it is for."""
     training, count = config.training, "gpu.count"
     if config.gpu.count == 1:
         return
-    if training.on_oom is OnOutOfMemory.SHRINK:
-        message = "a rank that runs out of memory leaves the others waiting in the middle of a step: they cannot shrink"
-        yield Conflict(("training.on_oom", count), message, "training.on_oom: stop")
+    if training.on_oom is OnOutOfMemory.SHRINK and (config.fsdp.is_sharded or config.context_size > 1):
+        by = "fsdp.enable_fsdp" if config.fsdp.is_sharded else "model.attn_implementation"
+        message = "ranks exchange parts in every layer, and wait there for one that runs out of memory: all stop"
+        yield Conflict(("training.on_oom", by), message, "training.on_oom: stop")
     if training.optimizer_in_backward is True:
         message = "the ranks' gradients are added up when backward is done, and would be used up before"
         yield Conflict(("training.optimizer_in_backward", count), message, "optimizer_in_backward: false")

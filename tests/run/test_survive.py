@@ -30,8 +30,8 @@ from framework.run import evaluate, trainer
 from framework.run.forecast import Forecast
 from framework.run.inputs import read_inputs
 from framework.run.rehearse import record
+from framework.run.sizes import next_size, shrunk
 from framework.run.step import train_step
-from framework.run.survive import next_size, shrunk
 from framework.schema.config import Batch, TrainingConfig
 from tests.run.test_trainer import config, corpus, final_weights, interrupt_after, metrics, same, train  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_config

@@ -172,8 +172,11 @@ def missing_gradients(assembly: Assembly) -> list[str]:
     One that was updated in backward has had its gradient.
     """
     updated = assembly.optimizer.stepped if isinstance(assembly.optimizer, ParameterWise) else frozenset()
+    reached = assembly.buckets.reached if assembly.buckets is not None else None  # gradients are there before
     return [
         name
         for name, parameter in assembly.model.named_parameters()
-        if parameter.requires_grad and parameter.grad is None and parameter not in updated
+        if parameter.requires_grad
+        and parameter not in updated
+        and (parameter.grad is None if reached is None else parameter not in reached)
     ]
