@@ -9,6 +9,7 @@ from framework.memory.ledger import (
     STEP_PHASES,
     UNCERTAINTY,
     Band,
+    BatchUse,
     Device,
     PeakUse,
     Plan,
@@ -191,23 +192,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     ]
     if config.gpu.name == "cpu":
         said.append("cpu: bytes are what tensors take of the process's resident memory; libraries come on top")
-    if config.gpu.count > 1:
-        said.append(f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit")
-        if config.adds_up_after_backward:
-            said.append("gradients stay in buckets, and are exchanged when backward is done (training.on_oom: shrink)")
-        elif config.is_replicated:
-            said.append("gradients stay in torch's DDP buckets, and are exchanged beside backward")
-        if config.context_size > 1:
-            tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
-            said.append(f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them")
-        if config.gpu.name != "cpu":
-            said.append(f"NCCL takes {NCCL_BYTES / MIB:,.0f} MiB, as on two H200 with one communicator")
-            if config.context_size > 1:
-                said.append("those that share rows have a communicator of their own, taken to need as much again")
-        if config.fsdp.is_on_host:
-            said.append("step time: the host's update is that of two threads a rank")
-        if config.gpu.link_bytes_per_second is None:
-            said.append("the rate between two cards is not known: step time is without what they exchange")
+    said += _among_devices(config, batch)
     said += rehearsal.said
     kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
     forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
@@ -241,6 +226,28 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
             taken = "where a row of several is padded"
         said.append(f"values read on the host are taken to be as {taken}: {', '.join(rehearsal.read_values)}")
     return tuple(said)
+
+
+def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
+    """What is taken to be so where there are several."""
+    if config.gpu.count == 1:
+        return
+    yield f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit"
+    if config.adds_up_after_backward:
+        yield "gradients stay in buckets, and are exchanged when backward is done (training.on_oom: shrink)"
+    elif config.is_replicated:
+        yield "gradients stay in torch's DDP buckets, and are exchanged beside backward"
+    if config.context_size > 1:
+        tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
+        yield f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them"
+    if config.gpu.name != "cpu":
+        yield f"NCCL takes {NCCL_BYTES / MIB:,.0f} MiB, as on two H200 with one communicator"
+        if config.context_size > 1:
+            yield "those that share rows have a communicator of their own, taken to need as much again"
+    if config.fsdp.is_on_host:
+        yield "step time: the host's update is that of two threads a rank"
+    if config.gpu.link_bytes_per_second is None:
+        yield "the rate between two cards is not known: step time is without what they exchange"
 
 
 def _packing(config: TrainingConfig) -> Iterator[str]:

@@ -95,7 +95,8 @@ def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     if config.adds_up_after_backward:
         return replace(time, alone=time.alone + exchange)
     beside = BACKWARD_SHARE * time.device / config.batch.accumulation
-    return replace(time, alone=time.alone + max(0.0, exchange - beside), communication=exchange)
+    hidden = min(exchange, beside)
+    return replace(time, alone=time.alone + exchange - hidden, communication=hidden)
 
 
 def beside_the_link(time: StepTime, rehearsal: Rehearsal) -> StepTime:

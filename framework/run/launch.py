@@ -26,6 +26,7 @@ from framework.run.fit import decide_or_refuse
 from framework.run.interrupt import passing_signals_on
 from framework.run.record import open_folder
 from framework.run.room import require_room, too_large
+from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 from framework.text import to_yaml
 
@@ -73,7 +74,7 @@ def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> Trai
     refuse_impossible(decided.config, devices="one")
     folder = open_folder(decided.config, name, "--resume" in options, "--overwrite" in options)
     plan = plan_in_subprocess(decided.config)
-    if not plan.fits:
+    if not plan.fits and decided.config.training.on_oom is not OnOutOfMemory.SHRINK:  # which the first rank says
         raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was started.")
     require_room(plan, folder.path, decided.config.data.workers)
     return decided.config

@@ -13,6 +13,7 @@ EVAL: Size = "training.per_device_eval_batch_size"
 
 
 def shrinks(config: TrainingConfig) -> bool:
+    """Whether the run goes on after memory has run out."""
     return config.training.on_oom is OnOutOfMemory.SHRINK
 
 

@@ -178,7 +178,8 @@ class TrainingParams(Params):
     """Metric trackers besides `metrics.jsonl`; each needs its package."""
     on_oom: OnOutOfMemory = OnOutOfMemory.STOP
     """`shrink` undoes the step that ran out of memory, halves the micro batch and goes on with the same global batch;
-    costs a copy of the trained weights in host memory during the first update. `stop` undoes the step, saves, ends."""
+    costs a copy of the trained weights in host memory during the first update, and on several devices the time of an
+    exchange of gradients that no longer goes on beside backward. `stop` undoes the step, saves, ends."""
 
     @property
     def has_pairs(self) -> bool:

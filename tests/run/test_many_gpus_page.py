@@ -56,6 +56,7 @@ def test_what_is_refused_beside_several_ranks_is_named() -> None:
             "gradient_checkpointing_kwargs": {"use_reentrant": True},
         },
         "model": {"offload_frozen_base": True},
+        "fsdp": {"enable_fsdp": True},
         "gpu": {"count": 2},
     }
     names = [conflict.keys[0].rpartition(".")[2] for conflict in ranks_conflicts(TrainingConfig.model_validate(asked))]

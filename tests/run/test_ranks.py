@@ -36,6 +36,11 @@ CASES = {
     },
     "bf16": {"training": {"mixed_precision_dtype": "bf16"}},
     "fp16": {"training": {"mixed_precision_dtype": "fp16"}},
+    "after backward": {"training": {"on_oom": "shrink"}},
+    "adapter after backward": {
+        "training": {"on_oom": "shrink", "mixed_precision_dtype": "fp16", "use_peft": True},
+        "model": {"freeze_layers": ["model.embed_tokens"]},
+    },
 }
 
 
@@ -118,7 +123,7 @@ def test_two_ranks_learn_what_one_does():
     assert first.pop("nan").startswith("step 1: loss nan")
     for case, found in first.items():
         alone = curve(case, 4)
-        exact = 1e-5 if case in ("full", "chunked", "adapter") else 2e-3
+        exact = 2e-3 if "mixed_precision_dtype" in CASES[case].get("training", {}) else 1e-5
         assert found["names"] == alone["names"]
         for key in ("loss", "grad_norm", "learning_rate"):
             values = [step[key] for step in found["steps"]]

@@ -114,7 +114,7 @@ def test_a_missing_package_is_named_where_a_run_starts_and_not_for_a_plan(monkey
     ("sections", "other"),
     [
         ({"training": IN_BACKWARD}, "training.optimizer_in_backward"),
-        ({"gpu": {"count": 2}}, "gpu.count"),
+        ({"gpu": {"count": 2}, "fsdp": {"enable_fsdp": True}}, "fsdp.enable_fsdp"),
     ],
 )
 def test_what_cannot_be_undone_is_not_repaired(sections, other):
