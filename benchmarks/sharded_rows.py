@@ -53,6 +53,10 @@ CURVES: tuple[dict[str, Any], ...] = (
     {"name": "curve-ddp", **_CURVE, "fsdp": None},
     {"name": "curve-ring", **_CURVE, "fsdp": None, "ring": True},
     {"name": "curve-ring-full", **_CURVE, "fsdp": {}, "ring": True},
+    {"name": "curve-qlora-one", **_CURVE, "world": False, "qlora": True},
+    {"name": "curve-qlora-full", **_CURVE, "fsdp": {}, "qlora": True},
+    {"name": "curve-qlora-zero2", **_CURVE, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}, "qlora": True},
+    {"name": "curve-qlora-offload", **_CURVE, "fsdp": {"cpu_offload": True}, "qlora": True},
 )
 
 
@@ -92,6 +96,10 @@ def curve_config(row: dict[str, Any], world: int, weights: str | None = None) ->
         "training": training,
         "gpu": {"name": "h100_80gb", "capability": "9.0", "count": world},
     }
+    if row.get("qlora"):  # by loftq, whose adapters start from the weights: the same on any number of cards
+        sections["training"] |= {"use_peft": True, "learning_rate": 3e-3}
+        adapter = {"peft_method": "loftq", "lora_r": 16, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
+        sections["peft"] = {**adapter, "q_lora": True, "use_bnb_nested_quant": True}
     if row.get("ring"):
         sections["model"]["attn_implementation"] = "ring_attention"
     if row.get("fsdp") is not None:

@@ -16,7 +16,7 @@ from framework.build.ranks import Ranks, local_part
 from framework.build.verify import verify, verify_unmoved
 from framework.errors import RequestError
 from framework.run.checkpoint import load_checkpoint
-from framework.run.rehearse import record
+from framework.run.rehearse import record, rehearse
 from framework.run.sharded_export import export_sharded
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
@@ -188,6 +188,15 @@ def test_the_plan_holds_what_a_rank_is_given(name, found):
     said = next(line for line in rehearsal.said if line.startswith("base: "))
     assert "stored as " in said
     assert "adapter held in " in said
+
+
+def test_loading_takes_a_unit_and_the_layer_that_is_packed_or_the_unit_before_it_is(found):
+    read, drawn = (
+        next(phase for phase in rehearse(config).phases if phase.name == "load")
+        for config in (case("full", 2, found[0]), case("full", 2, found[0], model={"load_pretrained_weights": False}))
+    )
+    block, layer = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128), 4 * 64 * 128
+    assert drawn.allocated_bytes - read.allocated_bytes == pytest.approx(block - layer, rel=0.02)
 
 
 def test_a_resumed_run_goes_on_and_so_does_one_process(found):
