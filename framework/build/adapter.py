@@ -1,7 +1,7 @@
 """`peft` becomes an adapter on the frozen model."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -132,9 +132,9 @@ def _start_from(layer: nn.Module, factors: tuple[Tensor, Tensor]) -> bool:
     return True
 
 
-def adapter_state(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's tensors by the names that a saved adapter gives them."""
-    yield from get_peft_model_state_dict(model, save_embedding_layers=False).items()
+def adapter_state(model: PeftModel, named: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The adapter's tensors by the names that a saved adapter gives them; of `named`, in place of the model's own."""
+    yield from get_peft_model_state_dict(model, named, save_embedding_layers=False).items()
 
 
 def adapter_dtype(params: PeftParams, model: PreTrainedModel) -> torch.dtype:

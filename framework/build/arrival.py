@@ -45,8 +45,9 @@ def await_weights(
     config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks
 ) -> "Arrival | None":
     """The model that is filled while it is sharded; None where it is built with its weights."""
-    is_sharded = config.fsdp.is_sharded and ranks.world > 1 and not place.rehearsed
-    return Arrival(config, architecture, place, ranks) if is_sharded else None
+    is_split = config.fsdp.is_sharded or config.fsdp.tensor_parallel_size > 1
+    has_parts = is_split and ranks.world > 1 and not place.rehearsed
+    return Arrival(config, architecture, place, ranks) if has_parts else None
 
 
 def _needs_whole_model(config: TrainingConfig) -> bool:
@@ -90,9 +91,9 @@ class Arrival:
         """Give values to what is on meta in `unit`, and pack it where it is to be packed: tensor by tensor as they are
         read, or all when they are drawn. Each rank must call this for the same units in the same order."""
         modules = [module for module in unit.modules() if any(map(_is_empty, module._parameters.values()))]
-        missing: set[nn.Module] = set()
+        complete = all(map(_is_empty, unit.parameters()))
+        missing, adapted = set[nn.Module](), set[Tensor]()
         drawn: list[Any] = []
-        is_adapted = False
         for module in modules:
             for name, parameter in list(module._parameters.items()):
                 if parameter is None or not _is_empty(parameter):
@@ -101,9 +102,10 @@ class Arrival:
                 if real is None:
                     real = nn.Parameter(self._room(module, parameter), parameter.requires_grad)
                     known = self._names.get(id(parameter))
-                    is_adapted = is_adapted or known is None
                     has_values = known is None or self._source(known, real.data)
-                    if not has_values:
+                    if known is None:
+                        adapted.add(real)
+                    elif not has_values:
                         missing.add(module)
                     if is_packed(parameter) and has_values:
                         cast(Any, module).pack(real.data)
@@ -112,8 +114,8 @@ class Arrival:
                         drawn.append(module)
                     self._filled[id(parameter)] = real
                 module._parameters[name] = real
-        if missing or is_adapted:
-            self._draw(unit, missing, is_adapted)
+        if missing or adapted:
+            self._draw(unit, missing, adapted, complete)
         for module in drawn:
             module.pack(module.weight)
 
@@ -127,19 +129,18 @@ class Arrival:
         """Let go of the checkpoint's files."""
         self._files.close()
 
-    def _draw(self, unit: nn.Module, missing: set[nn.Module], is_adapted: bool) -> None:
-        """Random values as transformers and peft draw them, children first; the same on every rank."""
+    def _draw(self, unit: nn.Module, missing: set[nn.Module], adapted: set[Tensor], complete: bool) -> None:
+        """Random values as transformers and peft draw them, children first; the same on every rank. `complete`: all of
+        the unit has just come, so that none of it is drawn again."""
         names = {id(module): name for name, module in self.model.named_modules()}
         seed = mixed(self._config.training.seed, 0, zlib.crc32(names.get(id(unit), "the rest").encode()))
         devices = [self._place.device] if self._place.kind == "cuda" else []
-        complete = not any(_is_split(parameter) for parameter in unit.parameters())
         with torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(seed)
             for module in reversed(list(unit.modules())):
                 if module in missing or (complete and len(missing) > 1):
                     self.model._init_weights(module)
-            if is_adapted:
-                _start_adapters(unit)
+            _start_adapters(unit, adapted)
 
     def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
         files = list(_checkpoint_files(self._config))
@@ -176,13 +177,15 @@ class Arrival:
         return send
 
 
-def _start_adapters(unit: nn.Module) -> None:
-    """Draw what peft's layers start from; those of units that are split already have it."""
+def _start_adapters(unit: nn.Module, adapted: set[Tensor]) -> None:
+    """Draw what peft's layers start from, of those whose parameters have just come."""
+    if not adapted:
+        return
     from peft.tuners.ia3.layer import IA3Layer
     from peft.tuners.lora.layer import LoraLayer
 
     for module in unit.modules():
-        if not isinstance(module, LoraLayer | IA3Layer) or any(map(_is_split, module.parameters())):
+        if not isinstance(module, LoraLayer | IA3Layer) or adapted.isdisjoint(module.parameters()):
             continue
         if isinstance(module, LoraLayer):
             module.reset_lora_parameters("default", True)
@@ -192,10 +195,6 @@ def _start_adapters(unit: nn.Module) -> None:
 
 def _is_empty(parameter: Tensor | None) -> bool:
     return parameter is not None and parameter.is_meta
-
-
-def _is_split(parameter: Tensor) -> bool:
-    return hasattr(parameter, "device_mesh")
 
 
 def _shape(tensors: Any, name: str) -> tuple[int, ...]:

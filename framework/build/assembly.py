@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -39,6 +39,7 @@ from framework.schema.training import TrainingParams
 if TYPE_CHECKING:
     from framework.build.adapter import Adapter
     from framework.build.shard import Sharding
+    from framework.build.tensor_parallel import TensorParallel
 
 AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16}
 SDPA_BACKENDS = {
@@ -80,6 +81,8 @@ class Assembly:
     """The model as several ranks train it. `model` is the one inside, whose parameters have their plain names."""
     context: Context | None = None
     """The ranks that share this one's rows."""
+    tensor: "TensorParallel | None" = None
+    """The ranks that share this one's matrices."""
 
     def loss_of(self, batch: Batch, observe: Observe) -> Tensor:
         """Sum of the losses of the batch's terms, a float32 scalar, through whatever wraps the model."""
@@ -120,6 +123,19 @@ class Assembly:
         return self.parallel if isinstance(self.parallel, GradientBuckets) else None
 
     @property
+    def is_in_parts(self) -> bool:
+        """Whether this rank has a part of the weights, so that all of them save and export together."""
+        return self.sharding is not None or self.tensor is not None
+
+    def as_part(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter of `model`, or a state as large, as the part of a whole that it is, which `whole` gathers."""
+        return tensor if self.tensor is None else self.tensor.as_part(name, tensor)
+
+    def numel(self, name: str, parameter: Tensor) -> int:
+        """Elements of all of a parameter of `model`, of which this rank may have a part."""
+        return parameter.numel() if self.tensor is None else self.tensor.numel(name, parameter)
+
+    @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters that the optimizer changes."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -157,6 +173,7 @@ def assemble(
         require_bitsandbytes("peft.q_lora", "false (LoRA on a base in bfloat16)")
     autocast = autocast_dtype(config.training)
     context = share_rows(config, ranks)
+    tensor, ranks = _sharing_matrices(config, place, ranks)
     streams = config.model.offload_frozen_base is True
     loaded_at = loading_place(place) if streams else place
     arrival = await_weights(config, architecture, place, ranks)
@@ -174,19 +191,18 @@ def assemble(
         use_liger_kernels(config.model, companion)  # of the same kind
     model: nn.Module = built
     frozen = freeze(config.model, built)
-    masters = autocast is not None
     adapter = None
     if config.training.use_peft:
         from framework.build.adapter import attach_adapter  # peft takes seconds to import
 
-        adapter = attach_adapter(config.peft, built, loaded_at, masters, lost)
+        adapter = attach_adapter(config.peft, built, loaded_at, masters=autocast is not None, lost=lost)
         model = adapter.model
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if streams else None
     objective = build_objective(config, model, companion)
     compile_regions(config, model, place)
-    parallel = parallelise(config, model, place, ranks, arrival)
+    parallel = parallelise(config, model, place, ranks, arrival, tensor)
     return Assembly(
         config=config,
         place=place,
@@ -205,6 +221,7 @@ def assemble(
         parallel=parallel,
         new_weights=new_weights,
         context=context,
+        tensor=tensor,
     )
 
 
@@ -217,3 +234,13 @@ def _pack(config: TrainingConfig, model: PreTrainedModel, place: Place, ranks: R
 
         store_as(computed, model)
     return lost
+
+
+def _sharing_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> "tuple[TensorParallel | None, Ranks]":
+    """The ranks that share this one's matrices, and all of them with the knowledge of which are alike."""
+    if config.fsdp.tensor_parallel_size == 1:
+        return None, ranks
+    from framework.build.tensor_parallel import share_matrices  # torch's tensors in parts take seconds to import
+
+    tensor = share_matrices(config, place, ranks)
+    return tensor, replace(ranks, alike=tensor.size, others=tensor.others)

@@ -1,11 +1,11 @@
 """`model.freeze_layers` and `model.freeze_first_blocks`: which parameters are not trained."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from framework.build.activations import transformer_blocks
@@ -92,10 +92,11 @@ def _embeddings(model: nn.Module) -> list[str]:
     ]
 
 
-def still_frozen(model: nn.Module, names: frozenset[str]) -> int:
-    """How many parameters of those names have no gradient now, in the model or under its adapter."""
+def still_frozen(model: nn.Module, names: frozenset[str], numel: Callable[[str, Tensor], int]) -> int:
+    """How many parameters of those names have no gradient now, in the model or under its adapter; `numel` counts all of
+    one of which this rank may have a part."""
     return sum(
-        parameter.numel()
+        numel(name, parameter)
         for name, parameter in model.named_parameters()
         if name.removeprefix("base_model.model.").replace(".base_layer.", ".") in names and not parameter.requires_grad
     )

@@ -37,8 +37,8 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     """The config with everything derived written out, and the model's own config that it was derived from.
 
     Raises RequestError as `read_architecture` does, for rows longer than the model has positions, for a checkpoint's
-    dtype that cannot be trained as it is, or not on this card, where packed documents would see each other, and for a
-    teacher that is not one for this model.
+    dtype that cannot be trained as it is, or not on this card, where packed documents would see each other, where
+    matrices cannot be shared as asked, and for a teacher that is not one for this model.
     """
     architecture = read_architecture(config)
     settings = architecture.get_text_config().to_dict()
@@ -54,6 +54,10 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     refuse_unknown_to_liger(resolved.model, architecture)
     refuse_leaks(resolved, architecture)
     refuse_mixing(resolved, architecture)
+    if resolved.fsdp.tensor_parallel_size > 1:
+        from framework.build.tensor_parallel import refuse_unplanned  # torch's tensors in parts take seconds to import
+
+        refuse_unplanned(resolved, architecture)
     if resolved.training.task is Task.DISTILLATION:
         from framework.build.teacher import read_teacher  # which builds its model here
 

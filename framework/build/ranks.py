@@ -19,6 +19,7 @@ from framework.schema.config import TrainingConfig
 
 if TYPE_CHECKING:
     from framework.build.arrival import Arrival
+    from framework.build.tensor_parallel import TensorParallel
 
 COLLECTIVE = timedelta(minutes=30)
 """How long a rank may be late in the middle of a step."""
@@ -41,7 +42,10 @@ class Ranks:
     local_world: int = 1
     meet: Callable[[], None] = field(default=lambda: None, compare=False)
     """Waits for all ranks, for as long as it takes: not in a collective, which ends them when one is late."""
-
+    alike: int = 1
+    """Neighbours that compute the same from the same rows, so that sums count one of them."""
+    others: Any = field(default=None, compare=False)
+    """torch's process group of the ranks with other rows, of each `alike` neighbours one; None for all ranks."""
     checks_in: bool = False
     """Whether each tells the others, before they do anything together, that it has not run out of memory."""
 
@@ -51,20 +55,29 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor added up over all ranks, in place; every rank must call this with one of the same shape.
+        """The tensor added up over all ranks' rows, in place; every rank must call this with one of the same shape.
 
         Raises OutOfMemoryElsewhere, as `check_in` does.
         """
-        if self.world > 1:
+        if self.world > self.alike:
             self.check_in()
-            torch.distributed.all_reduce(tensor)
+            torch.distributed.all_reduce(tensor, group=self.others)
         return tensor
 
     def count(self, number: int, device: torch.device) -> int:
-        """A number added up over all ranks. Waits for the device where there are several."""
-        if self.world == 1:
+        """A number added up over all ranks' rows. Waits for the device where there are several."""
+        if self.world == self.alike:
             return number
         return int(self.sum(torch.tensor(number, device=device)))
+
+    def any(self, here: bool, device: torch.device) -> bool:
+        """Whether it is so on some rank. Waits for the device where there are several."""
+        if self.world == 1:
+            return here
+        self.check_in()
+        counted = torch.tensor(int(here), device=device)
+        torch.distributed.all_reduce(counted)
+        return bool(counted)
 
     def check_in(self, has_failed: bool = False) -> None:
         """Tell all ranks whether this one has run out of memory since the last time; it takes no memory of the device
@@ -97,7 +110,18 @@ def shard_number(tensor: Tensor) -> int:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, gathered where it is split: every rank must call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import Replicate  # takes seconds to import, and is there where a tensor is split
+
+    parts: Any = tensor
+    for last in range(
+        parts.device_mesh.ndim - 1, 0, -1
+    ):  # one after the other, of which torch warns when asked at once
+        after = parts.device_mesh.ndim - last
+        parts = parts.redistribute(placements=[*parts.placements[:last], *[Replicate()] * after])
+    gathered: Tensor = parts.full_tensor()
+    return gathered
 
 
 class Parallel(Protocol):
@@ -130,25 +154,36 @@ class Root(nn.Module):
 
 
 def parallelise(
-    config: TrainingConfig, model: nn.Module, place: Place, ranks: Ranks, arrival: "Arrival | None" = None
+    config: TrainingConfig,
+    model: nn.Module,
+    place: Place,
+    ranks: Ranks,
+    arrival: "Arrival | None" = None,
+    tensor: "TensorParallel | None" = None,
 ) -> Parallel | None:
-    """The model as all ranks train it; None for one rank, which trains it as it is. `arrival` brings its weights.
+    """The model as all ranks train it; None where each trains it as it is. `arrival` brings its weights, of which
+    `tensor` leaves this rank's part.
 
     Call it right before the optimizer is built. Names of parameters stay as they are.
     """
     if config.adds_up_after_backward:
         return GradientBuckets(model, place, ranks)
-    if ranks.world == 1 or (place.rehearsed and not config.fsdp.is_sharded):  # copies are rehearsed as one
-        return None
-    if config.fsdp.is_sharded:
+    root = Root(model)
+    if tensor is not None:
+        tensor.arrange(model)
+    if ranks.world > 1 and config.fsdp.is_sharded:
         from framework.build.shard import shard  # torch's sharding takes seconds to import
 
-        return shard(config, Root(model), model, place, ranks, arrival)
+        return shard(config, root, model, place, ranks, arrival, tensor)
+    if tensor is not None:
+        tensor.cut_all(model, root, arrival)
+    if ranks.world == ranks.alike or place.rehearsed:  # copies are rehearsed as one
+        return None
     ranks.meet()  # from loading, which takes each as long as its disk does
-    return _replicated(Root(model))
+    return _replicated(root, ranks.others)
 
 
-def _replicated(root: Root) -> DistributedDataParallel:
+def _replicated(root: Root, group: Any) -> DistributedDataParallel:
     """torch's DDP: gradients are added up while backward goes on.
 
     What is frozen, and buffers, which are constants, are neither compared nor sent: every rank has read the same. Every
@@ -159,13 +194,13 @@ def _replicated(root: Root) -> DistributedDataParallel:
     frozen = [name for name, parameter in root.named_parameters() if not parameter.requires_grad]
     frozen += [name for name, _ in root.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, frozen)  # type: ignore[no-untyped-call]
-    replicated = DistributedDataParallel(root, gradient_as_bucket_view=True)
-    replicated.register_comm_hook(None, _add_up)
+    replicated = DistributedDataParallel(root, gradient_as_bucket_view=True, process_group=group)
+    replicated.register_comm_hook(group, _add_up)
     return replicated
 
 
-def _add_up(state: None, bucket: GradBucket) -> Future[Tensor]:
+def _add_up(group: Any, bucket: GradBucket) -> Future[Tensor]:
     """DDP's own way to reduce a bucket divides by the world first."""
-    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     added: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return added

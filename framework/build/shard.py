@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from framework.errors import Problem, RequestError
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy
 from framework.schema.config import TrainingConfig
 from framework.schema.fsdp import FSDPParams
+
+if TYPE_CHECKING:
+    from framework.build.tensor_parallel import TensorParallel
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 STAYS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
@@ -84,10 +87,12 @@ def shard(
     place: Place,
     ranks: Ranks,
     arrival: Arrival | None = None,
+    tensor: "TensorParallel | None" = None,
 ) -> Sharding:
     """Split the parameters below `root` over the ranks, in place; hybrid strategies over those of one machine.
 
-    `arrival` fills each unit right before it is split.
+    `arrival` fills each unit right before it is split, and `tensor` leaves its part of each matrix, which is split over
+    the ranks that have the same part.
 
     `model` is the transformers model (or its adapter's wrapper) below `root`. Call it last: checkpoints and compiled
     regions are inside of what is gathered. Raises RequestError for blocks that are not found, that are parts of a
@@ -99,11 +104,11 @@ def shard(
     _refuse_mixed_units(root, blocks, precision(config).param_dtype)
     _refuse_units_within_graphs(model, blocks)
     block_class = type(blocks[0]).__name__  # before sharding gives it another
-    shards = ranks.local_world if strategy in HYBRID else ranks.world
-    replicas = ranks.world // shards
+    shards = ranks.local_world if strategy in HYBRID else ranks.world // ranks.alike
+    replicas = ranks.world // ranks.alike // shards
     offloads = params.cpu_offload is True and not place.rehearsed  # `pretend_ranks` sees to it there
     settings: dict[str, Any] = {
-        "mesh": _mesh(place, replicas, shards),
+        "mesh": _mesh(place, replicas, shards) if tensor is None else tensor.mesh["data"],
         "reshard_after_forward": strategy not in STAYS_GATHERED,
         "mp_policy": precision(config),
         "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if offloads else OffloadPolicy(),
@@ -113,6 +118,8 @@ def shard(
     for module in (*blocks, root):
         if arrival is not None:
             arrival.fill(module)
+        if tensor is not None:
+            tensor.cut(module)
         units.append(fully_shard(module, **settings))
     if arrival is not None:
         arrival.close()

@@ -26,6 +26,7 @@ class Band(StrEnum):
     INT8_BASE = "int8_base"
     SHARDED = "sharded"
     CONTEXT = "context"
+    TENSOR = "tensor"
     UNMEASURED = "unmeasured"
 
 
@@ -74,6 +75,7 @@ UNCERTAINTY: Mapping[Band, Uncertainty] = {
         0.01, 0.065, 16 * _MIB, "20 rows on two H200, torch 2.11: allocated -0.01 %, reserved -5.1 % at worst; 2026-11"
     ),
     Band.CONTEXT: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of shared rows yet: twice the band of one H100"),
+    Band.TENSOR: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of shared matrices yet: twice the band of one H100"),
     Band.UNMEASURED: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of such a card yet: twice the band of the H100"),
 }
 """The band by class. Its source says which measurements it covers; a card other than the measured one gets more."""
@@ -184,6 +186,8 @@ class BatchUse:
     sequence_length: int
     context: int = 1
     """Devices that share each row; `world` then counts their groups."""
+    tensor: int = 1
+    """Devices that share each matrix; the same."""
 
     def to_json(self) -> dict[str, int]:
         return {
@@ -193,6 +197,7 @@ class BatchUse:
             "global": self.per_device * self.accumulation * self.world,
             "sequence_length": self.sequence_length,
             "context": self.context,
+            "tensor": self.tensor,
         }
 
 

@@ -881,6 +881,16 @@ SHARDING = (
         "context",
         "Devices that share each row: each computes its tokens, and attention goes over all of them.",
     ),
+    Lever(
+        "fsdp.tensor_parallel_size",
+        (
+            Setting(1),
+            Setting(2, "two sums over the devices in each block, in each pass, are waited for (not measured)"),
+        ),
+        ("weights", "gradients", "optimizer", "activations"),
+        "shared_matrices",
+        "Devices that share the matrices of each block, as transformers' plan says: each has a part of the heads.",
+    ),
 )
 
 LEVERS = (

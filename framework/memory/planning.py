@@ -65,9 +65,11 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
 
 
 def _nccl_bytes(config: TrainingConfig) -> int:
-    """What NCCL holds: a communicator of all devices, and one of those that share rows."""
-    is_alone = config.gpu.count == 1 or config.gpu.name == "cpu"
-    return 0 if is_alone else NCCL_BYTES * (2 if config.context_size > 1 else 1)
+    """What NCCL holds: a communicator of all devices, one of those that share rows; and where there are several groups
+    that share matrices, one of each group and one of those with the same parts."""
+    tensor, is_alone = config.fsdp.tensor_parallel_size, config.gpu.count == 1 or config.gpu.name == "cpu"
+    communicators = 1 + (config.context_size > 1) + 2 * (1 < tensor < config.gpu.count)
+    return 0 if is_alone else NCCL_BYTES * communicators
 
 
 def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
@@ -144,6 +146,8 @@ def choose_band(config: TrainingConfig, is_mathematical: bool) -> Band:
         return Band.UNMEASURED
     if config.context_size > 1:
         return Band.CONTEXT
+    if config.fsdp.tensor_parallel_size > 1:
+        return Band.TENSOR
     if config.fsdp.is_sharded:
         return Band.SHARDED
     return Band.MATHEMATICAL if is_mathematical else Band.PLAIN
@@ -240,10 +244,14 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
     if config.context_size > 1:
         tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
         yield f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them"
+    if (tensor := config.fsdp.tensor_parallel_size) > 1:
+        yield "sums over the devices that share each matrix are waited for; their time is not measured"
     if config.gpu.name != "cpu":
         yield f"NCCL takes {NCCL_BYTES / MIB:,.0f} MiB, as on two H200 with one communicator"
         if config.context_size > 1:
             yield "those that share rows have a communicator of their own, taken to need as much again"
+        if 1 < tensor < config.gpu.count:
+            yield "groups that share matrices, and those with the same parts, have one each, taken to be alike"
     if config.fsdp.is_on_host:
         yield "step time: the host's update is that of two threads a rank"
     if config.gpu.link_bytes_per_second is None:

@@ -28,11 +28,13 @@ class Footprint:
     """What crosses the link from there in one micro batch."""
     shards: int = 1
     """Devices that each weight is split over. All sizes but `export_bytes` are of one device's part."""
+    repeated_bytes: int = 0
+    """What some of those devices hold of the same, which is saved once."""
 
     @property
     def checkpoint_bytes(self) -> int:
         """One checkpoint: the trained weights as they are trained, and the optimizer's states."""
-        return self.shards * (sum(self.trained_sizes) + sum(self.state_sizes))
+        return self.shards * (sum(self.trained_sizes) + sum(self.state_sizes)) - self.repeated_bytes
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     card, config = rehearsal.config.gpu, rehearsal.config
     if not config.is_replicated or card.link_bytes_per_second is None:
         return time
-    sent = 2 * (card.count - 1) / card.count * sum(rehearsal.footprint.trained_sizes)
+    copies = card.count // config.fsdp.tensor_parallel_size
+    sent = 2 * (copies - 1) / copies * sum(rehearsal.footprint.trained_sizes)
     exchange = sent / (card.link_bytes_per_second * CALIBRATED.card_link)
     if config.adds_up_after_backward:
         return replace(time, alone=time.alone + exchange)
@@ -122,7 +123,7 @@ def step_cost(rehearsal: Rehearsal) -> StepCost | None:
     for adjusted in (beside_the_link, with_state_copies, with_gradient_exchange, with_update_on_host):
         time = adjusted(time, rehearsal)
     batch = batch_use(rehearsal.config)
-    tokens = batch.accumulation * tokens_of(rehearsal.config)
+    tokens = batch.accumulation * tokens_of(rehearsal.config) / rehearsal.config.fsdp.tensor_parallel_size
     return StepCost(time.seconds, tokens / time.seconds, model_flops(rehearsal), time.bound_by)
 
 
@@ -152,4 +153,5 @@ def tokens_of(config: TrainingConfig) -> int:
 def batch_use(config: TrainingConfig) -> BatchUse:
     """The batch of a config, as a plan tells it."""
     batch = config.batch
-    return BatchUse(batch.per_device, batch.accumulation, batch.world, config.longest, batch.context)
+    sizes = (batch.per_device, batch.accumulation, batch.world, config.longest)
+    return BatchUse(*sizes, batch.context, batch.tensor)

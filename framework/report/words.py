@@ -99,7 +99,7 @@ def term_rows(terms: Terms) -> list[tuple[str, int]]:
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """What a plan says besides device memory: name and sentence."""
     batch, step = plan.batch, plan.step
-    equation = Batch(batch.per_device, batch.accumulation, batch.world, batch.context)
+    equation = Batch(batch.per_device, batch.accumulation, batch.world, batch.context, batch.tensor)
     share = "all trained"
     if plan.trainable_parameters != plan.total_parameters:
         share = f"{plan.trainable_parameters:,} trained ({plan.trainable_parameters / plan.total_parameters:.2%})"

@@ -186,15 +186,16 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
     if None not in (built, state.get("reference")) and state["reference"] != built:
         message = f"the model that {checkpoint} was measured against had other weights than the one built now"
         raise RequestError([Problem("--resume", message, expected="the files that the run began with")])
-    if assembly.sharding is not None or (checkpoint / PARTS).exists():
+    if assembly.is_in_parts or (checkpoint / PARTS).exists():
         from framework.run.parts import load_parts
 
         load_parts(checkpoint, assembly, state["optimizer"])
     else:
         _load_whole(checkpoint, assembly, state["optimizer"])
-    if assembly.ranks.is_main:
+    first_alike = assembly.ranks.rank - assembly.ranks.rank % assembly.ranks.alike  # those alike draw alike
+    if first_alike == 0:
         restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
-    elif (own := checkpoint / _random_of(assembly.ranks.rank)).exists():  # else there were fewer ranks
+    elif (own := checkpoint / _random_of(first_alike)).exists():  # else there were fewer ranks
         restore_random_state(*parsed(own.read_text()))
     assembly.loss_scale.restore(state.get("loss_scale", {}))
     return int(state["step"])

@@ -1,6 +1,6 @@
 """Sizes read from the built objects: what a checkpoint, an export and a load take, and the arithmetic of the model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -58,24 +58,48 @@ def state_space(assembly: Assembly, tensor: torch.Tensor) -> Space:
 
 def read_footprint(assembly: Assembly) -> Footprint:
     """Read the sizes. Call it after the optimizer has made its states."""
-    parameters = list(assembly.model.parameters())
+    named, counts = dict(assembly.model.named_parameters()), _counts(assembly)
     homes, on_cpu = assembly.streamed.homes if assembly.streamed is not None else [], assembly.place.kind == "cpu"
     offloads, held = assembly.config.fsdp.is_on_host, held_tensors(assembly)
     trained_products, frozen_products = count_product_weights(assembly.model)
     return Footprint(
-        total_parameters=sum(weight_count(parameter) for parameter in parameters),
-        trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        total_parameters=sum(counts.values()),
+        trainable_parameters=sum(counts[name] for name, item in named.items() if item.requires_grad),
         weight_sizes=() if offloads else _sizes([*held, *(homes if on_cpu else [])]),
         home_sizes=() if on_cpu else _sizes([*homes, *(held if offloads else [])]),
         trained_sizes=_sizes(trained_state(assembly.model).values()),
         state_sizes=_sizes(state_tensors(assembly)),
         state_spaces=tuple(state_space(assembly, tensor) for tensor in state_tensors(assembly)),
-        export_bytes=_export_bytes(assembly),
+        export_bytes=_export_bytes(assembly, counts),
         trained_products=trained_products,
         frozen_products=frozen_products,
-        shards=assembly.sharding.shards if assembly.sharding is not None else 1,
+        shards=_shards(assembly),
+        repeated_bytes=_repeated_bytes(assembly),
         streamed_bytes=_streamed_bytes(assembly),
     )
+
+
+def _counts(assembly: Assembly) -> dict[str, int]:
+    """Weights of all devices, by the name of the parameter."""
+    named = assembly.model.named_parameters()
+    return {name: max(weight_count(item), assembly.numel(name, item)) for name, item in named}
+
+
+def _shards(assembly: Assembly) -> int:
+    shards = assembly.sharding.shards if assembly.sharding is not None else 1
+    return shards * (assembly.tensor.size if assembly.tensor is not None else 1)
+
+
+def _repeated_bytes(assembly: Assembly) -> int:
+    """What a group that shares each matrix holds of everything else more than once."""
+    tensor = assembly.tensor
+    if tensor is None:
+        return 0
+    alike = [item for name, item in assembly.model.named_parameters() if name not in tensor.dimensions]
+    states = [value for item in alike for value in assembly.optimizer.state.get(item, {}).values()]
+    kept = [item for item in alike if item.requires_grad or assembly.adapter is None]
+    held = sum(_sizes([*kept, *(value for value in states if isinstance(value, torch.Tensor))]))
+    return held * (_shards(assembly) - _shards(assembly) // tensor.size)
 
 
 def _streamed_bytes(assembly: Assembly) -> int:
@@ -92,11 +116,12 @@ def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     return tuple(local.numel() * local.element_size() for local in map(local_part, tensors))
 
 
-def _export_bytes(assembly: Assembly) -> int:
+def _export_bytes(assembly: Assembly, counts: Mapping[str, int]) -> int:
     """The final folder: an adapter as it is, a model in its checkpoint's dtype."""
     if hasattr(assembly.model, "peft_config"):
-        return sum(_sizes(trained_state(assembly.model).values()))
-    return sum(parameter.numel() for parameter in assembly.model.parameters()) * assembly.export_dtype.itemsize
+        named = dict(assembly.model.named_parameters())
+        return sum(counts[name] * named[name].element_size() for name in trained_state(assembly.model))
+    return sum(counts.values()) * assembly.export_dtype.itemsize
 
 
 def count_product_weights(model: nn.Module) -> tuple[int, int]:

@@ -6,11 +6,12 @@ back, and are not counted.
 """
 
 import heapq
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from torch import Tensor, nn
 
+from framework.build.activations import transformer_blocks
 from framework.build.assembly import Assembly
 from framework.build.model import is_packed_when_loaded
 from framework.build.quantize import packed_state, weight_count
@@ -19,9 +20,6 @@ from framework.build.streamed_base import StreamedBase
 from framework.memory.trace import Kind, Space
 from framework.run.footprint import companion_tensors, held_tensors
 from framework.run.tracker import Tracker
-
-if TYPE_CHECKING:
-    from framework.build.shard import Sharding
 
 LOADERS = 4
 """Threads that read tensors and bring them to the device (GLOBAL_WORKERS); one while they are packed on arrival."""
@@ -36,8 +34,8 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
     weights = held_tensors(assembly)[: -len(copied) or None]
     if assembly.streamed is not None:
         _stay_on_host(tracker, assembly.streamed)
-    if assembly.sharding is not None:
-        _fill_units(tracker, assembly, assembly.sharding)
+    if assembly.is_in_parts:
+        _fill_units(tracker, assembly)
     elif assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
         _read_checkpoint(tracker, assembly, weights)
     if assembly.config.fsdp.is_on_host:
@@ -51,21 +49,23 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
     tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
 
 
-def _fill_units(tracker: Tracker, assembly: Assembly, sharding: "Sharding") -> None:
+def _fill_units(tracker: Tracker, assembly: Assembly) -> None:
     """Each unit is whole for a moment, before it is split (framework/build/arrival.py). Layers are packed one by one as
     they are read, and after the whole unit where random weights are drawn."""
-    blocks = [cast(nn.Module, block) for block in sharding.blocks]
+    sharding = assembly.sharding
+    blocks: Sequence[nn.Module] = transformer_blocks(assembly.model)
+    if sharding is not None:
+        blocks = [cast(nn.Module, block) for block in sharding.blocks]
+    sizes = {item: assembly.numel(name, item) * item.element_size() for name, item in assembly.model.named_parameters()}
     in_blocks = {parameter for block in blocks for parameter in block.parameters()}
-    rest = [item for item in cast(nn.Module, sharding.root).parameters() if item not in in_blocks]
-    units = [rest, *(list(block.parameters()) for block in blocks)]
+    units = [[item for item in sizes if item not in in_blocks], *(list(block.parameters()) for block in blocks)]
     is_read = assembly.config.model.load_pretrained_weights
-    _pass(tracker, max(_whole_bytes(unit, is_read) for unit in units), Space.DEVICE)
+    _pass(tracker, max(_whole_bytes(unit, sizes, is_read) for unit in units), Space.DEVICE)
 
 
-def _whole_bytes(unit: Sequence[Tensor], is_read: bool) -> int:
-    held = sum(item.numel() * item.element_size() for item in unit)
+def _whole_bytes(unit: Sequence[nn.Parameter], sizes: Mapping[nn.Parameter, int], is_read: bool) -> int:
     plain = [state.shape.numel() * state.dtype.itemsize for item in unit if (state := packed_state(item)) is not None]
-    return held + (max(plain, default=0) if is_read else sum(plain))
+    return sum(sizes[item] for item in unit) + (max(plain, default=0) if is_read else sum(plain))
 
 
 def _leave_parts_on_host(tracker: Tracker, weights: Sequence[Tensor]) -> None:

@@ -63,6 +63,9 @@ def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
     if config.context_size > 1:
         message = "one process has no rows to share with others"
         raise RequestError([Problem("--measure", message, expected="attn_implementation: sdpa")])
+    if config.fsdp.tensor_parallel_size > 1:
+        message = "one process has no matrices to share with others"
+        raise RequestError([Problem("--measure", message, expected="fsdp.tensor_parallel_size: 1")])
     choose_allocator(config)
     place = real_place(torch.device("cuda", torch.cuda.current_device()))
     random = with_random_weights(config)

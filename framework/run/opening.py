@@ -131,7 +131,7 @@ def _build(
     set_seed(config.training.seed)
     with explained_failures(watch, forecast, None):
         assembly = assemble(config, inputs.architecture, place, total, crew.ranks)
-        seed_apart(config.training.seed, crew.ranks)
+        seed_apart(config.training.seed, assembly.ranks)
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
         _empty_cache(place)

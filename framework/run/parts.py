@@ -30,11 +30,19 @@ from framework.run.trained import trained_state
 
 def split_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and optimizer states by name, each as this rank's part of a whole; and the states that are numbers."""
-    tensors, numbers = dict(trained_state(assembly.model)), dict[str, Any]()
+    tensors, numbers = _weights(assembly), dict[str, Any]()
     for name, parameter in assembly.model.named_parameters():
         for key, value in assembly.optimizer.state.get(parameter, {}).items():
-            (tensors if isinstance(value, Tensor) else numbers)[f"{name}{SEPARATOR}{key}"] = value
+            path = f"{name}{SEPARATOR}{key}"
+            if not isinstance(value, Tensor):
+                numbers[path] = value
+            else:
+                tensors[path] = assembly.as_part(name, value) if value.shape == parameter.shape else value
     return tensors, numbers
+
+
+def _weights(assembly: Assembly) -> dict[str, Tensor]:
+    return {name: assembly.as_part(name, tensor) for name, tensor in trained_state(assembly.model).items()}
 
 
 def write_parts(folder: Path, assembly: Assembly) -> None:
@@ -81,20 +89,20 @@ def load_parts(checkpoint: Path, assembly: Assembly, numbers: Mapping[str, Any])
         for name, item in reader.read_metadata().state_dict_metadata.items()
         if isinstance(item, TensorStorageMetadata)
     }
-    weights = trained_state(assembly.model)
+    weights = _weights(assembly)
     wrong = [name for name in weights if name not in stored or stored[name].size != weights[name].shape]
     if wrong:
         message = f"{checkpoint} holds another model: {len(wrong)} tensors differ, first {wrong[0]}"
         raise RequestError([Problem("--resume", message)])
     states = _empty_states(assembly, stored)
-    target = {**weights, **states}
+    named = dict(assembly.model.named_parameters())
+    target = weights | {path: _part_of_state(assembly, named, path, state) for path, state in states.items()}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as asked
-        load(target, storage_reader=reader, no_dist=assembly.sharding is None)
-    parameters = dict(assembly.model.named_parameters())
+        load(target, storage_reader=reader, no_dist=not assembly.is_in_parts)
     for path, value in {**states, **numbers}.items():
         name, key = path.split(SEPARATOR)
-        parameter = parameters[name]
+        parameter = named[name]
         assembly.optimizer.state[parameter][key] = placed(assembly.optimizer, parameter, key, value)
 
 
@@ -106,11 +114,16 @@ def _empty_states(assembly: Assembly, stored: Mapping[str, TensorStorageMetadata
             if not path.startswith(f"{name}{SEPARATOR}"):
                 continue
             dtype = item.properties.dtype
-            if item.size == parameter.shape:
+            if item.size == assembly.as_part(name, parameter).shape:
                 states[path] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 states[path] = torch.empty(item.size, dtype=dtype, device=assembly.place.device)
     return states
+
+
+def _part_of_state(assembly: Assembly, named: Mapping[str, Tensor], path: str, state: Tensor) -> Tensor:
+    name, _ = path.split(SEPARATOR)
+    return assembly.as_part(name, state) if state.shape == named[name].shape else state
 
 
 def whole_on_host(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:

@@ -107,7 +107,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
     planned = blocks.said if blocks is not None else ()
     covered = said_of_adapter(assembly) if is_adapted else ()
-    split = (str(assembly.sharding),) if assembly.sharding is not None else ()
+    split = tuple(map(str, filter(None, (assembly.tensor, assembly.sharding))))
     said = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
     said += said_of_companion(config, assembly.companion)
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
@@ -115,7 +115,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
 
 def rehearsed_ranks(config: TrainingConfig) -> Ranks:
     """The first rank where weights are split or rows are shared. Ranks that each have all are rehearsed as one."""
-    world, is_split = config.gpu.count, config.fsdp.is_sharded or config.context_size > 1
+    world, is_split = config.gpu.count, config.fsdp.is_sharded or config.sharing > 1
     return Ranks(world=world, local_world=min(world, CARDS_A_MACHINE)) if is_split and world > 1 else ALONE
 
 

@@ -90,6 +90,7 @@ def _other_global_batch(known: Mapping[str, Any], config: TrainingConfig, allow:
     training, world, batch = known["training"], known["gpu"]["count"], config.batch
     if known["model"]["attn_implementation"] == Attention.RING_ATTENTION:
         world //= known["fsdp"]["context_parallel_size"] or world  # groups of devices that share their rows
+    world //= known["fsdp"]["tensor_parallel_size"]
     if world == batch.world or "training.gradient_accumulation_steps" in allow:
         return
     rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * world

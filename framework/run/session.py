@@ -248,7 +248,7 @@ class Session:
 
     def _is_asked_to_end(self) -> bool:
         """Whether some rank was asked to: all of them stop after the same step."""
-        return self.assembly.ranks.count(int(self.interrupt.asked), self.assembly.place.device) > 0
+        return self.assembly.ranks.any(self.interrupt.asked, self.assembly.place.device)
 
     def _verify_emptied_cache(self, step: int) -> None:
         """Read back that the cache was emptied, when it first was due. Raises VerificationFailed."""
@@ -322,7 +322,7 @@ class Session:
         assert self.inputs.data.eval is not None
         self._eval_shapes.clear()
         size, joined = int(self.config.training.per_device_eval_batch_size), self.config.data.padding_free
-        pad, sharing = self.batches.pad_token_id, self.config.context_size
+        pad, sharing = self.batches.pad_token_id, self.config.sharing
         rank, world = self.assembly.ranks.rank // sharing, self.assembly.ranks.world // sharing
         made = eval_batches(self.inputs.data.eval, size, pad, rank, world, joined, self.config.padded(1))
         return evaluate(self.assembly, (self._moved(self._noted(batch)) for batch in made), self.meter.observe)
@@ -337,7 +337,7 @@ class Session:
             self.meter.observe("save")
             with self.crew.phase(f"saving step {self.step}"):
                 others = random_states_of_others(self.crew, self.step)
-                split = self._split() if self.assembly.sharding is not None else None
+                split = self._split() if self.assembly.is_in_parts else None
                 self.crew.shared(f"saved/{self.step}", partial(self._write_checkpoint, others, split))
             self.saved = self.step
             self._clock = time.perf_counter()
@@ -345,7 +345,7 @@ class Session:
     def _try_saving(self) -> None:
         """Sharded weights are written, read back and thrown away before anything is learnt: a save that cannot work
         fails now (O03)."""
-        if self.assembly.sharding is None or self.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT:
+        if not self.assembly.is_in_parts or self.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT:
             return
         began = time.perf_counter()
         with self.crew.phase("trying to save"):

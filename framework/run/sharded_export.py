@@ -54,10 +54,12 @@ def _dtype(assembly: Assembly) -> torch.dtype:
 def _parts(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
     """What is exported, as it is held: parameters by name, and buffers that are saved."""
     if assembly.adapter is not None:
-        yield from adapter_state(assembly.adapter.model)
+        named = assembly.adapter.model.state_dict()
+        parts = {name: assembly.as_part(name, tensor) for name, tensor in named.items()}
+        yield from adapter_state(assembly.adapter.model, parts)
         return
     model, saved = causal_model(assembly.model), set(causal_model(assembly.model).state_dict())
-    yield from model.named_parameters()
+    yield from ((name, assembly.as_part(name, item.detach())) for name, item in model.named_parameters())
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 

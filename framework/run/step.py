@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe, ignore_phases
@@ -67,7 +67,7 @@ def train_step(
         assembly.buckets.add_up()
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
-    norm = squares.sqrt() if squares is not None else _clip(assembly.trained, assembly.config.training.max_grad_norm)
+    norm = squares.sqrt() if squares is not None else _clip(assembly, assembly.config.training.max_grad_norm)
     norm = norm.to(total.device)  # offloaded gradients are on the host
     figures = torch.stack([total, norm.float(), terms.float()])
     assembly.ranks.sum(figures[0])
@@ -123,6 +123,8 @@ def _make_gradients(
             assembly.loss_scale.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         del loss
+    if assembly.tensor is not None:
+        assembly.tensor.complete_gradients(assembly.model)
     return total
 
 
@@ -197,8 +199,14 @@ def _gradients_dropped(assembly: Assembly) -> Iterator[None]:
             hook.remove()
 
 
-def _clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
+def _clip(assembly: Assembly, limit: float) -> Tensor:
     """Global gradient norm before clipping, of all ranks' parts; clips to `limit` unless it is 0."""
+    parameters = assembly.trained
+    if assembly.tensor is not None:
+        norm = assembly.tensor.gradient_norm(assembly.model)
+        if limit:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
     if limit:
         return whole(torch.nn.utils.clip_grad_norm_(parameters, limit))
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]

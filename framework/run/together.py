@@ -93,6 +93,7 @@ def random_states_of_others(crew: Crew, step: int) -> list[str]:
 
 def seed_apart(seed: int, ranks: Ranks) -> None:
     """Call it when the model is built, which is from the same seed everywhere: from here on each rank drops out its
-    own elements. The main one goes on as a process on its own would."""
-    if not ranks.is_main:
-        set_seed(int(np.random.SeedSequence([seed, ranks.rank]).generate_state(1)[0]))
+    own elements, but those that are alike the same. The first goes on as a process on its own would."""
+    number = ranks.rank // ranks.alike
+    if number or ranks.alike > 1:
+        set_seed(int(np.random.SeedSequence([seed, number]).generate_state(1)[0]))

@@ -27,6 +27,7 @@ aten = torch.ops.aten
 _BETWEEN, _FORWARD, _LOSS, _BACKWARD, _OPTIMIZER = "end", "forward", "loss", "backward", "optimizer_step"
 _HAS_LOGITS = ("forward", "backward", "eval")
 _KEEPS_RESULTS = (_FORWARD, "eval")
+_PASSES = (_FORWARD, _LOSS, _BACKWARD, "eval")
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -186,12 +187,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _exchange(self, packet: Any, args: tuple[Any, ...]) -> None:
         """What crosses this card's link: all of a gather but what it holds, all that it gives away of a reduction.
 
-        An all-reduce is both (a ring). What is no part of sharding, keys and values of shared rows, is waited for.
+        An all-reduce is both (a ring). What is no part of sharding and comes in a pass is waited for: keys and values
+        of shared rows, sums of what each rank has a part of.
         """
         sizes = [sum(map(kernels.count_bytes, kernels.tensors_in((argument,)))) for argument in args[:2]]
         name, size = (GATHER if "gather" in packet.__name__ else REDUCE), abs(sizes[0] - sizes[1])
         size = size if sizes[1] else 2 * sizes[0]
-        name = name if self._communicates or not sizes[1] else EXCHANGE
+        is_waited_for = not self._communicates and (sizes[1] or self.phase in _PASSES)
+        name = EXCHANGE if is_waited_for else name
         self.trace.operations.append(Operation(name, self._operation_phase(), 0, size, ""))
 
     def send_to_host(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:

@@ -171,7 +171,7 @@ def _exported(session: Session) -> tuple[str, str] | None:
         return "written"
 
     with session.crew.phase("exporting"):
-        if session.assembly.sharding is not None:
+        if session.assembly.is_in_parts:
             from framework.run.sharded_export import export_sharded
 
             export_sharded(session.assembly, session.inputs.tokenizer, session.folder.path / "final")

@@ -16,7 +16,7 @@ def training_batches(
     config: TrainingConfig, inputs: Inputs, state: Mapping[str, Any] | None, rank: int = 0
 ) -> TrainingBatches:
     """The batches of a config, for one rank; `state` is that of the checkpoint to go on from."""
-    data, pad, rank = config.data, padding_id(inputs.tokenizer), rank // config.context_size
+    data, pad, rank = config.data, padding_id(inputs.tokenizer), rank // config.sharing
     if inputs.data.stream is None:
         return GlobalBatches(
             inputs.data.train,

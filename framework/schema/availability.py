@@ -19,7 +19,7 @@ class Row:
     later: str
 
 
-ROWS = (Row("fsdp.tensor_parallel_size", (1,), "splitting matrices over devices"),)
+ROWS: tuple[Row, ...] = ()
 DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
 """Keys whose `auto` means the checkpoint's dtype, not a search."""
 

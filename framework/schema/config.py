@@ -20,13 +20,14 @@ SCHEMA_VERSION = 1
 class Batch:
     """`global = per_device x accumulation x world`, in rows per optimizer step.
 
-    `world` counts devices, or groups of `context` devices that share their rows.
+    `world` counts devices, or groups of `context` devices that share their rows, or of `tensor` that share matrices.
     """
 
     per_device: int
     accumulation: int
     world: int
     context: int = 1
+    tensor: int = 1
 
     @property
     def global_size(self) -> int:
@@ -38,9 +39,10 @@ class Batch:
     @property
     def across(self) -> str:
         """How many rows all devices take at once, in words."""
-        if self.context > 1:
-            groups = f"{self.world} {'group' if self.world == 1 else 'groups'} of {self.context} devices"
-            return f"{self.per_device} per group x {groups} that share each row"
+        if self.context * self.tensor > 1:
+            groups = f"{self.world} {'group' if self.world == 1 else 'groups'} of {self.context * self.tensor} devices"
+            shared = "row" if self.context > 1 else "matrix"
+            return f"{self.per_device} per group x {groups} that share each {shared}"
         return f"{self.per_device} per device x {self.world} {'device' if self.world == 1 else 'devices'}"
 
 
@@ -64,8 +66,8 @@ class TrainingConfig(Params):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several devices each hold the whole model and add up their gradients."""
-        return self.gpu.count > 1 and not self.fsdp.is_sharded
+        """Whether several devices, or groups that share each matrix, each hold the whole model and add up gradients."""
+        return self.gpu.count > self.fsdp.tensor_parallel_size and not self.fsdp.is_sharded
 
     @property
     def adds_up_after_backward(self) -> bool:
@@ -79,6 +81,11 @@ class TrainingConfig(Params):
         if self.model.attn_implementation is not Attention.RING_ATTENTION:
             return 1
         return self.fsdp.context_parallel_size or self.gpu.count
+
+    @property
+    def sharing(self) -> int:
+        """Devices that take the same rows: those that share each row, or each matrix."""
+        return self.context_size * self.fsdp.tensor_parallel_size
 
     def padded(self, tokens: int) -> int:
         """The length of a micro batch whose longest row has `tokens`; rows that are shared are cut into equal parts."""
@@ -96,17 +103,17 @@ class TrainingConfig(Params):
     @property
     def batch(self) -> Batch:
         """The batch equation. Raises ValueError when the global batch does not divide, or a size is still `auto`."""
-        training, context = self.training, self.context_size
-        world = self.gpu.count // context
+        training, shared = self.training, (self.context_size, self.fsdp.tensor_parallel_size)
+        world = self.gpu.count // self.sharing
         micro, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         if micro == "auto" or accumulation == "auto":
             raise ValueError("the batch is not known while one of its sizes is `auto`")
         if training.global_batch_size is None:
-            return Batch(micro, accumulation or 1, world, context)
+            return Batch(micro, accumulation or 1, world, *shared)
         derived, remainder = divmod(training.global_batch_size, micro * world or 1)
         if remainder or not derived or accumulation not in (None, derived):
-            across = Batch(micro, 1, world, context).across
+            across = Batch(micro, 1, world, *shared).across
             raise ValueError(
                 f"{training.global_batch_size} global is not {accumulation or 'a whole number'} x ({across})"
             )
-        return Batch(micro, derived, world, context)
+        return Batch(micro, derived, world, *shared)

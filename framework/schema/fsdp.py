@@ -26,7 +26,9 @@ class FSDPParams(Params):
     """Devices that share each row with `model.attn_implementation: ring_attention`: activations shrink as many times,
     keys and values of all its tokens are gathered in each layer. Unset: all devices. Does not need `enable_fsdp`."""
     tensor_parallel_size: Positive = 1
-    """Devices that share each matrix."""
+    """Devices that share each large matrix of a block, as transformers' plan of the model says: weights, gradients,
+    states and what is kept between the two matrices shrink as many times; two sums over these devices a block in each
+    pass are waited for. They take the same rows. Does not need `enable_fsdp`."""
 
     @property
     def is_sharded(self) -> bool:

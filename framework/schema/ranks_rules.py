@@ -12,8 +12,9 @@ def ranks_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     training, count = config.training, "gpu.count"
     if config.gpu.count == 1:
         return
-    if training.on_oom is OnOutOfMemory.SHRINK and (config.fsdp.is_sharded or config.context_size > 1):
+    if training.on_oom is OnOutOfMemory.SHRINK and (config.fsdp.is_sharded or config.sharing > 1):
         by = "fsdp.enable_fsdp" if config.fsdp.is_sharded else "model.attn_implementation"
+        by = "fsdp.tensor_parallel_size" if config.fsdp.tensor_parallel_size > 1 else by
         message = "ranks exchange parts in every layer, and wait there for one that runs out of memory: all stop"
         yield Conflict(("training.on_oom", by), message, "training.on_oom: stop")
     if training.optimizer_in_backward is True:

@@ -35,6 +35,7 @@ from framework.schema.ranks_rules import ranks_conflicts
 from framework.schema.sharding_rules import gathering_conflicts, sharding_conflicts
 from framework.schema.survival_rules import survival_conflicts
 from framework.schema.task_rules import task_conflicts
+from framework.schema.tensor_rules import tensor_conflicts
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ def _batch(config: TrainingConfig) -> Iterator[Conflict]:
     except ValueError as error:
         sizes = ["global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
         keys = (*(f"training.{key}" for key in sizes), "gpu.count")
-        rows = int(training.per_device_train_batch_size) * max(1, config.gpu.count // config.context_size)
+        rows = int(training.per_device_train_batch_size) * max(1, config.gpu.count // config.sharing)
         yield Conflict(keys, str(error), f"a multiple of {rows}")
 
 
@@ -476,7 +477,7 @@ class Idle:
 _LIONS = (Optimizer.LION, Optimizer.LION_8BIT, Optimizer.PAGED_LION_8BIT)
 
 
-_OF_CONTEXT = "context_parallel_size"
+_WITHOUT_SHARDS = ("enable_fsdp", "context_parallel_size", "tensor_parallel_size")
 
 
 def _is_none_of(names: str) -> Callable[[TrainingConfig], bool]:
@@ -492,7 +493,7 @@ IDLE = (
         "an adapter leaves the whole model frozen; peft.lora_target_modules says where it is",
     ),
     Idle(
-        tuple(f"fsdp.{name}" for name in FSDPParams.model_fields if name not in ("enable_fsdp", _OF_CONTEXT)),
+        tuple(f"fsdp.{name}" for name in FSDPParams.model_fields if name not in _WITHOUT_SHARDS),
         "fsdp.enable_fsdp",
         lambda c: c.fsdp.enable_fsdp is False,
         "fsdp.enable_fsdp is false",
@@ -650,6 +651,7 @@ RULES = (
     survival_conflicts,
     ranks_conflicts,
     context_conflicts,
+    tensor_conflicts,
     task_conflicts,
     classifier_conflicts,
     _card,

@@ -49,7 +49,7 @@ KEYS = {
     "terms": TERMS,
     "step_peak": {*PEAK, "terms"},
     "step": {"seconds", "tokens_per_second", "model_flops", "bound_by"},
-    "batch": {"per_device", "accumulation", "world", "global", "sequence_length", "context"},
+    "batch": {"per_device", "accumulation", "world", "global", "sequence_length", "context", "tensor"},
     "parameters": {"total", "trainable"},
 }
 

@@ -62,7 +62,7 @@ def case(name: str, folder: Path, world: int, size: int | None = None) -> Traini
 def curve(assembly: Assembly, first: int = 1, steps: int = STEPS) -> dict[str, Any]:
     """Losses, norms and counts of steps, and an evaluation."""
     made = assembly.config
-    rank, world = assembly.ranks.rank // made.context_size, made.batch.world
+    rank, world = assembly.ranks.rank // made.sharing, made.batch.world
     rows, multiple = rows_of_many_lengths(), made.padded(1)
     batches = GlobalBatches(rows, made.batch, 0, 0, rank, multiple=multiple).start(first - 1)
     results = [train_step(assembly, next(batches), step) for step in range(first, first + steps)]

@@ -79,7 +79,7 @@ def test_the_document_is_the_contract_and_reads_back() -> None:
         *("communication", "fragmentation", "overhead", "unattributed"),
     }
     assert document["batch"] == {
-        "per_device": 8, "accumulation": 1, "world": 1, "global": 8, "sequence_length": 128, "context": 1,
+        "per_device": 8, "accumulation": 1, "world": 1, "global": 8, "sequence_length": 128, "context": 1, "tensor": 1,
     }  # fmt: skip
 
 

@@ -47,3 +47,11 @@ def test_devices_that_share_rows_count_once() -> None:
     all_share = tiny_config(training={**sizes, "global_batch_size": 4}, model=ring, gpu={"count": 4})
     with pytest.raises(RequestError, match="a step had 8 rows"):
         check_resume(saved, all_share, ())
+
+
+def test_devices_that_share_matrices_count_once() -> None:
+    """4 devices, of which two share each matrix, go on as two that do not."""
+    sizes = {"per_device_train_batch_size": 4, "global_batch_size": 8}
+    saved = tiny_config(training=sizes, fsdp={"tensor_parallel_size": 2}, gpu={"count": 4}).model_dump(mode="json")
+    lines = check_resume(saved, tiny_config(training=sizes, gpu={"count": 2}), ())
+    assert "fsdp.tensor_parallel_size was 2, is now 1" in lines

@@ -376,10 +376,10 @@ def test_a_tracker_that_is_not_installed_is_an_error(corpus, tmp_path):
         train(config(corpus, tmp_path / "run", training={"trackers": ["wandb"]}))
 
 
-def test_an_option_that_is_not_built_is_refused_from_python_too(corpus, tmp_path):
+def test_an_option_that_cannot_be_is_refused_from_python_too(corpus, tmp_path):
     made = config(corpus, tmp_path / "run")
     split = made.model_copy(update={"fsdp": made.fsdp.model_copy(update={"tensor_parallel_size": 2})})
-    with pytest.raises(RequestError, match=r"fsdp\.tensor_parallel_size: not yet available"):
+    with pytest.raises(RequestError, match=r"fsdp\.tensor_parallel_size: 1 device is no group of 2"):
         train(split)
     assert not (tmp_path / "run").exists()
 

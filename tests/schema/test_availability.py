@@ -2,6 +2,7 @@
 
 import pytest
 
+from framework.schema import availability
 from framework.schema.availability import ROWS, left_open, unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key
@@ -21,16 +22,11 @@ def test_every_row_is_about_a_key_and_no_key_has_two():
     assert len(keys) == len(set(keys))
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("fsdp", "tensor_parallel_size", 2),
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(section, key, value):
-    [(name, sentence)] = found(**{section: {key: value}}).items()
-    assert name.startswith(f"{section}.{key}")
-    assert sentence.startswith("not yet available: ")
+def test_what_is_not_built_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(availability, "ROWS", (availability.Row("training.seed", (42,), "another beginning"),))
+    [(name, sentence)] = found(training={"seed": 7}).items()
+    assert (name, sentence) == ("training.seed", "not yet available: another beginning (7)")
+    assert not found(training={"seed": 42})
 
 
 @pytest.mark.parametrize(
@@ -54,6 +50,7 @@ def test_what_is_not_built_is_refused_by_name(section, key, value):
         ("model", "torch_dtype_str", "auto"),
         ("model", "attn_implementation", "eager"),
         ("model", "attn_implementation", "ring_attention"),
+        ("fsdp", "tensor_parallel_size", 2),
         ("model", "chunked_loss", 512),
         ("model", "freeze_layers", ["auto"]),
         ("peft", "peft_method", "dora"),

@@ -56,6 +56,7 @@ from framework.build.verify.optimizer import (
 from framework.build.verify.products import read_float8_products
 from framework.build.verify.reading import FirstStep, Reading, table
 from framework.build.verify.sharding import read_offloaded_shards, read_prefetch, read_sharding
+from framework.build.verify.shared_matrices import read_shared_matrices
 from framework.build.verify.weights import (
     read_autocast,
     read_float32_products,
@@ -95,6 +96,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "attention_kernel": read_attention_kernel,
     "sdpa_kernel": read_sdpa_kernel,
     "context": read_context,
+    "shared_matrices": read_shared_matrices,
     "liger_kernels": read_liger_kernels,
     "chunked_loss": read_chunked_loss,
     "isolation": read_isolation,

@@ -32,4 +32,6 @@ def _is_apart(assembly: Assembly, model: nn.Module) -> bool:
         with torch.no_grad():
             apart = assembly.through(head_is_last, batch) if model is assembly.model else head_is_last(model, batch)
     model.train(was_training)
+    if assembly.sharding is not None:
+        assembly.sharding.free_gathered()  # no backward follows
     return bool(apart)

@@ -17,8 +17,8 @@ from framework.schema.choices import MixedPrecision, TorchDtype
 
 def read_parameters(assembly: Assembly) -> Iterator[Reading]:
     """How many parameters are trained and frozen, by dtype; and that adapter or patterns left what they should."""
-    parameters = list(assembly.model.parameters())
-    total, trained = (sum(p.numel() for p in part) for part in (parameters, assembly.trained))
+    parameters = [(item, assembly.numel(name, item)) for name, item in assembly.model.named_parameters()]
+    total, trained = (sum(count for item, count in parameters if item.requires_grad or all_) for all_ in (True, False))
     frozen = sum(item.parameters for item in assembly.frozen)
     asked = "some" if assembly.config.training.use_peft or frozen else f"all {total:,}"
     is_part = 0 < trained < total
@@ -27,14 +27,14 @@ def read_parameters(assembly: Assembly) -> Iterator[Reading]:
     yield Reading("trained parameters", asked, found, f"requires_grad of {total:,}: {by_dtype}")
 
 
-def _counts(parameters: list[nn.Parameter]) -> Iterator[str]:
+def _counts(parameters: list[tuple[nn.Parameter, int]]) -> Iterator[str]:
     for trained, word in ((True, "trained"), (False, "frozen")):
         counted: Counter[str] = Counter()
-        for parameter in parameters:
+        for parameter, count in parameters:
             if parameter.requires_grad is trained:
                 is_stored_as = is_packed(parameter) and parameter.is_floating_point()
                 kind = _name(parameter.dtype) + (" of packed bytes" if is_stored_as else "")
-                counted[kind] += parameter.numel()
+                counted[kind] += count
         for kind, count in counted.most_common():
             yield f"{count:,} {kind} {word}"
 
@@ -98,7 +98,7 @@ def read_float32_products(assembly: Assembly) -> Iterator[Reading]:
 def read_frozen_modules(assembly: Assembly) -> Iterator[Reading]:
     """What each pattern matched is still without gradients."""
     for item in assembly.frozen:
-        counts = (item.parameters, still_frozen(assembly.model, item.names))
+        counts = (item.parameters, still_frozen(assembly.model, item.names, assembly.numel))
         asked, found = (f"{item.pattern}: {count:,} frozen" for count in counts)
         tied = "; the head shares them" if item.shares_head else ""
         yield Reading(item.key, asked, found, f"requires_grad; {item.bytes / 2**20:,.1f} MiB{tied}")

@@ -18,6 +18,7 @@ NOT_PROPOSED = (
     "peft.lora_target_modules",
     "peft.lora_modules_to_save",
     "fsdp.context_parallel_size",
+    "fsdp.tensor_parallel_size",
 )
 """Levers whose right setting depends on what is to be learnt, on names within a model, or on the number of cards."""
 LEAST = {"model.model_max_length": 128}

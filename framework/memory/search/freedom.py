@@ -38,7 +38,7 @@ def _largest_micro_batch(config: TrainingConfig) -> int:
     if written is None:
         message = "the search keeps the global batch, which nothing says while this is `auto`"
         raise RequestError([Problem(MICRO_BATCH, message, expected=f"{GLOBAL_BATCH} beside it")])
-    shares = config.gpu.count // config.context_size
+    shares = config.gpu.count // config.sharing
     rows, remainder = divmod(written, shares)
     if remainder or not rows:
         message = f"{written} rows are not equal shares of {shares} devices"
