@@ -43,6 +43,7 @@ def sharding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         return
     yield from _unsharded_optimizers(config)
     yield from _unsharded_weights(config)
+    yield from gathering_conflicts(config)
 
 
 def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
@@ -93,13 +94,23 @@ def _packed_base(config: TrainingConfig) -> Iterator[Conflict]:
     if peft.peft_method is PeftMethod.DORA:
         message = "dora measures the unpacked weights in each forward pass, and peft finds no scales at gathered ones"
         yield Conflict(("peft.peft_method", "peft.q_lora", _ON), message, "lora or rslora")
-    yield from gathering_conflicts(config)
+    if peft.peft_method is PeftMethod.IA3:
+        message = (
+            "peft scales what packed layers compute in float32 where there is no autocast, as with split weights"
+        )
+        yield Conflict(("peft.peft_method", "peft.q_lora", _ON), message, "lora or rslora")
 
 
 def gathering_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """A unit with packed weights is gathered in one dtype, in which their bytes are stored (F01)."""
+    """A unit with packed weights is gathered in one dtype, in which their bytes are stored (F01); what is shared by all
+    units is not gathered at all."""
     peft, held = config.peft, config.model.torch_dtype_str
-    if not (config.fsdp.is_sharded and config.training.use_peft and peft.q_lora):
+    if not (config.fsdp.is_sharded and config.training.use_peft):
+        return
+    if peft.peft_method is PeftMethod.VERA and config.training.mixed_precision_dtype is MixedPrecision.BF16:
+        message = "vera's shared matrices are not gathered, and so not in the dtype of what they are multiplied with"
+        yield Conflict(("peft.peft_method", "training.mixed_precision_dtype", _ON), message, "lora, or none")
+    if not peft.q_lora:
         return
     is_pure = config.training.mixed_precision_dtype is MixedPrecision.NONE and held not in (None, TorchDtype.AUTO)
     if is_pure and peft.adapter_dtype not in (None, TorchDtype.AUTO, held):

@@ -38,6 +38,12 @@ def test_one_device_has_nothing_to_split():
         ({"training": {"fp8": "tensorwise", "compile": True}}, "training.fp8", "none"),
         ({"training": ADAPTED, "peft": {"q_lora": True, "q_lora_bits": 8}}, "peft.q_lora_bits", "4, or "),
         ({"training": ADAPTED, "peft": {"q_lora": True, "peft_method": "dora"}}, "peft.peft_method", "lora or rslora"),
+        ({"training": ADAPTED, "peft": {"q_lora": True, "peft_method": "ia3"}}, "peft.peft_method", "lora or rslora"),
+        (
+            {"training": {**ADAPTED, "mixed_precision_dtype": "bf16"}, "peft": {"peft_method": "vera"}},
+            "peft.peft_method",
+            "lora, or none",
+        ),
         ({"training": ADAPTED, "peft": {"peft_save_mode": "merged"}}, "peft.peft_save_mode", "adapter_only"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
