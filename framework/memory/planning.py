@@ -19,7 +19,7 @@ from framework.memory.ledger import (
 from framework.memory.rehearsal import Footprint, Rehearsal
 from framework.memory.step_time import batch_use, step_cost, tokens_of
 from framework.memory.trace import Kind, Space, Trace
-from framework.schema.choices import CheckpointingPolicy, Fp8, Optimizer, OptimizerOffload
+from framework.schema.choices import CheckpointingPolicy, Fp8, Optimizer, OptimizerOffload, StateDictType
 from framework.schema.config import TrainingConfig
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -158,18 +158,23 @@ def _is_mathematical(trace: Trace) -> bool:
 
 
 def _host_bytes(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> int:
-    """Host memory of one rank. A load streams one tensor at a time; a save holds a whole file's tensors, beside a base
-    that stays there."""
-    process = HOST_BASE_BYTES + rehearsal.config.data.workers * WORKER_BYTES
-    if rehearsal.config.gpu.name == "cpu":
+    """Host memory of one rank. A load streams one tensor at a time; a save holds what it writes, beside a base that
+    stays there. Copies that are written beside training are in the peaks."""
+    config, footprint = rehearsal.config, rehearsal.footprint
+    process = HOST_BASE_BYTES + config.data.workers * WORKER_BYTES
+    if config.gpu.name == "cpu":
         return process + max(peak.reserved for peak in peaks)
-    footprint = rehearsal.footprint
-    base = sum(footprint.home_sizes)
-    saved = max(sum(footprint.trained_sizes), sum(footprint.state_sizes), footprint.export_bytes)
-    if footprint.shards > 1:
-        saved = min(footprint.export_bytes, LARGEST_FILE)  # by the first rank; states go tensor by tensor
-    offloaded = max(peak.host for peak in peaks)
-    return process + max(offloaded, base + saved, max(footprint.weight_sizes, default=0))
+    held = max(peak.host for peak in peaks)
+    if footprint.shards == 1:
+        written = max(sum(footprint.trained_sizes), sum(footprint.state_sizes))  # one file after the other
+        exported = footprint.export_bytes
+    else:
+        is_whole = config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT
+        own = 0 if config.fsdp.is_on_host else sum(footprint.trained_sizes) + sum(footprint.state_sizes)
+        written = footprint.checkpoint_bytes if is_whole else own
+        exported = min(footprint.export_bytes, LARGEST_FILE)  # by the first rank
+    saved = max(exported, 0 if config.training.async_save else written)
+    return process + max(held, sum(footprint.home_sizes) + saved, max(footprint.weight_sizes, default=0))
 
 
 def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:

@@ -9,11 +9,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from framework.memory.explain.causes import Repair
 from framework.run.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.random_state import parsed, random_state, restore_random_state
 from framework.run.trained import trained_state
+from framework.run.written import verify_tensors
+from framework.schema.choices import StateDictType
 
 FORMAT = 1
 """Version of the files in a checkpoint."""
@@ -42,13 +45,12 @@ def empty_parts(folder: Path) -> str:
     return str(parts)
 
 
-def tried_parts(parts: Path | Mapping[str, Tensor], assembly: Assembly) -> str:
+def tried_parts(parts: Path, tensors: Mapping[str, Tensor]) -> str:
     """Read back what all ranks have written, and delete it. Raises SaveFailed when it is not what there is."""
     from framework.run.parts import verify_parts  # torch's part of it takes seconds to import
 
-    if isinstance(parts, Path):
-        verify_parts(parts, assembly)
-        shutil.rmtree(parts)
+    verify_parts(parts, tensors)
+    shutil.rmtree(parts)
     return "tried"
 
 
@@ -92,55 +94,88 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("step-????????"))
 
 
-def save_checkpoint(
-    folder: Path,
+@dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint holds, in hand, so that it can be written wherever the run is by then.
+
+    `tensors` are the trained weights and, under names with a SEPARATOR, the optimizer's states; `others` the random
+    states of ranks 1, 2, ... as `random_state.dumped` gives them; `document` what goes into JSON. With `is_split` each
+    rank has its part of every tensor, and all write. `is_apart`: training changes none of the tensors.
+    """
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    random: Mapping[str, Tensor]
+    others: Sequence[str]
+    document: Mapping[str, Any]
+    is_split: bool = False
+    is_apart: bool = False
+
+
+def contents_of(
     assembly: Assembly,
     step: int,
-    keep: int,
     repairs: Sequence[Repair] = (),
     stream: Mapping[str, int] | None = None,
     others: Sequence[str] = (),
-    split: Path | Mapping[str, Tensor] | None = None,
     read: Mapping[str, str] | None = None,
-) -> Path:
+) -> Contents:
+    """What a checkpoint of this moment holds; where weights are split every rank must call this.
+
+    `read` are the digests of `read_digests`.
+    """
+    is_gathered = assembly.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT
+    if not assembly.is_in_parts:
+        states, numbers = flat_state(assembly)
+        tensors = {**trained_state(assembly.model), **states}
+    else:
+        from framework.run.parts import split_state, whole_on_host  # torch's part of it takes seconds to import
+
+        tensors, numbers = split_state(assembly)
+        if is_gathered:
+            tensors = whole_on_host(tensors, assembly.ranks.is_main)
+    random_tensors, random_numbers = random_state()
+    document = {
+        "format": FORMAT,
+        "step": step,
+        "optimizer": numbers,
+        "random": random_numbers,
+        "loss_scale": assembly.loss_scale.state(),
+        "reference": fixed_fingerprint(assembly),
+        "stream": stream,
+        "read": dict(read or {}),
+        "repairs": [repair.to_json() for repair in repairs],
+        "config": assembly.config.model_dump(mode="json"),
+    }
+    is_split, is_apart = assembly.is_in_parts and not is_gathered, assembly.is_in_parts and is_gathered
+    return Contents(step, tensors, random_tensors, others, document, is_split, is_apart)
+
+
+def save_checkpoint(folder: Path, contents: Contents, keep: int, parts: Path | None = None) -> Path:
     """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
 
-    `others` are the random states of ranks 1, 2, ... as `random_state.dumped` gives them, `split` is of
-    sharded weights: the folder into which all ranks have written their parts, which moves into the checkpoint, or all
-    weights and states as the first rank has gathered them; `read` are the digests of `read_digests`.
+    `parts`: the folder into which all ranks have written what is split, which moves into the checkpoint.
 
     Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
     """
-    target = folder / "checkpoints" / f"step-{step:08d}"
+    target = folder / "checkpoints" / f"step-{contents.step:08d}"
     with written_aside(target) as aside:
-        random_tensors, random_numbers = random_state()
-        written = {_RANDOM: random_tensors}
-        if split is None:
-            written[_WEIGHTS] = trained_state(assembly.model)
-            written[_OPTIMIZER], numbers = flat_state(assembly)
+        files = {_RANDOM: contents.random}
+        if parts is None:
+            files[_WEIGHTS] = {name: item for name, item in contents.tensors.items() if SEPARATOR not in name}
+            files[_OPTIMIZER] = {name: item for name, item in contents.tensors.items() if SEPARATOR in name}
         else:
-            from framework.run.parts import split_state, verify_parts  # torch's part of it takes seconds to import
+            from framework.run.parts import verify_parts
 
-            _, numbers = split_state(assembly)
-            if isinstance(split, Path):
-                split.rename(aside / PARTS)
-                verify_parts(aside / PARTS, assembly)
-            else:
-                written[_WEIGHTS] = {name: item for name, item in split.items() if SEPARATOR not in name}
-                written[_OPTIMIZER] = {name: item for name, item in split.items() if SEPARATOR in name}
-        for name, part in written.items():
-            save_file(part, aside / name)
-            verify_tensors(aside / name, part)
-        state = {"format": FORMAT, "step": step, "optimizer": numbers, "random": random_numbers}
-        for rank, text in enumerate(others, 1):
+            parts.rename(aside / PARTS)
+            verify_parts(aside / PARTS, contents.tensors)
+        for name, tensors in files.items():
+            on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
+            save_file(on_host, aside / name)
+            verify_tensors(aside / name, on_host)
+        for rank, text in enumerate(contents.others, 1):
             (aside / _random_of(rank)).write_text(text)
-        state["loss_scale"] = assembly.loss_scale.state()
-        state["reference"] = fixed_fingerprint(assembly)
-        state["stream"] = stream
-        state["read"] = dict(read or {})
-        state["repairs"] = [repair.to_json() for repair in repairs]
-        state["config"] = assembly.config.model_dump(mode="json")
-        (aside / _STATE).write_text(json.dumps(state))
+        (aside / _STATE).write_text(json.dumps(contents.document))
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
@@ -148,20 +183,6 @@ def save_checkpoint(
 
 def _random_of(rank: int) -> str:
     return f"random-{rank:05d}.json"
-
-
-def verify_tensors(file: Path, expected: Mapping[str, Tensor]) -> None:
-    """Read the header of `file` back. Raises SaveFailed unless names, shapes and dtypes are those of `expected`."""
-    with safe_open(file, framework="pt") as stored:
-        names = set(stored.keys())
-        wrong = sorted(names ^ set(expected))
-        wrong += [name for name in names & set(expected) if tuple(expected[name].shape) != _shape(stored, name)]
-    if wrong:
-        raise SaveFailed(f"{file} does not read back as it was written: {len(wrong)} tensors differ, first {wrong[0]}")
-
-
-def _shape(stored: Any, name: str) -> tuple[int, ...]:
-    return tuple(stored.get_slice(name).get_shape())
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class _Company(Crew):
         self.has_parent = base.check([PARENT])
         self._meets = itertools.count()
         self._parted = threading.Event()
+        self._note: dict[str, int] | None = None
         watched: Store = self._base.clone()  # type: ignore[attr-defined]
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
         if not self.ranks.is_main:
@@ -133,6 +134,8 @@ class _Company(Crew):
     def _wait(self, keys: list[str], who: "range | list[int]") -> None:
         begun, told = time.monotonic(), False
         while not self._store.check(keys):
+            if self._note is not None:
+                _end(self._note["code"])  # before the store goes, which may be in the process that has failed
             waited = time.monotonic() - begun
             missing = [rank for key, rank in zip(keys, who, strict=True) if not self._store.check([key])]
             if waited > WAIT.total_seconds() and missing:
@@ -155,6 +158,7 @@ class _Company(Crew):
                 if not store.check([FAILED]):
                     continue
                 note = json.loads(store.get(FAILED))
+                self._note = note if note["rank"] != self.ranks.rank else None
                 store.set(f"seen/{self.ranks.rank}", "")
             except RuntimeError:  # also what a socket that was closed raises
                 note = {"rank": -1, "code": 4}
@@ -172,6 +176,8 @@ class _Company(Crew):
         lost = _is_loss(error)
         # What all ranks run into together is the main one's to tell; what a loss is due to, someone else's.
         self._await_note(10.0 if lost else 1.5 * (not self.ranks.is_main))
+        if lost and self._note is not None:
+            _end(self._note["code"])  # who has failed has said so, and the store has gone with it
         mine = {"rank": self.ranks.rank, "code": 4 if lost else code}
         with contextlib.suppress(RuntimeError):
             first = json.loads(self._store.compare_set(FAILED, "", json.dumps(mine)))

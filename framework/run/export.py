@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from framework.build.adapter import Adapter, adapter_state
 from framework.build.assembly import Assembly
@@ -17,6 +18,7 @@ from framework.build.merge import detach, merge
 from framework.build.optimizers.schedule_free import take_average
 from framework.errors import SaveFailed
 from framework.run.checkpoint import written_aside
+from framework.run.written import differing, verify_tensors
 from framework.schema.choices import PeftSaveMode
 
 BASE_FOLDER = "base_model"
@@ -60,6 +62,10 @@ def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> Non
     """A plain model's folder, read back. Raises SaveFailed when it would not load elsewhere."""
     model.save_pretrained(folder)
     verify_folder(folder, dtype, "model")
+    expected = revert_weight_conversion(model, dict(model.state_dict()))  # as it is written
+    files = list(folder.glob("model*.safetensors"))
+    if wrong := [name for file in files for name in differing(file, expected)]:
+        raise SaveFailed(f"{folder} does not read back as written: {len(wrong)} tensors differ, first {wrong[0]}")
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -99,7 +105,9 @@ def write_adapter(adapter: Adapter, tensors: dict[str, Tensor], folder: Path, ba
     for name, tensor in tensors.items():  # a tied pair is written twice, as peft does: it is one again when loaded
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    file = folder / "adapter_model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    verify_tensors(file, tensors)
     verify_folder(folder, None, "adapter_model")
 
 

@@ -128,9 +128,8 @@ def _what_was_in_hand(session: "Session", said: Said) -> Iterator[str]:
 def _saved(session: "Session", can_be_undone: bool) -> str:
     """Save the last whole step, and say what there is to go on from."""
     config, ranks = session.config, session.crew.ranks
-    there = f"the checkpoint of step {session.saved}" if session.saved > 0 else "no checkpoint"
     if not can_be_undone:
-        return f"an update that was under way cannot be undone: there is {there} to go on from"
+        return f"an update that was under way cannot be undone: there is {_newest(session)} to go on from"
     if not session.step:
         return "no step was made: there is nothing to save"
     if ranks.world > 1 and not ranks.checks_in:  # the others wait in the middle of a step, not to save
@@ -138,9 +137,14 @@ def _saved(session: "Session", can_be_undone: bool) -> str:
             why = "the ranks exchange parts in every layer, and the others wait for this one there: all of them stop"
         else:
             why = "one rank cannot save for all"
-        return f"{why}; there is {there} to go on from"
+        return f"{why}; there is {_newest(session)} to go on from"
     try:
         session.save()
     except SaveFailed as error:
         return f"the state could not be saved: {error}"
     return f"the state after step {session.step} is saved; go on with --resume"
+
+
+def _newest(session: "Session") -> str:
+    step = session.newest()
+    return f"the checkpoint of step {step}" if step else "no checkpoint"

@@ -73,7 +73,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
         export_bytes=_export_bytes(assembly, counts),
         trained_products=trained_products,
         frozen_products=frozen_products,
-        shards=_shards(assembly),
+        shards=shards_of(assembly),
         repeated_bytes=_repeated_bytes(assembly),
         streamed_bytes=_streamed_bytes(assembly),
     )
@@ -85,7 +85,8 @@ def _counts(assembly: Assembly) -> dict[str, int]:
     return {name: max(weight_count(item), assembly.numel(name, item)) for name, item in named}
 
 
-def _shards(assembly: Assembly) -> int:
+def shards_of(assembly: Assembly) -> int:
+    """Devices that each weight is split over."""
     shards = assembly.sharding.shards if assembly.sharding is not None else 1
     return shards * (assembly.tensor.size if assembly.tensor is not None else 1)
 
@@ -99,7 +100,7 @@ def _repeated_bytes(assembly: Assembly) -> int:
     states = [value for item in alike for value in assembly.optimizer.state.get(item, {}).values()]
     kept = [item for item in alike if item.requires_grad or assembly.adapter is None]
     held = sum(_sizes([*kept, *(value for value in states if isinstance(value, torch.Tensor))]))
-    return held * (_shards(assembly) - _shards(assembly) // tensor.size)
+    return held * (shards_of(assembly) - shards_of(assembly) // tensor.size)
 
 
 def _streamed_bytes(assembly: Assembly) -> int:

@@ -9,7 +9,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,8 @@ from framework.build.batches import full_batch
 from framework.build.heads import reads_both_ways, said_of_answers
 from framework.build.loss import Batch, Observe
 from framework.build.model import settle
-from framework.build.place import rehearsal_place
-from framework.build.ranks import ALONE, Ranks
+from framework.build.place import Place, rehearsal_place
+from framework.build.ranks import ALONE, Ranks, local_part
 from framework.build.refuse import refuse_impossible
 from framework.build.tasks import said_of_companion
 from framework.errors import Problem, RequestError
@@ -32,12 +32,13 @@ from framework.memory.requirements import needs_package
 from framework.memory.trace import Kind, Space, Trace
 from framework.run.attempt import copied_to_host
 from framework.run.evaluate import evaluate
-from framework.run.footprint import read_footprint, state_space, state_tensors
+from framework.run.footprint import read_footprint, shards_of, state_space, state_tensors
 from framework.run.loading import record_load
 from framework.run.pretend import pretend
 from framework.run.step import keep_nothing, reference_step, train_step
 from framework.run.tracker import Tracker
-from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
+from framework.run.trained import trained_state
+from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory, StateDictType
 from framework.schema.config import TrainingConfig
 
 if TYPE_CHECKING:  # else a plan of plain code would load torch's compiler
@@ -183,11 +184,37 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
     _step(tracker, assembly, observe)
     observe("end")
     stepped = len(marks) - 1
+    copies = _copies_of_a_save(tracker, assembly) if config.training.async_save else ()
     tracker.trace.repeat(evaluated, stepped)
     if assembly.place.kind == "cuda" and (assembly.cache.steps or 1) > 1:
         tracker.note_emptied_cache()  # the next step starts without the blocks that others find in the cache
         tracker.trace.repeat(evaluated, stepped)
     tracker.trace.repeat(before, evaluated)
+    del copies  # with the last save
+
+
+def _copies_of_a_save(tracker: Tracker, assembly: Assembly) -> list[torch.Tensor]:
+    """What a save beside training copies to the host, where it stays: whole where one rank writes all."""
+    is_whole = assembly.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT and assembly.place.kind == "cuda"
+    parts = shards_of(assembly) if is_whole else 1
+    weights = [local_part(weight) for weight in trained_state(assembly.model).values()] * parts
+    states = state_tensors(assembly) * parts
+    tracker.observe("save")
+    copies = _copied(tracker, weights, Kind.WEIGHTS, assembly.place)
+    copies += _copied(tracker, states, Kind.OPTIMIZER, assembly.place)
+    tracker.observe("end")
+    return copies
+
+
+def _copied(tracker: Tracker, tensors: Iterable[torch.Tensor], kind: Kind, place: Place) -> list[torch.Tensor]:
+    """Copies in host memory, which on the CPU is the device's."""
+    copies = copied_to_host(tensors, place)
+    if place.kind == "cpu":
+        tracker.claim(copies, kind)
+    else:
+        for copy in copies:
+            tracker.claim_elsewhere(copy, kind, Space.HOST)
+    return copies
 
 
 def _claim_states(tracker: Tracker, assembly: Assembly) -> None:
@@ -205,12 +232,7 @@ def _step(tracker: Tracker, assembly: Assembly, observe: Observe) -> None:
 
     def before_update() -> None:
         """The way back out of a first update, which lasts until the step is done."""
-        copies.extend(copied_to_host(assembly.trained, place))
-        if place.kind == "cpu":
-            tracker.claim(copies, Kind.WEIGHTS)
-        else:
-            for copy in copies:
-                tracker.claim_elsewhere(copy, Kind.WEIGHTS, Space.HOST)
+        copies.extend(_copied(tracker, assembly.trained, Kind.WEIGHTS, place))
 
     keep = before_update if config.training.on_oom is OnOutOfMemory.SHRINK else keep_nothing
     train_step(assembly, micro_batches[:REHEARSED_MICRO_BATCHES], 1, observe, keep)

@@ -12,6 +12,7 @@ HARMLESS = {
     "training.eval_steps",
     "training.save_steps",
     "training.save_total_limit",
+    "training.async_save",
     "training.logging_steps",
     "training.output_dir",
     "training.run_name",

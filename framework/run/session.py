@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
@@ -33,10 +32,11 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.checkpoint import empty_parts, save_checkpoint, tried_parts
+from framework.run.checkpoint import Contents, checkpoints, contents_of, empty_parts, save_checkpoint, tried_parts
 from framework.run.comparison import compare
 from framework.run.crew import Crew
 from framework.run.evaluate import evaluate, in_words
+from framework.run.footprint import state_tensors
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
 from framework.run.interrupt import Interrupt, watched_interrupt
@@ -51,7 +51,8 @@ from framework.run.survive import tries
 from framework.run.together import plan_of_all, random_states_of_others
 from framework.run.trackers import flattened
 from framework.run.training_batches import TrainingBatches, stream_state
-from framework.schema.choices import OnOutOfMemory, StateDictType
+from framework.run.writer import Writer
+from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
 Planner = Callable[[TrainingConfig], Forecast]
@@ -92,9 +93,15 @@ class Session:
     _moved_elements: MovedElements | None = None
     _stream: Iterator[list[MicroBatch]] | None = None
     _began: int = field(init=False)
+    writer: Writer = field(init=False)
+    _begun: int | None = None
+    """The step whose checkpoint is being written."""
+    _group: Any = None
+    """Where ranks that write beside training meet."""
 
     def __post_init__(self) -> None:
         self._began = self.step + 1
+        self.writer = Writer(self.config.training.async_save, self.assembly.ranks.world == 1)
 
     @property
     def plan(self) -> Plan | None:
@@ -113,8 +120,13 @@ class Session:
         if training.trackers:
             project = training.run_name or self.folder.path.name
             self.accelerator.init_trackers(project, config=flattened(self.config.model_dump(mode="json")))
-        explained = explained_failures(self.watch, self.forecast, self.folder.path)
-        with explained, recorded_memory(self.assembly.place), self.progress, watched_interrupt() as self.interrupt:
+        with (
+            explained_failures(self.watch, self.forecast, self.folder.path),
+            recorded_memory(self.assembly.place),
+            self.progress,
+            watched_interrupt() as self.interrupt,
+            self.writer,
+        ):
             try:
                 yield
             except BrokenRows:
@@ -127,6 +139,10 @@ class Session:
 
     def start(self) -> None:
         """What comes right before the first step: the loss that training has to beat."""
+        if self.assembly.is_in_parts and self.writer.beside:
+            from framework.run.parts import writers_group
+
+            self._group = writers_group()
         if self.step == 0:
             self.evaluate()
             self._try_saving()
@@ -145,7 +161,7 @@ class Session:
         try:
             made = next(self._stream)
         except RequestError as error:
-            after = self.step if self.assembly.ranks.world == 1 else max(self.saved, 0)
+            after = self.step if self.assembly.ranks.world == 1 else self.newest()
             kept = f"the state after step {after} is saved" if after else "no state is saved"
             raise BrokenRows(f"the rows of step {step} cannot be had; {kept}\n{error}") from None
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
@@ -239,16 +255,17 @@ class Session:
         if training.eval_steps and step % training.eval_steps == 0 and step < self.total:
             self.evaluate()
         if training.save_steps and step % training.save_steps == 0:
-            self.save()
+            self.save(beside=step < self.total)
         for line in newly_plain(self.assembly.model):
             self.progress.say(f"warning   step {step}: {line}")
         if self._is_asked_to_end() and step < self.total:
-            self.save()
+            self.save()  # raises what the writer has failed with
             raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
 
     def _is_asked_to_end(self) -> bool:
-        """Whether some rank was asked to: all of them stop after the same step."""
-        return self.assembly.ranks.any(self.interrupt.asked, self.assembly.place.device)
+        """Whether some rank was asked to, or cannot write: all of them stop after the same step."""
+        asked = self.interrupt.asked or self.writer.has_failed
+        return self.assembly.ranks.any(asked, self.assembly.place.device)
 
     def _verify_emptied_cache(self, step: int) -> None:
         """Read back that the cache was emptied, when it first was due. Raises VerificationFailed."""
@@ -331,40 +348,75 @@ class Session:
         self._eval_shapes.append(rows_and_tokens(self.config, batch))
         return batch
 
-    def save(self) -> None:
-        """A checkpoint of the step just made, unless it is there already. The main rank writes, the others wait."""
+    def save(self, beside: bool = False) -> None:
+        """A checkpoint of the step just made, unless it is there already. It is complete when this returns; with
+        `beside`, where that was asked for, when this is called again.
+
+        The main rank writes, or all ranks their parts. Raises SaveFailed, also of the checkpoint before.
+        """
+        self._finish_saving()
         if self.saved != self.step:
-            self.meter.observe("save")
-            with self.crew.phase(f"saving step {self.step}"):
-                others = random_states_of_others(self.crew, self.step)
-                split = self._split() if self.assembly.is_in_parts else None
-                self.crew.shared(f"saved/{self.step}", partial(self._write_checkpoint, others, split))
-            self.saved = self.step
-            self._clock = time.perf_counter()
+            self._begin_saving()
+        if not beside or not self.writer.beside:
+            self._finish_saving()
+        self._clock = time.perf_counter()
+
+    def newest(self) -> int:
+        """The step of the newest complete checkpoint, when what is being written is there; 0 without any. For a rank
+        that has failed: it does not wait for the others."""
+        self.writer.settle()
+        return max((int(folder.name.removeprefix("step-")) for folder in checkpoints(self.folder.path)), default=0)
+
+    def _begin_saving(self) -> None:
+        self.meter.observe("save")
+        with self.crew.phase(f"saving step {self.step}"):
+            others = random_states_of_others(self.crew, self.step)
+            if self.assembly.is_in_parts or self.assembly.ranks.is_main:
+                stream = stream_state(self.batches, self.step)
+                contents = contents_of(self.assembly, self.step, self.repairs, stream, others, self.read)
+                live = (*self.assembly.trained, *state_tensors(self.assembly))
+                self.writer.begin(contents, partial(self._write, parts=self._empty_parts(contents)), live)
+        if self.writer.count == 1:
+            self.progress.say(f"after step {self.step}: {self.writer.reading}")
+        self._begun = self.step
+
+    def _finish_saving(self) -> None:
+        """All ranks wait until the checkpoint that was begun is complete, outside of any collective."""
+        if self._begun is not None:
+            with self.crew.phase(f"writing the checkpoint of step {self._begun}"):
+                self.writer.wait()
+                self.crew.shared(f"saved/{self._begun}", lambda: "saved")
+            self.saved, self._begun = self._begun, None
+            if self.saved == self.total:
+                self.writer.copies.clear()
+
+    def _write(self, contents: Contents, parts: Path | None) -> None:
+        if parts is not None:
+            self._write_parts(contents, parts)
+        if self.assembly.ranks.is_main:
+            save_checkpoint(self.folder.path, contents, self.config.training.save_total_limit, parts)
+
+    def _write_parts(self, contents: Contents, parts: Path) -> None:
+        from framework.run.parts import write_parts  # torch's part of it takes seconds to import
+
+        write_parts(parts, contents.tensors, self._group)
+
+    def _empty_parts(self, contents: Contents) -> Path | None:
+        """The folder that all ranks write their parts into, where each has one."""
+        if not contents.is_split:
+            return None
+        return Path(self.crew.shared(f"parts/{contents.step}", partial(empty_parts, self.folder.path)))
 
     def _try_saving(self) -> None:
-        """Sharded weights are written, read back and thrown away before anything is learnt: a save that cannot work
-        fails now (O03)."""
-        if not self.assembly.is_in_parts or self.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT:
+        """Sharded weights are gathered, or written and read back, and thrown away before anything is learnt: a save
+        that cannot work fails now (O03)."""
+        if not self.assembly.is_in_parts:
             return
         began = time.perf_counter()
         with self.crew.phase("trying to save"):
-            parts = self._split()
-            self.crew.shared("tried saving", partial(tried_parts, parts, self.assembly))
-        self.progress.say(f"save      every rank has written its part, in {time.perf_counter() - began:.1f} s")
-
-    def _split(self) -> Path | dict[str, Tensor]:
-        """Sharded weights and states: written by all ranks, or gathered by the main one, as was asked."""
-        from framework.run.parts import split_state, whole_on_host, write_parts  # which torch takes seconds to import
-
-        if self.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT:
-            return whole_on_host(split_state(self.assembly)[0], self.assembly.ranks.is_main)
-        parts = Path(self.crew.shared(f"parts/{self.step}", partial(empty_parts, self.folder.path)))
-        write_parts(parts, self.assembly)
-        return parts
-
-    def _write_checkpoint(self, others: Sequence[str], split: Path | dict[str, Tensor] | None) -> str:
-        limit = self.config.training.save_total_limit
-        stream = stream_state(self.batches, self.step)
-        saved = (self.folder.path, self.assembly, self.step, limit, self.repairs, stream, others, split, self.read)
-        return str(save_checkpoint(*saved))
+            contents = contents_of(self.assembly, 0)
+            if parts := self._empty_parts(contents):
+                self._write_parts(contents, parts)
+                self.crew.shared("tried saving", partial(tried_parts, parts, contents.tensors))
+        done = "every rank has written its part" if parts else "rank 0 has gathered all weights"
+        self.progress.say(f"save      {done}, in {time.perf_counter() - began:.1f} s")

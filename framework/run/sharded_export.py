@@ -23,6 +23,7 @@ from framework.build.optimizers.schedule_free import take_average
 from framework.build.ranks import whole
 from framework.run.checkpoint import written_aside
 from framework.run.export import verify_folder, write_adapter
+from framework.run.written import verify_tensors
 
 LARGEST_FILE = "5GB"
 """As the hub advises: what the first rank's host holds at a time."""
@@ -100,7 +101,10 @@ def _write_files(tensors: Iterator[tuple[str, Tensor]], files: dict[str, list[st
         held[file][name] = tensor
         waiting[file].discard(name)
         if not waiting[file]:
-            save_file(held.pop(file), folder / file, metadata={"format": "pt"})
+            written = held.pop(file)
+            save_file(written, folder / file, metadata={"format": "pt"})
+            verify_tensors(folder / file, written)
+            del written
 
 
 def _write_converted(model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:

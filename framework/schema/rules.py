@@ -32,6 +32,7 @@ from framework.schema.fsdp import FSDPParams
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
 from framework.schema.ranks_rules import ranks_conflicts
+from framework.schema.save_rules import save_conflicts
 from framework.schema.sharding_rules import gathering_conflicts, sharding_conflicts
 from framework.schema.survival_rules import survival_conflicts
 from framework.schema.task_rules import task_conflicts
@@ -649,6 +650,7 @@ RULES = (
     _offloaded_base,
     sharding_conflicts,
     survival_conflicts,
+    save_conflicts,
     ranks_conflicts,
     context_conflicts,
     tensor_conflicts,

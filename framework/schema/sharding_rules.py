@@ -95,9 +95,7 @@ def _packed_base(config: TrainingConfig) -> Iterator[Conflict]:
         message = "dora measures the unpacked weights in each forward pass, and peft finds no scales at gathered ones"
         yield Conflict(("peft.peft_method", "peft.q_lora", _ON), message, "lora or rslora")
     if peft.peft_method is PeftMethod.IA3:
-        message = (
-            "peft scales what packed layers compute in float32 where there is no autocast, as with split weights"
-        )
+        message = "peft scales what packed layers compute in float32 where there is no autocast, as with split weights"
         yield Conflict(("peft.peft_method", "peft.q_lora", _ON), message, "lora or rslora")
 
 

@@ -166,6 +166,10 @@ class TrainingParams(Params):
     """Optimizer steps between checkpoints. Unset: one checkpoint at the end. Costs disk, not GPU memory."""
     save_total_limit: Positive = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    async_save: bool = False
+    """Write checkpoints beside training: at a save weights and optimizer states are copied to host memory, and training
+    goes on while the copies are written. Costs that host memory from the first save to the last, on each rank its part;
+    training waits for the copy, and for the writer where that is not done by the next save. Needs `save_steps`."""
     logging_steps: Positive = 1
     """Optimizer steps between progress lines; `metrics.jsonl` gets every step."""
     seed: Count = 42

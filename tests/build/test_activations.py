@@ -11,7 +11,7 @@ from framework.build.verify import missing_gradients, verify
 from framework.errors import RequestError, VerificationFailed
 from framework.memory.rehearsal import Rehearsal
 from framework.memory.trace import Kind, Space
-from framework.run.checkpoint import load_checkpoint, save_checkpoint
+from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.rehearse import record
 from framework.run.step import train_step
 from tests.build.test_adapter import MOE
@@ -76,7 +76,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(lever: dict[str, Any], t
     first = tiny_assembly(config(lever))
     trained(first, 2)
     again = tiny_assembly(config(lever))
-    load_checkpoint(save_checkpoint(tmp_path, first, 2, keep=1), again)
+    load_checkpoint(save_checkpoint(tmp_path, contents_of(first, 2), keep=1), again)
     losses = [train_step(again, split(unequal_rows(), 4), step).loss for step in (3, 4)]
     same((losses, [p.detach() for p in again.trained]), (straight[0][2:], straight[1]))
 

@@ -18,7 +18,7 @@ from framework.memory.allocator import pinned_size
 from framework.memory.planning import make_plan
 from framework.memory.trace import Kind, Space
 from framework.run.attempt import release
-from framework.run.checkpoint import load_checkpoint, save_checkpoint
+from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
 from tests.build.test_activations import (
@@ -68,7 +68,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Any) -> None:
     first = tiny_assembly(config(OFF))
     trained(first, 2)
     again = tiny_assembly(config(OFF))
-    load_checkpoint(save_checkpoint(tmp_path, first, 2, keep=1), again)
+    load_checkpoint(save_checkpoint(tmp_path, contents_of(first, 2), keep=1), again)
     losses = [train_step(again, split(unequal_rows(), 4), step).loss for step in (3, 4)]
     same((losses, [p.detach() for p in again.trained]), (straight[0][2:], straight[1]))
 

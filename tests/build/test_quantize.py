@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from framework.build.quantize import refuse_other_packing, scale_tensors
 from framework.build.verify import verify
 from framework.errors import RequestError
-from framework.run.checkpoint import load_checkpoint, save_checkpoint
+from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.export import export
 from framework.run.rehearse import record
 from framework.run.step import train_step
@@ -118,7 +118,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(method, peft, kind, tmp_
     expected = steps(tiny_assembly(config), 4)
     first = tiny_assembly(config)
     steps(first, 2)
-    path = save_checkpoint(tmp_path, first, 2, keep=1)
+    path = save_checkpoint(tmp_path, contents_of(first, 2), keep=1)
     again = tiny_assembly(config)
     load_checkpoint(path, again)
     assert [train_step(again, split(unequal_rows(), 4), step).loss for step in (3, 4)] == expected[2:]

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from framework.run.checkpoint import load_checkpoint, save_checkpoint
+from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.export import export
 from framework.run.step import train_step
 from tests.build.test_adapter import METHODS, MIXTRAL, MOE, adapted, steps
@@ -114,7 +114,7 @@ def test_a_resumed_adapter_goes_on_as_if_it_had_not_stopped(method, tmp_path):
     expected = steps(straight, 4)
     first = tiny_assembly(config)
     steps(first, 2)
-    path = save_checkpoint(tmp_path, first, 2, keep=1)
+    path = save_checkpoint(tmp_path, contents_of(first, 2), keep=1)
     again = tiny_assembly(config)
     assert load_checkpoint(path, again) == 2
     resumed = [train_step(again, split(unequal_rows(), 4), step).loss for step in (3, 4)]

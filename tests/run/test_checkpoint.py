@@ -7,12 +7,14 @@ from safetensors.torch import load_file, save_file
 
 from framework.errors import RequestError, SaveFailed
 from framework.run import checkpoint as module
-from framework.run.checkpoint import checkpoints, load_checkpoint, save_checkpoint, written_aside
+from framework.run.checkpoint import checkpoints, contents_of, load_checkpoint, save_checkpoint, written_aside
 from framework.run.step import train_step
+from framework.run.written import verify_tensors
 from tests.optimizers import BF16, ON_CPU, WIDE, eager, training  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
+A = torch.ones(2)
 DROPOUT = {**GPT2, "resid_pdrop": 0.2}
 
 
@@ -37,7 +39,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer, architecture, section
     config = tiny_config(architecture, **{**sections, "training": training})
     straight = tiny_assembly(config)
     steps(straight, 1, 3)
-    saved = save_checkpoint(tmp_path, straight, 3, keep=2)
+    saved = save_checkpoint(tmp_path, contents_of(straight, 3), keep=2)
     expected = steps(straight, 4, 6)
     resumed = tiny_assembly(config)
     steps(resumed, 1, 1)  # whatever state there was is replaced
@@ -59,7 +61,7 @@ def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
     config = tiny_config({**WIDE, "tie_word_embeddings": True}, training=training(optimizer, **more), model=BF16)
     straight = tiny_assembly(config)
     steps(straight, 1, 3)
-    saved = save_checkpoint(tmp_path, straight, 3, keep=2)
+    saved = save_checkpoint(tmp_path, contents_of(straight, 3), keep=2)
     expected = steps(straight, 4, 5)
     resumed = tiny_assembly(config)
     steps(resumed, 1, 1)
@@ -70,21 +72,21 @@ def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
 
 
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
-    saved = save_checkpoint(tmp_path, tiny_assembly(tiny_config()), 1, keep=1)
+    saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
     assert {file.suffix for file in saved.iterdir()} == {".safetensors", ".json"}
 
 
 def test_retention_deletes_the_oldest_after_the_newest_is_complete(tmp_path, monkeypatch):
     """C11: at every moment a complete checkpoint exists."""
     assembly = tiny_assembly(tiny_config())
-    save_checkpoint(tmp_path, assembly, 1, keep=1)
+    save_checkpoint(tmp_path, contents_of(assembly, 1), keep=1)
     seen = []
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: seen.append((str(path), len(checkpoints(tmp_path)))))
-    save_checkpoint(tmp_path, assembly, 2, keep=1)
+    save_checkpoint(tmp_path, contents_of(assembly, 2), keep=1)
     retired = [(path, count) for path, count in seen if path.endswith("step-00000001")]
     assert retired == [(str(tmp_path / "checkpoints" / "step-00000001"), 2)]
     monkeypatch.undo()
-    save_checkpoint(tmp_path, assembly, 3, keep=1)
+    save_checkpoint(tmp_path, contents_of(assembly, 3), keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
 
 
@@ -92,7 +94,7 @@ def test_retention_deletes_the_oldest_after_the_newest_is_complete(tmp_path, mon
 def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, fails_at):
     assembly = tiny_assembly(tiny_config())
     steps(assembly, 1, 1)
-    good = save_checkpoint(tmp_path, assembly, 1, keep=1)
+    good = save_checkpoint(tmp_path, contents_of(assembly, 1), keep=1)
 
     def full_disk(*args, **kwargs):
         if fails_at in str(args):
@@ -103,7 +105,7 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch,
     if fails_at == "state.json":
         monkeypatch.setattr(json, "dumps", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(SaveFailed, match="No space left on device"):
-        save_checkpoint(tmp_path, assembly, 2, keep=1)
+        save_checkpoint(tmp_path, contents_of(assembly, 2), keep=1)
     assert checkpoints(tmp_path) == [good]
     assert [path.name for path in good.parent.iterdir()] == [good.name]
     monkeypatch.undo()
@@ -116,8 +118,46 @@ def test_a_file_that_does_not_read_back_is_not_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "save_file", loses_one)
     with pytest.raises(SaveFailed, match="does not read back"):
-        save_checkpoint(tmp_path, tiny_assembly(tiny_config()), 1, keep=1)
+        save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
     assert checkpoints(tmp_path) == []
+
+
+def test_one_wrong_bit_of_a_file_is_not_kept(tmp_path, monkeypatch):
+    """Names, shapes and dtypes are right; the checksum is not."""
+
+    def flips_one(tensors, path):
+        save_file(tensors, path)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(module, "save_file", flips_one)
+    with pytest.raises(SaveFailed, match=r"random\.safetensors does not read back as it was written: 1 tensors differ"):
+        save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [{"a": torch.ones(3)}, {"a": torch.ones(2, dtype=torch.int32)}, {"a": torch.zeros(2)}, {}, {"a": A, "b": A + 1}],
+    ids=["shape", "dtype", "value", "missing", "more"],
+)
+def test_what_differs_from_what_was_to_be_written_is_found(tmp_path, stored):
+    verify_tensors_of(tmp_path, {"a": A})
+    with pytest.raises(SaveFailed, match="does not read back"):
+        verify_tensors_of(tmp_path, stored)
+
+
+def verify_tensors_of(folder, stored):
+    save_file(stored, folder / "file.safetensors")
+    verify_tensors(folder / "file.safetensors", {"a": A})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn])
+def test_tensors_of_any_kind_read_back(tmp_path, dtype):
+    tensors = {"b": torch.ones(5, 3).to(dtype), "a": torch.ones(()).to(dtype), "empty": torch.ones(0, 4).to(dtype)}
+    save_file(tensors, tmp_path / "file.safetensors")
+    verify_tensors(tmp_path / "file.safetensors", tensors)
 
 
 def test_being_killed_while_writing_leaves_no_half_folder(tmp_path):
@@ -132,7 +172,7 @@ def test_being_killed_while_writing_leaves_no_half_folder(tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    saved = save_checkpoint(tmp_path, tiny_assembly(tiny_config()), 1, keep=1)
+    saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
     wider = tiny_assembly(tiny_config({**LLAMA, "intermediate_size": 48}))
     with pytest.raises(RequestError, match="holds another model"):
         load_checkpoint(saved, wider)
@@ -143,14 +183,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
     assembly = tiny_assembly(tiny_config())
-    saved = save_checkpoint(tmp_path, assembly, 1, keep=1)
+    saved = save_checkpoint(tmp_path, contents_of(assembly, 1), keep=1)
     (saved / "state.json").write_text("{")
     with pytest.raises(RequestError, match="not a readable checkpoint"):
         load_checkpoint(saved, assembly)
 
 
 def test_tied_weights_are_stored_once(tmp_path):
-    saved = save_checkpoint(tmp_path, tiny_assembly(tiny_config(TIED)), 1, keep=1)
+    saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config(TIED)), 1), keep=1)
     names = set(load_file(saved / "model.safetensors"))
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names

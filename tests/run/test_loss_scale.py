@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from framework.errors import NonFinite
-from framework.run.checkpoint import load_checkpoint, save_checkpoint
+from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.step import train_step
 from tests.tiny import split, tiny_assembly, tiny_config, unequal_rows
 
@@ -96,7 +96,7 @@ def test_the_scaler_goes_on_bit_for_bit(tmp_path):
     straight = assembly_in_fp16()
     poison(straight, 1)
     run(straight, 1, 3)
-    saved = save_checkpoint(tmp_path, straight, 3, keep=1)
+    saved = save_checkpoint(tmp_path, contents_of(straight, 3), keep=1)
     expected = run(straight, 4, 6)
     assert [scale for _, scale in expected] == [2**15, 2**16, 2**16]
     resumed = assembly_in_fp16()

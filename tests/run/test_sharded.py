@@ -1,5 +1,7 @@
 """Sharded runs save, go on with another number of ranks, and export what one process would; all in one start of two."""
 
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,22 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from framework.build.model import build_model, read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks, local_part
-from framework.run.checkpoint import empty_parts, load_checkpoint, save_checkpoint
-from framework.run.parts import write_parts
+from framework.errors import SaveFailed
+from framework.run import parts as parts_module
+from framework.run import sharded_export
+from framework.run.checkpoint import (
+    Contents,
+    checkpoints,
+    contents_of,
+    empty_parts,
+    load_checkpoint,
+    save_checkpoint,
+)
+from framework.run.footprint import state_tensors
+from framework.run.parts import write_parts, writers_group
 from framework.run.sharded_export import export_sharded
-from framework.schema.choices import Optimizer
+from framework.run.writer import Writer
+from framework.schema.choices import Optimizer, StateDictType
 from framework.schema.config import TrainingConfig
 from framework.schema.sharding_rules import SHARDED_OPTIMIZERS
 from tests.sharded import on_two, settings, sharded, trained, weights
@@ -23,6 +37,7 @@ from tests.tiny import LLAMA, tiny_assembly
 
 EXPERTS = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {"llama": LLAMA, "experts": EXPERTS}
+GATHERED = StateDictType.FULL_STATE_DICT
 PURE = {"torch_dtype_str": "bfloat16"}
 SPECIAL: dict[Optimizer, dict[str, Any]] = {
     Optimizer.ANYPRECISION_ADAMW: {"model": PURE, "training": {"mixed_precision_dtype": "none"}},
@@ -43,11 +58,72 @@ def saved(folder: Path, assembly: Any, step: int) -> Path:
         empty_parts(folder)
     dist.barrier()
     parts = folder / "checkpoints" / ".parts"
-    write_parts(parts, assembly)
+    contents = contents_of(assembly, step)
+    write_parts(parts, contents.tensors)
     if assembly.ranks.is_main:
-        save_checkpoint(folder, assembly, step, 5, split=parts)
+        save_checkpoint(folder, contents, 5, parts)
     dist.barrier()
     return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def beside(folder: Path, assembly: Any, step: int, group: Any) -> str:
+    """A checkpoint as `training.async_save` makes one, written while later steps are made. Returns what went wrong."""
+    ranks = assembly.ranks
+    if ranks.is_main:
+        empty_parts(folder)
+    dist.barrier()
+    parts, has_stepped = folder / "checkpoints" / ".parts", threading.Event()
+
+    def write(contents: Contents) -> None:
+        assert has_stepped.wait(60)
+        if contents.is_split:
+            write_parts(parts, contents.tensors, group)
+        if ranks.is_main:
+            save_checkpoint(folder, contents, 5, parts if contents.is_split else None)
+
+    writer, contents = Writer(beside=True, is_alone=False), contents_of(assembly, step)
+    if contents.is_split or ranks.is_main:
+        writer.begin(contents, write, (*assembly.trained, *state_tensors(assembly)))
+    trained(assembly, [step + 1])
+    has_stepped.set()
+    trained(assembly, [step + 2, step + 3])
+    try:
+        writer.wait()
+    except SaveFailed as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+def look_beside(ranks: Ranks, folder: Path, found: dict[str, Any]) -> None:
+    group = writers_group()
+    assembly = sharded(case(2, folder), ranks)
+    trained(assembly, [1, 2])
+    saved(folder / "before", assembly, 2)
+    found["beside"] = beside(folder / "beside", assembly, 2, group)
+    original = parts_module.save_file
+
+    def full_disk(tensors: Any, file: Path, **options: Any) -> None:
+        if ranks.rank == 1:
+            raise OSError(28, "No space left on device")
+        original(tensors, file, **options)
+
+    parts_module.save_file = full_disk
+    found["full disk"] = beside(folder / "beside", assembly, 5, group)
+    parts_module.save_file = original
+    gathered = case(2, folder)
+    gathered = gathered.model_copy(update={"fsdp": gathered.fsdp.model_copy(update={"state_dict_type": GATHERED})})
+    assembly = sharded(gathered, ranks)
+    trained(assembly, [1, 2])
+    found["gathered"] = beside(folder / "gathered", assembly, 2, group)
+
+
+def parsed(file: Path) -> tuple[Any, bytes]:
+    """Header and bytes; safetensors writes what is in a header's metadata in any order."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little") if file.suffix == ".safetensors" else 0
+    return json.loads(content[8:end].decode() or "{}"), content[end:]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -68,9 +144,11 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
         step = load_checkpoint(checkpoint, again)
         resumed, _ = trained(again, [3, 4])
         found["optimizers"][str(optimizer)] = {"straight": straight, "resumed": resumed, "step": step}
+    look_beside(ranks, folder, found)
     from_one = sharded(case(2, folder), ranks)
     load_checkpoint(folder / "one" / "checkpoints" / "step-00000002", from_one)
     found["from one"], _ = trained(from_one, [3, 4])
+    sharded_export.LARGEST_FILE = "30KB"
     for kind in MODELS:
         assembly = sharded(case(2, folder, kind), ranks)
         trained(assembly)
@@ -99,7 +177,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
         model.save_pretrained(folder / name)
     alone = tiny_assembly(case(1, folder))
     trained(alone, [1, 2])
-    save_checkpoint(folder / "one", alone, 2, 5)
+    save_checkpoint(folder / "one", contents_of(alone, 2), 5)
     return folder, on_two(look, folder)
 
 
@@ -134,12 +212,57 @@ def test_what_two_export_is_what_one_would_and_loads_elsewhere(kind, found):
         torch.testing.assert_close(parameter.detach(), own.to(plain.dtype), rtol=1e-3, atol=1e-4)
 
 
+def test_an_export_is_streamed_into_several_files(found):
+    folder, _ = found
+    parts = sorted((folder / "llama-final").glob("model-*.safetensors"))
+    assert len(parts) > 1
+    assert max(part.stat().st_size for part in parts) < 40_000
+    assert (folder / "llama-final" / "model.safetensors.index.json").exists()
+
+
 def test_an_adapter_is_exported_whole(found):
     folder, _ = found
     tensors = load_file(folder / "adapter-final" / "adapter_model.safetensors")
     assert len(tensors) == 4
     assert {tuple(tensor.shape) for name, tensor in tensors.items() if "lora_A" in name} == {(8, 32)}
     assert all(bool(tensor.any()) for tensor in tensors.values())
+
+
+def test_parts_written_beside_steps_are_those_written_before_them(found):
+    folder, ranks = found
+    assert [rank["beside"] for rank in ranks] == ["", ""]
+    one, other = (
+        {file.name: parsed(file) for file in (folder / name / "checkpoints" / "step-00000002").rglob("*.*")}
+        for name in ("before", "beside")
+    )
+    assert len(one) == 4  # two parts, state, random states
+    assert one == other
+
+
+def test_a_rank_that_cannot_write_beside_steps_is_named_on_every_rank(found):
+    folder, ranks = found
+    for rank in ranks:
+        assert "rank 1 could not write" in rank["full disk"]
+        assert "No space left on device" in rank["full disk"]
+    assert [path.name for path in checkpoints(folder / "beside")] == ["step-00000002"]
+
+
+def test_what_the_first_rank_gathers_and_writes_beside_steps_is_what_the_parts_add_up_to(found):
+    folder, ranks = found
+    assert [rank["gathered"] for rank in ranks] == ["", ""]
+    whole = folder / "gathered" / "checkpoints" / "step-00000002"
+    assert sorted(file.name for file in whole.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "random.safetensors",
+        "state.json",
+    ]
+    one, other = tiny_assembly(case(1, folder)), tiny_assembly(case(1, folder))
+    load_checkpoint(whole, one)
+    load_checkpoint(folder / "before" / "checkpoints" / "step-00000002", other)
+    for (name, a), (_, b) in zip(one.model.named_parameters(), other.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert trained(one, [3, 4]) == trained(other, [3, 4])
 
 
 def test_both_ranks_wrote_their_part(found):

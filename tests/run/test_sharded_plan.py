@@ -13,6 +13,7 @@ import pytest
 from benchmarks.sharded_rows import ROWS as SHARDED_ROWS
 from benchmarks.sharded_rows import step_config
 from framework import load
+from framework.memory import planning
 from framework.memory.ledger import Plan
 from framework.memory.step_time import step_time, with_update_on_host
 from framework.memory.trace import GATHER, REDUCE
@@ -126,6 +127,31 @@ def test_loading_holds_one_unit_whole_at_a_time():
     found = {phase.name: phase for phase in plan(4).phases}
     whole = 4 * record(config(4)).footprint.total_parameters
     assert found["load"].allocated_bytes < 0.5 * whole
+
+
+def test_going_on_from_a_checkpoint_takes_no_more_than_training():
+    """O05: each device reads its part of the states, on the host, straight into its place."""
+    found = plan(4)
+    by_phase = {phase.name: phase for phase in found.phases}
+    assert 0 < by_phase["resume"].allocated_bytes <= found.step_peak.allocated_bytes
+    states = by_phase["resume"].terms.optimizer
+    assert states == pytest.approx(by_phase["optimizer_step"].terms.optimizer, rel=0.01)
+
+
+def test_the_host_holds_what_a_save_writes(monkeypatch):
+    """A rank its part, of which copies that are written beside training are no more; the first all of what it gathers,
+    with nothing of it on the device."""
+    monkeypatch.setattr(planning, "LARGEST_FILE", 1000)  # of the export, else more than a part of this small model
+    base = planning.HOST_BASE_BYTES
+    whole = plan(4).checkpoint_bytes
+    assert plan(4).host_bytes - base == pytest.approx(whole / 4, rel=0.01)
+    assert plan(4, state_dict_type="FULL_STATE_DICT").host_bytes - base == pytest.approx(whole, rel=0.01)
+    for kind, share in (("SHARDED_STATE_DICT", 4), ("FULL_STATE_DICT", 1)):
+        made = config(4, state_dict_type=kind)
+        training = made.training.model_copy(update={"async_save": True, "save_steps": 2})
+        found = rehearse(made.model_copy(update={"training": training}))
+        assert found.host_bytes - base == pytest.approx(whole / share, rel=0.01)
+        assert found.peak == plan(4, state_dict_type=kind).peak
 
 
 def test_every_micro_batch_gathers_and_reduces():

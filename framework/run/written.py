@@ -1,0 +1,64 @@
+"""What was written is read back from its file: names, shapes, dtypes, and a checksum over every byte."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from io import BufferedReader
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from framework.errors import SaveFailed
+
+_PIECE = 1 << 24
+"""Bytes read at once: a file that is mapped instead would count as memory of the process."""
+
+
+def verify_tensors(file: Path, expected: Mapping[str, Tensor]) -> None:
+    """Read `file` (safetensors) back. Raises SaveFailed unless it holds `expected`, bit for bit, and nothing else."""
+    with safe_open(file, framework="pt") as stored:
+        wrong = sorted(set(stored.keys()) ^ set(expected))
+    if wrong := wrong or differing(file, expected):
+        raise SaveFailed(f"{file} does not read back as it was written: {len(wrong)} tensors differ, first {wrong[0]}")
+
+
+def differing(file: Path, expected: Mapping[str, Tensor]) -> list[str]:
+    """Names that `file` and `expected` share, whose tensors have another shape, dtype or checksum."""
+    wrong = []
+    places = _places(file)
+    with safe_open(file, framework="pt") as stored, file.open("rb") as raw:
+        for name in sorted(places.keys() & expected.keys(), key=places.__getitem__):
+            tensor, own = stored.get_tensor(name), expected[name]  # mapped: no byte of it is read
+            is_alike = tensor.shape == own.shape and tensor.dtype == own.dtype
+            if not is_alike or _checksum_at(raw, *places[name]) != checksum(own):
+                wrong.append(name)
+    return wrong
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+
+
+def _places(file: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor's bytes begin and end."""
+    with file.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        header = json.loads(raw.read(length))
+    start = 8 + length
+    entries = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: (start + begin, start + end) for name, (begin, end) in entries.items()}
+
+
+def _checksum_at(raw: BufferedReader, begin: int, end: int) -> int:
+    found, piece = 0, memoryview(bytearray(min(_PIECE, end - begin)))
+    raw.seek(begin)
+    while begin < end:
+        count = raw.readinto(piece[: end - begin])
+        if not count:
+            return -1  # the file has ended
+        found, begin = zlib.crc32(piece[:count], found), begin + count
+    return found
