@@ -15,7 +15,7 @@ from framework.build.place import real_place
 from framework.build.ranks import Ranks, whole
 from framework.build.verify import verify
 from framework.errors import VerificationFailed
-from framework.run.checkpoint import load_checkpoint, save_checkpoint
+from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.forecast import forecast_in_subprocess
 from framework.run.sharded_export import export_sharded
 from framework.run.together import seed_apart
@@ -126,7 +126,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     folder = pretrained(tmp_path_factory.mktemp("tensor"))
     alone = tiny_assembly(case("adapter", folder, 1))
     curve(alone, steps=1)
-    save_checkpoint(folder / "one", alone, 1, 5)
+    save_checkpoint(folder / "one", contents_of(alone, 1), 5)
     return folder, on_two(look, folder)
 
 
@@ -206,7 +206,7 @@ def look_in_groups(ranks: Ranks, folder: Path) -> dict[str, Any]:
 def test_two_groups_of_two_have_rows_of_their_own_as_copies_and_as_shards(tmp_path):
     alone = tiny_assembly(case("adapter", pretrained(tmp_path), 1))
     curve(alone, steps=1)
-    save_checkpoint(tmp_path / "one", alone, 1, 5)
+    save_checkpoint(tmp_path / "one", contents_of(alone, 1), 5)
     ranks = on_two(look_in_groups, tmp_path, 4)
     assert all(rank == ranks[0] for rank in ranks)
     for kind, (name, _) in GROUPS.items():
