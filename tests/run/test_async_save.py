@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from framework.errors import Interrupted, OutOfMemory, SaveFailed, VerificationFailed
 from framework.run import checkpoint as checkpoint_module
@@ -336,5 +337,6 @@ def test_it_is_refused_where_there_is_nothing_beside_it(training, reason):
     assert len(found) == 1
     assert not found[0].is_warning
     assert reason in found[0].message
-    goes = TrainingConfig(training={"async_save": True, "save_steps": 5, "max_steps": 10})
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    goes = TrainingConfig.model_validate(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
     assert not [item for item in find_conflicts(goes, Needs()) if "training.async_save" in item.keys]
