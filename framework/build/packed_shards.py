@@ -6,16 +6,16 @@ whose dtype is only a name for bytes. It is the dtype of gathering, so that no c
 offsets and the scales of nested scales (4 bytes for 16,384 weights) are whole on every rank.
 """
 
-import copy
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
+from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.build.quantize import BLOCK
+from framework.build.quantize import BLOCK, NESTED_BLOCK, Packing
 from framework.errors import Problem, RequestError
 
 _ALIGNED = 4
@@ -25,13 +25,13 @@ _ALIGNED = 4
 class SplitLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
     """A linear layer that computes with the packed numbers and scales of its gathered parameter.
 
-    `weight` is one row of numbers of `quant_storage`; `quant_state` has all but the scales. bitsandbytes' own forward
-    would put another parameter in the place of the gathered one.
+    `weight` is one row of numbers of `quant_storage`. bitsandbytes' own forward would put another parameter in the
+    place of the gathered one.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out), in the dtype of `x`."""
-        state, numbers = self._read()
+        numbers, state = self._read()
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         product: Tensor = bnb.matmul_4bit(x.to(self.compute_dtype), numbers, bias=bias, quant_state=state)
         return product.to(x.dtype)
@@ -39,37 +39,47 @@ class SplitLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
     def _save_to_state_dict(self, *arguments: Any) -> None:
         nn.Module._save_to_state_dict(self, *arguments)  # the scales are in the weight
 
-    def _read(self) -> tuple[Any, Tensor]:
-        count = self.quant_state.shape.numel()
+    def _read(self) -> tuple[Tensor, QuantState]:
+        held: Packing = self.packing
+        count = held.shape.numel()
         end = count // 2 // self.quant_storage.itemsize
-        state = copy.copy(self.quant_state)
-        state.absmax = self.weight[end:].view(state.absmax.dtype)[: -(-count // BLOCK)]
-        return state, self.weight[:end]
+        scales = self.weight[end:].view(torch.uint8 if held.nested else torch.float32)[: -(-count // BLOCK)]
+        settings = {"shape": held.shape, "quant_type": held.quant_type, "dtype": held.dtype, "blocksize": BLOCK}
+        nested = {}
+        if held.nested:
+            of_scales = {"absmax": self.nested_scales, "code": self.nested_code, "blocksize": NESTED_BLOCK}
+            nested = {"offset": self.offset, "state2": QuantState(**of_scales, dtype=torch.float32)}
+        return self.weight[:end], QuantState(absmax=scales, code=self.code, **settings, **nested)
 
     def empty_matrix(self, device: torch.device) -> Tensor:
         """Room for the layer's weights as the model without packing has them."""
-        rows, columns = self.quant_state.shape
+        rows, columns = self.packing.shape
         shape = (columns, rows) if self.source_cls is Conv1D else (rows, columns)
-        return torch.empty(shape, dtype=self.quant_state.dtype, device=device)
+        return torch.empty(shape, dtype=self.packing.dtype, device=device)
 
     def pack(self, matrix: Tensor) -> None:
         """Hold the values of an `empty_matrix`, in 4 bits and on its device."""
         weight = (matrix.T if self.source_cls is Conv1D else matrix).detach().contiguous()
-        settings = {"quant_type": self.quant_state.quant_type, "compress_statistics": self.quant_state.nested}
+        settings = {"quant_type": self.packing.quant_type, "compress_statistics": self.packing.nested}
         self.hold(bnb.nn.Params4bit(weight, requires_grad=False, **settings).to(weight.device))
 
     def hold(self, packed: Any) -> None:
         """Hold what bitsandbytes has packed, numbers and scales as one."""
-        state = packed.quant_state
+        state: QuantState = packed.quant_state
         parts = [packed.detach().flatten(), state.absmax.view(torch.uint8)]
         missing = -sum(map(len, parts)) % _ALIGNED
         parts += [parts[0].new_zeros(missing)] if missing else []
         joined = torch.cat(parts).view(self.quant_storage).as_subclass(Tensor)
-        self.quant_state = state
-        state.absmax = state.absmax.new_empty(0)
+        whole = {"code": state.code}
+        if state.nested:
+            whole |= {"offset": state.offset, "nested_scales": state.state2.absmax, "nested_code": state.state2.code}
+        for name, tensor in whole.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.quant_state = None  # with the scales once more
+        self.packing = Packing(state.shape, state.dtype, state.quant_type, state.nested)
         self.weight = nn.Parameter(joined, requires_grad=False)
-        found = {"quant_type": state.quant_type, "compress_statistics": state.nested}  # by peft
-        self.weight.__dict__.update(quant_state=state, **found)
+        of_peft = {"quant_type": state.quant_type, "compress_statistics": state.nested}  # which reads them there
+        self.weight.__dict__.update(quant_state=self.packing, **of_peft)
 
 
 def store_as(storage: torch.dtype, model: PreTrainedModel) -> None:
@@ -89,10 +99,8 @@ def store_as(storage: torch.dtype, model: PreTrainedModel) -> None:
         module.hold(module.weight)
 
 
-def keep_states(root: nn.Module, device: torch.device) -> None:
-    """After the layers below `root` were split: what is whole on every rank goes to its device, and is found at the
-    parts as it was at the whole."""
+def mark_parts(root: nn.Module) -> None:
+    """After the layers below `root` were split: what the parts stand for is found at them, as it was at the whole."""
     for module in root.modules():
         if isinstance(module, SplitLinear4bit):
-            module.quant_state.to(device)
-            module.weight.__dict__["quant_state"] = module.quant_state
+            module.weight.__dict__["quant_state"] = module.packing

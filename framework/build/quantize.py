@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -199,10 +200,12 @@ def weight_count(parameter: Tensor) -> int:
 
 
 def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """What packed weights need beside them, which is neither parameter nor buffer: scales, codes, offsets."""
+    """What packed weights need beside them that is neither parameter nor buffer: scales, codes, offsets."""
     for module in model.modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")  # peft's layers show that of their base
         state = getattr(weight, "quant_state", None)
+        if isinstance(state, Packing):
+            continue
         if state is not None:
             found = [state.absmax, state.code, state.offset]
             found += [state.state2.absmax, state.state2.code] if state.nested else []
@@ -214,8 +217,19 @@ def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
                 yield scales
 
 
+@dataclass(frozen=True)
+class Packing:
+    """What a 4-bit weight stands for that holds its scales itself (framework/build/packed_shards.py): the `shape`
+    (out, in) and `dtype` of the matrix that was packed, and how it was."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    quant_type: str
+    nested: bool
+
+
 def packed_state(parameter: Tensor) -> Any:
-    """What goes with the numbers of a 4-bit weight, bitsandbytes' QuantState; None for others."""
+    """What goes with the numbers of a 4-bit weight, bitsandbytes' QuantState or a Packing; None for others."""
     return getattr(parameter, "quant_state", None)
 
 

@@ -124,9 +124,9 @@ def shard(
     if arrival is not None:
         arrival.close()
     if has_packed:
-        from framework.build.packed_shards import keep_states  # bitsandbytes takes seconds to import
+        from framework.build.packed_shards import mark_parts  # bitsandbytes takes seconds to import
 
-        keep_states(root, place.device)
+        mark_parts(root)
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # a division by 1 would be an operation of NCCL's alone

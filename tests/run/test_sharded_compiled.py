@@ -4,6 +4,7 @@ Graphs are captured and cut as always and run operator by operator: a C++ compil
 """
 
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "adapter in bf16": {"training": {"mixed_precision_dtype": "bf16", "use_peft": True}},
 }
+
+PACKED: dict[str, Any] = {
+    "training": {"mixed_precision_dtype": "bf16", "use_peft": True},
+    "peft": {"q_lora": True, "use_bnb_nested_quant": True},
+}
+if find_spec("bitsandbytes"):
+    CASES["adapter on 4 bits in bf16"] = PACKED
 
 
 def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -71,6 +79,14 @@ def test_a_plan_of_compiled_shards_keeps_less() -> None:
     assert less.step_peak.terms.weights == plain.step_peak.terms.weights
     assert less.step_peak.terms.activations < 0.9 * plain.step_peak.terms.activations
     assert not any("could not be captured" in said for said in less.assumptions)
+
+
+def test_a_plan_captures_blocks_of_packed_shards() -> None:
+    pytest.importorskip("bitsandbytes")
+    card = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "count": 2}
+    training = {**PACKED["training"], "compile": True, "global_batch_size": 16}
+    made = rehearse(tiny_config(LLAMA, training=training, peft=PACKED["peft"], gpu=card, fsdp={"enable_fsdp": True}))
+    assert any("torch's own cut of each block" in said for said in made.assumptions)
 
 
 def test_units_inside_of_a_graph_are_refused() -> None:
