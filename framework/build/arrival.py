@@ -20,6 +20,8 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -34,6 +36,8 @@ from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 
 _HOST = torch.device("cpu")
+_ADAPTED = ".default"
+"""In the names of what peft adds."""
 _FROM_NOTHING = (PeftMethod.LORA, PeftMethod.RSLORA, PeftMethod.IA3)
 """Adapters that start from numbers of their own; others start from the weights beside them."""
 
@@ -50,11 +54,29 @@ def await_weights(
     return Arrival(config, architecture, place, ranks) if has_parts else None
 
 
-def _needs_whole_model(config: TrainingConfig) -> bool:
+def needs_whole_model(config: TrainingConfig) -> bool:
     """Whether something is made of the whole model's values before it is split: it is then loaded on every host."""
     peft = config.peft
     copies = bool(peft.lora_modules_to_save) or config.training.task.is_of_rows
     return config.training.use_peft and (peft.peft_method not in _FROM_NOTHING or copies)
+
+
+def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
+    """Whether the first rank will load the checkpoint for all, as far as it can be told before anything is read: where
+    transformers joins tensors of this model, or a folder that is here has other names."""
+    if not config.model.load_pretrained_weights:
+        return False
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    if any(isinstance(transform, WeightConverter) for transform in transforms):
+        return True
+    if not Path(str(config.model.model_name)).is_dir():
+        return False
+    with ExitStack() as files:
+        stored: set[str] = set()
+        for file in _checkpoint_files(config):
+            stored.update(files.enter_context(safe_open(file, framework="pt")).keys())
+    names = (name.replace(".base_layer", "") for name, _ in model.named_parameters() if _ADAPTED not in name)
+    return any(name not in stored and not is_new(model, name) for name in names)
 
 
 class Arrival:
@@ -73,7 +95,7 @@ class Arrival:
         self._names: dict[int, str] = {}
         self.new: tuple[str, ...] = ()
         refuse_other_packing(config, architecture)
-        if _needs_whole_model(config):
+        if needs_whole_model(config):
             self.model, self.new = build_model(config, architecture, self.place)
             return
         model = config.model.model_copy(update={"load_pretrained_weights": False})

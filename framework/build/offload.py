@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from framework.build.pinned import pinning
 from framework.build.place import Place
 
 LEAST_BYTES = 1 << 20
@@ -116,7 +117,8 @@ class Offload:
         flat = tensor.detach().as_strided((elements,), (1,), 0)
         on_card = self._place.kind == "cuda"
         home = torch.device("cpu") if on_card else self._place.device
-        host = torch.empty(flat.shape, dtype=flat.dtype, device=home, pin_memory=on_card)
+        with pinning(flat.nbytes):
+            host = torch.empty(flat.shape, dtype=flat.dtype, device=home, pin_memory=on_card)
         with self._on_side():
             host.copy_(flat, non_blocking=True)
         self.moved_bytes += flat.numel() * flat.element_size()

@@ -22,6 +22,7 @@ from framework.build.arrival import Arrival
 from framework.build.compiled import compiled_regions
 from framework.build.hub import nearest
 from framework.build.loss import causal_model
+from framework.build.pinned import pinning
 from framework.build.place import Place
 from framework.build.quantize import is_packed, is_quantized
 from framework.build.ranks import Ranks
@@ -115,12 +116,14 @@ def shard(
     }
     has_packed = is_quantized(root)
     units = []
+    parts = sum(item.numel() * item.element_size() for item in root.parameters()) // shards
     for module in (*blocks, root):
         if arrival is not None:
             arrival.fill(module)
         if tensor is not None:
             tensor.cut(module)
-        units.append(fully_shard(module, **settings))
+        with pinning(parts):
+            units.append(fully_shard(module, **settings))
     if arrival is not None:
         arrival.close()
     if has_packed:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.build.activations import transformer_blocks
+from framework.build.pinned import could_not_pin
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
 
@@ -263,7 +264,7 @@ def _pin(home: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(runtime.cudaHostRegister(home.data_ptr(), -(-len(home) // _PAGE) * _PAGE, 0))
     if error:
-        message = f"{len(home) / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {error})"
+        message = could_not_pin(len(home), f"CUDA error {error}")
         raise RequestError([Problem(KEY, message, expected="more memory that may be locked (ulimit -l), or false")])
 
 

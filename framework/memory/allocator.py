@@ -285,6 +285,8 @@ class Peak:
     requested: int
     managed: int
     host: int
+    pinned: int
+    """Of `host`, what the system may not move."""
     kinds: Mapping[Kind, int]
 
 
@@ -298,10 +300,12 @@ class _Phase:
     requested: int = 0
     managed: int = 0
     host: int = 0
+    pinned: int = 0
     kinds: Counter[Kind] = field(default_factory=Counter)
 
     def finish(self) -> Peak:
-        return Peak(self.name, self.allocated, self.reserved, self.requested, self.managed, self.host, dict(self.kinds))
+        device = self.allocated, self.reserved, self.requested, self.managed
+        return Peak(self.name, *device, self.host, self.pinned, dict(self.kinds))
 
 
 class _Replay:
@@ -336,6 +340,7 @@ class _Replay:
         phase.requested = max(phase.requested, allocator.requested)
         phase.managed = max(phase.managed, managed_pages(self.elsewhere[Space.MANAGED]))
         phase.host = max(phase.host, self.elsewhere[Space.PINNED] + self.elsewhere[Space.HOST])
+        phase.pinned = max(phase.pinned, self.elsewhere[Space.PINNED])
         if allocator.allocated > phase.allocated:
             phase.allocated = allocator.allocated
             phase.kinds = self.kinds.copy()

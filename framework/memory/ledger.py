@@ -202,6 +202,22 @@ class BatchUse:
 
 
 @dataclass(frozen=True)
+class HostUse:
+    """Host memory of the `processes` of a machine, in bytes. The first, which saves, has the plan's `host_bytes`."""
+
+    processes: int = 1
+    other_bytes: int = 0
+    """Each but the first."""
+    pinned_bytes: int = 0
+    """Of each, what the system may not move: the card copies from and to it."""
+    load_bytes: int = 0
+    """Tensors of all of them while the model loads, without what the processes themselves take."""
+
+    def to_json(self) -> dict[str, int]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a run costs per device. Bytes, seconds and words; `to_json` is the document of `plan --json`."""
 
@@ -220,6 +236,11 @@ class Plan:
     trainable_parameters: int
     assumptions: tuple[str, ...]
     warnings: tuple[str, ...]
+    host: HostUse = HostUse()
+
+    def host_bytes_of(self, processes: int) -> int:
+        """Host memory of so many processes of a machine, the first among them."""
+        return self.host_bytes + (processes - 1) * self.host.other_bytes
 
     @property
     def fits(self) -> bool:
@@ -237,6 +258,7 @@ class Plan:
             "step_peak": {**self.step_peak.to_json(), "terms": self.step_peak.terms.to_json()},
             "phases": [phase.to_json() for phase in self.phases],
             "host_bytes": self.host_bytes,
+            "host": self.host.to_json() | {"all_bytes": self.host_bytes_of(self.host.processes)},
             "disk_bytes": self.disk_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
             "step": self.step.to_json() if self.step is not None else None,
@@ -267,6 +289,7 @@ class Plan:
             trainable_parameters=document["parameters"]["trainable"],
             assumptions=tuple(document["assumptions"]),
             warnings=tuple(document["warnings"]),
+            host=HostUse(**{name: value for name, value in document["host"].items() if name != "all_bytes"}),
         )
 
 

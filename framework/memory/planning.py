@@ -11,6 +11,7 @@ from framework.memory.ledger import (
     Band,
     BatchUse,
     Device,
+    HostUse,
     PeakUse,
     Plan,
     peak_use,
@@ -32,6 +33,8 @@ sharded_h200.json). Each further communicator (a mesh of two dimensions) has buf
 WORKER_BYTES = 200 * MIB
 """What a process of `data.workers` adds: it shares all with its parent until it is touched. 11 MiB at first, 146 after
 its garbage collector ran (torch 2.13, transformers 5.24, Linux, 2026-11); a block of a stream comes on top."""
+CARDS_A_MACHINE = 8
+"""How many cards of a plan are taken to share a machine: its host memory, and what a hybrid strategy splits over."""
 CHUNK = 1024
 """Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/loss.py; a test compares)."""
 PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -83,12 +86,13 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
     peak = peak_use(peaks, context, uncertainty)
     step = step_cost(rehearsal)
     steps = config.training.max_steps
+    first, host = _host_use(rehearsal, peaks)
     return Plan(
         device=Device(card.name, card.count, card.capacity_bytes, card.usable_bytes),
         peak=peak,
         step_peak=peak_use(step_peaks, context, uncertainty),
         phases=phase_uses(peaks, context),
-        host_bytes=_host_bytes(rehearsal, peaks),
+        host_bytes=first,
         disk_bytes=_disk_bytes(config, footprint),
         checkpoint_bytes=footprint.checkpoint_bytes,
         step=step,
@@ -98,6 +102,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
         trainable_parameters=footprint.trainable_parameters,
         assumptions=_assumptions(rehearsal, band),
         warnings=(*rehearsal.cautions, *_warnings(config, peak)),
+        host=host,
     )
 
 
@@ -157,24 +162,42 @@ def _is_mathematical(trace: Trace) -> bool:
     return any(item.name == "_safe_softmax" for item in trace.operations)
 
 
-def _host_bytes(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> int:
-    """Host memory of one rank. A load streams one tensor at a time; a save holds what it writes, beside a base that
-    stays there. Copies that are written beside training are in the peaks."""
+def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse]:
+    """Host memory of the first process, and of all of a machine.
+
+    A load streams one tensor at a time, unless something is made of the whole model first or the first process sends it
+    to all. A save holds what it writes, beside a base that stays there; copies that are written beside training are in
+    the peaks.
+    """
     config, footprint = rehearsal.config, rehearsal.footprint
-    process = HOST_BASE_BYTES + config.data.workers * WORKER_BYTES
-    if config.gpu.name == "cpu":
-        return process + max(peak.reserved for peak in peaks)
-    held = max(peak.host for peak in peaks)
+    process, processes = HOST_BASE_BYTES + config.data.workers * WORKER_BYTES, min(config.gpu.count, CARDS_A_MACHINE)
+    on_cpu = config.gpu.name == "cpu"
+    load = max((peak.host + on_cpu * peak.reserved for peak in peaks if peak.phase == "load"), default=0)
+    other = max(load, *(peak.reserved if on_cpu else peak.host for peak in peaks))
+    first = max(other, load + footprint.sent_bytes)
+    pinned = 0
+    if not on_cpu:
+        base, (of_first, of_each) = sum(footprint.home_sizes), _saved_on_host(rehearsal)
+        other = max(other, max(footprint.weight_sizes, default=0), base + of_each)
+        first = max(first, other, base + of_first)
+        pinned = max(peak.pinned for peak in peaks) + (base if config.model.offload_frozen_base is True else 0)
+    host = HostUse(processes, process + other, pinned, processes * load + footprint.sent_bytes)
+    return process + first, host
+
+
+def _saved_on_host(rehearsal: Rehearsal) -> tuple[int, int]:
+    """What is on the host while the run saves: of the first process, which exports, and of each other."""
+    config, footprint = rehearsal.config, rehearsal.footprint
+    beside_training = config.training.async_save
     if footprint.shards == 1:
         written = max(sum(footprint.trained_sizes), sum(footprint.state_sizes))  # one file after the other
-        exported = footprint.export_bytes
-    else:
-        is_whole = config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT
-        own = 0 if config.fsdp.is_on_host else sum(footprint.trained_sizes) + sum(footprint.state_sizes)
-        written = footprint.checkpoint_bytes if is_whole else own
-        exported = min(footprint.export_bytes, LARGEST_FILE)  # by the first rank
-    saved = max(exported, 0 if config.training.async_save else written)
-    return process + max(held, sum(footprint.home_sizes) + saved, max(footprint.weight_sizes, default=0))
+        return max(footprint.export_bytes, 0 if beside_training else written), 0
+    exported = min(footprint.export_bytes, LARGEST_FILE)
+    if config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT:
+        return max(exported, 0 if beside_training else footprint.checkpoint_bytes), 0
+    is_there = config.fsdp.is_on_host or beside_training
+    own = 0 if is_there else sum(footprint.trained_sizes) + sum(footprint.state_sizes)
+    return max(exported, own), own
 
 
 def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:

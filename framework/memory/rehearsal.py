@@ -31,6 +31,9 @@ class Footprint:
     repeated_bytes: int = 0
     """What some of those devices hold of the same, which is saved once."""
 
+    sent_bytes: int = 0
+    """What the first rank's host holds of a model that it loads for all, and sends."""
+
     @property
     def checkpoint_bytes(self) -> int:
         """One checkpoint: the trained weights as they are trained, and the optimizer's states."""

@@ -122,10 +122,22 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     if plan.device.name != "cpu":
         counters = f"{size(plan.peak.allocated_bytes)} allocated, {size(plan.peak.reserved_bytes)} reserved"
         found.append(("torch counters", counters))
-    found.append(("host memory", f"{size(plan.host_bytes)} for each process"))
+    found.append(("host memory", _host_memory(plan)))
     each = f"checkpoints of {size(plan.checkpoint_bytes)} at their most, and the export"
     found.append(("disk", f"{size(plan.disk_bytes)}: {each}"))
     return found
+
+
+def _host_memory(plan: Plan) -> str:
+    """What the processes of a machine need."""
+    host = plan.host
+    if host.processes == 1:
+        pinned = f", {size(host.pinned_bytes)} of it pinned" if host.pinned_bytes else ""
+        return f"{size(plan.host_bytes)} for each process{pinned}"
+    together = f"{size(plan.host_bytes_of(host.processes))} for the {host.processes} processes of a machine"
+    pinned = f", {size(host.pinned_bytes * host.processes)} of it pinned" if host.pinned_bytes else ""
+    each = f"{size(plan.host_bytes)} for the first, {size(host.other_bytes)} for each other"
+    return f"{together}{pinned}: {each}; tensors take {size(host.load_bytes)} of it while the model loads"
 
 
 def measured_rows(plan: Plan, measured: "Measured") -> list[Row]:

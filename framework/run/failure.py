@@ -109,7 +109,7 @@ def _say(session: "Session", attempt: Attempt, error: BaseException) -> Said:
 def _what_was_in_hand(session: "Session", said: Said) -> Iterator[str]:
     """The rows of the micro batch that failed, by number and length, when it could not be made smaller."""
     config, known = session.config, said.known
-    exchanges = config.fsdp.is_sharded or config.context_size > 1
+    exchanges = config.fsdp.is_sharded or config.sharing > 1
     if not shrinks(config):
         if known.phase != "eval" and next_size(config, TRAIN) is not None and not exchanges:
             yield "training.on_oom=shrink would halve the micro batch and go on"
@@ -133,7 +133,7 @@ def _saved(session: "Session", can_be_undone: bool) -> str:
     if not session.step:
         return "no step was made: there is nothing to save"
     if ranks.world > 1 and not ranks.checks_in:  # the others wait in the middle of a step, not to save
-        if config.fsdp.is_sharded or config.context_size > 1:
+        if config.fsdp.is_sharded or config.sharing > 1:
             why = "the ranks exchange parts in every layer, and the others wait for this one there: all of them stop"
         else:
             why = "one rank cannot save for all"

@@ -7,10 +7,11 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.arrival import is_sent, needs_whole_model
 from framework.build.assembly import Assembly
 from framework.build.loss import causal_model
 from framework.build.optimizers.low_bit import is_managed, parts_of
-from framework.build.quantize import scale_tensors, weight_count
+from framework.build.quantize import packed_state, scale_tensors, weight_count
 from framework.build.ranks import local_part
 from framework.build.streamed_base import SLOTS
 from framework.build.tasks import WithoutAdapter, reference_of
@@ -76,6 +77,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
         shards=shards_of(assembly),
         repeated_bytes=_repeated_bytes(assembly),
         streamed_bytes=_streamed_bytes(assembly),
+        sent_bytes=_sent_bytes(assembly),
     )
 
 
@@ -101,6 +103,21 @@ def _repeated_bytes(assembly: Assembly) -> int:
     kept = [item for item in alike if item.requires_grad or assembly.adapter is None]
     held = sum(_sizes([*kept, *(value for value in states if isinstance(value, torch.Tensor))]))
     return held * (shards_of(assembly) - shards_of(assembly) // tensor.size)
+
+
+def whole_bytes(assembly: Assembly) -> int:
+    """Bytes of all weights as they are loaded: none split, none packed."""
+    counts, plain = _counts(assembly), 0
+    for name, parameter in assembly.model.named_parameters():
+        state = packed_state(parameter)
+        plain += counts[name] * (state.dtype.itemsize if state is not None else parameter.element_size())
+    return plain
+
+
+def _sent_bytes(assembly: Assembly) -> int:
+    if not assembly.is_in_parts or needs_whole_model(assembly.config):
+        return 0
+    return whole_bytes(assembly) if is_sent(assembly.config, causal_model(assembly.model)) else 0
 
 
 def _streamed_bytes(assembly: Assembly) -> int:

@@ -12,13 +12,14 @@ from typing import cast
 from torch import Tensor, nn
 
 from framework.build.activations import transformer_blocks
+from framework.build.arrival import needs_whole_model
 from framework.build.assembly import Assembly
 from framework.build.model import is_packed_when_loaded
 from framework.build.quantize import packed_state, weight_count
 from framework.build.ranks import local_part
 from framework.build.streamed_base import StreamedBase
 from framework.memory.trace import Kind, Space
-from framework.run.footprint import companion_tensors, held_tensors
+from framework.run.footprint import companion_tensors, held_tensors, whole_bytes
 from framework.run.tracker import Tracker
 
 LOADERS = 4
@@ -60,7 +61,17 @@ def _fill_units(tracker: Tracker, assembly: Assembly) -> None:
     in_blocks = {parameter for block in blocks for parameter in block.parameters()}
     units = [[item for item in sizes if item not in in_blocks], *(list(block.parameters()) for block in blocks)]
     is_read = assembly.config.model.load_pretrained_weights
+    if needs_whole_model(assembly.config):
+        _pass(tracker, whole_bytes(assembly), Space.HOST)
+    elif is_read:
+        converted = (size for item, size in sizes.items() if _is_converted(assembly, item))
+        _pass(tracker, max(converted, default=0), Space.HOST)
     _pass(tracker, max(_whole_bytes(unit, sizes, is_read) for unit in units), Space.DEVICE)
+
+
+def _is_converted(assembly: Assembly, weight: Tensor) -> bool:
+    """Whether a tensor of a file is brought to another dtype, which is done on the host."""
+    return weight.is_floating_point() and weight.dtype != assembly.export_dtype
 
 
 def _whole_bytes(unit: Sequence[nn.Parameter], sizes: Mapping[nn.Parameter, int], is_read: bool) -> int:
@@ -95,7 +106,7 @@ def _read_checkpoint(tracker: Tracker, assembly: Assembly, held: Sequence[Tensor
         width = assembly.export_dtype.itemsize
         _pass(tracker, sum(weight_count(tensor) * width for tensor in base), Space.HOST)
         return
-    if is_packed or any(t.is_floating_point() and t.dtype != assembly.export_dtype for t in base):
+    if is_packed or any(_is_converted(assembly, tensor) for tensor in base):
         _pass(tracker, sum(heapq.nlargest(1 if is_packed else LOADERS, sizes)), Space.HOST)
     if assembly.streamed is None:
         capacity = assembly.config.gpu.capacity_bytes

@@ -112,8 +112,9 @@ def _build(
     """The session around what was read and planned."""
     config = inputs.config
     folder = find_folder(crew, config, name, resume, overwrite)
-    if forecast is not None and folder.is_written:
-        require_room(forecast.plan, folder.path, config.data.workers)
+    if forecast is not None and crew.ranks.local_rank == 0:
+        written = folder.path if folder.is_written else None
+        require_room(forecast.plan, written, config.data.workers, crew.ranks.local_world)
     newest = checkpoints(folder.path)[-1] if resume else None
     repairs, changes, read = list[Repair](), list[str](), read_digests(inputs)
     if newest is not None:

@@ -26,7 +26,7 @@ from framework.build.refuse import refuse_impossible
 from framework.build.tasks import said_of_companion
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
-from framework.memory.planning import make_plan
+from framework.memory.planning import CARDS_A_MACHINE, make_plan
 from framework.memory.rehearsal import Rehearsal
 from framework.memory.requirements import needs_package
 from framework.memory.trace import Kind, Space, Trace
@@ -44,8 +44,6 @@ from framework.schema.config import TrainingConfig
 if TYPE_CHECKING:  # else a plan of plain code would load torch's compiler
     from framework.run.compiled_blocks import Kept
 
-CARDS_A_MACHINE = 8
-"""How many cards of a plan are taken to share a machine: what a hybrid strategy splits over."""
 REHEARSED_MICRO_BATCHES = 2
 """The first makes the gradients, the second adds to them; all others are like the second."""
 

@@ -16,12 +16,15 @@ _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 _GIB = 1 << 30
 
 
-def require_room(plan: Plan, folder: Path, workers: int = 0) -> None:
-    """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it.
+def require_room(plan: Plan, folder: Path | None, workers: int = 0, processes: int = 1) -> None:
+    """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it. None
+    where another machine writes.
 
-    `workers` is how many processes that prepare batches the plan's host memory counts.
+    `workers` is how many processes that prepare batches the plan's host memory counts for each of the `processes` that
+    train on this machine.
     """
-    short = [*_short_of_disk(plan, folder), *_short_of_host_memory(plan, workers)]
+    disk = _short_of_disk(plan, folder) if folder is not None else ()
+    short = [*disk, *_short_of_host_memory(plan, workers, processes)]
     if short:
         raise DoesNotFit("; ".join(short) + ". Nothing was loaded.")
 
@@ -37,12 +40,16 @@ def _short_of_disk(plan: Plan, folder: Path) -> Iterator[str]:
         )
 
 
-def _short_of_host_memory(plan: Plan, workers: int) -> Iterator[str]:
-    held = psutil.Process().memory_info().rss
-    missing, free = plan.host_bytes - held, available_host_bytes()
+def _short_of_host_memory(plan: Plan, workers: int, processes: int) -> Iterator[str]:
+    held = psutil.Process().memory_info().rss * processes
+    needed, free = plan.host_bytes_of(processes), available_host_bytes()
+    missing = needed - held
     if missing > free:
-        said = f"the run needs up to {_gib(plan.host_bytes)} of host memory, {_gib(held + free)} can be had"
-        left = workers - -(-(missing - free) // WORKER_BYTES)
+        among = f" for {processes} processes" if processes > 1 else ""
+        pinned = plan.host.pinned_bytes * processes
+        among += f" ({_gib(pinned)} of it pinned)" if pinned else ""
+        said = f"the run needs up to {_gib(needed)} of host memory{among}, {_gib(held + free)} can be had"
+        left = workers - -(-(missing - free) // (WORKER_BYTES * processes))
         if workers and left >= 0:
             said += f": there is room for {left} of the {workers} data.workers ({_gib(WORKER_BYTES)} each)"
         yield said

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from framework.errors import DoesNotFit
+from framework.memory.ledger import HostUse
 from framework.memory.planning import WORKER_BYTES
 from framework.run import room
 from tests.report.plans import GIB, PLAN
@@ -80,3 +81,30 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
     limit.write_text("max\n")
     assert room.available_host_bytes() > 700
     assert system > 700
+
+
+def test_all_processes_of_a_machine_need_room(
+    tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F05, O11: what each but the first needs, and what all of them hold already."""
+    monkeypatch.setattr(
+        room.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB // 2))
+    )
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 96 * GIB)
+    host = HostUse(processes=8, other_bytes=10 * GIB, pinned_bytes=6 * GIB)
+    plan = replace(PLAN, host_bytes=30 * GIB, host=host)
+    room.require_room(plan, tmp_path, processes=8)
+    said = r"needs up to 101.0 GiB of host memory for 8 processes \(48.0 GiB of it pinned\), 100.0 GiB can be had"
+    with pytest.raises(DoesNotFit, match=said):
+        room.require_room(replace(plan, host_bytes=31 * GIB), tmp_path, processes=8)
+    disk.free = 0
+    room.require_room(plan, None, processes=8)  # another machine writes
+
+
+def test_workers_of_all_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0)))
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 8 * GIB + 6 * WORKER_BYTES)
+    each = 4 * GIB + 4 * WORKER_BYTES
+    plan = replace(PLAN, host_bytes=each, host=HostUse(processes=2, other_bytes=each))
+    with pytest.raises(DoesNotFit, match=r"room for 3 of the 4 data\.workers"):
+        room.require_room(plan, None, workers=4, processes=2)

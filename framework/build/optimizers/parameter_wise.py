@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.build.pinned import pinning
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
 
@@ -28,7 +29,8 @@ class StateStore:
             return torch.zeros((), dtype=like.dtype, device="cpu").expand(like.shape) if on_card else like.clone()
         if self.folder is not None:
             return _mapped(self.folder / f"optimizer-{os.getpid()}-{name}", like)
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self.place.kind == "cuda")
+        with pinning(like.nbytes):
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self.place.kind == "cuda")
 
 
 def _mapped(file: Path, like: Tensor) -> Tensor:

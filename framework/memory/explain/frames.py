@@ -112,5 +112,7 @@ def makes_states(frames: Sequence[Frame]) -> bool:
 
 
 def is_pinning(frames: Sequence[Frame]) -> bool:
-    """Whether host memory was being pinned, whose failure CUDA words like that of its own memory."""
-    return any(re.search(r"pin_memory", f"{frame.function} {frame.code}") for frame in frames)
+    """Whether host memory was being pinned, whose failure CUDA words like that of its own memory. FSDP2 pins gradients
+    where it sends them to the host."""
+    pinned = re.compile(r"pin_memory|^foreach_reduce .*\.to\(")
+    return any(pinned.search(f"{frame.function} {frame.code}") for frame in frames)

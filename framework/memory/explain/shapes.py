@@ -86,6 +86,7 @@ SHAPES: tuple[Shape, ...] = (
     _host("mmap", r"unabletommap(\d+)(bytes)fromfile<.{1,300}>:Cannotallocatememory"),
     _host("numpy", rf"Unabletoallocate{SIZE}foranarray"),
     _host("arrow", r"ArrowMemoryError:(?:mallocofsize(\d+)failed)?"),
+    _host("pinned", rf"couldnotpin{SIZE}ofhostmemory"),
     _host("pinned", r"cudaHostAlloc.{0,80}outofmemory"),
     _host("shared memory", r"insufficientsharedmemory\(shm\)|workersareoutofsharedmemory"),
     _host("shared memory", r"unabletowritetofile</torch_[^>]*>:Nospaceleftondevice"),

@@ -13,7 +13,7 @@ from framework.memory.explain.causes import (
     unaccounted_bytes,
 )
 from framework.memory.explain.messages import Message
-from framework.memory.explain.shapes import Kind
+from framework.memory.explain.shapes import Kind, Space
 from framework.memory.units import size
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -132,6 +132,8 @@ def _host_advice(message: Message) -> Iterator[str]:
         yield "a process was killed from outside, most often by the kernel for want of memory: `dmesg` says if it was"
     if message.name in ("shared memory", "loader"):
         yield "give the container more shared memory (`--shm-size`, /dev/shm), or set data.workers=0"
+    if message.name == "pinned" or message.space is Space.CARD:
+        yield "host memory could not be pinned: fewer processes a machine, or less that is offloaded to its memory"
     yield "give the job more host memory, fewer data.workers, and keep nothing on the host that was offloaded there"
 
 
