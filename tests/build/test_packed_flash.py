@@ -77,7 +77,8 @@ def flash_varlen(
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     CALLS.clear()
     prepare = flash_utils._lazy_define_process_function(flash_varlen)
-    functions = ((flash, flash_varlen, None, None, None), (prepare, None))
+    is_of_two = hasattr(flash_utils, "_process_with_kvcache_kwargs_fn")  # of generation as well; transformers 5.17: one
+    functions = ((flash, flash_varlen, None, None, None), (prepare, None) if is_of_two else prepare)
     monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lambda *args, **kwargs: functions)
     monkeypatch.setattr(flash_integration, "get_target_dtype", lambda query, module: None)  # the real one is half only
 

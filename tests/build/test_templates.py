@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from framework.build import labels
 from framework.build.chat import Chat, check_chat, read_template, render
@@ -136,8 +137,13 @@ def learnt(tokenizer: PreTrainedTokenizerFast, row: Encoded | UnsuitedChat) -> l
 def encode(tokenizer: PreTrainedTokenizerFast, chat: Chat, what: Supervise = Supervise.ASSISTANT) -> list[str]:
     (row,) = encode_chats(tokenizer, [chat], what)
     assert isinstance(row, Encoded), row
-    tools = list(chat.tools) or None
-    assert row.input_ids.tolist() == tokenizer.apply_chat_template(list(chat.messages), tools=tools, return_dict=False)
+    tools, messages = list(chat.tools) or None, list(chat.messages)
+    if not hasattr(chat_template_utils, "_REASONING_FIELDS"):  # transformers 5.17 leaves a thought under its one name
+        thoughts = [message.get("reasoning_content") for message in messages]
+        messages = [
+            {**one, **({"thinking": said} if said else {})} for one, said in zip(messages, thoughts, strict=True)
+        ]
+    assert row.input_ids.tolist() == tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
     return learnt(tokenizer, row)
 
 

@@ -26,7 +26,9 @@ def stepped(assembly, steps=1):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ON_CPU)
 def test_the_loss_falls_and_everything_is_read_back(optimizer, dtype):
-    assembly = assembled(optimizer, model={"torch_dtype_str": dtype})
+    """From the same weights in both: torch 2.11 and 2.13 draw others in bfloat16."""
+    assembly, drawn = assembled(optimizer, model={"torch_dtype_str": dtype}), assembled(optimizer)
+    assembly.model.load_state_dict(drawn.model.state_dict())
     verify(assembly)
     first, *_, last = stepped(assembly, 20)
     assert last < 0.6 * first
