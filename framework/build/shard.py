@@ -1,9 +1,11 @@
 """`fsdp`: weights, gradients and optimizer states split over the ranks, by torch's `fully_shard` (FSDP2).
 
-Each transformer block is one unit: its weights are gathered right before it runs and freed right after. What is in no
-block (embedding, head, last norm, a task's own head) is the unit of the root, which is gathered for the whole of
-forward and of backward. Gradients are sums over the ranks, as the loss is a sum over the global batch. Every micro
-batch is reduced at once, because unreduced gradients would be as large as the whole model on every card.
+Each transformer block is one unit: its weights are gathered right before it runs and freed right after. Where they
+share no weight, the embedding is one too, and so are the last norm and the head, which stay gathered until their
+backward. What is in none of them (tied embeddings, a task's own head) is the unit of the root, which is gathered from
+the start of forward to the end of backward. Gradients are sums over the ranks, as the loss is a sum over the global
+batch. Every micro batch is reduced at once, because unreduced gradients would be as large as the whole model on every
+card.
 """
 
 import contextlib
@@ -16,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from framework.build.activations import transformer_blocks
 from framework.build.arrival import Arrival
 from framework.build.compiled import compiled_regions
+from framework.build.ends import ends_of
 from framework.build.hub import nearest
 from framework.build.loss import causal_model
 from framework.build.pinned import pinning
@@ -41,10 +45,12 @@ STAYS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_
 
 @dataclass(frozen=True)
 class Sharding:
-    """What was split. `blocks` in the order they run; the root holds what is in none of them."""
+    """What was split. `blocks` in the order they run; the root holds what is in none of them and of the `ends`."""
 
     root: FSDPModule
     blocks: tuple[FSDPModule, ...]
+    ends: tuple[tuple[FSDPModule, ...], ...]
+    """The modules of each unit beside them: the embedding, and what runs after the blocks."""
     block_class: str
     """Name of the class of the blocks."""
     shards: int
@@ -54,8 +60,8 @@ class Sharding:
 
     @property
     def units(self) -> tuple[FSDPModule, ...]:
-        """Blocks and root: what is gathered, and reduced, at a time."""
-        return (*self.blocks, self.root)
+        """What is gathered, and reduced, at a time."""
+        return (*self.blocks, *(end[0] for end in self.ends), self.root)
 
     def __str__(self) -> str:
         blocks = f"{len(self.blocks)} {self.block_class} and the rest"
@@ -63,7 +69,10 @@ class Sharding:
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(model, *arguments)` with the weights that it needs gathered."""
-        return self.root(function, *arguments)  # type: ignore[operator]
+        result = self.root(function, *arguments)  # type: ignore[operator]
+        for end in self.ends:
+            _end_forward(end[0])
+        return result
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Every micro batch's gradients are reduced at once."""
@@ -115,25 +124,28 @@ def shard(
         "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if offloads else OffloadPolicy(),
     }
     has_packed = is_quantized(root)
-    units = []
-    parts = sum(item.numel() * item.element_size() for item in root.parameters()) // shards
-    for module in (*blocks, root):
-        if arrival is not None:
-            arrival.fill(module)
-        if tensor is not None:
-            tensor.cut(module)
-        with pinning(parts):
-            units.append(fully_shard(module, **settings))
+    size = sum(item.numel() * item.element_size() for item in root.parameters()) // shards
+    ends = ends_of(model, blocks)
+    for unit in (*([block] for block in blocks), *ends, [root]):
+        for module in unit:
+            if arrival is not None:
+                arrival.fill(module)
+            if tensor is not None:
+                tensor.cut(module)
+        is_last = unit[-1] is root or (ends and unit is ends[-1])  # its backward comes right after its forward
+        with pinning(size):
+            fully_shard(unit, **settings | ({"reshard_after_forward": False} if is_last else {}))
     if arrival is not None:
         arrival.close()
     if has_packed:
         from framework.build.packed_shards import mark_parts  # bitsandbytes takes seconds to import
 
         mark_parts(root)
-    for unit in units:
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # a division by 1 would be an operation of NCCL's alone
-    sharding = Sharding(units[-1], tuple(units[:-1]), block_class, shards, replicas)
+    parts: Any = tuple(blocks), tuple(map(tuple, ends))
+    sharding = Sharding(cast(FSDPModule, root), parts[0], parts[1], block_class, shards, replicas)
+    for sharded in sharding.units:
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # a division by 1 would be an operation of NCCL's alone
     _arrange_prefetch(params, sharding.blocks)
     return sharding
 
@@ -143,6 +155,13 @@ def parameter_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def _end_forward(unit: FSDPModule) -> None:
+    """What torch does once all modules of a unit have run: a loss in chunks reads the head and never calls it."""
+    unit._get_fsdp_state()._modules_to_run_forward.clear()
+    for group in parameter_groups(unit):
+        group._training_state = TrainingState.IDLE
 
 
 def sharded_blocks(params: FSDPParams, model: nn.Module) -> list[nn.Module]:

@@ -10,6 +10,7 @@ Weights are plain tensors of the part's size, not torch's DTensors: checkpoints,
 `fully_shard` and the rehearsal see a model with fewer heads. Only what is saved is told which part it is.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import PretrainedConfig
 
 from framework.build.activations import transformer_blocks
+from framework.build.ends import ends_of
 from framework.build.loss import causal_model
 from framework.build.place import Place
 from framework.build.ranks import Ranks, local_part, whole
@@ -129,7 +131,8 @@ class TensorParallel:
 
     def cut_all(self, model: nn.Module, root: nn.Module, arrival: "Arrival | None") -> None:
         """The same for a model that is not sharded, block by block as its weights arrive. `root` holds the model."""
-        for unit in (*transformer_blocks(model), root):
+        blocks = list(transformer_blocks(model))
+        for unit in (*blocks, *itertools.chain(*ends_of(model, blocks)), root):
             if arrival is not None:
                 arrival.fill(unit)
             self.cut(unit)

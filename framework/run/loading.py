@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from framework.build.activations import transformer_blocks
 from framework.build.arrival import needs_whole_model
 from framework.build.assembly import Assembly
+from framework.build.ends import ends_of
 from framework.build.model import is_packed_when_loaded
 from framework.build.quantize import packed_state, weight_count
 from framework.build.ranks import local_part
@@ -57,16 +58,18 @@ def _fill_units(tracker: Tracker, assembly: Assembly) -> None:
     blocks: Sequence[nn.Module] = transformer_blocks(assembly.model)
     if sharding is not None:
         blocks = [cast(nn.Module, block) for block in sharding.blocks]
+    units = [*([block] for block in blocks), *ends_of(assembly.model, blocks)]
     sizes = {item: assembly.numel(name, item) * item.element_size() for name, item in assembly.model.named_parameters()}
-    in_blocks = {parameter for block in blocks for parameter in block.parameters()}
-    units = [[item for item in sizes if item not in in_blocks], *(list(block.parameters()) for block in blocks)]
+    filled = [[item for module in unit for item in module.parameters()] for unit in units]
+    in_units = {item for unit in filled for item in unit}
+    filled.append([item for item in sizes if item not in in_units])
     is_read = assembly.config.model.load_pretrained_weights
     if needs_whole_model(assembly.config):
         _pass(tracker, whole_bytes(assembly), Space.HOST)
     elif is_read:
         converted = (size for item, size in sizes.items() if _is_converted(assembly, item))
         _pass(tracker, max(converted, default=0), Space.HOST)
-    _pass(tracker, max(_whole_bytes(unit, sizes, is_read) for unit in units), Space.DEVICE)
+    _pass(tracker, max(_whole_bytes(unit, sizes, is_read) for unit in filled), Space.DEVICE)
 
 
 def _is_converted(assembly: Assembly, weight: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Two processes, each with half of the weights, learn what one process learns; all in one start of the two."""
 
 import itertools
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from framework.build.place import real_place
 from framework.build.ranks import Ranks, local_part
 from framework.build.verify import verify
 from framework.errors import RequestError
+from framework.run.step import eval_step
 from framework.schema.config import TrainingConfig
 from tests.sharded import on_two, settings, sharded, trained, weights
-from tests.tiny import LLAMA, tiny_assembly
+from tests.tiny import LLAMA, tiny_assembly, unequal_rows
 
 TIED = {**LLAMA, "tie_word_embeddings": True, "vocab_size": 130}
 EXPERTS = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -30,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("llama", {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}}),
     "early": ("llama", {"fsdp": {"forward_prefetch": True}, "training": CHECKPOINTED}),
     "post": ("llama", {"fsdp": {"backward_prefetch": "BACKWARD_POST"}, "training": CHECKPOINTED}),
+    "in chunks": ("llama", {"model": {"chunked_loss": 16}}),
     "tied, in chunks": ("tied", {"model": {"chunked_loss": 16}}),
     "renamed": ("experts", {}),
     "dora": ("llama", {**ADAPTED, "peft": {**ADAPTED["peft"], "peft_method": "dora"}}),
@@ -46,7 +49,10 @@ def case(name: str, world: int, folder: Path) -> TrainingConfig:
 
 
 def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"complaints": []}
+    torchs = logging.Handler()
+    torchs.emit = lambda record: found["complaints"].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch.distributed.fsdp.fully_shard").addHandler(torchs)
     for name in CASES:
         own = Ranks(ranks.rank, ranks.world, 0, 1) if name == "hybrid" else ranks
         assembly = sharded(case(name, 2, folder), own)
@@ -54,9 +60,13 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
         whole_size = sum(parameter.numel() for parameter in assembly.model.parameters())
         held = sum(local_part(parameter).numel() for parameter in assembly.model.parameters())
         readings = {reading.key: reading.found for reading in verify(assembly) if reading.key.startswith("fsdp.")}
+        if name == "in chunks":  # a pass without backward leaves nothing behind
+            eval_step(assembly, unequal_rows())
+            assembly.sharding.free_gathered()
         losses, norms = trained(assembly)
         if ranks.is_main:
             found[name] = {"losses": losses, "norms": norms, "held": held / whole_size, "read": readings}
+            found[name]["units"] = [type(unit).__name__ for unit in assembly.sharding.units]
         after = weights(assembly)
         if ranks.is_main:
             save_file(after, folder / f"{name}.safetensors")
@@ -116,6 +126,17 @@ def test_each_rank_holds_half_and_it_is_read_back(found):
     assert here["zero2"]["read"]["fsdp.sharding_strategy"] == "SHARD_GRAD_OP"
 
 
+def test_the_ends_are_units_of_their_own_where_they_share_no_weight(found):
+    blocks = ["FSDPLlamaDecoderLayer"] * 2
+    root = found[1]["full"]["units"][-1]
+    assert found[1]["full"]["units"] == [*blocks, "FSDPEmbedding", "FSDPLlamaRMSNorm", root]
+    assert found[1]["tied, in chunks"]["units"] == [*blocks, root]
+
+
+def test_a_loss_in_chunks_is_no_forward_that_torch_waits_for(found):
+    assert found[1]["complaints"] == []
+
+
 def test_random_weights_are_the_same_on_every_rank_and_as_wide_as_ever(found):
     folder, _ = found
     first, second = (load_file(folder / f"drawn-{rank}.safetensors") for rank in range(2))
@@ -131,7 +152,7 @@ def test_random_weights_are_the_same_on_every_rank_and_as_wide_as_ever(found):
 
 def test_whole_tensors_of_a_unit_are_gone_before_the_next_is_filled(found):
     assert found[1]["filled"] == 2 * 9 + 3
-    assert found[1]["before a unit"] == 0
+    assert found[1]["before a unit"] == 1  # the last norm, which is of the head's unit
 
 
 def test_a_block_that_is_not_there_is_named_with_those_that_are(found):

@@ -1,0 +1,25 @@
+"""What a language model runs before its blocks and after them."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from framework.build.loss import causal_model
+
+
+def ends_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """What runs before the blocks and what runs after: the embedding, and the last norm with the head.
+
+    Empty where they share weights, or where the order in which a class has its modules does not tell them.
+    """
+    causal = causal_model(model)
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if embedding is None or head is None or not set(embedding.parameters()).isdisjoint(head.parameters()):
+        return []
+    for module in causal.modules():
+        children = list(module.children())
+        lists = [index for index, child in enumerate(children) if blocks[0] in list(child.children())]
+        if lists and blocks[-1] in list(children[lists[0]].children()):
+            after = [child for child in children[lists[0] + 1 :] if any(True for _ in child.parameters())]
+            return [[embedding], [*after, head]] if after and embedding not in after and head not in after else []
+    return []
