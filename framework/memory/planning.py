@@ -166,8 +166,8 @@ def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse
     """Host memory of the first process, and of all of a machine.
 
     A load streams one tensor at a time, unless something is made of the whole model first or the first process sends it
-    to all. A save holds what it writes, beside a base that stays there; copies that are written beside training are in
-    the peaks.
+    to all. A save holds what it writes, beside a base that stays there; one beside training holds copies during steps,
+    which on the CPU are in the peaks.
     """
     config, footprint = rehearsal.config, rehearsal.footprint
     process, processes = HOST_BASE_BYTES + config.data.workers * WORKER_BYTES, min(config.gpu.count, CARDS_A_MACHINE)
@@ -178,8 +178,9 @@ def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse
     pinned = 0
     if not on_cpu:
         base, (of_first, of_each) = sum(footprint.home_sizes), _saved_on_host(rehearsal)
-        other = max(other, max(footprint.weight_sizes, default=0), base + of_each)
-        first = max(first, other, base + of_first)
+        training, (copied, copied_each) = max(peak.host for peak in peaks), _copied_beside_training(rehearsal)
+        other = max(other, training + copied_each, max(footprint.weight_sizes, default=0), base + of_each)
+        first = max(first, other, training + copied, base + of_first)
         pinned = max(peak.pinned for peak in peaks) + (base if config.model.offload_frozen_base is True else 0)
     host = HostUse(processes, process + other, pinned, processes * load + footprint.sent_bytes)
     return process + first, host
@@ -198,6 +199,18 @@ def _saved_on_host(rehearsal: Rehearsal) -> tuple[int, int]:
     is_there = config.fsdp.is_on_host or beside_training
     own = 0 if is_there else sum(footprint.trained_sizes) + sum(footprint.state_sizes)
     return max(exported, own), own
+
+
+def _copied_beside_training(rehearsal: Rehearsal) -> tuple[int, int]:
+    """Copies that stay on the host from one save to the next: of the first process, and of each other."""
+    config, footprint = rehearsal.config, rehearsal.footprint
+    if not config.training.async_save:
+        return 0, 0
+    own = sum(footprint.trained_sizes) + sum(footprint.state_sizes)
+    if footprint.shards == 1:
+        return own, 0
+    is_whole = config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT
+    return (footprint.checkpoint_bytes, 0) if is_whole else (own, own)
 
 
 def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:

@@ -74,7 +74,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
         export_bytes=_export_bytes(assembly, counts),
         trained_products=trained_products,
         frozen_products=frozen_products,
-        shards=shards_of(assembly),
+        shards=_shards(assembly),
         repeated_bytes=_repeated_bytes(assembly),
         streamed_bytes=_streamed_bytes(assembly),
         sent_bytes=_sent_bytes(assembly),
@@ -87,8 +87,7 @@ def _counts(assembly: Assembly) -> dict[str, int]:
     return {name: max(weight_count(item), assembly.numel(name, item)) for name, item in named}
 
 
-def shards_of(assembly: Assembly) -> int:
-    """Devices that each weight is split over."""
+def _shards(assembly: Assembly) -> int:
     shards = assembly.sharding.shards if assembly.sharding is not None else 1
     return shards * (assembly.tensor.size if assembly.tensor is not None else 1)
 
@@ -102,7 +101,7 @@ def _repeated_bytes(assembly: Assembly) -> int:
     states = [value for item in alike for value in assembly.optimizer.state.get(item, {}).values()]
     kept = [item for item in alike if item.requires_grad or assembly.adapter is None]
     held = sum(_sizes([*kept, *(value for value in states if isinstance(value, torch.Tensor))]))
-    return held * (shards_of(assembly) - shards_of(assembly) // tensor.size)
+    return held * (_shards(assembly) - _shards(assembly) // tensor.size)
 
 
 def whole_bytes(assembly: Assembly) -> int:

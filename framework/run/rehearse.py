@@ -32,13 +32,13 @@ from framework.memory.requirements import needs_package
 from framework.memory.trace import Kind, Space, Trace
 from framework.run.attempt import copied_to_host
 from framework.run.evaluate import evaluate
-from framework.run.footprint import read_footprint, shards_of, state_space, state_tensors
+from framework.run.footprint import read_footprint, state_space, state_tensors
 from framework.run.loading import record_load
 from framework.run.pretend import pretend
 from framework.run.step import keep_nothing, reference_step, train_step
 from framework.run.tracker import Tracker
 from framework.run.trained import trained_state
-from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory, StateDictType
+from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
 if TYPE_CHECKING:  # else a plan of plain code would load torch's compiler
@@ -182,7 +182,8 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
     _step(tracker, assembly, observe)
     observe("end")
     stepped = len(marks) - 1
-    copies = _copies_of_a_save(tracker, assembly) if config.training.async_save else ()
+    is_copied = config.training.async_save and assembly.place.kind == "cpu"
+    copies = _copies_of_a_save(tracker, assembly) if is_copied else ()
     tracker.trace.repeat(evaluated, stepped)
     if assembly.place.kind == "cuda" and (assembly.cache.steps or 1) > 1:
         tracker.note_emptied_cache()  # the next step starts without the blocks that others find in the cache
@@ -192,13 +193,10 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
 
 
 def _copies_of_a_save(tracker: Tracker, assembly: Assembly) -> list[torch.Tensor]:
-    """What a save beside training copies to the host, where it stays: whole where one rank writes all."""
-    is_whole = assembly.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT and assembly.place.kind == "cuda"
-    parts = shards_of(assembly) if is_whole else 1
-    weights = [local_part(weight) for weight in trained_state(assembly.model).values()] * parts
-    states = state_tensors(assembly) * parts
+    """What a save beside training copies, where the host's memory is the device's: there it stays."""
     tracker.observe("save")
-    copies = _copied(tracker, weights, Kind.WEIGHTS, assembly.place)
+    weights, states = trained_state(assembly.model).values(), state_tensors(assembly)
+    copies = _copied(tracker, map(local_part, weights), Kind.WEIGHTS, assembly.place)
     copies += _copied(tracker, states, Kind.OPTIMIZER, assembly.place)
     tracker.observe("end")
     return copies

@@ -14,6 +14,8 @@ import torch
 import yaml
 
 from framework.errors import Interrupted, OutOfMemory, SaveFailed, VerificationFailed
+from framework.memory import planning
+from framework.memory.cards import read_card
 from framework.run import checkpoint as checkpoint_module
 from framework.run import session as session_module
 from framework.run import trainer
@@ -307,9 +309,10 @@ def test_two_ranks_save_beside_steps_what_they_save_before_them(corpus, tmp_path
         }
 
 
-def plan_of(gpu: str, **training):
-    beside = {"max_steps": 10, **training}
-    return rehearse(tiny_config({**LLAMA, "vocab_size": 50_000}, training=beside, gpu={"name": gpu}))
+def plan_of(gpu: str, count: int = 1, **training):
+    made = {"max_steps": 10, "global_batch_size": None, **training}
+    card = {**read_card(gpu), "count": count} if gpu != "cpu" else {"name": gpu}
+    return rehearse(tiny_config({**LLAMA, "vocab_size": 50_000}, training=made, gpu=card))
 
 
 @pytest.mark.parametrize("gpu", ["cpu", "h100_80gb"])
@@ -322,9 +325,15 @@ def test_the_copies_are_in_the_plan(gpu):
         assert beside.host_bytes - without.host_bytes == pytest.approx(held, rel=1e-3)
     else:
         assert beside.peak == without.peak
-        written = max(phase.host_bytes for phase in beside.phases)
-        assert written == pytest.approx(held, rel=1e-3)
+        assert beside.host_bytes - planning.HOST_BASE_BYTES == pytest.approx(held, rel=1e-3)
         assert beside.host_bytes > without.host_bytes
+
+
+def test_of_ranks_that_hold_copies_the_first_alone_copies():
+    made = [plan_of("h100_80gb", count=2, save_steps=5, async_save=beside) for beside in (False, True)]
+    without, beside = made
+    assert beside.host_bytes - planning.HOST_BASE_BYTES == pytest.approx(beside.checkpoint_bytes, rel=1e-3)
+    assert beside.host.other_bytes == without.host.other_bytes
 
 
 @pytest.mark.parametrize(
