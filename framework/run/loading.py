@@ -54,22 +54,32 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
 def _fill_units(tracker: Tracker, assembly: Assembly) -> None:
     """Each unit is whole for a moment, before it is split (framework/build/arrival.py). Layers are packed one by one as
     they are read, and after the whole unit where random weights are drawn."""
+    if needs_whole_model(assembly.config):
+        _pass(tracker, whole_bytes(assembly), Space.HOST)
+    elif assembly.config.model.load_pretrained_weights:
+        converted = (size for item, size in _sizes(assembly).items() if _is_converted(assembly, item))
+        _pass(tracker, max(converted, default=0), Space.HOST)
+    _pass(tracker, largest_unit_bytes(assembly), Space.DEVICE)
+
+
+def _sizes(assembly: Assembly) -> dict[nn.Parameter, int]:
+    """Bytes of all of each parameter."""
+    named = assembly.model.named_parameters()
+    return {item: assembly.numel(name, item) * item.element_size() for name, item in named}
+
+
+def largest_unit_bytes(assembly: Assembly) -> int:
+    """The unit that takes most while it is whole."""
     sharding = assembly.sharding
     blocks: Sequence[nn.Module] = transformer_blocks(assembly.model)
     if sharding is not None:
         blocks = [cast(nn.Module, block) for block in sharding.blocks]
     units = [*([block] for block in blocks), *ends_of(assembly.model, blocks)]
-    sizes = {item: assembly.numel(name, item) * item.element_size() for name, item in assembly.model.named_parameters()}
+    sizes, is_read = _sizes(assembly), assembly.config.model.load_pretrained_weights
     filled = [[item for module in unit for item in module.parameters()] for unit in units]
     in_units = {item for unit in filled for item in unit}
     filled.append([item for item in sizes if item not in in_units])
-    is_read = assembly.config.model.load_pretrained_weights
-    if needs_whole_model(assembly.config):
-        _pass(tracker, whole_bytes(assembly), Space.HOST)
-    elif is_read:
-        converted = (size for item, size in sizes.items() if _is_converted(assembly, item))
-        _pass(tracker, max(converted, default=0), Space.HOST)
-    _pass(tracker, max(_whole_bytes(unit, sizes, is_read) for unit in filled), Space.DEVICE)
+    return max(_whole_bytes(unit, sizes, is_read) for unit in filled)
 
 
 def _is_converted(assembly: Assembly, weight: Tensor) -> bool:

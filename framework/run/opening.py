@@ -25,6 +25,7 @@ from framework.memory.explain.causes import Repair
 from framework.run.checkpoint import checkpoints, load_checkpoint, read_state
 from framework.run.crew import Crew
 from framework.run.forecast import Forecast
+from framework.run.host_watch import HostWatch, said_of_load
 from framework.run.inputs import Inputs, read_inputs
 from framework.run.meter import Meter
 from framework.run.out_of_memory import Watch, explained_failures
@@ -131,7 +132,8 @@ def _build(
     watch = Watch(meter)
     set_seed(config.training.seed)
     with explained_failures(watch, forecast, None):
-        assembly = assemble(config, inputs.architecture, place, total, crew.ranks)
+        with HostWatch() as host:
+            assembly = assemble(config, inputs.architecture, place, total, crew.ranks)
         seed_apart(config.training.seed, assembly.ranks)
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
@@ -139,8 +141,8 @@ def _build(
         step = _resumed(newest, assembly, meter)
     quiet = quiet or not crew.ranks.is_main
     progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
-    for line in changes:
-        progress.say(f"resumed with {line}")
+    for line in (*said_of_load(crew, assembly, host.grown), *(f"resumed with {change}" for change in changes)):
+        progress.say(line)
     return Session(
         config,
         folder,
