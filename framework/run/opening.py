@@ -113,9 +113,8 @@ def _build(
     """The session around what was read and planned."""
     config = inputs.config
     folder = find_folder(crew, config, name, resume, overwrite)
-    if forecast is not None and crew.ranks.local_rank == 0:
-        written = folder.path if folder.is_written else None
-        require_room(forecast.plan, written, config.data.workers, crew.ranks.local_world)
+    if forecast is not None:
+        _require_room(forecast, folder, config, crew)
     newest = checkpoints(folder.path)[-1] if resume else None
     repairs, changes, read = list[Repair](), list[str](), read_digests(inputs)
     if newest is not None:
@@ -161,6 +160,13 @@ def _build(
         read=read,
         repairs=repairs,
     )
+
+
+def _require_room(forecast: Forecast, folder: RunFolder, config: TrainingConfig, crew: Crew) -> None:
+    """One rank of each machine looks at its host memory, for all of them there; the one that writes at its disk."""
+    if crew.ranks.local_rank == 0:
+        written = folder.path if folder.is_written else None
+        require_room(forecast.plan, written, config.data.workers, crew.ranks.local_world)
 
 
 def _start_device(config: TrainingConfig, folder: RunFolder, crew: Crew) -> tuple[Accelerator, torch.device]:
