@@ -43,7 +43,8 @@ class AttentionKernel:
 
 
 def choose_kernel(query: Tensor, asked: SdpaBackend | None = None) -> AttentionKernel:
-    """The kernel for queries like these: flash in half precision, the efficient one for float32 or an old card.
+    """The kernel for queries like these: in half precision cuDNN's from Hopper on and flash before, the efficient one
+    for float32 or an old card.
 
     Raises RequestError where the one that was asked for, or any, does not take them.
     """
@@ -64,9 +65,9 @@ def _able(query: Tensor) -> Iterator[AttentionKernel]:
         return
     width, is_half, capability = query.shape[-1], query.dtype in HALF, torch.cuda.get_device_capability()
     if is_half and width % 8 == 0 and width <= WIDEST_FLASH and capability >= (8, 0):
-        yield FLASH
-        if width <= (WIDEST_FLASH if capability == (9, 0) else WIDEST_CUDNN):
-            yield CUDNN
+        takes_cudnn = width <= (WIDEST_FLASH if capability == (9, 0) else WIDEST_CUDNN)
+        first, second = (CUDNN, FLASH) if capability >= (9, 0) else (FLASH, CUDNN)
+        yield from (item for item in (first, second) if item is FLASH or takes_cudnn)
     if not width % (8 if is_half else 4):
         yield EFFICIENT
 

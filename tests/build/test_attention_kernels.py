@@ -63,7 +63,8 @@ def test_two_sets_of_keys_give_what_all_of_them_do(device, dtype, exact, name, t
 @pytest.mark.parametrize(
     ("capability", "dtype", "width", "able"),
     [
-        ("9.0", torch.bfloat16, 128, "flash cudnn efficient"),
+        ("9.0", torch.bfloat16, 128, "cudnn flash efficient"),
+        ("8.0", torch.bfloat16, 128, "flash cudnn efficient"),
         ("8.0", torch.bfloat16, 256, "flash efficient"),
         ("9.0", torch.bfloat16, 512, "efficient"),
         ("9.0", torch.float32, 128, "efficient"),

@@ -52,8 +52,8 @@ def test_keys_and_values_are_gathered_in_each_pass_and_waited_for(checkpoints):
     assert sum(item.bytes for item in exchanged) == steps * LAYERS * bytes_of * (gathers + 2)  # gradients in float32
     attention = {item.name for item in trace.operations if "attention" in item.name}
     assert attention == {
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
     }
 
 
