@@ -123,6 +123,8 @@ def _patch_streams(patches: Patches, tracker: Tracker, world: int) -> None:
     for name, answer in answers.items():
         patches.set(torch.cuda, name, answer)
     patches.set(torch, "Event", Event)
+    # which a unit is asked for that was gathered for a backward that it does not take part in
+    patches.set(torch.accelerator, "current_stream", answers["current_stream"])
 
 
 def _patch_units(patches: Patches, tracker: Tracker) -> None:
