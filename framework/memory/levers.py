@@ -236,7 +236,7 @@ RECOMPUTE = (
             Setting(False),
             Setting(
                 True,
-                "at most -70 % tokens/s (1B), -80 % with LoRA (8B): copies, then of weights too; H200, 2026-11",
+                "-70 % tokens/s (1B), -66 % with LoRA (8B): copies outlast the pass beside them; H200, 2026-11",
             ),
         ),
         ("activations",),
@@ -446,8 +446,8 @@ OPTIMIZERS = (
                 "cuda",
                 "bitsandbytes",
             ),
-            Setting("adamw_torchao_8bit", "not measured", "states are 8-bit codes", "cuda", "torchao"),
-            Setting("adamw_torchao_4bit", "not measured", "states are 4-bit codes", "cuda", "torchao"),
+            Setting("adamw_torchao_8bit", _TORCHAO_8, "states are 8-bit codes", "cuda", "torchao"),
+            Setting("adamw_torchao_4bit", _TORCHAO_4, "states are 4-bit codes", "cuda", "torchao"),
         ),
         ("optimizer", "temporaries"),
         "optimizer",
@@ -777,7 +777,7 @@ CACHES = (
             Setting(False, beside=_ADAPTED),
             Setting(
                 True,
-                "-1.6 % tokens/s with LoRA (1B, 4 x 2048 tokens): copies hide beside the compute; H200, 2026-11",
+                "-0.5 % tokens/s with LoRA (1B, 4 x 2048 tokens), -51 % (8B, 1 x 2048); H200, 2026-11",
                 beside=_ADAPTED,
             ),
         ),
