@@ -1,12 +1,13 @@
 """How long a save stops training, before the next step and beside it (`training.async_save`).
 
-python benchmarks/async_save.py OUT.json [--steps 6] [--saves 3] [--small]
+python benchmarks/async_save.py OUT.json [--steps 6] [--saves 3] [--small | --card]
 
 A Llama of about 100M parameters in float32 with AdamW (a checkpoint of 1.2 GB) on the CPU, saved `--saves` times with
 `--steps` steps between two saves, both ways in turn, through the functions that a run calls. Told of each save: the
 seconds from the end of a step to the begin of the next ("stopped"), of which those of the wait for the writer of the
 save before; how long the writing took; and, since a writer takes cores and memory from the steps beside it, the median
-of all steps between two saves. `--small` is a rehearsal of this script.
+of all steps between two saves. `--small` is a rehearsal of this script; `--card` takes a model of 1.2B parameters (a
+checkpoint of 15 GB) on the card that is here: `python benchmarks/async_save.py OUT.json --card --steps 30`.
 """
 
 import argparse
@@ -28,6 +29,8 @@ import torch
 from framework.build.assembly import Assembly, assemble
 from framework.build.model import read_architecture
 from framework.build.place import real_place
+from framework.memory.cards import read_card
+from framework.memory.installed import detect
 from framework.memory.resolve import resolve
 from framework.run.checkpoint import Contents, contents_of, save_checkpoint
 from framework.run.footprint import state_tensors
@@ -35,27 +38,30 @@ from framework.run.step import train_step
 from framework.run.writer import Writer
 from framework.schema.config import TrainingConfig
 
+CARD = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11, "num_attention_heads": 12}
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-ROWS, TOKENS = 2, 128
+SIZES = {"small": (SMALL, 2, 128), "large": (LARGE, 2, 128), "card": (CARD, 8, 1024)}
+"""Shape of the model, rows, tokens of a row."""
 
 
-def config_of(small: bool, beside: bool) -> TrainingConfig:
+def config_of(size: str, beside: bool) -> TrainingConfig:
     """The run whose saves are measured."""
-    model = {"model_type": "llama", "vocab_size": 16_000, "tie_word_embeddings": False}
-    model |= SMALL if small else LARGE
+    shape, rows, tokens = SIZES[size]
+    model = {"model_type": "llama", "vocab_size": 16_000, "tie_word_embeddings": False, **shape}
+    gpu = read_card((size == "card" and detect()) or "cpu")
     return resolve(
         TrainingConfig.model_validate(
             {
                 "training": {
                     "optimizer": "adamw_torch_fused",
-                    "per_device_train_batch_size": ROWS,
+                    "per_device_train_batch_size": rows,
                     "max_steps": 1000,
                     "save_steps": 10,
                     "async_save": beside,
                 },
-                "model": {"architecture": model, "load_pretrained_weights": False, "model_max_length": TOKENS},
-                "gpu": {"name": "cpu"},
+                "model": {"architecture": model, "load_pretrained_weights": False, "model_max_length": tokens},
+                "gpu": gpu,
             }
         )
     )
@@ -63,7 +69,8 @@ def config_of(small: bool, beside: bool) -> TrainingConfig:
 
 def step(assembly: Assembly, number: int) -> float:
     """Seconds of one step over random tokens."""
-    ids = torch.randint(0, 16_000, (ROWS, TOKENS), generator=torch.Generator().manual_seed(number))
+    shape = (int(assembly.config.training.per_device_train_batch_size), assembly.config.longest)
+    ids = torch.randint(0, 16_000, shape, generator=torch.Generator().manual_seed(number)).to(assembly.place.device)
     began = time.perf_counter()
     train_step(assembly, [{"input_ids": ids, "labels": ids}], number)
     return time.perf_counter() - began
@@ -77,7 +84,8 @@ def write(folder: Path, contents: Contents) -> None:
 def measured(config: TrainingConfig, steps: int, saves: int, folder: Path) -> dict[str, Any]:
     """Stops, writing and steps of `saves` saves, after one that is not counted (it makes the copies' memory)."""
     torch.manual_seed(0)
-    assembly = assemble(config, read_architecture(config), real_place(torch.device("cpu")), 1000)
+    device = "cpu" if config.gpu.name == "cpu" else "cuda"
+    assembly = assemble(config, read_architecture(config), real_place(torch.device(device)), 1000)
     alone = [step(assembly, number) for number in range(1, 4)][1:]
     writer, number, stopped, between = Writer(config.training.async_save), 3, list[float](), list[float]()
     for _ in range(saves + 1):
@@ -109,20 +117,23 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--small", dest="size", action="store_const", const="small", default="large")
+    parser.add_argument("--card", dest="size", action="store_const", const="card")
     asked = parser.parse_args()
     rows: dict[str, list[dict[str, Any]]] = {"before the next step": [], "beside training": []}
     for _ in range(2):
         for name, beside in (("before the next step", False), ("beside training", True)):
             folder = Path(tempfile.mkdtemp(dir="."))
             try:
-                rows[name].append(measured(config_of(asked.small, beside), asked.steps, asked.saves, folder))
+                rows[name].append(measured(config_of(asked.size, beside), asked.steps, asked.saves, folder))
             finally:
                 shutil.rmtree(folder)
             print(name, rows[name][-1], flush=True)
+    others = "" if asked.size == "card" else ", shared with other work"
     document = {
-        "what": "seconds that training of a 100M model stands still for a save, before the next step and beside it",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared with other work",
+        "what": "seconds that training stands still for a save, before the next step and beside it",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores{others}",
+        "card": torch.cuda.get_device_name() if asked.size == "card" else None,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in ("torch", "transformers", "safetensors")},

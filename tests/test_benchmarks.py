@@ -37,3 +37,11 @@ def test_the_loader_is_measured_on_a_run_that_may_be(streaming, monkeypatch):
     loader = script("loader_wait")
     monkeypatch.setattr(loader, "detect", lambda: "h100_80gb")
     check(loader.config_of(False, streaming, 30))
+
+
+@pytest.mark.parametrize("size", ["small", "large", "card"])
+def test_saves_are_measured_on_runs_that_may_be(size, monkeypatch):
+    script_of = script("async_save")
+    monkeypatch.setattr(script_of, "detect", lambda: "h100_80gb")
+    for beside in (False, True):
+        check(script_of.config_of(size, beside), PLAN)

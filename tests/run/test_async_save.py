@@ -152,7 +152,7 @@ def test_an_interrupted_run_has_written_what_it_began_and_goes_on_exactly(
         with pytest.raises(Interrupted, match="after step 4"):
             train(config(corpus, tmp_path / "run", training=BESIDE))
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000004"]
-    train(config(corpus, tmp_path / "run", training=BESIDE), resume=True)
+    train(config(corpus, tmp_path / "run", training={"save_steps": 4}), resume=True)  # harmless: the same is learnt
     assert metrics(tmp_path / "run") == metrics(straight)
     assert same(final_weights(tmp_path / "run"), final_weights(straight))
 
