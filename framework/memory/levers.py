@@ -446,8 +446,12 @@ OPTIMIZERS = (
                 "cuda",
                 "bitsandbytes",
             ),
-            Setting("adamw_torchao_8bit", _TORCHAO_8, "states are 8-bit codes", "cuda", "torchao"),
-            Setting("adamw_torchao_4bit", _TORCHAO_4, "states are 4-bit codes", "cuda", "torchao"),
+            Setting(
+                "adamw_torchao_8bit", "-28 % tokens/s (1B); H200, 2026-11", "states are 8-bit codes", "cuda", "torchao"
+            ),
+            Setting(
+                "adamw_torchao_4bit", "-30 % tokens/s (1B); H200, 2026-11", "states are 4-bit codes", "cuda", "torchao"
+            ),
         ),
         ("optimizer", "temporaries"),
         "optimizer",
