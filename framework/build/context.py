@@ -82,7 +82,8 @@ def share_rows(config: TrainingConfig, ranks: Ranks) -> Context | None:
     size = config.context_size
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(size, timeout=COLLECTIVE)  # type: ignore[no-untyped-call]
-    backend = config.model.sdpa_backend
+    group, backend = None, config.model.sdpa_backend
+    if ranks.world > 1:  # `check` looks at shapes alone
+        group, _ = dist.new_subgroups(size, timeout=COLLECTIVE)  # type: ignore[no-untyped-call]
     kernel = None if backend is None else SdpaBackend(backend)
     return Context(ranks.rank % size, size, group, kernel)

@@ -118,7 +118,7 @@ def shard(
     replicas = ranks.world // ranks.alike // shards
     offloads = params.cpu_offload is True and not place.rehearsed  # `pretend_ranks` sees to it there
     settings: dict[str, Any] = {
-        "mesh": _mesh(place, replicas, shards) if tensor is None else tensor.mesh["data"],
+        "mesh": _mesh(place, replicas, shards) if tensor is None else tensor.peers(),
         "reshard_after_forward": strategy not in STAYS_GATHERED,
         "mp_policy": precision(config),
         "offload_policy": CPUOffloadPolicy(place.kind == "cuda") if offloads else OffloadPolicy(),

@@ -55,11 +55,11 @@ class TensorParallel:
 
     rank: int
     size: int
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None = None
     """Of all ranks, `("tensor", "data")`."""
-    group: Any
+    group: Any = None
     """torch's process group of those that share each matrix."""
-    others: Any
+    others: Any = None
     """torch's process group of those that have the same parts and other rows; None where there are none."""
     dimensions: dict[str, int] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
@@ -129,6 +129,11 @@ class TensorParallel:
                 part = part.clone(memory_format=torch.contiguous_format)
                 module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
 
+    def peers(self) -> DeviceMesh:
+        """The ranks that have the same parts, over which these can be split further."""
+        assert self.mesh is not None
+        return self.mesh["data"]
+
     def cut_all(self, model: nn.Module, root: nn.Module, arrival: "Arrival | None") -> None:
         """The same for a model that is not sharded, block by block as its weights arrive. `root` holds the model."""
         blocks = list(transformer_blocks(model))
@@ -144,6 +149,7 @@ class TensorParallel:
         dimension = self.dimensions.get(name)
         if dimension is None:
             return tensor
+        assert self.mesh is not None
         mesh, placements, shape = self.mesh["tensor"], list[Placement]([Shard(dimension)]), list(tensor.shape)
         if isinstance(tensor, DTensor):  # a shard of the part
             mesh, placements = self.mesh, [Shard(dimension), *tensor.placements]
@@ -182,6 +188,8 @@ def share_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> Tensor
     They are neighbours: ranks 0 to n - 1 are the first group, which take the same rows, and so on.
     """
     size = config.fsdp.tensor_parallel_size
+    if ranks.world == 1:  # `check` looks at shapes alone
+        return TensorParallel(0, size)
     groups = ranks.world // size
     with torch._C.DisableTorchFunction():  # the numbers of ranks have values even where all else has none
         numbers = torch.arange(ranks.world, device="cpu").view(groups, size).T

@@ -77,6 +77,19 @@ def test_check_goes_on_to_tokenizer_model_and_rows(recipe, capsys):
     assert error["where"] == "command line"
 
 
+@pytest.mark.parametrize("sharing", ["fsdp.tensor_parallel_size=2", "model.attn_implementation=ring_attention"])
+def test_check_looks_at_what_devices_share_without_any(sharing, recipe, capsys):
+    sizes = "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 4"
+    asked = ["check", str(recipe), "gpu.count=2", sharing]
+    llama = f"model.architecture={{model_type: llama, {sizes}, num_key_value_heads: 2}}"
+    assert main([*asked, llama]) == 0, capsys.readouterr().err
+    if "tensor" in sharing:
+        assert main([*asked, llama.replace("heads: 2", "heads: 1")]) == 2
+        assert "1 key and value heads of llama are not 2 equal parts" in capsys.readouterr().err
+        assert main([*asked, llama.replace("llama", "cohere, use_qk_norm: true")]) == 2
+        assert "transformers' plan says nothing of" in capsys.readouterr().err
+
+
 def test_check_tells_what_training_would_warn_of(write, capsys):
     write("".join(json.dumps({"text": f"a {n}", "label": 2e9 + n}) + "\n" for n in range(40)), "rows.jsonl")
     text = RECIPE.replace("task: pretrain", "task: " + "regression").replace(
