@@ -36,6 +36,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "starcoder2": {**LLAMA, "model_type": "starcoder2", "use_bias": True, "bos_token_id": 1, "eos_token_id": 2},
 }
+LAYERS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma2": {**LLAMA, "model_type": "gemma2", "head_dim": 8, **LAYERS},
+    "gemma3_text": {**LLAMA, "model_type": "gemma3_text", "head_dim": 8, **LAYERS},
+    "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 8},
+    "smollm3": {**LLAMA, "model_type": "smollm3", "pad_token_id": 0, "no_rope_layers": [1, 0]},
+    "granite": {**LLAMA, "model_type": "granite", "residual_multiplier": 0.5},
+    "seed_oss": {**LLAMA, "model_type": "seed_oss", "residual_dropout": 0.0, "attention_dropout": 0.0},
+    "phi": {**LLAMA, "model_type": "phi", "num_key_value_heads": 4},
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"training": {"enable_gradient_checkpointing": True, "max_grad_norm": 0.5}},
     "qwen3": {"of": "qwen3", "training": {"activation_offload": True}},
@@ -109,9 +119,9 @@ def broken(ranks: Ranks, folder: Path) -> str:
     return str(caught.value)
 
 
-def pretrained(folder: Path) -> Path:
+def pretrained(folder: Path, models: dict[str, dict[str, Any]] = MODELS) -> Path:
     """Weights for every number of ranks: those drawn for parts are others than those for a whole."""
-    for name, architecture in MODELS.items():
+    for name, architecture in models.items():
         made = tiny_config(architecture)
         torch.manual_seed(1)
         model, _ = build_model(made, read_architecture(made), real_place(torch.device("cpu")))
@@ -224,6 +234,25 @@ def test_two_groups_of_two_have_rows_of_their_own_as_copies_and_as_shards(tmp_pa
         one = tiny_assembly(case(name, tmp_path, 1))
         load_checkpoint(tmp_path / kind / "checkpoints" / f"step-{STEPS:08d}", one)
         assert curve(one, STEPS + 1)["loss"] == pytest.approx(here["on"], rel=1e-5)
+
+
+def of_kind(kind: str, folder: Path, world: int) -> TrainingConfig:
+    training = {"per_device_train_batch_size": 2, "global_batch_size": 4, "learning_rate": 1e-2}
+    model = {"model_name": str(folder / kind), "load_pretrained_weights": True}
+    gpu, fsdp = {"name": "cpu", "count": world}, {"tensor_parallel_size": world}
+    return tiny_config(OTHERS[kind], model=model, training=training, gpu=gpu, fsdp=fsdp)
+
+
+def look_at_kinds(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    return {kind: curve(sharded(of_kind(kind, folder, 2), ranks), steps=2) for kind in OTHERS}
+
+
+@pytest.mark.slow
+def test_other_models_with_a_plan_are_split_rightly_too(tmp_path):
+    first, second = on_two(look_at_kinds, pretrained(tmp_path, OTHERS))
+    assert first == second
+    for kind, here in first.items():
+        assert_alike(here, curve(tiny_assembly(of_kind(kind, tmp_path, 1)), steps=2), 5e-5)
 
 
 def look_at_optimizers(ranks: Ranks, folder: Path) -> dict[str, Any]:

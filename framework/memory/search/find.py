@@ -260,7 +260,7 @@ def tokens_of(search: Search, item: Candidate) -> int:
     """Positions of one optimizer step on a device."""
     config = resolve(search.space.structures[item.number].config)
     length = config.model.model_max_length
-    return search.space.rows * (length // config.context_size if isinstance(length, int) else 1)
+    return search.space.rows * (length // config.sharing if isinstance(length, int) else 1)
 
 
 def _overrides(before: TrainingConfig, after: TrainingConfig) -> tuple[str, ...]:
