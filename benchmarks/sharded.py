@@ -109,7 +109,7 @@ def curve_row(row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     data = torch.randint(0, 512, (row["steps"], 8, 256), generator=generator)
     data[:, :, ::2] = data[:, :, 1::2]  # something to learn
     share = 8 // config.batch.world
-    first = assembly.ranks.rank // config.context_size * share
+    first = assembly.ranks.rank // config.sharing * share
     losses = []
     for step in range(row["steps"]):
         rows = data[step, first : first + share].cuda()
@@ -130,7 +130,7 @@ def main() -> None:
     with Path(sys.argv[1]).open("a") as out:
         for make, rows in ((step_row, ROWS), (curve_row, CURVES)):
             for row in rows:
-                if chosen and row["name"] not in chosen:
+                if (chosen and row["name"] not in chosen) or world < row.get("cards", 0):
                     continue
                 try:
                     document = make(row, ranks)

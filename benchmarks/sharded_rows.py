@@ -43,6 +43,15 @@ ROWS += (
     {"name": "1b-32k-ring-cudnn", **_LONG, **_RING, "changes": [*_RING["changes"], "model.sdpa_backend=cudnn"]},
 )
 """Long rows: as many on each card, and one that all cards share."""
+_TENSOR: dict[str, Any] = {"fsdp": {"enable_fsdp": False, "tensor_parallel_size": 2}}
+ROWS += (
+    {"name": "1b-tp2", **_1B, **_TENSOR},
+    {"name": "1b-tp2-plain", **_1B, **_TENSOR, "gc": False, "changes": ["model.chunked_loss=1024"]},
+    {"name": "1b-tp2-bf16", **_1B, **_TENSOR, "dtype": "bfloat16"},
+    {"name": "8b-lora-tp2", **_8B_LORA, **_TENSOR},
+    {"name": "1b-tp2-full", **_1B, "fsdp": {"tensor_parallel_size": 2}, "cards": 4},
+)
+"""Matrices that two cards share: of the same rows, and on four cards as shards over two groups."""
 _CURVE = {"steps": 50, "world": True}
 CURVES: tuple[dict[str, Any], ...] = (
     {"name": "curve-one", **_CURVE, "world": False},
@@ -53,6 +62,8 @@ CURVES: tuple[dict[str, Any], ...] = (
     {"name": "curve-ddp", **_CURVE, "fsdp": None},
     {"name": "curve-ring", **_CURVE, "fsdp": None, "ring": True},
     {"name": "curve-ring-full", **_CURVE, "fsdp": {}, "ring": True},
+    {"name": "curve-tp", **_CURVE, "fsdp": {"enable_fsdp": False, "tensor_parallel_size": 2}},
+    {"name": "curve-tp-full", **_CURVE, "fsdp": {"tensor_parallel_size": 2}, "cards": 4},
     {"name": "curve-qlora-one", **_CURVE, "world": False, "qlora": True},
     {"name": "curve-qlora-full", **_CURVE, "fsdp": {}, "qlora": True},
     {"name": "curve-qlora-zero2", **_CURVE, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}, "qlora": True},
@@ -65,16 +76,14 @@ def step_config(row: dict[str, Any], world: int, card: str = "h100_80gb") -> Tra
     dtype, accumulation = row.get("dtype", "float32"), row.get("accumulation", 1)
     lora = [f"peft={row.get('lora')}", "peft.lora_r=16", "peft.lora_alpha=32"]
     lora += [f"peft.adapter_dtype={row.get('adapter', 'bfloat16')}"]
-    changes = [f"model={row['model']}", f"gpu={card}", f"gpu.count={world}", "fsdp.enable_fsdp=true"]
-    changes += [
-        f"fsdp.{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in row.get("fsdp", {}).items()
-    ]
+    changes = [f"model={row['model']}", f"gpu={card}", f"gpu.count={world}"]
+    fsdp = {"enable_fsdp": True, **row.get("fsdp", {})}
+    changes += [f"fsdp.{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in fsdp.items()]
     changes += [f"model.torch_dtype_str={dtype}", f"training.enable_gradient_checkpointing={str(row['gc']).lower()}"]
     autocast = row.get("autocast", "bf16" if dtype == "float32" else "none")
     changes += [f"training.mixed_precision_dtype={autocast}"]
     changes += [f"training.per_device_train_batch_size={row['micro']}", "model.load_pretrained_weights=false"]
-    groups = 1 if row.get("ring") else world
+    groups = 1 if row.get("ring") else world // fsdp.get("tensor_parallel_size", 1)
     changes += [f"training.global_batch_size={row['micro'] * accumulation * groups}", "data.eval_fraction=0"]
     changes += [f"model.model_max_length={row.get('tokens', 2048)}", "training.optimizer=adamw_torch_fused"]
     changes += ["training.learning_rate=1e-4"]

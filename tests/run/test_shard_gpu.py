@@ -39,7 +39,7 @@ def test_every_strategy_learns_what_one_card_does(world, tmp_path):
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_plan_is_what_the_cards_take(world, tmp_path):
     found = measured(world, tmp_path, [row["name"] for row in ROWS])
-    for row in ROWS:
+    for row in (row for row in ROWS if world >= row.get("cards", 0)):
         plan, real = rehearse(step_config(row, world)).step_peak, found[row["name"]]
         assert plan.allocated_bytes == pytest.approx(real["allocated_bytes"], rel=0.02), row["name"]
         assert plan.reserved_bytes == pytest.approx(real["reserved_bytes"], rel=0.06), row["name"]
