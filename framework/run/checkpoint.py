@@ -37,6 +37,12 @@ PARTS = "parts"
 """Folder of a checkpoint of sharded weights, into which every rank has written its part."""
 
 
+def forget_halves(folder: Path) -> None:
+    """Give back the disk of what a run that was killed had half written."""
+    for half in (*(folder / "checkpoints").glob(".step-*.incomplete"), folder / "checkpoints" / f".{PARTS}"):
+        shutil.rmtree(half, ignore_errors=True)
+
+
 def empty_parts(folder: Path) -> str:
     """Make the folder that all ranks write into, beside the checkpoints of a run folder."""
     parts = folder / "checkpoints" / f".{PARTS}"

@@ -22,7 +22,7 @@ from framework.errors import (
     DoesNotFit,
 )
 from framework.memory.explain.causes import Repair
-from framework.run.checkpoint import checkpoints, load_checkpoint, read_state
+from framework.run.checkpoint import checkpoints, forget_halves, load_checkpoint, read_state
 from framework.run.crew import Crew
 from framework.run.forecast import Forecast
 from framework.run.host_watch import HostWatch, said_of_load
@@ -212,6 +212,7 @@ def _write_first(session: Session, overwrite: bool) -> None:
     if overwrite:
         clear(session.folder)
     if session.step:
+        forget_halves(session.folder.path)
         session.folder.forget_metrics_after(session.step)
     else:
         session.folder.write_config(session.config)

@@ -86,6 +86,24 @@ def test_copies_that_are_none_are_found(monkeypatch):
         Writer(beside=True).begin(contents_of(assembly, 1), lambda contents: None, live(assembly))
 
 
+def test_a_second_interrupt_does_not_wait_for_the_writer_and_an_error_does():
+    released, written = threading.Event(), threading.Event()
+
+    def write(contents):
+        released.wait(30)
+        written.set()
+
+    writer = Writer(beside=True)
+    writer.begin(contents_of(tiny_assembly(tiny_config()), 1), write, ())
+    with pytest.raises(KeyboardInterrupt), writer:
+        raise KeyboardInterrupt
+    assert not written.is_set()
+    threading.Timer(0.2, released.set).start()
+    with pytest.raises(ValueError, match="first"), writer:
+        raise ValueError("first")
+    assert written.is_set()
+
+
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory):  # noqa: F811
     """Twelve steps, saved before the next ones."""
@@ -243,6 +261,8 @@ def test_killed_while_the_writer_works_the_run_goes_on_from_the_last_complete_ch
     process.wait()
     left = {path.name for path in (folder / "checkpoints").iterdir()}
     assert left == {"step-00000004", ".step-00000008.incomplete"}
+    (folder / "checkpoints" / ".step-00000006.incomplete").mkdir()
+    (folder / "checkpoints" / ".parts").mkdir()
     train(config(corpus, folder, training=BESIDE), resume=True)
     assert metrics(folder) == metrics(straight)
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-00000008", "step-00000012"}
