@@ -270,7 +270,7 @@ def test_killed_while_the_writer_works_the_run_goes_on_from_the_last_complete_ch
 
 
 GATHERED = {"enable_fsdp": True, "state_dict_type": StateDictType.FULL_STATE_DICT}
-KINDS = {"split": {"enable_fsdp": True}, "gathered": GATHERED, "copied": {}}
+KINDS = {"split": {"enable_fsdp": True}, "gathered": GATHERED, "shared": {"tensor_parallel_size": 2}, "copied": {}}
 
 
 def on_two(corpus, folder, **sections):  # noqa: F811
