@@ -5,16 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from framework.cli import main
-from framework.errors import RequestError
+from framework.errors import DoesNotFit, RequestError
+from framework.memory.ledger import HostUse
+from framework.run import launch, room
 from framework.run.crew import require_world
 from framework.run.launch import require_devices
 from framework.run.trainer import train
 from framework.schema.config import TrainingConfig
+from tests.report.plans import GIB, on
 from tests.run.several import ROOT
 from tests.run.test_trainer import config, corpus, metrics  # noqa: F401
 
@@ -56,6 +60,28 @@ def test_written_and_started_must_be_the_same_number(write, capsys, corpus):  # 
     error = capsys.readouterr().err
     assert "3 cards are written, but 2 processes are started" in error
     assert "r.yaml" in error
+
+
+def test_what_all_ranks_need_of_the_host_is_refused_before_any_starts(monkeypatch, corpus, tmp_path):  # noqa: F811
+    """F05, O11: there would be room for one."""
+    made = config(corpus, tmp_path / "run")
+    two = made.model_copy(update={"gpu": made.gpu.model_copy(update={"count": 2})})
+    host = HostUse(processes=2, other_bytes=30 * GIB, pinned_bytes=24 * GIB)
+    plan = replace(on(24.0), host_bytes=40 * GIB, host=host)
+    monkeypatch.setattr(launch, "plan_in_subprocess", lambda config: plan)
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 60 * GIB)
+    with pytest.raises(DoesNotFit, match=r"70.0 GiB of host memory for 2 processes \(48.0 GiB of it pinned\)"):
+        launch.launch(two, "run", [])
+
+
+def test_a_plan_over_the_card_is_tried_where_ranks_shrink(monkeypatch, corpus, tmp_path):  # noqa: F811
+    monkeypatch.setattr(launch, "plan_in_subprocess", lambda config: on(1.0))
+    monkeypatch.setattr(launch, "TCPStore", lambda *args, **kwargs: pytest.fail("started"))
+    for word, failure in (("stop", DoesNotFit), ("shrink", pytest.fail.Exception)):
+        made = config(corpus, tmp_path / "run", training={"on_oom": word})
+        two = made.model_copy(update={"gpu": made.gpu.model_copy(update={"count": 2})})
+        with pytest.raises(failure):
+            launch.launch(two, "run", [])
 
 
 def test_as_many_as_asked_for_are_welcome():

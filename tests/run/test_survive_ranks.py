@@ -16,7 +16,10 @@ from framework.build.ranks import Ranks
 from framework.cli import complain
 from framework.errors import TunesmithError
 from framework.memory.explain import explain
+from framework.memory.planning import make_plan
 from framework.run import evaluate, trainer, trial
+from framework.run.forecast import Forecast
+from framework.run.rehearse import record
 from framework.run.step import train_step
 from tests.run.several import ended, start
 from tests.run.test_survive import MESSAGE, Failing
@@ -164,7 +167,10 @@ def elsewhere(corpus, folder, rank):  # noqa: F811
         return eval_step(assembly, batch, observe)
 
     trial.trial_step, evaluate.eval_step = tried, evaluated
-    train(settings(corpus, folder / "elsewhere", per_device_eval_batch_size=2))
+    train(
+        settings(corpus, folder / "elsewhere", per_device_eval_batch_size=2),
+        planner=lambda made: Forecast(make_plan(record(made))),
+    )
     trial.trial_step, evaluate.eval_step = trial_step, eval_step
     return {"eval sizes": sizes}
 
@@ -230,6 +236,8 @@ def test_the_repair_is_written(folder, told):
 def test_the_trial_and_an_evaluation_come_again_on_both(folder, told):
     assert same(final_weights(folder / "elsewhere"), final_weights(folder / "two"))
     assert told[0]["eval sizes"][-1] == told[1]["eval sizes"][-1] == 1
+    plan = json.loads((folder / "elsewhere" / "plan.json").read_text())
+    assert plan["batch"]["per_device"] == 2, "planned again, by the first rank for both"
     assert metrics(folder / "elsewhere", "eval_loss") == pytest.approx(metrics(folder / "two", "eval_loss"), rel=1e-5)
 
 
