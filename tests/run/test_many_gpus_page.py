@@ -49,6 +49,14 @@ def test_what_the_page_says_of_the_batch_is_so() -> None:
     assert str(config.batch) in PAGE
 
 
+def test_what_the_page_says_of_groups_is_so() -> None:
+    training = {"global_batch_size": 16, "per_device_train_batch_size": 2}
+    rows = {"model": {"attn_implementation": "ring_attention"}, "fsdp": {"context_parallel_size": 4}}
+    for sections in (rows, {"fsdp": {"tensor_parallel_size": 2}}):
+        config = TrainingConfig.model_validate({"training": training, "gpu": {"count": 8}, **sections})
+        assert str(config.batch) in PAGE
+
+
 def test_what_is_refused_beside_several_ranks_is_named() -> None:
     asked = {
         "training": {

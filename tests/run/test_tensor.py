@@ -17,6 +17,7 @@ from framework.build.verify import verify
 from framework.errors import VerificationFailed
 from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.forecast import forecast_in_subprocess
+from framework.run.rehearse import record
 from framework.run.sharded_export import export_sharded
 from framework.run.together import seed_apart
 from framework.schema.config import TrainingConfig
@@ -78,6 +79,13 @@ def case(name: str, folder: Path, world: int, size: int = 2, **fsdp: Any) -> Tra
     return tiny_config(architecture, gpu={"name": "cpu", "count": world}, **sections)
 
 
+def held(assembly: Any) -> list[int]:
+    """Bytes of weights and of optimizer states that this rank has."""
+    model = assembly.model
+    states = (value for state in assembly.optimizer.state.values() for value in state.values())
+    return [sum(item.nbytes for item in kind) for kind in ((*model.parameters(), *model.buffers()), states)]
+
+
 def rows_of_the_table(assembly: Any) -> list[str]:
     return [str(item) for item in verify(assembly) if item.key == "fsdp.tensor_parallel_size"]
 
@@ -90,6 +98,7 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
             load_checkpoint(folder / STARTED, assembly)
         found[name] = {"verified": rows_of_the_table(assembly), **curve(assembly)}
         export_sharded(assembly, tokenizer(), folder / f"{name}-final")
+        found[name]["held"] = held(assembly)
         if name in SAVED:
             checkpoint = saved(folder / name, assembly, STEPS)
             again = sharded(case(name, folder, 2), ranks)
@@ -168,6 +177,14 @@ def test_the_table_says_which_matrices_are_in_parts_and_how_large(name, tensors,
     assert f"asked='1/2 of {tensors} tensors', found='1/2 of {tensors} tensors'" in held
     assert "self_attn.o_proj 32x" in held
     assert "logits of 8 tokens, which differ by 0e+00 in a group" in alike
+
+
+@pytest.mark.parametrize("name", ["llama", "adapter"])
+def test_what_a_rank_holds_is_what_was_planned(name, found):
+    folder, ranks = found
+    footprint = record(case(name, folder, 2)).footprint
+    planned = [sum(footprint.weight_sizes), sum(footprint.state_sizes)]
+    assert [rank[name]["held"] for rank in ranks] == [planned, planned]
 
 
 def test_outputs_that_are_not_added_up_are_found_before_the_first_step(found):
