@@ -56,7 +56,7 @@ class TensorParallel:
     rank: int
     size: int
     mesh: DeviceMesh | None = None
-    """Of all ranks, `("tensor", "data")`."""
+    """Of all ranks, `("tensor", "data")`; of one dimension where they are one group."""
     group: Any = None
     """torch's process group of those that share each matrix."""
     others: Any = None
@@ -190,13 +190,14 @@ def share_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> Tensor
     size = config.fsdp.tensor_parallel_size
     if ranks.world == 1:  # `check` looks at shapes alone
         return TensorParallel(0, size)
-    groups = ranks.world // size
+    groups, names = ranks.world // size, ("tensor", "data")
     with torch._C.DisableTorchFunction():  # the numbers of ranks have values even where all else has none
         numbers = torch.arange(ranks.world, device="cpu").view(groups, size).T
-        mesh = DeviceMesh(place.kind, numbers, mesh_dim_names=("tensor", "data"))
-        # one group more would be one communicator more
-        group = dist.group.WORLD if groups == 1 else mesh["tensor"].get_group()
-        others = None if groups == 1 else mesh["data"].get_group()
+        if groups == 1:  # of one dimension, whose group is that of all ranks: another would be one more communicator
+            mesh = DeviceMesh(place.kind, numbers.squeeze(1), mesh_dim_names=names[:1])
+            return TensorParallel(ranks.rank, size, mesh, mesh.get_group())
+        mesh = DeviceMesh(place.kind, numbers, mesh_dim_names=names)
+        group, others = mesh["tensor"].get_group(), mesh["data"].get_group()
     return TensorParallel(ranks.rank % size, size, mesh, group, others)
 
 

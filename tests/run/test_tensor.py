@@ -99,6 +99,7 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
         found[name] = {"verified": rows_of_the_table(assembly), **curve(assembly)}
         export_sharded(assembly, tokenizer(), folder / f"{name}-final")
         found[name]["held"] = held(assembly)
+        found[name]["has a group of its own"] = assembly.tensor.group is not torch.distributed.group.WORLD
         if name in SAVED:
             checkpoint = saved(folder / name, assembly, STEPS)
             again = sharded(case(name, folder, 2), ranks)
@@ -174,6 +175,7 @@ def test_two_that_share_each_matrix_learn_what_one_does_and_export_it(name, foun
 @pytest.mark.parametrize(("name", "tensors"), [("llama", 14), ("biases", 20), ("adapter", 28)])
 def test_the_table_says_which_matrices_are_in_parts_and_how_large(name, tensors, found):
     held, alike = found[1][1][name]["verified"]
+    assert not found[1][1][name]["has a group of its own"], "each would be a communicator that the plan does not have"
     assert f"asked='1/2 of {tensors} tensors', found='1/2 of {tensors} tensors'" in held
     assert "self_attn.o_proj 32x" in held
     assert "logits of 8 tokens, which differ by 0e+00 in a group" in alike
