@@ -106,35 +106,63 @@ def _rivals(searches: list[Search], proposal: TrainingConfig) -> list[TrainingCo
 
 
 def summary(asked: Path, measured: Path, out: Path) -> None:
-    """Each cell: what was proposed, planned and measured, and the best of what was measured within the cap."""
-    truth = {line["name"]: line["measured"] for line in map(json.loads, measured.read_text().splitlines())}
-    cells = []
-    for line in map(json.loads, asked.read_text().splitlines()):
-        cell, _, which = line["name"].rpartition("/")
-        if which != "proposal":
-            continue
-        usable = line["config"]["gpu"]["usable_bytes"]
-        mine = truth.get(line["name"], {"error": "not run"})
-        facts = {key: value for key, value in line.items() if key not in ("name", "config")}
-        cells.append({"cell": cell, "usable_bytes": usable, **facts, "measured": mine})
-        rivals = {name: row for name, row in truth.items() if name.startswith(f"{cell}/rival")}
-        fitting = [row for row in rivals.values() if "error" not in row and row["device_bytes"] <= usable]
-        if fitting and "error" not in mine:
-            best = max(row["tokens_per_second"] for row in [*fitting, mine])
-            cells[-1] |= {"rivals": len(rivals), "of_the_best": mine["tokens_per_second"] / best}
-        by_hand = {word: truth[f"{cell}/{word}"] for word in BY_HAND if f"{cell}/{word}" in truth}
-        if by_hand and "error" not in mine:
-            cells[-1]["over"] = {
-                word: mine["tokens_per_second"] / row["tokens_per_second"]
-                for word, row in by_hand.items()
-                if "error" not in row
-            }
-        if "error" not in mine:
-            cells[-1]["within_cap"] = mine["device_bytes"] <= usable
-    device = next(row["device_name"] for row in truth.values() if "error" not in row)
-    out.write_text(json.dumps({"machine": device, "cells": cells}, indent=1) + "\n")
+    """Each cell: what was proposed, planned and measured, and the best of what was measured within the cap.
+
+    A line of `measured` may say in which `call` it was; figures are compared within one.
+    """
+    lines = [json.loads(line) for line in asked.read_text().splitlines()]
+    calls: dict[str, dict[str, Any]] = {}
+    for row in map(json.loads, measured.read_text().splitlines()):
+        calls.setdefault(row.get("call", ""), {})[row["name"]] = row["measured"]
+    proposals = {line["name"]: line for line in lines if line["name"].endswith("/proposal")}
+    cells = [_compared(line, proposals, calls) for line in proposals.values()]
+    some = next(row for rows in calls.values() for row in rows.values() if "error" not in row)
+    document = {
+        key: some[name] for key, name in (("machine", "device_name"), ("date", "date"), ("packages", "packages"))
+    }
+    out.write_text(json.dumps({**document, "cells": cells}, indent=1) + "\n")
     for cell in cells:
         print({key: value for key, value in cell.items() if key not in ("measured", "overrides")})
+
+
+def _compared(line: dict[str, Any], proposals: dict[str, Any], calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A cell in the call that measured most beside its proposal."""
+    cell, usable = line["name"].removesuffix("/proposal"), line["config"]["gpu"]["usable_bytes"]
+    facts = {key: value for key, value in line.items() if key not in ("name", "config")}
+    document: dict[str, Any] = {"cell": cell, "usable_bytes": usable, **facts}
+    ran = [rows for rows in calls.values() if "error" not in rows.get(line["name"], {"error": "not run"})]
+    if not ran:
+        return {**document, "measured": {"error": "not run"}}
+    found = max(((_rivals_of(line, proposals, rows), rows) for rows in ran), key=lambda pair: len(pair[0]))
+    rivals, rows = found
+    mine = rows[line["name"]]
+    document |= {"measured": mine, "within_cap": mine["device_bytes"] <= usable, "rivals": len(rivals)}
+    if rivals:
+        document["of_the_best"] = mine["tokens_per_second"] / max(mine["tokens_per_second"], *rivals)
+    by_hand = {word: rows.get(f"{cell}/{word}", {"error": "not run"}) for word in BY_HAND}
+    ratios = {
+        w: mine["tokens_per_second"] / row["tokens_per_second"] for w, row in by_hand.items() if "error" not in row
+    }
+    return {**document, **({"over": ratios} if ratios else {})}
+
+
+def _rivals_of(line: dict[str, Any], proposals: dict[str, Any], rows: dict[str, Any]) -> list[float]:
+    """Tokens/s of what was measured within the cap: the cell's rivals, and what smaller caps of the shape were given
+    that learns the same."""
+    shape, cap, _ = line["name"].split("/")
+    usable = line["config"]["gpu"]["usable_bytes"]
+    found = []
+    for name, row in rows.items():
+        of_shape, of_cap, which = name.split("/")
+        smaller = proposals.get(name) if which == "proposal" and int(of_cap) < int(cap) else None
+        same = smaller is not None and _learns(smaller) == _learns(line)
+        if of_shape == shape and "error" not in row and row["device_bytes"] <= usable:
+            found += [row["tokens_per_second"]] if same or (of_cap == cap and which.startswith("rival")) else []
+    return found
+
+
+def _learns(line: dict[str, Any]) -> tuple[Any, Any]:
+    return line["config"]["model"]["torch_dtype_str"], line["config"]["training"]["optimizer"]
 
 
 def main() -> None:

@@ -42,6 +42,9 @@ GATHER, REDUCE = "all_gather", "reduce"
 EXCHANGE = "exchange"
 """`Operation.name` of what ranks exchange while the computation waits for it."""
 
+GRAPH = "graph"
+"""`Operation.name` of the start of a graph of compiled code, which costs the host and launches nothing."""
+
 TAKE_OVER = "split_with_sizes_copy"
 """`Operation.name` of the copy that waits for the last gather."""
 

@@ -16,7 +16,18 @@ from torch._guards import active_fake_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.build.ranks import local_part
-from framework.memory.trace import EXCHANGE, GATHER, RECOMPUTED, REDUCE, TRANSFER, Kind, Operation, Space, Trace
+from framework.memory.trace import (
+    EXCHANGE,
+    GATHER,
+    GRAPH,
+    RECOMPUTED,
+    REDUCE,
+    TRANSFER,
+    Kind,
+    Operation,
+    Space,
+    Trace,
+)
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
 from framework.run.packed import is_packed_product, packed_result, packed_shape, packed_workspace
@@ -220,6 +231,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Within the block, what is recorded is compiled code, of forward even where backward runs it again."""
         before = self._is_compiled, self._in_forward_code
         self._is_compiled, self._in_forward_code = True, of_forward
+        self.trace.operations.append(Operation(GRAPH, self._operation_phase(), 0, 0, ""))
         try:
             yield
         finally:
