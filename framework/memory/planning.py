@@ -284,7 +284,7 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
         tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
         yield f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them"
     if (tensor := config.fsdp.tensor_parallel_size) > 1:
-        yield "sums over the devices that share each matrix are waited for; two H200 took -8 to +10 % of the planned time"
+        yield "sums over the devices that share each matrix are waited for; steps of two H200 were planned within 10 %"
     if config.gpu.name != "cpu":
         yield f"NCCL takes {NCCL_BYTES / MIB:,.0f} MiB, as on two H200 with one communicator"
         if config.context_size > 1:

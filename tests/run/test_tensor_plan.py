@@ -91,13 +91,13 @@ def test_time_has_the_sums_and_speed_is_of_one_device():
     assert slow.step.bound_by == "communication"
 
 
-def test_the_plan_says_what_is_shared_and_that_no_card_was_asked():
+def test_the_plan_says_what_is_shared_and_what_cards_took():
     plan = rehearse(config(2, card={"name": "cpu"}))
     said = "21 tensors are in 2 parts, one on each device of a group; embedding and head are whole"
     assert said in plan.assumptions
     plan = rehearse(config(2))
     assert any(f"band ({Band.TENSOR})" in line for line in plan.assumptions)
-    assert any("their time is not measured" in line for line in plan.assumptions)
+    assert any("steps of two H200 were planned within 10 %" in line for line in plan.assumptions)
 
 
 @pytest.mark.parametrize(
