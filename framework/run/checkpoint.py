@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +16,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.fingerprints import fixed_fingerprint
+from framework.build.ranks import Ranks
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.random_state import parsed, random_state, restore_random_state
 from framework.run.trained import trained_state
-from framework.run.written import verify_tensors
+from framework.run.written import damage, save_verified
 from framework.schema.choices import StateDictType
 
 FORMAT = 1
 """Version of the files in a checkpoint."""
+_SEAL = "crc32"
 
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
 
@@ -177,11 +180,16 @@ def save_checkpoint(folder: Path, contents: Contents, keep: int, parts: Path | N
             verify_parts(aside / PARTS, contents.tensors)
         for name, tensors in files.items():
             on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
-            save_file(on_host, aside / name)
-            verify_tensors(aside / name, on_host)
+            save_verified(aside / name, on_host)
         for rank, text in enumerate(contents.others, 1):
             (aside / _random_of(rank)).write_text(text)
-        (aside / _STATE).write_text(json.dumps(contents.document))
+        names = sorted(str(file.relative_to(aside)) for file in aside.rglob("*") if file.is_file())
+        document = {
+            **contents.document,
+            "files": names,
+            "others": [zlib.crc32(text.encode()) for text in contents.others],
+        }
+        (aside / _STATE).write_text(_sealed(document))
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return target
@@ -191,16 +199,48 @@ def _random_of(rank: int) -> str:
     return f"random-{rank:05d}.json"
 
 
+def _sealed(document: Mapping[str, Any]) -> str:
+    """A document as JSON that begins with the checksum of the rest."""
+    text = json.dumps(document)
+    return f'{{"{_SEAL}": {zlib.crc32(text.encode())}, {text[1:]}'
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint. Raises RequestError when it is of another format or damaged."""
     try:
-        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
+        text = (checkpoint / _STATE).read_text()
+        state: dict[str, Any] = json.loads(text)
     except (OSError, ValueError) as error:
-        raise RequestError([Problem("--resume", f"{checkpoint} is not a readable checkpoint: {error}")]) from None
+        found = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise _unusable(checkpoint, f"{_STATE} {found}") from None
     if state.get("format") != FORMAT:
         found = f"{checkpoint} has format {state.get('format')}, this version reads {FORMAT}"
         raise RequestError([Problem("--resume", found)])
+    if state.pop(_SEAL, None) is not None and text != _sealed(state):
+        raise _unusable(checkpoint, f"{_STATE} has changed since it was written")
     return state
+
+
+def _unusable(checkpoint: Path, found: str) -> RequestError:
+    older = [each for each in checkpoints(checkpoint.parent.parent) if each.name < checkpoint.name]
+    then = f"--resume then goes on from {older[-1].name}" if older else "there is no older one to go on from"
+    return RequestError([Problem("--resume", f"{checkpoint}/{found}", expected=f"delete {checkpoint}: {then}")])
+
+
+def verify_checkpoint(checkpoint: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
+    """Read every byte of a checkpoint, each rank its share of the files. Raises RequestError for a damaged one."""
+    for name in state.get("files", [])[ranks.rank :: ranks.world]:
+        file = checkpoint / name
+        if file.suffix == ".safetensors":
+            found = damage(file)
+        elif not file.exists():
+            found = "is missing"
+        else:
+            is_whole = zlib.crc32(file.read_bytes()) in state["others"]
+            found = None if is_whole else "has changed since it was written"
+        if found:
+            raise _unusable(checkpoint, f"{name} {found}")
+    ranks.meet()  # none goes on to read what another has found damaged
 
 
 def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
@@ -209,6 +249,7 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
     Raises RequestError when it holds other tensors than the model that was built.
     """
     state = read_state(checkpoint)
+    verify_checkpoint(checkpoint, state, assembly.ranks)
     built = fixed_fingerprint(assembly)
     if None not in (built, state.get("reference")) and state["reference"] != built:
         message = f"the model that {checkpoint} was measured against had other weights than the one built now"

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._hf_utils import (
@@ -44,7 +43,7 @@ from framework.run.checkpoint import PARTS
 from framework.run.crew import WAIT
 from framework.run.optimizer_state import SEPARATOR, placed
 from framework.run.trained import trained_state
-from framework.run.written import verify_tensors
+from framework.run.written import save_verified
 
 
 def split_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -91,8 +90,7 @@ class _Writer(HuggingFaceStorageWriter):
         if tensors:
             file = Path(self.path) / _gen_file_name(1, 1, plan.storage_data["shard_index"])
             known = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
-            save_file(tensors, file, metadata={**known, FORMAT_KEY: FORMAT_VALUE})
-            verify_tensors(file, tensors)
+            save_verified(file, tensors, {**known, FORMAT_KEY: FORMAT_VALUE})
         done = Future[list[WriteResult]]()
         done.set_result([])
         return done

@@ -1,30 +1,64 @@
-"""What was written is read back from its file: names, shapes, dtypes, and a checksum over every byte."""
+"""What was written is read back from its file: names, shapes, dtypes, and a checksum over every byte.
+
+Files of checkpoints keep the checksums in their headers, so that a run which goes on finds what a disk or a copy has
+changed since.
+"""
 
 import json
 import zlib
 from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from framework.errors import SaveFailed
 
 _PIECE = 1 << 24
 """Bytes read at once: a file that is mapped instead would count as memory of the process."""
+_CHECKSUMS = "crc32"
+"""Entry of a header's metadata: the checksum of each tensor, as JSON."""
 
 
-def verify_tensors(file: Path, expected: Mapping[str, Tensor]) -> None:
-    """Read `file` (safetensors) back. Raises SaveFailed unless it holds `expected`, bit for bit, and nothing else."""
+def save_verified(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write `tensors` (on the host) with their checksums, and read them back. Raises SaveFailed when they differ."""
+    checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    save_file(dict(tensors), file, metadata={**(metadata or {}), _CHECKSUMS: json.dumps(checksums)})
+    verify_tensors(file, tensors, checksums)
+
+
+def damage(file: Path) -> str | None:
+    """What is wrong with a file that `save_verified` wrote, in words; None when nothing is."""
+    if not file.exists():
+        return "is missing"
+    try:
+        with safe_open(file, framework="pt") as stored:
+            checksums: dict[str, int] = json.loads((stored.metadata() or {}).get(_CHECKSUMS, "{}"))
+        places = _places(file)
+        with file.open("rb") as raw:
+            wrong = [name for name, value in checksums.items() if _checksum_at(raw, *places[name]) != value]
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return f"has changed since it was written: {len(wrong)} tensors differ, first {wrong[0]}" if wrong else None
+
+
+def verify_tensors(file: Path, expected: Mapping[str, Tensor], checksums: Mapping[str, int] | None = None) -> None:
+    """Read `file` (safetensors) back. Raises SaveFailed unless it holds `expected`, bit for bit, and nothing else.
+
+    `checksums` of `expected`, where they are known."""
     with safe_open(file, framework="pt") as stored:
         wrong = sorted(set(stored.keys()) ^ set(expected))
-    if wrong := wrong or differing(file, expected):
+    if wrong := wrong or differing(file, expected, checksums or {}):
         raise SaveFailed(f"{file} does not read back as it was written: {len(wrong)} tensors differ, first {wrong[0]}")
 
 
-def differing(file: Path, expected: Mapping[str, Tensor]) -> list[str]:
+def differing(
+    file: Path, expected: Mapping[str, Tensor], checksums: Mapping[str, int] = MappingProxyType({})
+) -> list[str]:
     """Names that `file` and `expected` share, whose tensors have another shape, dtype or checksum."""
     wrong = []
     places = _places(file)
@@ -32,7 +66,7 @@ def differing(file: Path, expected: Mapping[str, Tensor]) -> list[str]:
         for name in sorted(places.keys() & expected.keys(), key=places.__getitem__):
             tensor, own = stored.get_tensor(name), expected[name]  # mapped: no byte of it is read
             is_alike = tensor.shape == own.shape and tensor.dtype == own.dtype
-            if not is_alike or _checksum_at(raw, *places[name]) != checksum(own):
+            if not is_alike or _checksum_at(raw, *places[name]) != (checksums.get(name) or checksum(own)):
                 wrong.append(name)
     return wrong
 

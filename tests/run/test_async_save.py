@@ -19,6 +19,7 @@ from framework.memory.cards import read_card
 from framework.run import checkpoint as checkpoint_module
 from framework.run import session as session_module
 from framework.run import trainer
+from framework.run import written as written_module
 from framework.run.checkpoint import checkpoints, contents_of, save_checkpoint
 from framework.run.footprint import state_tensors
 from framework.run.rehearse import rehearse
@@ -129,7 +130,11 @@ def test_a_run_learns_and_saves_the_same(corpus, straight, tmp_path, capsys):  #
         if name.endswith("state.json"):
             a, b = json.loads(one[name]), json.loads(other[name])
             for document in (a, b):
-                del document["config"]["training"]["async_save"], document["config"]["training"]["output_dir"]
+                del (
+                    document["crc32"],
+                    document["config"]["training"]["async_save"],
+                    document["config"]["training"]["output_dir"],
+                )
             assert a == b
         else:
             assert one[name] == other[name], name
@@ -181,7 +186,7 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
     monkeypatch,
 ):
     """C07: the disk is full. The message is that of a save that is waited for."""
-    original, log = checkpoint_module.save_file, session_module.Session._log
+    original, log = written_module.save_file, session_module.Session._log
 
     def full_disk(tensors, file, **options):
         if "step-00000008" in str(file):
@@ -194,7 +199,7 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
             while not self.writer.has_failed:
                 time.sleep(0.01)
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full_disk)
+    monkeypatch.setattr(written_module, "save_file", full_disk)
     monkeypatch.setattr(session_module.Session, "_log", until_failed)
     messages = []
     for name, training in (("beside", BESIDE), ("before", {"save_steps": 4})):
@@ -226,10 +231,10 @@ def test_memory_that_runs_out_waits_for_the_writer_and_names_its_checkpoint(corp
 KILLED = """
 import sys, time
 from pathlib import Path
-from framework.run import checkpoint, trainer
+from framework.run import trainer, written
 from tests.run.test_trainer import config, train
 
-original = checkpoint.save_file
+original = written.save_file
 
 def half(tensors, file, **options):
     original(tensors, file, **options)
@@ -237,7 +242,7 @@ def half(tensors, file, **options):
         file.write_bytes(file.read_bytes()[:100])
         time.sleep(600)
 
-checkpoint.save_file = half
+written.save_file = half
 trainer.SAMPLE_NEW_TOKENS = 1
 train(config(Path(sys.argv[1]), Path(sys.argv[2]), training={"async_save": True, "save_steps": 4}))
 """
@@ -291,14 +296,14 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
         for name in ("before", "beside"):
             training = {"async_save": name == "beside"}
             train(on_two(corpus, folder / kind / name, training=training, fsdp=fsdp))
-    original = checkpoint_module.save_file
+    original = written_module.save_file
 
     def full_disk(tensors, file, **options):
         if "step-00000008" in str(file):
             raise OSError(28, "No space left on device")
         original(tensors, file, **options)
 
-    checkpoint_module.save_file = full_disk
+    written_module.save_file = full_disk
     try:
         train(on_two(corpus, folder / "full", training={"async_save": True}))
     except TunesmithError as error:

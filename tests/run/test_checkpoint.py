@@ -5,9 +5,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from framework.build.ranks import Ranks
 from framework.errors import RequestError, SaveFailed
-from framework.run import checkpoint as module
-from framework.run.checkpoint import checkpoints, contents_of, load_checkpoint, save_checkpoint, written_aside
+from framework.run import written as module
+from framework.run.checkpoint import (
+    checkpoints,
+    contents_of,
+    load_checkpoint,
+    read_state,
+    save_checkpoint,
+    verify_checkpoint,
+    written_aside,
+)
+from framework.run.random_state import dumped
 from framework.run.step import train_step
 from framework.run.written import verify_tensors
 from tests.optimizers import BF16, ON_CPU, WIDE, eager, training  # noqa: F401
@@ -113,8 +123,8 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch,
 
 
 def test_a_file_that_does_not_read_back_is_not_kept(tmp_path, monkeypatch):
-    def loses_one(tensors, path):
-        save_file(dict(list(tensors.items())[1:]), path)
+    def loses_one(tensors, path, **options):
+        save_file(dict(list(tensors.items())[1:]), path, **options)
 
     monkeypatch.setattr(module, "save_file", loses_one)
     with pytest.raises(SaveFailed, match="does not read back"):
@@ -125,11 +135,9 @@ def test_a_file_that_does_not_read_back_is_not_kept(tmp_path, monkeypatch):
 def test_one_wrong_bit_of_a_file_is_not_kept(tmp_path, monkeypatch):
     """Names, shapes and dtypes are right; the checksum is not."""
 
-    def flips_one(tensors, path):
-        save_file(tensors, path)
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+    def flips_one(tensors, path, **options):
+        save_file(tensors, path, **options)
+        flip(path)
 
     monkeypatch.setattr(module, "save_file", flips_one)
     with pytest.raises(SaveFailed, match=r"random\.safetensors does not read back as it was written: 1 tensors differ"):
@@ -146,6 +154,13 @@ def test_what_differs_from_what_was_to_be_written_is_found(tmp_path, stored):
     verify_tensors_of(tmp_path, {"a": A})
     with pytest.raises(SaveFailed, match="does not read back"):
         verify_tensors_of(tmp_path, stored)
+
+
+def flip(path, at=-1):
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
 
 
 def verify_tensors_of(folder, stored):
@@ -181,12 +196,55 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         load_checkpoint(saved, deeper)
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
+DAMAGES = {
+    "changed": flip,
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-20]),
+    "deleted": lambda file: file.unlink(),
+    "emptied": lambda file: file.write_bytes(b""),
+}
+FILES = ["model.safetensors", "optimizer.safetensors", "random.safetensors", "random-00001.json", "state.json"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_named_and_what_to_do(tmp_path, name, damage):
     assembly = tiny_assembly(tiny_config())
-    saved = save_checkpoint(tmp_path, contents_of(assembly, 1), keep=1)
-    (saved / "state.json").write_text("{")
-    with pytest.raises(RequestError, match="not a readable checkpoint"):
+    steps(assembly, 1, 1)
+    older, saved = (save_checkpoint(tmp_path, contents_of(assembly, n, others=[dumped()]), keep=2) for n in (1, 2))
+    before = [parameter.clone() for parameter in assembly.model.parameters()]
+    damage(saved / name)
+    with pytest.raises(RequestError) as caught:
         load_checkpoint(saved, assembly)
+    (problem,) = caught.value.problems
+    assert problem.message.startswith(f"{saved / name} ")
+    assert problem.expected == f"delete {saved}: --resume then goes on from step-00000001"
+    assert all(map(torch.equal, before, assembly.model.parameters()))
+    shutil.rmtree(saved)
+    assert load_checkpoint(older, assembly) == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "random.safetensors", "random-00001.json"])
+def test_ranks_share_the_reading_and_wait_for_each_other(tmp_path, name):
+    saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1, others=[dumped()]), keep=1)
+    flip(saved / name)
+    state, met, found = read_state(saved), [], []
+    for rank in range(3):
+        try:
+            verify_checkpoint(saved, state, Ranks(rank, 3, meet=lambda rank=rank: met.append(rank)))
+        except RequestError:
+            found.append(rank)
+    assert len(found) == 1
+    assert sorted(met + found) == [0, 1, 2]
+
+
+def test_a_changed_digit_of_the_state_is_found(tmp_path):
+    """It is JSON as before, and the only checkpoint."""
+    saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
+    text = (saved / "state.json").read_text()
+    (saved / "state.json").write_text(text.replace('"step": 1,', '"step": 3,'))
+    with pytest.raises(RequestError, match=r"state\.json has changed since it was written") as caught:
+        read_state(saved)
+    assert "there is no older one" in str(caught.value)
 
 
 def test_tied_weights_are_stored_once(tmp_path):

@@ -15,8 +15,8 @@ from framework.build.model import build_model, read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks, local_part
 from framework.errors import SaveFailed
-from framework.run import parts as parts_module
 from framework.run import sharded_export
+from framework.run import written as written_module
 from framework.run.checkpoint import (
     Contents,
     checkpoints,
@@ -102,16 +102,16 @@ def look_beside(ranks: Ranks, folder: Path, found: dict[str, Any]) -> None:
     trained(assembly, [1, 2])
     saved(folder / "before", assembly, 2)
     found["beside"] = beside(folder / "beside", assembly, 2, group)
-    original = parts_module.save_file
+    original = written_module.save_file
 
     def full_disk(tensors: Any, file: Path, **options: Any) -> None:
         if ranks.rank == 1:
             raise OSError(28, "No space left on device")
         original(tensors, file, **options)
 
-    parts_module.save_file = full_disk
+    written_module.save_file = full_disk
     found["full disk"] = beside(folder / "beside", assembly, 5, group)
-    parts_module.save_file = original
+    written_module.save_file = original
     gathered = case(2, folder)
     gathered = gathered.model_copy(update={"fsdp": gathered.fsdp.model_copy(update={"state_dict_type": GATHERED})})
     assembly = sharded(gathered, ranks)
