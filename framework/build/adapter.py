@@ -134,6 +134,10 @@ def _start_from(layer: nn.Module, factors: tuple[Tensor, Tensor]) -> bool:
 
 def adapter_state(model: PeftModel, named: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """The adapter's tensors by the names that a saved adapter gives them; of `named`, in place of the model's own."""
+    if named is not None and model.active_peft_config.is_prompt_learning:
+        # peft would ask the model's embedding for each virtual token in turn; without a projection that is its weight
+        yield "prompt_embeddings", named["prompt_encoder.default.embedding.weight"]
+        return
     yield from get_peft_model_state_dict(model, named, save_embedding_layers=False).items()
 
 

@@ -161,6 +161,13 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
     assembly = sharded(adapted, ranks)
     trained(assembly)
     export_sharded(assembly, tokenizer(), folder / "adapter-final")
+    prompted = sharded(settings(2, LLAMA, training={"use_peft": True}, peft={"peft_method": "prompt"}), ranks)
+    trained(prompted)
+    export_sharded(prompted, tokenizer(), folder / "prompt-final")
+    if ranks.is_main:
+        save_file(weights(prompted), folder / "prompt-after.safetensors")
+    else:
+        weights(prompted)
     found["states"] = sum(
         local_part(value).numel() for state in assembly.optimizer.state.values() for value in state.values()
     )
@@ -226,6 +233,14 @@ def test_an_adapter_is_exported_whole(found):
     assert len(tensors) == 4
     assert {tuple(tensor.shape) for name, tensor in tensors.items() if "lora_A" in name} == {(8, 32)}
     assert all(bool(tensor.any()) for tensor in tensors.values())
+
+
+def test_a_prompt_is_exported_whole(found):
+    folder, _ = found
+    tensors = load_file(folder / "prompt-final" / "adapter_model.safetensors")
+    after = load_file(folder / "prompt-after.safetensors")
+    assert list(tensors) == ["prompt_embeddings"]
+    assert torch.equal(tensors["prompt_embeddings"], after["prompt_encoder.default.embedding.weight"])
 
 
 def test_parts_written_beside_steps_are_those_written_before_them(found):
