@@ -60,7 +60,7 @@ UNCERTAINTY: Mapping[Band, Uncertainty] = {
         0.03,
         0.07,
         16 * _MIB,
-        "11 rows on an H100 and an H200: allocated -2.5 % (a whole model), reserved -6.4 %; 2026-11",
+        "11 rows on an H100 and an H200: allocated 0.0 %, reserved -6.4 %; a whole planned by block -2.5 %; 2026-11",
     ),
     Band.MATHEMATICAL: Uncertainty(
         0.01, 0.065, 16 * _MIB, "7 rows on an H100 and an H200: reserved -5.7 % (Falcon) and -3.4 % at worst; 2026-11"

@@ -30,7 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from framework.build.assembly import Assembly
-from framework.build.compiled import Region, compiled_regions
+from framework.build.compiled import WHOLE, Region, compiled_regions
 from framework.build.hub import one_line
 from framework.errors import RequestError
 from framework.run.block_settings import block_settings
@@ -40,36 +40,42 @@ from framework.run.tracker import Tracker
 from framework.schema.choices import CompileScope
 
 PLANNED = "compiled blocks keep what torch's own cut of each block into forward and backward keeps"
-WHOLE = "a model compiled as a whole is planned as if block by block; the 1B took 2.5 % more on an H200"
+BY_BLOCK = "the model is compiled as a whole and planned as if block by block: allocated may be 2.5 % short (1B, H200)"
 
 
 @dataclass
 class CompiledBlocks:
-    """The compiled calls of a rehearsal. `said` is how they were planned, for the plan's assumptions."""
+    """The compiled calls of a rehearsal. `said` is how they were planned, for the plan's assumptions.
+
+    `by_block`: a region that is all of the model is planned as its blocks, because checkpoints within a graph are not
+    captured or the graph could not be.
+    """
 
     mode: PretendedCard
     budget: float | None
     tracker: Tracker
     captures: "dict[Any, Capture]" = field(default_factory=dict)
     failure: str | None = None
-    scope: CompileScope = CompileScope.BLOCK
+    by_block: bool = False
 
     @property
     def said(self) -> tuple[str, ...]:
         if self.failure is not None:
             return (f"a block could not be captured ({self.failure}): planned as plain code, an upper end",)
-        return (PLANNED, WHOLE) if self.scope is CompileScope.MODEL else (PLANNED,)
+        return (PLANNED, BY_BLOCK) if self.by_block else (PLANNED,)
 
     def call(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the compiled call of a module does, or its plain call when a block could not be captured."""
-        module = region.module
-        if self.failure is None:
+        """What the compiled call of a module does, or its plain call when it could not be captured."""
+        module, is_whole = region.module, region.name == WHOLE
+        if self.failure is None and not self.mode.tracing and not (is_whole and self.by_block):
             flat, spec = tree_flatten((args, kwargs))
             key = _key(module, flat, spec)
             if key in self.captures or self._captured(key, region, flat, spec):
                 capture = self.captures[key]
                 capture.user = self
                 return capture(module, flat)
+            if is_whole:
+                self.by_block, self.failure = True, None
         return region.plain(*args, **kwargs)
 
     def _captured(self, key: Any, region: Region, flat: list[Any], spec: TreeSpec) -> bool:
@@ -99,6 +105,8 @@ class CompiledBlocks:
                 stack.enter_context(mock.patch.object(aot_autograd, "preserve_rng_state", contextlib.nullcontext))
                 stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=False))
                 stack.enter_context(_autocast_cache(False))
+                if region.name == WHOLE:  # what transformers asks of values is left out of a graph
+                    stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", return_value=True))
                 capture.run(region.module, flat)
         finally:
             self.mode.tracing = False
@@ -178,17 +186,15 @@ def plan_compiled_blocks(assembly: Assembly, mode: PretendedCard, tracker: Track
     budget = training.activation_memory_budget
     blocks = CompiledBlocks(mode, budget if isinstance(budget, float | int) else None, tracker)
     blocks.captures = kept.setdefault(block_settings(assembly.config.model_dump(mode="json")), {})
-    blocks.scope = training.compile_scope
     regions = compiled_regions(assembly.model)
-    if blocks.scope is CompileScope.MODEL:
+    if training.compile_scope is CompileScope.MODEL:
+        blocks.by_block = training.enable_gradient_checkpointing is True or training.activation_offload is True
         [whole] = regions
-        whole.compiled = whole.plain
         for name, module in assembly.model.named_modules():
             if isinstance(module, GradientCheckpointingLayer):
                 region = Region(name, module, whole.compiler, module._call_impl)
                 module._compiled_call_impl = region
                 regions.append(region)
-        regions.remove(whole)
     for region in regions:
         region.compiled = _call_of(region, blocks)
     return blocks
