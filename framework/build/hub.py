@@ -8,6 +8,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants
+from safetensors import SafetensorError
+
+UNLOADABLE = (ImportError, OSError, ValueError, RuntimeError, SafetensorError)
+"""What libraries raise where weights are missing, damaged, or of something else."""
 
 
 def hub_is_reachable() -> bool:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTr
 from transformers.initialization import no_init_weights
 
 from framework.build.heads import fit_head, is_new, model_class, read_by_model, refuse_without_attention
-from framework.build.hub import hub_is_reachable, nearest, one_line
+from framework.build.hub import UNLOADABLE, hub_is_reachable, nearest, one_line
 from framework.build.isolation import refuse_leaks
 from framework.build.liger import refuse_unknown_to_liger
 from framework.build.place import Place
@@ -237,7 +237,7 @@ def _pretrained(
                 output_loading_info=True,
                 use_safetensors=True,
             )
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
+    except UNLOADABLE as error:
         if attention is not None and "attention" in str(error).lower():
             raise RequestError([_refused(architecture, attention, error)]) from None
         message = f"the weights of {name!r} do not load: {one_line(error)}"

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from framework.build.assembly import autocast_dtype
 from framework.build.heads import ASSUMED, model_class, pad_like
-from framework.build.hub import hub_is_reachable, one_line
+from framework.build.hub import UNLOADABLE, hub_is_reachable, one_line
 from framework.build.model import build_model, settle
 from framework.build.place import real_place
 from framework.build.quantize import quantize
@@ -23,6 +23,7 @@ from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
 ADAPTER_FILE, CONFIG_FILE, MODEL_FILE, FINAL = "adapter_config.json", "config.yaml", "config.json", "final"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
 """peft's names of adapters that are tokens before the row."""
 
@@ -38,7 +39,7 @@ class Artefact:
     def adapter_kind(self) -> str | None:
         """peft's name of the kind of adapter; None for a plain model."""
         file = self.folder / ADAPTER_FILE
-        return str(json.loads(file.read_text()).get("peft_type", "")) if file.exists() else None
+        return str(_read(file).get("peft_type", "")) if file.exists() else None
 
     @property
     def task(self) -> Task:
@@ -46,9 +47,9 @@ class Artefact:
         if self.config is not None:
             return self.config.training.task
         if self.adapter_kind is not None:
-            kind = json.loads((self.folder / ADAPTER_FILE).read_text()).get("task_type")
+            kind = _read(self.folder / ADAPTER_FILE).get("task_type")
             return Task.CLASSIFICATION if kind == "SEQ_CLS" else Task.SFT
-        settings = json.loads((self.folder / MODEL_FILE).read_text())
+        settings = _read(self.folder / MODEL_FILE)
         if not any(str(name).endswith("ForSequenceClassification") for name in settings.get("architectures") or ()):
             return Task.SFT
         if settings.get("problem_type") != "regression":
@@ -65,6 +66,14 @@ class Artefact:
             message = f"the tokenizer of {self.folder} does not load: {one_line(error)}"
             raise RequestError([Problem("RUN", message)]) from None
         return tokenizer
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError([Problem("RUN", f"{file} cannot be read: {error}")]) from None
+    return settings
 
 
 def find_artefact(source: Path) -> Artefact:
@@ -91,7 +100,7 @@ def load_plain(name: str, task: Task) -> PreTrainedModel:
         model: PreTrainedModel = model_class(task).from_pretrained(
             name, dtype="auto", local_files_only=not hub_is_reachable()
         )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except UNLOADABLE as error:
         raise RequestError([Problem("RUN", f"{name} does not load: {one_line(error)}")]) from None
     return model
 
@@ -116,13 +125,17 @@ def load_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
 
 def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
     """The base with the adapter on it. Raises RequestError where it does not go there."""
+    if not any((artefact.folder / name).exists() for name in ADAPTER_WEIGHTS):  # else peft looks for them on a hub
+        raise RequestError(
+            [Problem("RUN", f"{artefact.folder} has no {ADAPTER_WEIGHTS[0]}", expected="the whole folder")]
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             # peft reads a property that transformers 5.20 renamed; nothing a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted: PeftModel = PeftModel.from_pretrained(base, str(artefact.folder))
-    except (ValueError, RuntimeError, OSError) as error:
+    except UNLOADABLE as error:
         message = f"{artefact.folder} does not go on its base: {one_line(error)}"
         raise RequestError([Problem("RUN", message)]) from None
     return adapted

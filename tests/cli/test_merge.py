@@ -76,6 +76,25 @@ def test_a_base_that_was_not_saved_is_made_again(run, peft, capsys):
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained("out")), expected, atol=1e-5)
 
 
+def test_a_damaged_export_is_named(run, capsys):
+    """Cut files and missing ones: the user's disk, not a fault of the program, and nothing is asked of a hub."""
+    adapted, plain = run("peft=lora"), run("training.use_peft=false", folder="plain")
+    for folder, name, said in (
+        (adapted, "adapter_model.safetensors", "does not go on its base: Error while deserializing header"),
+        (adapted, "adapter_model.safetensors", "has no adapter_model.safetensors"),
+        (adapted, "adapter_config.json", "adapter_config.json cannot be read"),
+        (plain, "model.safetensors", "does not load: Error while deserializing header"),
+    ):
+        file = folder / "final" / name
+        content = file.read_bytes()
+        file.unlink() if "has no" in said else file.write_bytes(content[:100])
+        capsys.readouterr()
+        ask = ["predict", str(folder), "rows.txt"] if folder == plain else ["merge", str(folder)]
+        assert main(ask) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+        file.write_bytes(content)
+
+
 def test_what_cannot_be_merged_is_named(run, capsys):
     plain = run("training.use_peft=false")
     prompt = run("peft=prompt", folder="prompt")
