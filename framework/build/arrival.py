@@ -26,12 +26,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from framework.build.heads import is_new
-from framework.build.hub import hub_is_reachable
+from framework.build.hub import UNLOADABLE, hub_is_reachable, one_line
 from framework.build.model import build_model
 from framework.build.optimizers.seeds import mixed
 from framework.build.place import Place
 from framework.build.quantize import is_packed, refuse_other_packing
 from framework.build.ranks import Ranks
+from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 
@@ -74,7 +75,7 @@ def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
     with ExitStack() as files:
         stored: set[str] = set()
         for file in _checkpoint_files(config):
-            stored.update(files.enter_context(safe_open(file, framework="pt")).keys())
+            stored.update(files.enter_context(_opened(file)).keys())
     names = (name.replace(".base_layer", "") for name, _ in model.named_parameters() if _ADAPTED not in name)
     return any(name not in stored and not is_new(model, name) for name in names)
 
@@ -166,7 +167,8 @@ class Arrival:
 
     def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
         files = list(_checkpoint_files(self._config))
-        stored = {name: tensors for tensors in map(self._opened, files) for name in sorted(tensors.keys())}
+        opened = [self._files.enter_context(_opened(file)) for file in files]
+        stored = {name: tensors for tensors in opened for name in sorted(tensors.keys())}
         wanted = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
         absent = [name for name in wanted if name not in stored]
         same = all(_shape(stored[name], name) == wanted[name] for name in wanted if name in stored)
@@ -174,9 +176,6 @@ class Arrival:
             self.new = tuple(sorted(absent))
             return lambda name, tensor: _read(stored.get(name), name, tensor)
         return self._sent_by_first(architecture, ranks)
-
-    def _opened(self, file: Path) -> Any:
-        return self._files.enter_context(safe_open(file, framework="pt"))
 
     def _sent_by_first(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
         """The first rank loads the checkpoint with transformers, and every rank is sent each tensor."""
@@ -228,6 +227,14 @@ def _read(tensors: Any, name: str, target: Tensor) -> bool:
         return False
     target.copy_(tensors.get_tensor(name))
     return True
+
+
+def _opened(file: Path) -> Any:
+    """The tensors of a file. Raises RequestError where it is missing or damaged."""
+    try:
+        return safe_open(file, framework="pt")
+    except UNLOADABLE as error:
+        raise RequestError([Problem("model.model_name", f"{file} does not load: {one_line(error)}")]) from None
 
 
 def _checkpoint_files(config: TrainingConfig) -> Iterator[Path]:

@@ -20,6 +20,8 @@ from framework.build.verify import (
 )
 from framework.errors import (
     DoesNotFit,
+    Problem,
+    RequestError,
 )
 from framework.memory.explain.causes import Repair
 from framework.run.checkpoint import checkpoints, forget_halves, load_checkpoint, read_state
@@ -38,9 +40,10 @@ from framework.run.session import Planner, Session
 from framework.run.sizes import remembered
 from framework.run.together import agree, digest, find_folder, plan_of_all, seed_apart
 from framework.run.trackers import check_trackers
-from framework.run.training_batches import total_steps, training_batches
+from framework.run.training_batches import TrainingBatches, total_steps, training_batches
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
+from framework.schema.save_rules import last_save_conflicts
 
 
 def open_session(
@@ -123,7 +126,7 @@ def _build(
         changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
         changes += check_read(state.get("read", {}), read, allow)
     batches = training_batches(config, inputs, read_state(newest) if newest is not None else None, crew.ranks.rank)
-    total = total_steps(config, batches)
+    total = _total_steps(config, batches)
     agree(crew, digest(inputs, total))  # before the first collective, which starts the device
     accelerator, device = _start_device(config, folder, crew)
     place = real_place(device)
@@ -160,6 +163,15 @@ def _build(
         read=read,
         repairs=repairs,
     )
+
+
+def _total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
+    """Optimizer steps of the run. Raises RequestError where something asked for has no effect in so many."""
+    total = total_steps(config, batches)
+    found = last_save_conflicts(config, total)
+    if problems := [Problem(each.keys[0], each.message, expected=each.expected) for each in found]:
+        raise RequestError(problems)
+    return total
 
 
 def _require_room(forecast: Forecast, folder: RunFolder, config: TrainingConfig, crew: Crew) -> None:

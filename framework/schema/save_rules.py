@@ -15,6 +15,14 @@ def save_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         return
     if training.save_steps is None:
         yield Conflict((_KEY, _STEPS), "has no effect: the only save is at the end", "training.save_steps=100")
-    elif training.max_steps is not None and training.save_steps >= training.max_steps:
-        message = f"has no effect: the only save is at the end, after {training.max_steps} steps"
-        yield Conflict((_KEY, _STEPS), message, "fewer save_steps, or async_save: false")
+    elif training.max_steps is not None:
+        yield from last_save_conflicts(config, training.max_steps)
+
+
+def last_save_conflicts(config: TrainingConfig, total: int) -> Iterator[Conflict]:
+    """The same, of a run whose steps are known."""
+    training = config.training
+    if training.async_save and training.save_steps is not None and training.save_steps >= total:
+        message = f"has no effect: the only save is at the end, after {total} step{'s' * (total != 1)}"
+        fewer = f"training.save_steps={total // 2}, or async_save: false" if total > 1 else "training.async_save: false"
+        yield Conflict((_KEY, _STEPS), message, fewer)

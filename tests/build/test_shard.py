@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from framework.build.arrival import Arrival
+from framework.build.arrival import Arrival, is_sent
 from framework.build.model import build_model, read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks, local_part
@@ -99,6 +99,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         model, _ = build_model(config, read_architecture(config), real_place(torch.device("cpu")))
         model.save_pretrained(folder / name)
     return folder, on_two(look, folder)[0]
+
+
+def test_a_cut_file_of_weights_is_named(tmp_path):
+    config = case("full", 2, tmp_path)
+    torch.manual_seed(1)
+    model, _ = build_model(settings(1, LLAMA), read_architecture(settings(1, LLAMA)), real_place(torch.device("cpu")))
+    model.save_pretrained(tmp_path / "llama")
+    file = tmp_path / "llama" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(RequestError, match=r"model\.safetensors does not load: Error while deserializing header"):
+        is_sent(config, model)
 
 
 @pytest.mark.parametrize("name", CASES)

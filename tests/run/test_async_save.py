@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from framework.errors import Interrupted, OutOfMemory, SaveFailed, VerificationFailed
+from framework.errors import Interrupted, OutOfMemory, RequestError, SaveFailed, VerificationFailed
 from framework.memory import planning
 from framework.memory.cards import read_card
 from framework.run import checkpoint as checkpoint_module
@@ -374,3 +374,12 @@ def test_it_is_refused_where_there_is_nothing_beside_it(training, reason):
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     goes = TrainingConfig.model_validate(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
     assert not [item for item in find_conflicts(goes, Needs()) if "training.async_save" in item.keys]
+
+
+def test_it_is_refused_where_the_rows_are_fewer_steps(corpus, tmp_path):  # noqa: F811
+    """Known when the rows are read, before any weight is loaded."""
+    epochs = {**BESIDE, "max_steps": None, "num_train_epochs": 1, "save_steps": 10_000}
+    with pytest.raises(RequestError, match=r"the only save is at the end, after \d+ steps") as caught:
+        train(config(corpus, tmp_path / "run", training=epochs))
+    assert caught.value.problems[0].key == "training.async_save"
+    assert not (tmp_path / "run").exists()
