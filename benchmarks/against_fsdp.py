@@ -3,8 +3,9 @@
     PYTHONPATH=. python -m torch.distributed.run --nproc-per-node 4 benchmarks/against_fsdp.py OUT.jsonl [ROW ...]
     PYTHONPATH=. python benchmarks/against_fsdp.py summary OUT.jsonl benchmarks/results/against_fsdp.json
 
-A line a row, from the first rank. Rows: `ours-8b`, `ours-8b-fastest`, `hand-8b` and `accelerate-8b`; the same of the 3B
-for cards that the 8B does not fit; `alone-1b` (the first card, the others wait), `ours-1b-weak`, `ours-1b-weak-ddp`.
+A line a row, from the first rank. Rows: `ours-8b`, `ours-8b-fastest`, `hand-8b` and `accelerate-8b`, of the first three
+also `-compiled`; the same of the 3B for cards that the 8B does not fit; `alone-1b` (the first card, the others wait),
+`ours-1b-weak`, `ours-1b-weak-ddp`.
 Without names all run, those of the 3B if `ours-8b` or `hand-8b` ran out of memory. A row may be named twice.
 `accelerate-8b-gc` runs when it is named: checkpoints by the Trainer's own option, which it advises against.
 --micro N: rows a card of the 8B and the 3B, in place of 1. --tiny: on the CPU, of small shapes, to see that all runs.
@@ -39,6 +40,7 @@ from framework.run.step import train_step
 
 WARM, STEPS = 3, 11
 _FASTEST = {"gc": False, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}}
+_COMPILED = {"changes": ["training.compile=true"]}
 _1B = {"model": "llama3.2_1b", "micro": 4, "gc": True}
 _ALONE = {"fsdp": {"sharding_strategy": "NO_SHARD"}}
 
@@ -48,7 +50,10 @@ def _sized(size: str, model: str) -> tuple[dict[str, Any], ...]:
     return (
         {"name": f"ours-{size}", "who": "ours", **shape},
         {"name": f"hand-{size}", "who": "hand", **shape},
+        {"name": f"ours-{size}-compiled", "who": "ours", **shape, **_COMPILED},
+        {"name": f"hand-{size}-compiled", "who": "hand", **shape, **_COMPILED},
         {"name": f"ours-{size}-fastest", "who": "ours", **shape, **_FASTEST},
+        {"name": f"ours-{size}-fastest-compiled", "who": "ours", **shape, **_FASTEST, **_COMPILED},
     )
 
 
@@ -135,7 +140,7 @@ def measure(row: dict[str, Any], device: torch.device, ranks: Ranks) -> dict[str
     assert config.model.architecture is not None
     architecture = config.model.architecture.thaw()
     if row["who"] == "hand":
-        loss = by_hand(architecture, data, device, clock)
+        loss = by_hand(architecture, data, device, clock, is_compiled=_COMPILED["changes"][0] in row.get("changes", ()))
     elif row["who"] == "accelerate":
         loss = by_trainer(architecture, data, device, clock, row.get("trainers_checkpoints", False))
     else:
@@ -181,7 +186,7 @@ def chosen(names: list[str], tiny: bool, micro: int | None) -> list[dict[str, An
         if micro and row["model"] != _1B["model"]:
             row["micro"] = micro
         if tiny:
-            row |= {"tokens": 64, "changes": TINY}
+            row |= {"tokens": 64, "changes": [*row.get("changes", ()), *TINY]}
     return rows
 
 
@@ -212,7 +217,7 @@ def run(out: Path, names: list[str], tiny: bool, micro: int | None) -> None:
     ranks, about = Ranks(rank, world, rank, world), machine(device, world)
     is_full = False
     for number, row in enumerate(rows):
-        if row["name"].endswith(("-3b", "-3b-fastest")) and not names and not is_full:
+        if "-3b" in row["name"] and not names and not is_full:
             continue
         start = time.perf_counter()
         document = attempt(row, device, ranks, dist.PrefixStore(f"row {number}", store))
@@ -265,7 +270,8 @@ def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What was promised of the rows that there are: the ratio of tokens/s a card, the bound, whether it holds."""
     pairs = {}
     for size in ("8b", "3b"):
-        for ours in (f"ours-{size}", f"ours-{size}-fastest"):
+        pairs[f"ours-{size}-compiled", f"hand-{size}-compiled"] = "ours over hand"
+        for ours in (f"ours-{size}", f"ours-{size}-fastest", f"ours-{size}-compiled", f"ours-{size}-fastest-compiled"):
             pairs[ours, f"hand-{size}"] = "ours over hand"
             pairs[ours, f"accelerate-{size}"] = pairs[ours, f"accelerate-{size}-gc"] = "ours over accelerate"
     pairs["ours-1b-weak", "alone-1b"] = pairs["ours-1b-weak-ddp", "alone-1b"] = "weak scaling"

@@ -30,12 +30,15 @@ class Clock(Protocol):
     def tick(self) -> None: ...
 
 
-def by_hand(architecture: dict[str, Any], data: Tensor, device: torch.device, clock: Clock) -> float:
+def by_hand(
+    architecture: dict[str, Any], data: Tensor, device: torch.device, clock: Clock, is_compiled: bool = False
+) -> float:
     """torchtitan's way: built on meta; units are blocks, embedding, and head, which is not freed between forward and
-    backward; checkpoints keep no random state; nothing is read from the card before the end."""
+    backward; checkpoints keep no random state; nothing is read from the card before the end. `is_compiled`: each block
+    with its checkpoint, before it is sharded."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture), dtype=torch.float32)
-    _split(model, device)
+    _split(model, device, is_compiled)
     _give_values(model, device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -56,13 +59,16 @@ def by_hand(architecture: dict[str, Any], data: Tensor, device: torch.device, cl
     return float(mean) / dist.get_world_size()
 
 
-def _split(model: nn.Module, device: torch.device) -> None:
+def _split(model: nn.Module, device: torch.device, is_compiled: bool) -> None:
     """Checkpoint and shard each block, then what is beside them, as torchtitan's `apply_fsdp` does."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}
     inner, head = model.model, model.lm_head
     for index, block in enumerate(inner.layers):
-        inner.layers[index] = fully_shard(checkpoint_wrapper(block, preserve_rng_state=False), **settings)
+        wrapped = checkpoint_wrapper(block, preserve_rng_state=False)
+        if is_compiled:
+            wrapped.compile()
+        inner.layers[index] = fully_shard(wrapped, **settings)
     tail = [inner.norm, head]
     if head.weight is inner.embed_tokens.weight:
         tail.append(inner.embed_tokens)  # a tied weight is in one unit
