@@ -23,4 +23,4 @@ def merge(
         return
     if merged.dequantized:
         print(f"base        was {merged.dequantized}; dequantised to {merged.dtype} before the adapter was added")
-    print(f"model       {merged.folder} in {merged.dtype} (AutoModelForCausalLM.from_pretrained loads it)")
+    print(f"model       {merged.folder} in {merged.dtype} ({merged.loader}.from_pretrained loads it)")

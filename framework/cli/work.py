@@ -149,7 +149,8 @@ def _report(result: "RunResult") -> None:
     final = result.folder / "final"
     if (final / "adapter_config.json").exists():
         print(f"adapter     {final} (peft's PeftModel.from_pretrained loads it on its base)")
-        print(f"plain model tunesmith merge {result.folder}")
+        if result.is_mergeable:
+            print(f"plain model tunesmith merge {result.folder}")
     else:
         print(f"model       {final} ({result.loader}.from_pretrained loads it)")
     print(f"again       tunesmith train {result.folder / 'config.yaml'} training.learning_rate=1e-4")

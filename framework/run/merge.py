@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from framework.build.heads import answers_for_rows
 from framework.build.merge import merge
 from framework.build.quantize import quantized_kinds
 from framework.errors import Problem, RequestError
@@ -15,11 +16,13 @@ MERGED_FOLDER = "merged"
 
 @dataclass(frozen=True)
 class Merged:
-    """Where the plain model is, its dtype, and from what it was dequantised (empty: the base was plain)."""
+    """Where the plain model is, its dtype, from what it was dequantised (empty: the base was plain), and the class of
+    transformers that loads it."""
 
     folder: Path
     dtype: str
     dequantized: str
+    loader: str
 
 
 def merge_run(source: Path, output: Path | None = None) -> Merged:
@@ -34,12 +37,13 @@ def merge_run(source: Path, output: Path | None = None) -> Merged:
         raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])
     base, dtype = load_base(artefact)
     kinds = ", ".join(quantized_kinds(base))
+    loader = "AutoModelForSequenceClassification" if answers_for_rows(base) else "AutoModelForCausalLM"
     adapted = with_adapter(base, artefact)
     with written_aside(target) as aside:
         write_model(merge(adapted, dtype), aside, dtype)
         if (artefact.folder / "tokenizer_config.json").exists():
             artefact.tokenizer.save_pretrained(aside)
-    return Merged(target, str(dtype).removeprefix("torch."), kinds)
+    return Merged(target, str(dtype).removeprefix("torch."), kinds, loader)
 
 
 def _adapter(source: Path) -> Artefact:

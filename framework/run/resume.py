@@ -72,7 +72,8 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
     lines = list[str]()
     known = _with_defaults(saved, TrainingConfig().model_dump(mode="json"))
     problems = list(_other_global_batch(known, config, allow))
-    harmless = {*HARMLESS, *(SIZES if known["gpu"]["count"] != config.gpu.count else ())}
+    is_cut_otherwise = known["gpu"]["count"] != config.gpu.count or _world(known) != config.batch.world
+    harmless = {*HARMLESS, *(SIZES if is_cut_otherwise else ())}
     for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
         if key in harmless or key.startswith(("gpu.", "fsdp.")) or (key in allow and key in RISKY):
@@ -88,18 +89,31 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
 
 def _other_global_batch(known: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> Iterator[Problem]:
     """More or fewer devices cut a step into other parts, but it is to have the same rows."""
-    training, world, batch = known["training"], known["gpu"]["count"], config.batch
-    if known["model"]["attn_implementation"] == Attention.RING_ATTENTION:
-        world //= known["fsdp"]["context_parallel_size"] or world  # groups of devices that share their rows
-    world //= known["fsdp"]["tensor_parallel_size"]
+    training, world, batch = known["training"], _world(known), config.batch
     if world == batch.world or "training.gradient_accumulation_steps" in allow:
         return
     rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * world
     if rows != batch.global_size:
-        message = f"a step had {rows} rows on {world} devices, and has {batch.global_size} on {batch.world}"
+        before = _counted(known["gpu"]["count"], world)
+        now = _counted(config.gpu.count, batch.world)
+        message = f"a step had {rows} rows on {before}, and has {batch.global_size} on {now}"
         fitting, remainder = divmod(rows, batch.per_device * batch.world)
         expected = f"{fitting}" if fitting and not remainder else "sizes whose product is the same"
         yield Problem("training.gradient_accumulation_steps", message, expected=expected)
+
+
+def _world(known: Mapping[str, Any]) -> int:
+    """Devices that had rows of their own, or groups of devices that shared rows or matrices."""
+    world: int = known["gpu"]["count"]
+    if known["model"]["attn_implementation"] == Attention.RING_ATTENTION:
+        world //= known["fsdp"]["context_parallel_size"] or world
+    world //= known["fsdp"]["tensor_parallel_size"]
+    return world
+
+
+def _counted(count: int, world: int) -> str:
+    devices = f"{count} {'device' if count == 1 else 'devices'}"
+    return devices if count == world else f"{devices} ({world} {'group' if world == 1 else 'groups'})"
 
 
 def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from framework.run.step import train_step
 from framework.run.survive import tries
 from framework.run.together import decided_by_main
 from framework.run.trial import try_longest_rows
+from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 16, 48
@@ -50,6 +51,8 @@ class RunResult:
     """Peak memory measured and predicted, in one sentence."""
     loader: str = "AutoModelForCausalLM"
     """The transformers class that loads the final model."""
+    is_mergeable: bool = True
+    """Whether what was trained can become part of the weights: tokens before the row cannot."""
 
 
 def train(
@@ -147,7 +150,9 @@ def _finish(session: Session) -> RunResult:
     evals = tuple(session.evals)
     peak = session.meter.allocated
     loader = model_class(session.config.training.task).__name__
-    return RunResult(session.folder.path, session.step, evals, peak, sample, last_line(memory), loader)
+    is_mergeable = session.config.peft.peft_method not in (PeftMethod.PREFIX, PeftMethod.PROMPT)
+    said = last_line(memory)
+    return RunResult(session.folder.path, session.step, evals, peak, sample, said, loader, is_mergeable)
 
 
 def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:

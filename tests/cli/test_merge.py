@@ -97,7 +97,9 @@ def test_a_damaged_export_is_named(run, capsys):
 
 def test_what_cannot_be_merged_is_named(run, capsys):
     plain = run("training.use_peft=false")
+    capsys.readouterr()
     prompt = run("peft=prompt", folder="prompt")
+    assert "tunesmith merge" not in capsys.readouterr().out
     Path("empty").mkdir()
     unfinished = Path("unfinished")
     unfinished.mkdir()

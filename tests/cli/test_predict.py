@@ -105,7 +105,7 @@ def test_an_adapter_comes_with_its_base(tmp_path, capsys):
     asked = lines(tmp_path / "asked.jsonl", rows)
     answers = said(capsys, run, asked)
     assert main(["merge", str(run)]) == 0
-    capsys.readouterr()
+    assert "AutoModelForSequenceClassification.from_pretrained loads it" in capsys.readouterr().out
     merged = said(capsys, run / "merged", asked)
     for one, other in zip(answers, merged, strict=True):
         assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-4)

@@ -32,7 +32,7 @@ def test_on_more_devices_a_step_keeps_its_rows() -> None:
     two = tiny_config(training={"per_device_train_batch_size": 4, "global_batch_size": 8}, gpu={"count": 2})
     assert "gpu.count was 1, is now 2" in check_resume(saved, two, ())
     more = tiny_config(training={"per_device_train_batch_size": 4, "global_batch_size": 16}, gpu={"count": 2})
-    with pytest.raises(RequestError, match="a step had 8 rows on 1 devices, and has 16 on 2") as caught:
+    with pytest.raises(RequestError, match="a step had 8 rows on 1 device, and has 16 on 2 devices") as caught:
         check_resume(saved, more, ())
     assert caught.value.problems[0].expected == "1"
 
@@ -55,3 +55,15 @@ def test_devices_that_share_matrices_count_once() -> None:
     saved = tiny_config(training=sizes, fsdp={"tensor_parallel_size": 2}, gpu={"count": 4}).model_dump(mode="json")
     lines = check_resume(saved, tiny_config(training=sizes, gpu={"count": 2}), ())
     assert "fsdp.tensor_parallel_size was 2, is now 1" in lines
+
+
+def test_as_many_devices_in_other_groups_cut_a_step_otherwise() -> None:
+    """Two devices that shared matrices go on as two with rows of their own: the accumulation is no change of theirs."""
+    sizes = {"per_device_train_batch_size": 2, "global_batch_size": 4}
+    saved = tiny_config(training=sizes, fsdp={"tensor_parallel_size": 2}, gpu={"count": 2}).model_dump(mode="json")
+    shards = {"fsdp": {"enable_fsdp": True}, "gpu": {"count": 2}}
+    lines = check_resume(saved, tiny_config(training=sizes, **shards), ())
+    assert "training.gradient_accumulation_steps was 2, is now 1" in lines
+    with pytest.raises(RequestError, match=r"4 rows on 2 devices \(1 group\), and has 8 on 2 devices") as caught:
+        check_resume(saved, tiny_config(training={**sizes, "global_batch_size": 8}, **shards), ())
+    assert caught.value.problems[0].expected == "1"
