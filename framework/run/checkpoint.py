@@ -74,7 +74,10 @@ def written_aside(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
+        readable = aside.stat().st_mode & 0o666  # by the umask; safetensors gives its files to their owner alone
         for file in aside.rglob("*"):
+            if file.is_file():
+                file.chmod(readable)
             _flush(file)
         replaced = target.with_name(f".{target.name}.replaced")
         if target.exists():

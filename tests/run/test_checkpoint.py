@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -79,6 +80,16 @@ def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
     assert steps(resumed, 4, 5) == expected
     for (name, a), (_, b) in zip(straight.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_who_may_read_a_checkpoint_is_up_to_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in saved.iterdir()} == {0o666 & ~umask}
 
 
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
