@@ -206,8 +206,8 @@ def test_a_pair_trains_and_resumes(tmp_path, eager, pair):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", ON_CARD, ids=lambda pair: " ".join(NAMES[number] for number in pair))
 def test_a_pair_that_needs_a_card_trains_and_resumes(tmp_path, pair, monkeypatch):
-    """One after the other in a process, which is several times as fast as a process each; an allocator takes its
-    settings before CUDA is started, so those pairs have their own."""
+    """One after the other in a process, to start CUDA and import everything once; an allocator takes its settings
+    before CUDA is started, so those pairs have a process each."""
     if missing(*pair):
         pytest.skip(f"{', '.join(missing(*pair))} not installed")
     monkeypatch.setattr(trainer, "SAMPLE_NEW_TOKENS", 1)
