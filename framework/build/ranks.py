@@ -115,11 +115,9 @@ def whole(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate  # takes seconds to import, and is there where a tensor is split
 
     parts: Any = tensor
-    for last in range(
-        parts.device_mesh.ndim - 1, 0, -1
-    ):  # one after the other, of which torch warns when asked at once
-        after = parts.device_mesh.ndim - last
-        parts = parts.redistribute(placements=[*parts.placements[:last], *[Replicate()] * after])
+    dimensions = parts.device_mesh.ndim
+    for last in range(dimensions - 1, 0, -1):  # one after the other: torch warns when asked for all at once
+        parts = parts.redistribute(placements=[*parts.placements[:last], *[Replicate()] * (dimensions - last)])
     gathered: Tensor = parts.full_tensor()
     return gathered
 
