@@ -185,8 +185,11 @@ def _move_rest(model: PreTrainedModel, place: Place) -> None:
 
 
 def _best_factors(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(A, B) whose product B A is closest to `residual` (out, in)."""
-    left, scales, right = torch.svd_lowrank(residual, min(rank, *residual.shape), niter=DECOMPOSITION_ITERATIONS)
+    """(A, B) whose product B A is closest to `residual` (out, in), whatever was drawn before: the decomposition begins
+    with directions by lot, and any number of ranks must start from the same adapter."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        left, scales, right = torch.svd_lowrank(residual, min(rank, *residual.shape), niter=DECOMPOSITION_ITERATIONS)
     roots = scales.sqrt()
     a, b = roots[:, None] * right.T, left * roots
     missing = rank - len(roots)

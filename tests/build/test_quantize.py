@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from framework.build.quantize import refuse_other_packing, scale_tensors
+from framework.build.quantize import _best_factors, refuse_other_packing, scale_tensors
 from framework.build.verify import verify
 from framework.errors import RequestError
 from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
@@ -73,6 +73,15 @@ def test_other_kinds_of_adapter_on_a_quantised_base(method):
     losses = steps(assembly, 4)
     assert losses[-1] < losses[0]
     record(quantized(method=method))
+
+
+def test_loftq_starts_from_the_same_adapter_whatever_was_drawn_before():
+    residual = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    first = _best_factors(residual, 4)
+    torch.rand(3)
+    drawn = torch.get_rng_state()
+    assert all(map(torch.equal, first, _best_factors(residual, 4)))
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_loftq_starts_nearer_to_the_original_than_qlora():
