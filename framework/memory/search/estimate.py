@@ -70,6 +70,12 @@ class Estimate:
             return Figures.of(self.planned[micro]).seconds
         return self._line_seconds(micro) * self._slowness(micro)
 
+    def grown(self, micro: int) -> float:
+        """Bytes that a micro batch adds to none, at least: what is left when nothing else is on the card."""
+        a, b = self._nearest(micro)
+        low, high = self.shallow[a].allocated, self.shallow[b].allocated
+        return max(micro * _through(a, low[name], b, high[name])[1] for name in low)
+
     def _nearest(self, micro: int) -> tuple[int, int]:
         """The two planned micro batches whose line is used at `micro`."""
         known = sorted(self.shallow)

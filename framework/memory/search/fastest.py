@@ -1,9 +1,11 @@
 """The fastest structure and micro batch whose plan fits. Best first: what promises most is looked at more closely,
 until the best that was planned as a whole beats every promise. No torch.
 
-A promise is an upper end of speed. A structure of which nothing is known promises what one that computes no more could
-reach at any batch (nothing: everything). Two depths at two micro batches (`estimate`) turn that into a line, a third
-micro batch mends the line where it is used, the plan of the whole model ends the matter and corrects the line.
+A promise is an upper end of speed. A structure of which nothing is known promises what ones that compute no more could
+reach at a batch that may fit (nothing: everything). Two depths at two micro batches (`estimate`) turn that into a line,
+a third micro batch mends the line where it is used, the plan of the whole model ends the matter and corrects the line.
+What the host keeps costs a time of its own: such structures come after all others, where they promise more than the
+best of these or none of these fits.
 """
 
 import math
@@ -89,6 +91,8 @@ class Search:
     estimates: dict[int, Estimate] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     plans: dict[Candidate, Plan] = field(default_factory=dict)
+    within: frozenset[int] = frozenset()
+    """The structures that are looked at for now."""
     probes: int = 0
 
     @property
@@ -117,10 +121,14 @@ class Search:
 
     def run(self) -> "Search":
         """Look until nothing promises more than the best, or nothing can fit."""
-        self._probe(_strongest(self.space.structures))
-        while len(self.plans) < MOST_PLANS and (chosen := self._most_promising()):
-            self._probe([number for number, micro in chosen if micro is None])
-            self._look_closer([Candidate(number, micro) for number, micro in chosen if micro is not None])
+        everything = frozenset(range(len(self.space.structures)))
+        on_the_card = frozenset(number for number in everything if not self.space.structures[number].uses_host)
+        for self.within in (on_the_card, everything):
+            if self.best is None:
+                self._probe(_strongest(self.space.structures, self.within))
+            while len(self.plans) < MOST_PLANS and (chosen := self._most_promising()):
+                self._probe([number for number, micro in chosen if micro is None])
+                self._look_closer([Candidate(number, micro) for number, micro in chosen if micro is not None])
         return self
 
     def fill_in(self) -> None:
@@ -162,7 +170,7 @@ class Search:
 
     def _known_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
         """(seconds, weight, number, size) of the fastest size of each structure that may fit and was not planned."""
-        for number in self.estimates.keys() - self.refused:
+        for number in (self.estimates.keys() - self.refused) & self.within:
             estimate = self.estimates[number]
             fitting = [size for size in self._open(number) if estimate.upper(size) <= self.space.usable]
             if fitting:
@@ -172,19 +180,18 @@ class Search:
     def _unknown_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
         """The same for structures of which nothing is known, one of those that are known together."""
         looked_at = set()
-        for number, structure in enumerate(self.space.structures):
-            is_new = number not in self.estimates and number not in self.refused
+        for number in sorted(self.within - self.estimates.keys() - self.refused):
             parents = [parent for parent in self._parents(number) if parent not in self.estimates]
             behind = frozenset(self.space.families[parent] for parent in parents)
-            if is_new and behind not in looked_at and not self._is_too_large(structure):
+            if behind not in looked_at and (seconds := self._least_seconds(number)) < math.inf:
                 looked_at.add(behind)
-                yield self._least_seconds(structure), self.space.weight(number), number, None
+                yield seconds, self.space.weight(number), number, None
 
     def _smallest(self) -> list[tuple[int, int | None]]:
         """The candidate that needs least, when its line is not far over the card or nothing was planned yet."""
         needs = [
             (self.estimates[number].upper(size), number, size)
-            for number in self.estimates.keys() - self.refused
+            for number in (self.estimates.keys() - self.refused) & self.within
             for size in self._open(number)
         ]
         if not needs:
@@ -196,21 +203,24 @@ class Search:
         """Sizes at which a structure was not planned as a whole."""
         return [size for size in self.space.sizes if size not in self.estimates[number].planned]
 
-    def _is_too_large(self, structure: Structure) -> bool:
-        """Whether one that takes no more memory is over the card at its smallest batch already."""
-        return any(
-            estimate.upper(self.space.sizes[0]) > self.space.usable * LIKELY
-            and structure.is_no_smaller_than(self.space.structures[number])
-            for number, estimate in self.estimates.items()
-        )
+    def _least_seconds(self, number: int) -> float:
+        """Seconds that a structure needs at least, at the sizes at which it may fit; infinite where there are none.
 
-    def _least_seconds(self, structure: Structure) -> float:
-        bounds = (
-            min(map(estimate.seconds, self.space.sizes))
-            for number, estimate in self.estimates.items()
-            if self.space.structures[number].is_no_slower_than(structure)
+        One that takes no more memory says what is too large, and so do the rows of one that keeps more on the card."""
+        structure, usable = self.space.structures[number], self.space.usable
+        known = [(self.space.structures[other], estimate) for other, estimate in self.estimates.items()]
+        smaller = [estimate for other, estimate in known if structure.is_no_smaller_than(other)]
+        alike = [estimate for other, estimate in known if structure.differs_by_host(other)]
+        sizes = [
+            size
+            for size in self.space.sizes
+            if all(estimate.upper(size) <= usable * LIKELY for estimate in smaller)
+            and all(estimate.grown(size) <= usable * LIKELY for estimate in alike)
+        ]
+        faster = [estimate for other, estimate in known if other.is_no_slower_than(structure)]
+        return min(
+            (max((estimate.seconds(size) for estimate in faster), default=0.0) for size in sizes), default=math.inf
         )
-        return max(bounds, default=0.0)
 
     def _probe(self, numbers: Sequence[int]) -> None:
         """Plan structures of which nothing is known with few layers, at the first sizes."""
@@ -268,10 +278,14 @@ class Search:
                 self.estimates.setdefault(number, Estimate()).shallow[item.micro] = mixed(known)
 
     def _lend(self, number: int) -> None:
-        """Let those that differ from a structure in their checkpoints alone be corrected by its plans."""
-        kin = kin_of(self.space.structures[number])
+        """Let those that differ from a structure in their checkpoints alone be corrected by its plans, and those that
+        keep another part on the host until one of theirs was planned."""
+        lender = self.space.structures[number]
+        kin = kin_of(lender)
         for other, estimate in self.estimates.items():
-            if other != number and kin_of(self.space.structures[other]) == kin:
+            borrower = self.space.structures[other]
+            is_nearest = borrower.uses_host == lender.uses_host or estimate.lender is None
+            if other != number and is_nearest and kin_of(borrower) == kin:
                 estimate.lender = self.estimates[number]
 
     def _plan_whole(self, chosen: Sequence[Candidate]) -> None:
@@ -300,10 +314,10 @@ def without_evaluation(config: TrainingConfig) -> TrainingConfig:
     return config.model_copy(update={"data": data, "training": training})
 
 
-def _strongest(structures: Sequence[Structure]) -> list[int]:
-    """Structures that no other is sure to be smaller than: when these do not fit, little else can."""
+def _strongest(structures: Sequence[Structure], within: frozenset[int]) -> list[int]:
+    """Structures that no other of them is sure to be smaller than: when these do not fit, little else can."""
     return [
         number
-        for number, structure in enumerate(structures)
-        if not any(structure.is_no_smaller_than(other) and other is not structure for other in structures)
+        for number in sorted(within)
+        if not any(structures[number].is_no_smaller_than(structures[other]) for other in within if other != number)
     ]

@@ -1,7 +1,7 @@
-"""From a request to the settings to train it with: exact levers, then those that use the host's memory, then, where
-nothing fits or it is asked for, what changes the trajectory. No torch."""
+"""From a request to the settings to train it with: exact levers, then, where nothing fits or it is asked for, what
+changes the trajectory. No torch."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,15 +16,13 @@ from framework.memory.search.found import Change, Found, Point, typed
 from framework.memory.search.freedom import opened
 from framework.memory.search.space import (
     EVAL_BATCH,
-    EXACT,
     MICRO_BATCH,
     OFF_THE_CARD,
     PREFERRED,
     SHARDING,
-    Table,
     micro_batches,
-    on_its_devices,
     structures,
+    table_of,
     with_preferred,
     with_rows,
 )
@@ -51,23 +49,22 @@ class _Best:
     searches: list[Search]
     chosen: Search | None = None
 
-    def look(self, config: TrainingConfig, tables: Iterable[Table]) -> bool:
-        """Search a config by one table after the other until something fits. Keeps it if it is worth its changes."""
-        for table in tables:
-            space = self._space(config, table)
-            if not space.structures:
-                continue
-            search = Search(space, self.measure).run()
-            self.searches.append(search)
-            if search.best is not None:
-                if self.chosen is None or _speed(search) > WORTH_A_LOOK * _speed(self.chosen):
-                    self.chosen = search
-                return True
-        return False
+    def look(self, config: TrainingConfig) -> bool:
+        """Search a config; whether something fits. Keeps it if it is worth its changes."""
+        space = self._space(config)
+        if not space.structures:
+            return False
+        search = Search(space, self.measure).run()
+        self.searches.append(search)
+        if search.best is None:
+            return False
+        if self.chosen is None or _speed(search) > WORTH_A_LOOK * _speed(self.chosen):
+            self.chosen = search
+        return True
 
-    def _space(self, config: TrainingConfig, table: Table) -> Space:
+    def _space(self, config: TrainingConfig) -> Space:
         rows = config.batch.global_size // config.batch.world
-        found = structures(config, self.free, on_its_devices(table, config), self.runs_here)
+        found = structures(config, self.free, table_of(config), self.runs_here)
         usable = config.gpu.usable_bytes or 0
         return Space(found, micro_batches(config, rows, self.free), rows, usable, self.free)
 
@@ -99,12 +96,12 @@ def find(
     free = {*free, *left_open(config)}
     start = with_preferred(_ranked(before), free)
     best = _Best(measure, free, runs_here, [])
-    best.look(start, (EXACT, OFF_THE_CARD))
+    best.look(start)
     for changed in with_concessions(start, inexact, runs_here):
-        best.look(changed, (EXACT,))
+        best.look(changed)
     if best.chosen is None:
         for changed in with_concessions(start, {*inexact, *last_resort}, runs_here):
-            if best.look(changed, (EXACT, OFF_THE_CARD)):
+            if best.look(changed):
                 break
     search = best.chosen or min(best.searches, key=_need, default=None)
     candidate = (search.best or search.closest) if search is not None else None

@@ -2,7 +2,8 @@
 
 With every n-th block checkpointed a model costs what lies between no block and all blocks, by the share of its blocks
 that are: against plans of whole models the peak is within 0.2 % so, and seconds are linear in the blocks that compute
-again. And another chunk of the loss adds and takes the same whatever the blocks do. Plans of whole models correct both.
+again. Another chunk of the loss adds and takes the same whatever the blocks do, and so do optimizer states, or all that
+a device has of a sharded model, in host memory. Plans of whole models correct all of it.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any
 
 from framework.memory.levers import word
 from framework.memory.search.estimate import Figures, depths_of
-from framework.memory.search.space import CHECKPOINTS, CHUNKS, EVERY, EXPANDABLE, Structure
+from framework.memory.search.space import CHECKPOINTS, CHUNKS, EVERY, EXPANDABLE, PARTS, SHARDING, STATES, Structure
 
 Mix = Mapping[int, float]
 """Structure, by number -> its weight in a sum of figures."""
@@ -26,9 +27,10 @@ def mixes(structures: Sequence[Structure]) -> list[Mix]:
     found: list[Mix] = []
     for number in range(len(structures)):
         mix: dict[int, float] = {}
-        for part, weight in space.of_chunks(number).items():
-            for other, share in space.of_checkpoints(part).items():
-                mix[other] = mix.get(other, 0.0) + weight * share
+        for whole, sign in space.of_host(number).items():
+            for part, weight in space.of_chunks(whole).items():
+                for other, share in space.of_checkpoints(part).items():
+                    mix[other] = mix.get(other, 0.0) + sign * weight * share
         found.append({other: weight for other, weight in mix.items() if weight})
     return found
 
@@ -48,6 +50,20 @@ class _Space:
         chunks = list(plain.choices).index(CHUNKS)
         least = max(structures, key=lambda item: item.positions[chunks]).choices[CHUNKS]
         return cls(structures, {item.name: number for number, item in enumerate(structures)}, plain, least)
+
+    def of_host(self, number: int) -> Mix:
+        """The structure with all of it on the card, and the difference that the plainest one shows."""
+        mine, plain = self.structures[number], self.plain
+        moved = [key for key in (STATES, PARTS) if key in mine.choices and mine.choices[key] != plain.choices[key]]
+        beside = {key: mine.choices[key] for key in mine.choices if key == EXPANDABLE or key in SHARDING}
+        here = {key: plain.choices[key] for key in moved}
+        base = self.numbers.get(_name(mine, here))
+        away = {key: mine.choices[key] for key in moved}
+        this = self.numbers.get(_name(plain, {**beside, CHUNKS: self.least, **away}))
+        there = self.numbers.get(_name(plain, {**beside, CHUNKS: self.least, **here}))
+        if not moved or base is None or this is None or there is None or number in (base, this):
+            return {number: 1.0}
+        return {base: 1.0, this: 1.0, there: -1.0}
 
     def of_chunks(self, number: int) -> Mix:
         """The structure with the smallest chunks, which a search looks at first, and the difference that the plainest
@@ -79,8 +95,9 @@ def _name(structure: Structure, changes: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def kin_of(structure: Structure) -> tuple[str, ...]:
-    """What structures have in common that differ in their checkpoints alone."""
-    return _name(structure, {CHECKPOINTS: None, EVERY: None})
+    """What structures have in common that differ in their checkpoints alone, or in what the host keeps for them."""
+    moved = {key: None for key in (CHECKPOINTS, EVERY, STATES, PARTS) if key in structure.choices}
+    return _name(structure, moved)
 
 
 def mixed(parts: Sequence[tuple[Figures, float]]) -> Figures:

@@ -45,26 +45,31 @@ each operator passes through Python there."""
 FINE = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """Values of `gradient_checkpointing_every` where its figures are arithmetic on others (`mixed`), so that many cost no
 more than few."""
+STATES, BASE, PARTS = "training.optimizer_offload", "model.offload_frozen_base", "fsdp.cpu_offload"
 OFF_THE_CARD: Table = {
     **EXACT,
-    "training.optimizer_offload": ("none", "host"),
-    "model.offload_frozen_base": (False, True),
+    STATES: ("none", "host"),
+    BASE: (False, True),
 }
-"""With those that move weights or states over the link at each step: tried where nothing else fits."""
+"""With those that move weights or states over the link at each step: looked at where no other lever makes the plan fit,
+and where what they leave of the card may buy more than they cost."""
 SHARDING: Table = {
     "fsdp.enable_fsdp": (False, True),
     "fsdp.sharding_strategy": ("SHARD_GRAD_OP", "FULL_SHARD"),
-    "fsdp.cpu_offload": (False, True),
+    PARTS: (False, True),
 }
 """What several devices may split between them, from fast and large to slow and small."""
 SLOWER = (
     *(CHECKPOINTS, EVERY, "training.activation_offload", _BUDGET),
-    *("training.optimizer_offload", "model.offload_frozen_base", EXPANDABLE),
+    *(STATES, BASE, EXPANDABLE),
     *SHARDING,
 )
 """Levers whose later values compute or move no less than the earlier ones: never faster at the same batch."""
 SMALLER = (*SLOWER, CHUNKS)
 """Levers whose later values take no more memory than the earlier ones."""
+ON_THE_HOST = (STATES, BASE, PARTS)
+"""Levers whose later values keep weights or states in host memory, which adds a time of its own to each step, and of
+what grows with the rows of a forward pass takes nothing."""
 PREFERRED: Mapping[str, tuple[Any, Any, str]] = {
     "training.optimizer": (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED, "cuda"),
     "model.attn_implementation": (Attention.EAGER, None, ""),
@@ -86,12 +91,25 @@ class Structure:
     def name(self) -> tuple[str, ...]:
         return tuple(f"{key}={word(value)}" for key, value in self.choices.items())
 
+    @property
+    def uses_host(self) -> bool:
+        """Whether more is kept in host memory than the free levers make necessary."""
+        places = dict(zip(self.choices, self.positions, strict=True))
+        return any(places.get(key, 0) > 1 for key in ON_THE_HOST)
+
     def is_no_slower_than(self, other: "Structure") -> bool:
         return self._is_below(other, SLOWER)
 
     def is_no_smaller_than(self, other: "Structure") -> bool:
         """Whether it takes at least the memory of `other` at the same batch."""
         return self._is_below(other, SMALLER)
+
+    def differs_by_host(self, other: "Structure") -> bool:
+        """Whether nothing but what is kept in host memory may be another: the same grows with the rows."""
+        return all(
+            mine == its or key in ON_THE_HOST
+            for key, mine, its in zip(self.choices, self.positions, other.positions, strict=True)
+        )
 
     def _is_below(self, other: "Structure", levers: Collection[str]) -> bool:
         pairs = zip(self.choices, self.positions, other.positions, strict=True)
@@ -125,12 +143,9 @@ def with_preferred(config: TrainingConfig, free: Collection[str]) -> TrainingCon
     return with_values(config, changes) if changes else config
 
 
-def on_its_devices(table: Table, config: TrainingConfig) -> Table:
-    """The table with what is there to choose on several devices; the host is a last resort there too."""
-    if config.gpu.count == 1:
-        return table
-    keys = SHARDING if table is OFF_THE_CARD else [key for key in SHARDING if key != "fsdp.cpu_offload"]
-    return {**table, **{key: SHARDING[key] for key in keys}}
+def table_of(config: TrainingConfig) -> Table:
+    """All exact levers, with what there is to choose on several devices where there are."""
+    return OFF_THE_CARD if config.gpu.count == 1 else {**OFF_THE_CARD, **SHARDING}
 
 
 def micro_batches(config: TrainingConfig, rows: int, free: Collection[str]) -> list[int]:

@@ -4,7 +4,16 @@ import pytest
 
 from framework.memory.cards import read_card
 from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Search, Space, without_evaluation
-from framework.memory.search.space import ACCUMULATION, EXACT, MICRO_BATCH, micro_batches, structures
+from framework.memory.search.space import (
+    ACCUMULATION,
+    EXACT,
+    MICRO_BATCH,
+    OFF_THE_CARD,
+    STATES,
+    Table,
+    micro_batches,
+    structures,
+)
 from framework.schema.config import TrainingConfig
 from framework.schema.rules import Needs, find_conflicts
 from tests.memory.search.card import MIB, Arithmetic
@@ -20,9 +29,9 @@ def config_on(usable: int, layers: int = 16, **training: object) -> TrainingConf
     return TrainingConfig.model_validate({"training": batch, "model": model, "gpu": gpu})
 
 
-def space_on(usable: int, free: set[str] = FREE, **training: object) -> Space:
+def space_on(usable: int, free: set[str] = FREE, table: Table = EXACT, **training: object) -> Space:
     config = config_on(usable, **training)
-    found = structures(config, free, EXACT, runs_here=False)
+    found = structures(config, free, table, runs_here=False)
     return Space(found, micro_batches(config, 64, free), 64, usable * MIB, free)
 
 
@@ -53,6 +62,42 @@ def test_as_fast_as_the_best_of_all_candidates(usable: int) -> None:
     assert plan.step.seconds <= best * WORTH_A_LOOK * 1.001
     assert space.count > 250
     assert measure.calls < 150
+
+
+@pytest.mark.parametrize("usable", [2400, 2600, 2800, 3000, 3500, 4500, 5500, 6000, 7000, 9000, 20000])
+def test_states_on_the_host_are_looked_at_where_they_pay(usable: int) -> None:
+    """640 MiB for 0.8 of 8 to 15 s: whichever of the two is faster is found, and so are those that must."""
+    space, measure = space_on(usable, FREE | {STATES}, OFF_THE_CARD), Arithmetic()
+    search = Search(space, measure).run()
+    assert search.best is not None
+    assert search.plans[search.best].step is not None
+    assert search.plans[search.best].step.seconds <= brute_force(space) * WORTH_A_LOOK * 1.001
+    assert measure.calls < 180
+
+
+def test_the_host_is_taken_for_speed_and_not_where_it_costs_more() -> None:
+    choices = {}
+    for usable in (2800, 20000):
+        space = space_on(usable, FREE | {STATES}, OFF_THE_CARD)
+        search = Search(space, Arithmetic()).run()
+        assert search.best is not None
+        choices[usable] = space.structures[search.best.number]
+        assert brute_force(space_on(usable)) < float("inf"), "without the host it fits too"
+    assert {usable: item.uses_host for usable, item in choices.items()} == {2800: True, 20000: False}
+
+
+def test_where_the_host_cannot_pay_it_is_not_rehearsed() -> None:
+    """The card holds the fastest of all candidates."""
+    alone, beside = Arithmetic(), Arithmetic()
+    Search(space_on(80000), alone).run()
+    Search(space_on(80000, FREE | {STATES}, OFF_THE_CARD), beside).run()
+    assert beside.calls == alone.calls
+
+
+def test_what_is_on_the_host_as_written_is_no_last_resort() -> None:
+    space = space_on(6000, FREE, OFF_THE_CARD, optimizer_offload="host")
+    assert space.structures
+    assert not any(item.uses_host for item in space.structures)
 
 
 def test_nothing_fits_is_known_after_the_strongest_levers() -> None:

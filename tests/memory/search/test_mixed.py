@@ -8,7 +8,18 @@ from framework.memory.search.estimate import Estimate, Figures
 from framework.memory.search.fastest import Candidate, Search, Space
 from framework.memory.search.freedom import freedom, opened
 from framework.memory.search.mixed import mixed, mixes
-from framework.memory.search.space import CHECKPOINTS, CHUNKS, EVERY, EXACT, EXPANDABLE, micro_batches, structures
+from framework.memory.search.space import (
+    CHECKPOINTS,
+    CHUNKS,
+    EVERY,
+    EXACT,
+    EXPANDABLE,
+    OFF_THE_CARD,
+    STATES,
+    Table,
+    micro_batches,
+    structures,
+)
 from framework.run.rehearse import rehearse
 from framework.schema.config import TrainingConfig
 from tests.memory.search.card import Arithmetic
@@ -18,13 +29,14 @@ from tests.tiny import LLAMA, tiny_config
 H100 = {"name": "h100_80gb", "capability": "9.0", "bandwidth_bytes_per_second": 3.35e12, "fp32_flops": 67e12}
 
 
-def space_of(config: TrainingConfig, free: set[str] = FREE) -> Space:
-    return Space(structures(config, free, EXACT, runs_here=False), [1, 8], 64, 1 << 62, free)
+def space_of(config: TrainingConfig, free: set[str] = FREE, table: Table = EXACT) -> Space:
+    return Space(structures(config, free, table, runs_here=False), [1, 8], 64, 1 << 62, free)
 
 
 def test_every_mix_is_what_a_plan_of_its_own_says() -> None:
     """By the arithmetic card, whose bytes and seconds are linear: to the rounding, where n divides the layers."""
-    space = space_of(config_on(1 << 40, layers=24))
+    space = space_of(config_on(1 << 40, layers=24), FREE | {STATES}, OFF_THE_CARD)
+    assert any(item.uses_host for item in space.structures)
     search = Search(space, Arithmetic())
     search._plan_shallow([Candidate(number, size) for number in range(len(space.structures)) for size in space.sizes])
     compared = 0
@@ -38,7 +50,7 @@ def test_every_mix_is_what_a_plan_of_its_own_says() -> None:
                 own.seconds, rel=0.02
             )  # work is not linear beside compile
             compared += 1
-    assert compared > 200
+    assert compared > 400
     assert search.probes < 100, "four rehearsals for each of few structures"
 
 
@@ -79,6 +91,24 @@ def test_plans_of_a_real_model_agree() -> None:
     estimate, own = mixed(parts), Figures.of(rehearse(found[number].config))
     assert max(estimate.allocated.values()) == pytest.approx(max(own.allocated.values()), rel=0.03)
     assert estimate.seconds == pytest.approx(own.seconds, rel=0.02)
+
+
+def test_states_on_the_host_take_from_a_real_plan_what_they_take_from_the_plainest() -> None:
+    free = {CHECKPOINTS, CHUNKS, STATES}
+    model = {"torch_dtype_str": "float32", "model_max_length": 128}
+    training = {"mixed_precision_dtype": "none", "per_device_train_batch_size": 4, "global_batch_size": 64}
+    training["optimizer"] = "adamw_torch_fused"
+    architecture = {**LLAMA, "num_hidden_layers": 12, "vocab_size": 2048}
+    card = {**H100, "host_link_bytes_per_second": 63e9}
+    config = tiny_config(architecture, model=model, training=training, gpu=card)
+    found = structures(config, free, OFF_THE_CARD, False)
+    number = next(n for n, i in enumerate(found) if i.uses_host and i.choices[CHECKPOINTS] and i.choices[CHUNKS] == 256)
+    mix = mixes(found)[number]
+    assert len(mix) == 3
+    estimate = mixed([(Figures.of(rehearse(found[other].config)), weight) for other, weight in mix.items()])
+    own = Figures.of(rehearse(found[number].config))
+    assert estimate.allocated == pytest.approx(own.allocated)
+    assert estimate.seconds == pytest.approx(own.seconds)
 
 
 def test_a_lender_corrects_until_there_is_a_plan_of_its_own() -> None:
