@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from framework.schema.architecture import position_count, scales_positions
+from framework.schema.attention_rules import half_precision_attention, sdpa_backend
 from framework.schema.choices import (
     Attention,
     CheckpointingPolicy,
@@ -58,7 +59,7 @@ def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
     """Conflicts of a resolved config that its written values did not show: a checkpoint's dtype, on its card."""
     return [
         conflict
-        for rule in (_precision, _card, _half_attention, gathering_conflicts)
+        for rule in (_precision, _card, half_precision_attention, gathering_conflicts)
         for conflict in rule(config)
         if not conflict.is_warning
     ]
@@ -102,17 +103,6 @@ def _rounding_away(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("model.torch_dtype_str", "training.learning_rate"), message, expected, is_warning=True)
 
 
-def _sdpa_backend(config: TrainingConfig) -> Iterator[Conflict]:
-    """The kernel behind sdpa is asked for where another is."""
-    kernel, backend = config.model.attn_implementation, config.model.sdpa_backend
-    if kernel is Attention.RING_ATTENTION and backend is SdpaBackend.MATH:
-        message = "math makes all scores of a row, and does not say what parts of them are put together by"
-        yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "flash, cudnn or efficient")
-    if backend not in (None, "auto") and kernel not in (None, "auto", Attention.SDPA, Attention.RING_ATTENTION):
-        message = f"{backend} is a kernel of sdpa, and {kernel} is asked for"
-        yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "attn_implementation: sdpa")
-
-
 def _fp8(config: TrainingConfig) -> Iterator[Conflict]:
     """What torchao's linear layers can be beside."""
     training, key = config.training, "training.fp8"
@@ -129,15 +119,6 @@ def _fp8(config: TrainingConfig) -> Iterator[Conflict]:
     if training.compile is False:
         message = "without compilation the casts to fp8 are kernels of their own, and cost more than is saved"
         yield Conflict((key, "training.compile"), message, "training.compile=true", is_warning=True)
-
-
-def _half_attention(config: TrainingConfig) -> Iterator[Conflict]:
-    """Kernels of the flash-attention package compute in half precision alone."""
-    kernel, computed = config.model.attn_implementation, config.training.mixed_precision_dtype
-    flash = (Attention.FLASH_ATTENTION_2, Attention.FLASH_ATTENTION_3, Attention.FLASH_ATTENTION_4)
-    if kernel in flash and config.model.torch_dtype_str == TorchDtype.FLOAT32 and computed == MixedPrecision.NONE:
-        keys = ("model.attn_implementation", "training.mixed_precision_dtype", "model.torch_dtype_str")
-        yield Conflict(keys, f"{kernel} does not compute in float32", "sdpa, or bf16 or fp16 autocast")
 
 
 def _padding(config: TrainingConfig) -> Iterator[Conflict]:
@@ -657,8 +638,8 @@ RULES = (
     task_conflicts,
     classifier_conflicts,
     _card,
-    _half_attention,
-    _sdpa_backend,
+    half_precision_attention,
+    sdpa_backend,
     _fp8,
     _batch,
     _steps,

@@ -26,7 +26,8 @@ def start(script: str, *arguments: str, world: int = 2) -> list["subprocess.Pope
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     named = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **named}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **named}
     command, pipe = [sys.executable, "-W", "ignore", "-c", script, *arguments], subprocess.PIPE
     return [
         subprocess.Popen(

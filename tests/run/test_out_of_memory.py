@@ -1,6 +1,7 @@
 """Memory that runs out in a run: what is told, what is kept, and what the levers would have saved."""
 
 import json
+import os
 import pickle
 import sys
 from contextlib import contextmanager
@@ -151,7 +152,7 @@ def test_savings_are_those_of_a_rehearsal_with_the_lever_moved(monkeypatch):
 
 @pytest.fixture
 def recipe(write, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     write("\n".join(f"line {number} of a text that a tokenizer can be built on" for number in range(64)), "rows.txt")
     return write(RECIPE)
 

@@ -19,14 +19,16 @@ from safetensors.torch import load_file
 from torch._dynamo.backends.debugging import aot_eager
 
 from framework.build import compiled
+from framework.build.model import read_architecture
 from framework.memory.cards import read_card
 from framework.memory.levers import every_setting, word
 from framework.memory.requirements import is_installed, suits
+from framework.memory.resolve import resolve
 from framework.run import trainer
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 from framework.schema.gpu import GPUParams
-from framework.schema.rules import TORCHAO, Needs, find_conflicts
+from framework.schema.rules import TORCHAO, Needs, find_conflicts, find_derived_conflicts
 from tests.optimizers import LOW_RANK, WIDE
 from tests.settings import sections
 
@@ -111,6 +113,11 @@ def conflicts_of(config: TrainingConfig) -> tuple[list[Conflict], list[Conflict]
     return [item for item in found if not item.is_warning], [item for item in found if item.is_warning]
 
 
+def derived_conflicts(config: TrainingConfig) -> list[Conflict]:
+    """What refuses the config once what nobody wrote is derived: the dtype of its weights."""
+    return find_derived_conflicts(resolve(config, read_architecture(config).get_text_config().to_dict()))
+
+
 def rule_fault(config: TrainingConfig, *numbers: int) -> str | None:
     """A refusal that does not name both keys, or a setting that silently has no effect beside the other."""
     refused, warned = conflicts_of(config)
@@ -132,6 +139,8 @@ def fault(folder: Path, *numbers: int, gpu: GPUParams = CPU) -> str | None:
     config = compose(folder, *numbers, gpu=gpu)
     if (found := rule_fault(config, *numbers)) or conflicts_of(config)[0]:
         return found
+    if any(all(keys(number).intersection(item.keys) for number in numbers) for item in derived_conflicts(config)):
+        return None
     try:
         return resume_fault(config)
     except Exception as error:
