@@ -1,15 +1,17 @@
 """Tier A: all that can be known from the text alone, every problem at once, each with its key and place."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from framework.compose import Composition, Origin, draft
 from framework.compose.paths import leads_somewhere, looks_local
 from framework.errors import Problem, RequestError
+from framework.memory.installed import detect
 from framework.memory.requirements import unmet_requirements
 from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
+from framework.schema.conflict import Conflict
 from framework.schema.rules import Needs, find_conflicts
 
 TRAIN = Needs(model=True, data="required")
@@ -75,7 +77,7 @@ def _findings(
     """Problems and warnings. Rules that name a suspect key are left out: its value here is not what was meant."""
     problems: list[Problem] = []
     warnings: list[Problem] = []
-    for conflict in (*find_conflicts(config, needs), *unmet_requirements(config, runs_here=needs.devices == "one")):
+    for conflict in (*find_conflicts(config, needs), *_unmet_requirements(config, needs)):
         if any(_covers(bad, key) for bad in suspect for key in conflict.keys):
             continue
         places = {key: where for key in conflict.keys if (where := place(key, origins))}
@@ -87,6 +89,16 @@ def _findings(
     problems += [Problem(key, message, place(key, origins), works) for key, message, works in unavailable(config)]
     problems += _missing_files(config, origins, as_written) if needs.data == "required" else []
     return problems, warnings
+
+
+def _unmet_requirements(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
+    """What card and machine lack. A package is needed by what trains, on the machine that has the card: a look at a
+    request for the card of another one warns."""
+    of_card = set(unmet_requirements(config, runs_here=False))
+    found = list(unmet_requirements(config, runs_here=True)) if needs.devices == "one" else list(of_card)
+    is_elsewhere = needs.data != "required" and set(found) != of_card and config.gpu.name not in ("cpu", detect())
+    for conflict in found:
+        yield replace(conflict, is_warning=True) if is_elsewhere and conflict not in of_card else conflict
 
 
 def _covers(bad: str, key: str) -> bool:

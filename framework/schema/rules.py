@@ -34,7 +34,7 @@ from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
 from framework.schema.ranks_rules import ranks_conflicts
 from framework.schema.save_rules import save_conflicts
-from framework.schema.sharding_rules import gathering_conflicts, sharding_conflicts
+from framework.schema.sharding_rules import sharding_conflicts
 from framework.schema.survival_rules import survival_conflicts
 from framework.schema.task_rules import task_conflicts
 from framework.schema.tensor_rules import tensor_conflicts
@@ -56,13 +56,9 @@ def find_conflicts(config: TrainingConfig, needs: Needs) -> list[Conflict]:
 
 
 def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
-    """Conflicts of a resolved config that its written values did not show: a checkpoint's dtype, on its card."""
-    return [
-        conflict
-        for rule in (_precision, _card, half_precision_attention, gathering_conflicts)
-        for conflict in rule(config)
-        if not conflict.is_warning
-    ]
+    """Conflicts of a resolved config, which its written values may not have shown: a checkpoint's dtype, the autocast
+    of its card. What trains is written down with these values, and has to pass every rule when it is read again."""
+    return [conflict for rule in RULES for conflict in rule(config) if not conflict.is_warning]
 
 
 LEGAL_PRECISION = "float32 with none, float32 with bf16 or fp16 (float32 masters), or bfloat16 with none"

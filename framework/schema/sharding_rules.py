@@ -43,7 +43,7 @@ def sharding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         return
     yield from _unsharded_optimizers(config)
     yield from _unsharded_weights(config)
-    yield from gathering_conflicts(config)
+    yield from _gathered_dtypes(config)
 
 
 def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
@@ -70,7 +70,7 @@ def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
         yield from _packed_base(config)
     if training.mixed_precision_dtype is MixedPrecision.FP16:
         message = "a loss scale is not kept over sharded gradients"
-        yield Conflict(("training.mixed_precision_dtype", _ON), message, "bf16")
+        yield Conflict(("training.mixed_precision_dtype", _ON), message, "bf16, or none where the card has none")
     if training.fp8 not in (Fp8.NONE, "auto"):
         yield Conflict(("training.fp8", _ON), "fp8 products of sharded weights are not tried", "none")
     if training.compile is True and training.compile_scope is CompileScope.MODEL:
@@ -99,7 +99,7 @@ def _packed_base(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("peft.peft_method", "peft.q_lora", _ON), message, "lora or rslora")
 
 
-def gathering_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+def _gathered_dtypes(config: TrainingConfig) -> Iterator[Conflict]:
     """A unit with packed weights is gathered in one dtype, in which their bytes are stored (F01); what is shared by all
     units is not gathered at all."""
     peft, held = config.peft, config.model.torch_dtype_str

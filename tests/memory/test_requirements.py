@@ -1,8 +1,11 @@
 """What a setting needs of card and machine is found from the text alone, everything at once."""
 
+import contextlib
+
 import pytest
 
-from framework.checks import PLAN, TRAIN, check
+from framework import checks
+from framework.checks import CHECK, PLAN, TRAIN, check
 from framework.errors import RequestError
 from framework.memory import requirements
 from framework.memory.requirements import suits, unmet_requirements
@@ -99,6 +102,16 @@ def test_a_package_that_is_not_here_is_named_with_what_works_instead(monkeypatch
     with pytest.raises(RequestError, match="flash-attn"):
         check(config, TRAIN)
     check(config, PLAN)  # a plan needs neither the card nor the package
+
+
+@pytest.mark.parametrize(("here", "is_refused"), [("a100_40gb", True), ("rtx4090_24gb", False), (None, False)])
+def test_a_look_at_a_request_for_the_card_of_another_machine_warns_of_its_packages(monkeypatch, here, is_refused):
+    monkeypatch.setattr(requirements, "is_installed", lambda package: package != "flash-attn")
+    monkeypatch.setattr(checks, "detect", lambda: here)
+    gpu = {"name": "a100_40gb", "capability": "8.0"}
+    config = TrainingConfig.model_validate({"gpu": gpu, "model": {**LLAMA, "attn_implementation": FLASH}})
+    with pytest.raises(RequestError, match="flash-attn") if is_refused else contextlib.nullcontext():
+        assert "model.attn_implementation" in {warning.key for warning in check(config, CHECK)}
 
 
 def test_nothing_is_needed_by_the_defaults():

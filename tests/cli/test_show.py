@@ -1,0 +1,42 @@
+"""`show --resolve`: what it prints is a recipe that is accepted, and is the same request."""
+
+import pytest
+
+from framework.cli import main
+from framework.compose import compose, shipped
+from framework.memory.resolve import with_length
+from framework.memory.search.freedom import opened
+from framework.run.fit import Decided
+
+ASKED = [
+    [],
+    ["gpu=h100_80gb", "training=fastest"],
+    ["gpu=t4_16gb", "training=balanced"],
+    ["gpu=24gb", "training=lowest_memory"],
+]
+
+
+@pytest.fixture(autouse=True)
+def plain_values(monkeypatch):
+    """The search is not what is asked here: its plain values stand for what it finds."""
+    monkeypatch.setattr("framework.run.fit.decide", lambda config, runs_here: Decided(opened(config), ()))
+
+
+@pytest.mark.parametrize("words", ASKED, ids=lambda words: " ".join(words) or "as shipped")
+def test_what_is_printed_is_accepted_and_the_same(words, write, capsys):
+    _try("qwen3_8b_qlora", words, write, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ASKED, ids=lambda words: " ".join(words) or "as shipped")
+def test_every_recipe_as_printed_is_accepted_and_the_same(words, write, capsys):
+    for name in shipped.recipes():
+        _try(name, words, write, capsys)
+
+
+def _try(name, words, write, capsys):
+    assert not main(["show", name, "--resolve", *words])
+    printed = write(capsys.readouterr().out, "printed.yaml")
+    assert main(["check", str(printed), "--quick"]) == 0, (name, capsys.readouterr().err)
+    capsys.readouterr()
+    assert compose(printed).config == with_length(opened(compose(name, words).config)), name
