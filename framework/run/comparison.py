@@ -45,13 +45,19 @@ def _error(predicted: int, measured: int) -> float | None:
 
 
 def last_line(document: Mapping[str, Any]) -> str:
-    """Peak memory in one sentence, with the error of the prediction where there was one."""
-    measured = document["measured"]
-    text = f"peak memory {size(measured['allocated_bytes'])} ({measured['counter']})"
-    if document["predicted"] is None or document["error"]["allocated"] is None:
+    """Peak memory in one sentence: on a card with the error of the prediction; on the CPU with what was compared, for
+    there a process takes for tensors what it had freed before, and keeps what they free."""
+    measured, predicted = document["measured"], document["predicted"]
+    peak, baseline = measured["allocated_bytes"], measured["baseline_bytes"]
+    planned = predicted["peak"]["allocated_bytes"] if predicted is not None else None
+    if not baseline:
+        text = f"peak memory {size(peak)} ({measured['counter']})"
+        return (
+            text
+            if planned is None
+            else f"{text}; predicted {size(planned)}, error {document['error']['allocated']:+.1%}"
+        )
+    text = f"peak memory {size(peak)} of the whole process, which held {size(baseline)} before the model was built"
+    if planned is None:
         return text
-    own = measured["allocated_bytes"] - measured["baseline_bytes"]
-    predicted = document["predicted"]["peak"]["allocated_bytes"]
-    if measured["baseline_bytes"]:
-        text += f"; {size(own)} of it came with the model"
-    return f"{text}; predicted {size(predicted)}, error {document['error']['allocated']:+.1%}"
+    return f"{text}; predicted {size(planned)} for tensors alone, some of which take memory that was freed before"

@@ -391,7 +391,7 @@ def test_what_was_predicted_stands_next_to_what_was_measured(corpus, tmp_path):
     predicted, measured = memory["predicted"]["peak"]["allocated_bytes"], memory["measured"]
     own = measured["allocated_bytes"] - measured["baseline_bytes"]
     assert memory["error"] == compare_bytes(predicted, own, memory["error"]["phases"])
-    assert f"peak memory {size(measured['allocated_bytes'])} (" in result.memory
+    assert f"peak memory {size(measured['allocated_bytes'])} of the whole process" in result.memory
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["peak"]["allocated_bytes"] == predicted
 
