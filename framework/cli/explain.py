@@ -16,11 +16,12 @@ def explain(
 ) -> None:
     """Say why memory ran out and where, with the arithmetic, and what to change. Exit 2: no failure of a known kind."""
     from framework.memory.explain import explain_evidence
-    from framework.memory.explain.evidence import Evidence, gather, read_plan, read_standard_input
+    from framework.memory.explain.evidence import Evidence, gather, plan_of, read_standard_input
     from framework.memory.explain.text import explanation_lines
 
     if source == "-":
-        evidence = Evidence(read_standard_input(), plan=read_plan(run) if run else None)
+        plan = plan_of(run) if run else None
+        evidence = Evidence(read_standard_input(), plan=plan)
     else:
         evidence = gather(Path(source), run)
     explanation = explain_evidence(evidence)

@@ -8,6 +8,7 @@ import pytest
 
 from framework import explain as explain_here
 from framework.cli import main
+from framework.memory.explain import evidence
 from tests.cli.test_front_rooms import HEAVY, loaded
 from tests.memory.explain.test_moves import FULL, lever, plan
 
@@ -73,6 +74,44 @@ def test_standard_input_with_any_bytes(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe loss\r" + FULL.encode())))
     code, out, _ = run("-", "--json")
     assert (code, json.loads(out)["cause"]) == (0, "capacity")
+
+
+def test_a_log_that_powershell_has_written(run, tmp_path):
+    (tmp_path / "a.log").write_bytes(FULL.encode("utf-16"))
+    code, out, _ = run(tmp_path / "a.log", "--json")
+    assert (code, json.loads(out)["request_bytes"]) == (0, 2 * 2**30)
+
+
+def test_a_log_longer_than_what_is_read_is_read_from_its_end(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "_MOST_BYTES", 4096)
+    progress = "step 3/9  loss 2.3170  lr 1.00e-05\n" * 2000
+    (tmp_path / "a.log").write_text(progress + FULL)
+    code, out, _ = run(tmp_path / "a.log", "--json")
+    assert (code, json.loads(out)["cause"]) == (0, "capacity")
+    (tmp_path / "a.log").write_text(FULL + "\n" + progress + "Killed\n")  # the first failure counts
+    _, out, _ = run(tmp_path / "a.log", "--json")
+    assert json.loads(out)["cause"] == "capacity"
+
+
+def test_of_the_logs_of_all_ranks_the_one_where_memory_ran_out_counts(run, tmp_path):
+    """Torchrun writes a folder for each rank; rank 0 only saw that the others were gone."""
+    for rank, text in enumerate(("Watchdog caught collective operation timeout: WorkNCCL(", "{'loss': nan}", FULL)):
+        (tmp_path / "logs" / "attempt_0" / str(rank)).mkdir(parents=True)
+        (tmp_path / "logs" / "attempt_0" / str(rank) / "stderr.log").write_text(text)
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "a.txt").write_text("Killed\n")  # a vocabulary
+    code, out, _ = run(tmp_path, "--json")
+    assert (code, json.loads(out)["cause"]) == (0, "capacity")
+
+
+def test_a_named_run_without_a_plan_is_no_run(run, tmp_path):
+    (tmp_path / "a.log").write_text(FULL)
+    for words in ((tmp_path / "a.log",), ("-",)):
+        for folder, reason in ((tmp_path / "none", "is no folder"), (tmp_path, "holds no plan.json")):
+            code, out, _ = run(*words, "--run", folder, "--json")
+            [error] = json.loads(out)["errors"]
+            assert (code, error["key"]) == (2, "--run")
+            assert f"{folder} {reason}" in error["message"]
 
 
 def test_an_unknown_text_and_a_missing_file_exit_2(run, tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Cause, Circumstances, find_cause, held_by_others
-from framework.memory.explain.evidence import Evidence, gather, read_plan
+from framework.memory.explain.evidence import Evidence, gather, plan_of
 from framework.memory.explain.frames import is_pinning, makes_states, read_frames, read_phase
 from framework.memory.explain.messages import Message, read_message
 from framework.memory.explain.moves import Move, rank_moves
@@ -56,12 +56,12 @@ def explain(source: str | Path, run: str | Path | None = None) -> Explanation:
     """Explain a run folder, a log file, or, where no such file exists, `source` itself as the text.
 
     `run` is the folder whose `plan.json` holds what each lever saves; a log is looked up beside itself without it.
-    Raises RequestError when the text reports no kind of failure that is known.
+    Raises RequestError when the text reports no kind of failure that is known, or `run` has no plan.
     """
     folder = Path(run) if run is not None else None
     if isinstance(source, Path) or ("\n" not in source and len(source) < 1024 and Path(source).exists()):
         return explain_evidence(gather(Path(source), folder))
-    return explain_evidence(Evidence(source, plan=read_plan(folder) if folder else None))
+    return explain_evidence(Evidence(source, plan=plan_of(folder) if folder else None))
 
 
 def explain_evidence(evidence: Evidence) -> Explanation:

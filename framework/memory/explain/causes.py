@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from framework.memory.explain.messages import Message
-from framework.memory.explain.shapes import Kind, Space
+from framework.memory.explain.shapes import PLACEMENT, SMALLEST_BATCH, Kind, Space
 from framework.memory.units import GIB, MIB
 
 LARGE_SHARE, LARGE_BYTES = 0.10, 2 * GIB
@@ -85,6 +85,8 @@ def find_cause(message: Message, circumstances: Circumstances, is_pinning: bool 
         return Cause.UNKNOWN
     if message.space is Space.HOST or (is_pinning and message.capacity_bytes is None):
         return Cause.HOST
+    if message.name in (PLACEMENT, SMALLEST_BATCH):
+        return Cause.CAPACITY  # which is what these words say: not all of the model, or not one row, fits
     capacity, request, free = message.capacity_bytes, message.request_bytes, message.free_bytes
     if capacity is None or request is None:
         return _cause_by_circumstances(circumstances) or Cause.UNKNOWN

@@ -10,12 +10,14 @@ from typing import Any
 
 from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Circumstances, Repair
-from framework.memory.explain.messages import read_message
+from framework.memory.explain.messages import read_message, weight
 
 REPORT = "oom.txt"
-_LOGS = ("*.log", "*.out", "*.err", "*.txt")
-_MOST_CHARACTERS = 64 * 2**20
-"""Of a log that is read; the first message is what counts."""
+_LOGS = ("*.log", "*.out", "*.err", "*.txt", "error*.json")
+_NO_LOGS = ("checkpoints", "final")
+"""Folders of a run that hold weights and words, such as a vocabulary, and no log."""
+_MOST_BYTES = 64 * 2**20
+"""Of a log that is read, from its beginning, since the first message is what counts; else from its end."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +36,63 @@ def gather(source: Path, run: Path | None = None) -> Evidence:
     """
     if not source.exists():
         raise RequestError([Problem("", f"there is no file or folder {source}")])
-    folder = run or (source if source.is_dir() else source.parent)
+    plan = plan_of(run) if run else read_plan(source if source.is_dir() else source.parent)
     text = _text_of(source) if source.is_dir() else read_text(source)
-    return Evidence(text, read_circumstances(text), read_plan(folder))
+    return Evidence(text, read_circumstances(text), plan)
 
 
 def _text_of(folder: Path) -> str:
-    """The run's own report, else the first of its logs that tells of a failure."""
+    """The run's own report, else the log that tells most of a failure, also of a rank's in a folder of its own."""
     if (folder / REPORT).exists():
         return read_text(folder / REPORT)
-    logs = [file for pattern in _LOGS for file in sorted(folder.glob(pattern))]
+    logs = [file for pattern in _LOGS for file in sorted(folder.rglob(pattern)) if _is_log(file.relative_to(folder))]
     texts = [read_text(file) for file in logs]
-    telling = next((text for text in texts if read_message(text) is not None), None)
-    if telling is None:
-        looked = f"; looked at {', '.join(file.name for file in logs)}" if logs else ""
+    told = [(weight(found[0]), text) for text in texts if (found := read_message(text)) is not None]
+    if not told:
+        looked = f"; looked at {', '.join(str(file.relative_to(folder)) for file in logs)}" if logs else ""
         message = f"{folder} holds no report of a failure ({REPORT}){looked}"
         raise RequestError([Problem("", message, expected="a log file, or `-` for standard input")])
-    return telling
+    return min(told, key=lambda pair: pair[0])[1]
+
+
+def _is_log(file: Path) -> bool:
+    return not set(file.parts) & set(_NO_LOGS)
 
 
 def read_text(file: Path) -> str:
-    """The beginning of a text file, whatever bytes are in it. Raises RequestError when it cannot be read."""
+    """A text file, whatever bytes are in it: of a very long one its beginning, or its end where that alone tells.
+
+    Raises RequestError when it cannot be read.
+    """
     try:
-        with file.open(encoding="utf-8", errors="replace", newline="") as opened:
-            return opened.read(_MOST_CHARACTERS)
+        with file.open("rb") as opened:
+            first = opened.read(_MOST_BYTES)
+            text = _decoded(first)
+            if len(first) < _MOST_BYTES or read_message(text) is not None:
+                return text
+            opened.seek(-min(_MOST_BYTES, file.stat().st_size - _MOST_BYTES), 2)
+            return _decoded(first[:2] + opened.read())
     except OSError as error:
         raise RequestError([Problem("", f"{file} cannot be read: {error.strerror}")]) from None
 
 
+def _decoded(data: bytes) -> str:
+    """UTF-8, or the UTF-16 that PowerShell's `>` writes."""
+    is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff") and b"\0" in data[:200]
+    return data.decode("utf-16" if is_utf16 else "utf-8", "replace")
+
+
 def read_standard_input() -> str:
     """The beginning of what comes in, whatever bytes are in it."""
-    return sys.stdin.buffer.read(_MOST_CHARACTERS).decode("utf-8", "replace")
+    return _decoded(sys.stdin.buffer.read(_MOST_BYTES))
+
+
+def plan_of(run: Path) -> Mapping[str, Any]:
+    """The document of the `plan.json` of a run that was named. Raises RequestError where there is none."""
+    if (plan := read_plan(run)) is None:
+        reason = "holds no plan.json that can be read" if run.is_dir() else "is no folder"
+        raise RequestError([Problem("--run", f"{run} {reason}", expected="the folder that `train` wrote")])
+    return plan
 
 
 def read_plan(folder: Path) -> Mapping[str, Any] | None:

@@ -1,9 +1,11 @@
 """A log as it was meant: without colours, ranks, times and boxes in front of its lines, one process at a time."""
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 _RANK = re.compile(
@@ -22,6 +24,12 @@ _TIME = re.compile(
 )
 _LEVEL = re.compile(r"(?:- )?\[?(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL)\]?:?(?: -)?(?=\s)")
 _FRAME = re.compile(r"[│║┃▏|>#]+(?=\s|$)")
+_BAR = re.compile(
+    r"(?:^\s*[^|:]{0,60}: +)?\d{1,3}%\|[^|]*\|\s*[\d.,kKMG]+/[\d.,kKMG?]+\s*\[(?:(?!\bnan\b|\binf\b)[^\]])*\]"  # tqdm
+    r"|(?:^\s*[^|:]{0,60}: +)?\b\d+(?:it| examples| steps) \[\d[^\]]*(?:s/it|/s)\]"  # tqdm that knows no end
+    r"|^[^━]*[━╸╺]{4}.*$"  # rich
+)
+"""Progress that another thread or library wrote into the middle of a message; kept where it shows a loss of nan."""
 BEFORE, AFTER = 400, 60
 """Lines in front of a message that may hold its stack, and after it that may hold the rest of it."""
 _PARTS = (_RANK, _TIME, _LEVEL, _FRAME)
@@ -46,11 +54,31 @@ def clean(text: str, is_telling: Callable[[str], bool]) -> list[Line]:
     for number, line in enumerate(raw):
         if is_telling(line):
             wanted.update(range(max(number - BEFORE, 0), min(number + AFTER, len(raw))))
-    return [_clean(number, raw[number]) for number in sorted(wanted)]
+    return [_clean(number, line) for number in sorted(wanted) for line in _of_record(raw[number], is_telling)]
+
+
+def _of_record(line: str, is_telling: Callable[[str], bool]) -> list[str]:
+    """The lines within a record of JSON, as containers and torchrun's error files write them; else the line itself."""
+    if not line.lstrip().startswith("{"):
+        return [line]
+    try:
+        texts = list(_texts(json.loads(line)))
+    except (ValueError, RecursionError):
+        return [line]
+    is_elsewhere = is_telling(line) and not any(map(is_telling, texts))  # such as in the number of a metric
+    return [line] if is_elsewhere or not texts else [part for text in texts for part in text.splitlines()]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts of a record; single words, such as a stream's name or a time, are none."""
+    if isinstance(value, str) and len(value.split(" ")) + value.count("\n") > 1:
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(item)
 
 
 def _clean(number: int, line: str) -> Line:
-    writer, text = "", _COLOUR.sub("", line)
+    writer, text = "", _BAR.sub("", _COLOUR.sub("", line))
     left = text.lstrip()
     while found := next((match for part in _PARTS if (match := part.match(left))), None):
         if found.re is _RANK:

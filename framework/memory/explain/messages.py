@@ -5,7 +5,19 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from framework.memory.explain.lines import Compact, Line, by_writer, clean
-from framework.memory.explain.shapes import ABSURD, BARE, LOOSE, MPS, SHAPES, SIZE, Kind, Shape, Space, is_telling
+from framework.memory.explain.shapes import (
+    ABSURD,
+    ASYNC,
+    BARE,
+    LOOSE,
+    MPS,
+    SHAPES,
+    SIZE,
+    Kind,
+    Shape,
+    Space,
+    is_telling,
+)
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50, "E": 2**60}
 _LONGEST = 6000
@@ -48,9 +60,10 @@ class Message:
 def read_message(text: str) -> tuple[Message, tuple[Line, ...]] | None:
     """The failure that a text reports, and the lines of the process that reported it; None when it reports none known.
 
-    The first message counts: what comes after it, also from other ranks, are echoes. A hang counts only where
-    nothing ran out of memory, since a rank that has died leaves the others waiting; a size beyond all measure is an
-    echo itself.
+    The first message counts: what comes after it, also from other ranks, are echoes. Memory that ran out ends a run,
+    which a figure that is not finite often does not (of a float16 scaler's first steps, or of a metric): that counts
+    only where no memory ran out. A hang counts only where there is neither, since a rank that has died leaves the
+    others waiting; a size beyond all measure is an echo itself.
     """
     lines = clean(text, is_telling)
     groups = [Compact(group) for group in by_writer(lines)]
@@ -77,10 +90,11 @@ class _Hit:
         return self.text.lines[self.index].number
 
 
-def _rank(hit: _Hit) -> tuple[bool, int, int, int]:
+def _rank(hit: _Hit) -> tuple[int, int, int, int]:
     is_echo = hit.shape.kind is Kind.HANG or hit.shape.pattern is ABSURD
+    weight = 2 if is_echo else int(hit.shape.kind is Kind.NAN)
     order = [*SHAPES, BARE, LOOSE].index(hit.shape)
-    return is_echo, hit.line, hit.start, order
+    return weight, hit.line, hit.start, order
 
 
 def _find(shape: Shape, text: Compact) -> _Hit | None:
@@ -104,12 +118,14 @@ def _read(hit: _Hit) -> Message:
     if hit.shape.pattern is MPS:
         return _read_mps(plain, rest)
     own = hit.match.end() - hit.start
-    if "Triedtoallocate" in rest[:own]:
+    if hit.shape.pattern is ASYNC:
+        return _read_async(plain, rest)
+    if "triedtoallocate" in rest[:own].lower() and hit.shape.space is Space.CARD:
         return _read_torch(plain, rest[:own] + rest[own:].partition("Triedtoallocate")[0])
     if hit.shape.name == "kernel":
         return replace(plain, request_bytes=None, allocated_bytes=_first(r"anon-rss:(\d+)(kB)", rest))
     if hit.shape.name == "nccl":
-        return replace(plain, request_bytes=_first(r"FailedtoCUDA[cm]alloc(\d+)(bytes)", rest[:400]))
+        return replace(plain, request_bytes=_first(r"FailedtoCUDA[cm]alloc(?:async)?(\d+)(bytes)", rest[:400]))
     return plain
 
 
@@ -161,6 +177,17 @@ def _read_mps(plain: Message, rest: str) -> Message:
     )
 
 
+def _read_async(plain: Message, rest: str) -> Message:
+    return replace(
+        plain,
+        request_bytes=_first(rf"Requested:{SIZE}", rest),
+        capacity_bytes=_first(rf"Devicelimit:{SIZE}", rest),
+        free_bytes=_first(rf"Free\(accordingtoCUDA\):{SIZE}", rest),
+        allocated_bytes=_first(rf"Currentlyallocated:{SIZE}", rest),
+        allowed_bytes=_first(rf"PyTorchlimit\(setbyuser-suppliedmemoryfraction\):{SIZE}", rest),
+    )
+
+
 def _first(pattern: str, text: str) -> int | None:
     match = re.search(pattern, text)
     if match is None:
@@ -171,9 +198,17 @@ def _first(pattern: str, text: str) -> int | None:
 
 def _size(number: str, unit: str) -> int | None:
     """Bytes of a printed size, rounded to the nearest; None for a counter that went below zero."""
-    factor = _UNITS[unit[0].upper() if unit != "bytes" else ""]
+    factor = _UNITS[unit[:1].upper() if unit != "bytes" else ""]
     found = int((Decimal(number) * factor).to_integral_value())
     return found if found < _MOST_BYTES else None
+
+
+def weight(message: Message) -> int:
+    """How little a failure tells where there is another: 0 where memory ran out, 1 for a value that is not finite, 2
+    for what follows from another rank's failure."""
+    if message.kind is Kind.HANG or message.name == "absurd size":
+        return 2
+    return int(message.kind is Kind.NAN)
 
 
 def is_out_of_memory(text: str) -> bool:

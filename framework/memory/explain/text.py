@@ -13,7 +13,7 @@ from framework.memory.explain.causes import (
     unaccounted_bytes,
 )
 from framework.memory.explain.messages import Message
-from framework.memory.explain.shapes import Kind, Space
+from framework.memory.explain.shapes import HANDLE, RANKS_SHARE, Kind, Space
 from framework.memory.units import size
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -111,6 +111,8 @@ def _advice(explanation: Explanation) -> Iterator[str]:
     if is_limited(message):
         free = f"; {size(message.free_bytes)} of the card were free" if message.free_bytes else ""
         yield f"a memory fraction allows {size(message.allowed_bytes or 0)} (set_per_process_memory_fraction){free}"
+    if message.name == HANDLE:
+        yield "cuBLAS could not begin, most often for want of memory beside PyTorch's; else it does not suit the driver"
     if explanation.cause is Cause.FRAGMENTATION:
         idle = size(message.reserved_unallocated_bytes or 0)
         yield f"segments that grow can use the {idle} that are idle: the first override, elsewhere {ALLOCATOR}"
@@ -132,6 +134,9 @@ def _host_advice(message: Message) -> Iterator[str]:
         yield "a process was killed from outside, most often by the kernel for want of memory: `dmesg` says if it was"
     if message.name in ("shared memory", "loader"):
         yield "give the container more shared memory (`--shm-size`, /dev/shm), or set data.workers=0"
+    if message.name == RANKS_SHARE:
+        yield "NCCL's ranks share /dev/shm: give the container more of it (`--shm-size=1g`, `--ipc=host`)"
+        return
     if message.name == "pinned" or message.space is Space.CARD:
         yield "host memory could not be pinned: fewer processes a machine, or less that is offloaded to its memory"
     yield "give the job more host memory, fewer data.workers, and keep nothing on the host that was offloaded there"

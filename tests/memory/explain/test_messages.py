@@ -73,6 +73,8 @@ def test_a_wording_in_the_middle_of_a_log(case):
         "Tip: if you encounter CUDA out of memory, try to set --tile with a smaller number.",
         "kill the process when the memory is not needed any more; loss: 1.2, info: none",
         "Process finished with exit code 0",
+        "Starting; best_val_loss: inf, best loss: inf",
+        "make: *** [Makefile:10: train] Error 1",
         "Segmentation fault (core dumped)",
         "RuntimeError: CUDA error: device-side assert triggered",
     ],
