@@ -2,16 +2,19 @@
 
 `fully_shard` splits, gathers and frees parameters, casts those of a floating dtype to the dtype that it gathers in, and
 knows nothing of scales beside them. So the packed numbers of a layer and, behind them, their scales are one parameter,
-whose dtype is only a name for bytes. It is the dtype of gathering, so that no cast takes the bytes for numbers. Codes,
-offsets and the scales of nested scales (4 bytes for 16,384 weights) are whole on every rank.
+whose dtype is only a name for bytes. It is the dtype of gathering, so that no cast takes the bytes for numbers; still
+they are gathered as bytes, since what CUDA copies of half precision has one NaN for all. Codes, offsets and the scales
+of nested scales (4 bytes for 16,384 weights) are whole on every rank.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
 from bitsandbytes.functional import QuantState
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -97,6 +100,32 @@ def store_as(storage: torch.dtype, model: PreTrainedModel) -> None:
         module.__class__ = SplitLinear4bit
         module.quant_storage = storage
         module.hold(module.weight)
+
+
+class GatheredBytes(FSDPParam):
+    """torch's record of a packed weight, which is put together from bytes.
+
+    `torch._foreach_copy_`, which gathering begins with, takes half precision through float32 on CUDA: words that would
+    be NaN come out as one and the same, about one in a thousand of packed weights.
+    """
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """This rank's part, as bytes."""
+        return [part.view(torch.uint8) for part in super().all_gather_inputs]
+
+    def init_all_gather_outputs(self, *arguments: Any, **named: Any) -> None:
+        """Room for the whole, which those who read it know by the dtype of the parts."""
+        super().init_all_gather_outputs(*arguments, **named)
+        self.all_gather_outputs = [whole.view(self.orig_dtype) for whole in self.all_gather_outputs]
+
+
+def gather_as_bytes(records: Iterable[FSDPParam]) -> None:
+    """Have torch gather the packed weights among `records` as the bytes that they are."""
+    for record in records:
+        info = record._module_info
+        if isinstance(info.module, SplitLinear4bit) and info.param_name == "weight":
+            record.__class__ = GatheredBytes
 
 
 def mark_parts(root: nn.Module) -> None:
