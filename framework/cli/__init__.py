@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typer import TyperException
 
 from framework.cli.app import app
-from framework.cli.printing import complain, print_json, print_problems
-from framework.errors import Problem, RequestError, TunesmithError
+from framework.cli.printing import complain, print_json, print_problems, say
+from framework.errors import Interrupted, Problem, RequestError, TunesmithError
 
 __all__ = ["app", "main"]
 
-INTERRUPTED = 130
 READER_LEFT = 141
 """What a shell makes of SIGPIPE."""
 
@@ -23,13 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
         sys.stdout.flush()
-        if code == INTERRUPTED:  # typer turns Ctrl-C outside of a run, which saves first, into this code
-            complain("interrupted", "--debug" in words)
         return code if isinstance(code, int) else 0
     except RequestError as error:
         problems, code = error.problems, error.exit_code
     except TyperException as error:
         problems, code = (Problem("", error.format_message()),), 2
+    except Interrupted as error:  # asked for, and no error
+        say(str(error))
+        return error.exit_code
     except TunesmithError as error:
         complain(str(error), "--debug" in words)
         return error.exit_code

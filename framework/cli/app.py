@@ -1,6 +1,8 @@
 """All verbs, put together."""
 
-from typing import Annotated
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +16,7 @@ from framework.cli.levers import levers
 from framework.cli.merge import merge
 from framework.cli.plan import plan
 from framework.cli.predict import predict
+from framework.errors import Interrupted
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,17 +33,22 @@ def options(
     """Options of every verb. `main` reads them; here they are for the help text."""
 
 
-app.command()(work.train)
-app.command()(plan)
-app.command()(fit)
-app.command()(explain)
-app.command()(look.check)
-app.command()(data)
-app.command()(look.show)
-app.command()(diff)
-app.command()(levers)
-app.command()(merge)
-app.command()(predict)
-app.command("list")(look.list_choices)
-app.command()(look.schema)
-app.command()(doctor)
+def _told(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb, with Ctrl-C in it as an exception of ours: typer would make an exit code of it and say nothing."""
+
+    @wraps(verb)
+    def run(*arguments: Any, **options: Any) -> Any:
+        try:
+            return verb(*arguments, **options)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+
+    return run
+
+
+app.command()(work.train)  # which says itself what was saved
+for _verb in (plan, fit, explain, look.check, data, look.show, diff, levers, merge, predict):
+    app.command()(_told(_verb))
+app.command("list")(_told(look.list_choices))
+app.command()(_told(look.schema))
+app.command()(_told(doctor))

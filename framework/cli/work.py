@@ -10,6 +10,7 @@ import typer
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_warnings
 from framework.errors import Problem, RequestError
+from framework.run.interrupt import BEFORE_ALL, told_interrupt
 from framework.run.launched import launched
 
 if TYPE_CHECKING:
@@ -43,17 +44,18 @@ def train(
         return _swept(recipe, overrides or (), nproc, options, fail_fast)
     if fail_fast:
         raise RequestError([Problem("--fail-fast", "is about the runs of a sweep", expected="-m beside it")])
-    if (found := launched()) is not None and found.world > 1:
-        _train_as_rank(found, recipe, overrides or (), nproc, options)
-        return 0
-    composition = _checked(recipe, overrides or (), nproc)
-    if composition.config.gpu.count > 1:
-        from framework.run.launch import launch
+    with told_interrupt(lambda: BEFORE_ALL):
+        if (found := launched()) is not None and found.world > 1:
+            _train_as_rank(found, recipe, overrides or (), nproc, options)
+            return 0
+        composition = _checked(recipe, overrides or (), nproc)
+        if composition.config.gpu.count > 1:
+            from framework.run.launch import launch
 
-        return launch(composition.config, composition.recipe, options.words)
-    from framework.run.trainer import train as run
+            return launch(composition.config, composition.recipe, options.words)
+        from framework.run.trainer import train as run
 
-    _show(run(composition.config, composition.recipe, **options.keywords), options)
+        _show(run(composition.config, composition.recipe, **options.keywords), options)
     return 0
 
 
@@ -120,7 +122,7 @@ def _train_as_rank(
         composition = _checked(recipe, overrides, found.world)
         return json.dumps({"config": composition.config.model_dump(mode="json"), "name": composition.recipe})
 
-    with met() as crew:
+    with met() as crew, told_interrupt(lambda: BEFORE_ALL):
         request = json.loads(crew.shared("request", compose))
         result = run(TrainingConfig.model_validate(request["config"]), request["name"], **options.keywords)
         if crew.ranks.is_main:

@@ -44,6 +44,8 @@ GRACE = 3.0
 PARENT = "parent"
 """Key that is set where the process which started the ranks watches over them and names one that was killed."""
 FAILED = "failed"
+HERE = "here"
+"""Key of a rank that knows what to do about Ctrl-C."""
 _PAUSE = 0.2
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout", "Timed out", "timed out", "unreachable")
 _meetings = itertools.count()
@@ -94,6 +96,7 @@ class _Company(Crew):
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
         if not self.ranks.is_main:
             _be_silent()
+        self._store.set(f"{HERE}/{self.ranks.rank}", "")
 
     # -- together
     def shared(self, name: str, make: Callable[[], str]) -> str:

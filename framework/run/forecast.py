@@ -88,6 +88,16 @@ class Forecast:
                             self._keep(self.document)
 
 
+_awaited: list["subprocess.Popen[str]"] = []
+"""Those whose plan has not come yet."""
+
+
+def abandon() -> None:
+    """End the processes whose plans are waited for in other threads, where these then raise TunesmithError."""
+    for process in _awaited:
+        process.kill()
+
+
 def forecast_in_subprocess(config: TrainingConfig) -> Forecast:
     """The plan of a composed config, returned as soon as it is made; its levers follow.
 
@@ -97,6 +107,7 @@ def forecast_in_subprocess(config: TrainingConfig) -> Forecast:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": complaints}
         process = subprocess.Popen(_COMMAND, text=True, **pipes)  # type: ignore[call-overload]
         started = False
+        _awaited.append(process)
         try:
             process.stdin.write(config.model_dump_json())
             process.stdin.close()
@@ -113,6 +124,7 @@ def forecast_in_subprocess(config: TrainingConfig) -> Forecast:
             started = True
             return forecast
         finally:
+            _awaited.remove(process)
             if not started:
                 process.kill()
                 process.wait()

@@ -1,17 +1,38 @@
-"""Ctrl-C: finish the step, save, leave. A second Ctrl-C leaves at once. Loads no torch."""
+"""Ctrl-C: before the first step leave at once; later finish the step, save, leave. A second Ctrl-C leaves at once.
+
+A job scheduler's SIGTERM is taken for Ctrl-C. Loads no torch.
+"""
 
 import contextlib
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+
+from framework.errors import Interrupted
+
+BEFORE_ALL = "left before the first step; nothing was written"
 
 
 class Interrupt:
     """Whether the user (or a job scheduler's SIGTERM) has asked the run to end."""
 
     asked = False
+
+
+@contextlib.contextmanager
+def told_interrupt(said: Callable[[], str]) -> Iterator[None]:
+    """Raises Interrupted, with what was left, where Ctrl-C or SIGTERM ends what is within. Main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(said()) from None
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, earlier)
 
 
 @contextlib.contextmanager
@@ -40,19 +61,33 @@ def watched_interrupt() -> Iterator[Interrupt]:
 
 
 @contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM as they come, for who looks at the list. Main thread only."""
+    noted: list[int] = []
+    with _handled(lambda number, frame: noted.append(number)):
+        yield noted
+
+
+@contextlib.contextmanager
 def passing_signals_on(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
     """Ctrl-C and SIGTERM go to the processes, which save and end. Start them in sessions of their own, so that a
     terminal does not send them a second one. Main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    earlier = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _handled(pass_on):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(by: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = {number: signal.signal(number, by) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

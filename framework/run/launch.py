@@ -21,9 +21,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from framework.build.refuse import refuse_impossible
 from framework.errors import DoesNotFit, Problem, RequestError
 from framework.run.child import plan_in_subprocess
-from framework.run.crew import FAILED, GRACE, PARENT
+from framework.run.crew import FAILED, GRACE, HERE, PARENT
 from framework.run.fit import decide_or_refuse
-from framework.run.interrupt import passing_signals_on
+from framework.run.interrupt import noted_signals
 from framework.run.record import open_folder
 from framework.run.room import require_room, too_large
 from framework.schema.choices import OnOutOfMemory
@@ -51,13 +51,13 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
         recipe = Path(folder) / f"{name}.yaml"
         recipe.write_text(to_yaml(config))
         command = [sys.executable, "-m", "framework", "train", str(recipe), *options]
-        ranks = [
-            subprocess.Popen(command, env=_environment(rank, world, store.port), start_new_session=True)
-            for rank in range(world)
-        ]
-        with passing_signals_on(ranks):
+        ranks: list[subprocess.Popen[bytes]] = []
+        with noted_signals() as noted:
             try:
-                return _watched(ranks, crew)
+                for rank in range(world):  # in sessions of their own: a terminal's Ctrl-C reaches them through us alone
+                    told = _environment(rank, world, store.port)
+                    ranks.append(subprocess.Popen(command, env=told, start_new_session=True))
+                return _watched(ranks, crew, noted)
             finally:
                 for process in ranks:
                     if process.poll() is None:
@@ -104,9 +104,17 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _watched(ranks: Sequence["subprocess.Popen[bytes]"], crew: Store) -> int:
-    """Wait for all of them. When one fails the others follow within seconds."""
+def _watched(ranks: Sequence["subprocess.Popen[bytes]"], crew: Store, noted: list[int]) -> int:
+    """Wait for all of them. When one fails the others follow within seconds. Signals go on to them; before all are
+    there to take them, when there is nothing to save either, KeyboardInterrupt is raised."""
     while any(process.poll() is None for process in ranks):
+        if noted and not crew.check([f"{HERE}/{rank}" for rank in range(len(ranks))]):
+            raise KeyboardInterrupt
+        while noted:
+            number = noted.pop(0)
+            for process in ranks:
+                if process.poll() is None:
+                    process.send_signal(number)
         failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
         if failed is not None:
             return _ended(ranks, failed, crew)

@@ -26,7 +26,7 @@ from framework.errors import (
 from framework.memory.explain.causes import Repair
 from framework.run.checkpoint import checkpoints, forget_halves, load_checkpoint, read_state
 from framework.run.crew import Crew
-from framework.run.forecast import Forecast
+from framework.run.forecast import Forecast, abandon
 from framework.run.host_watch import HostWatch, said_of_load
 from framework.run.inputs import Inputs, read_inputs
 from framework.run.meter import Meter
@@ -96,7 +96,9 @@ def _read_and_plan(
         planned = beside.submit(planner, config) if planner is not None else None
         try:
             inputs = read_inputs(config, given, console)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                abandon()
             if planned is not None and planned.exception() is None:
                 planned.result().stop()
             raise

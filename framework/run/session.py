@@ -39,7 +39,7 @@ from framework.run.evaluate import evaluate, in_words
 from framework.run.footprint import state_tensors
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
-from framework.run.interrupt import Interrupt, watched_interrupt
+from framework.run.interrupt import Interrupt
 from framework.run.meter import Meter
 from framework.run.moved import SPAN, MovedElements, caution
 from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
@@ -115,7 +115,7 @@ class Session:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Trackers, progress bar and the watch for Ctrl-C, for as long as steps are made."""
+        """Trackers, progress bar and the writer of checkpoints, for as long as steps are made."""
         training = self.config.training
         if training.trackers:
             project = training.run_name or self.folder.path.name
@@ -124,7 +124,6 @@ class Session:
             explained_failures(self.watch, self.forecast, self.folder.path),
             recorded_memory(self.assembly.place),
             self.progress,
-            watched_interrupt() as self.interrupt,
             self.writer,
         ):
             try:
@@ -148,6 +147,16 @@ class Session:
             self._try_saving()
         self._moved_elements = MovedElements(self.assembly.trained)
         self._clock = time.perf_counter()
+
+    def left(self) -> str:
+        """What there is of a run that was left at once."""
+        if saved := checkpoints(self.folder.path):
+            step = int(saved[-1].name.removeprefix("step-"))
+            at = f"after step {self.step}" if self.has_stepped else "before its first step"
+            return f"left {at}; go on with --resume from step {step} (saved in {self.folder.path})"
+        again = "" if self.config.training.output_dir is None else "; start again with --overwrite"
+        at = f"after step {self.step}" if self.has_stepped else "before the first step"
+        return f"left {at}, and nothing was saved{again} ({self.folder.path})"
 
     def close(self, after: float = 0.0) -> None:
         """End what still goes on beside the run, `after` so many seconds at the latest."""

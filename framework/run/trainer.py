@@ -1,8 +1,9 @@
 """The loop: one function between the command and the train step."""
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from framework.run.comparison import last_line
 from framework.run.crew import met, require_world
 from framework.run.export import export
 from framework.run.forecast import forecast_in_subprocess
+from framework.run.interrupt import BEFORE_ALL, told_interrupt, watched_interrupt
 from framework.run.opening import begin, open_session
 from framework.run.reference import know_reference
 from framework.run.session import LAST_SECONDS, Planner, Session
@@ -80,44 +82,52 @@ def train(
     together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
     config, given = take_rows(config, Given(train_rows, eval_rows))
-    with met() as crew:
-        require_world(config, crew.ranks)
-        config, said = decided_by_main(crew, config)
-        refuse_impossible(config, devices="one")
-        session = open_session(
-            config,
-            name,
-            resume=resume,
-            overwrite=overwrite,
-            allow=allow,
-            quiet=quiet,
-            planner=planner,
-            given=given,
-            crew=crew,
-        )
-        with closing(session):
-            _announce(session, said)
-            if dry_run:
-                return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
+    opening = partial(
+        open_session,
+        name=name,
+        resume=resume,
+        overwrite=overwrite,
+        allow=allow,
+        quiet=quiet,
+        planner=planner,
+        given=given,
+    )
+    with _opened(config, opening) as session:
+        if dry_run:
+            return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
+        with told_interrupt(session.left):
             begin(session, overwrite)
             with session.running():
                 know_reference(session)
                 before = take_fingerprints(session.assembly)
                 try_longest_rows(session)
                 session.start()
-                for step in range(session.step + 1, session.total + 1):
-                    for attempt in tries(session, TRAIN):
-                        with attempt as way_back:
-                            batches = session.take(step)
-                            result = train_step(
-                                session.assembly, batches, step, session.observe, way_back.before_update
-                            )
-                    session.after_step(step, result)
-                session.save()
-                verify_unmoved(session.assembly, before)
-                finished = _finish(session)
+                with watched_interrupt() as session.interrupt:
+                    for step in range(session.step + 1, session.total + 1):
+                        for attempt in tries(session, TRAIN):
+                            with attempt as way_back:
+                                batches = session.take(step)
+                                update = way_back.before_update
+                                result = train_step(session.assembly, batches, step, session.observe, update)
+                        session.after_step(step, result)
+                    session.save()
+                    verify_unmoved(session.assembly, before)
+                    finished = _finish(session)
+        with suppress(KeyboardInterrupt):
             session.close(after=LAST_SECONDS)
-            return finished
+        return finished
+
+
+@contextmanager
+def _opened(config: TrainingConfig, opening: Callable[..., Session]) -> Iterator[Session]:
+    """All ranks met and the session open, and what is about to happen said. Closed and parted afterwards."""
+    with met() as crew, told_interrupt(lambda: BEFORE_ALL):
+        require_world(config, crew.ranks)
+        config, said = decided_by_main(crew, config)
+        refuse_impossible(config, devices="one")
+        with closing(opening(config, crew=crew)) as session:
+            _announce(session, said)
+            yield session
 
 
 def _announce(session: Session, searched: Sequence[str]) -> None:

@@ -158,6 +158,7 @@ def test_each_failure_has_its_exit_code(run, write, monkeypatch, error, code):
     assert (found, out) == (code, "")
     assert len(err.splitlines()) == 1
     assert code != 1 or not isinstance(error, ZeroDivisionError) or "--debug" in err
+    assert err.startswith("error") == (code != 130), "what was asked for is no error"
 
 
 def test_debug_adds_the_traceback(capsys, write, monkeypatch):

@@ -1,5 +1,6 @@
 """`--nproc`: this process starts the ranks, watches over them and says what none of them can."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from framework.cli import main
 from framework.errors import DoesNotFit, RequestError
 from framework.memory.ledger import HostUse
 from framework.run import launch, room
-from framework.run.crew import require_world
+from framework.run.crew import HERE, require_world
 from framework.run.launch import require_devices
 from framework.run.trainer import train
 from framework.schema.config import TrainingConfig
@@ -90,6 +91,30 @@ def test_as_many_as_asked_for_are_welcome():
     require_world(devices(2), Ranks(world=2))
 
 
+@pytest.mark.parametrize(("arrived", "raises"), [((0,), True), ((0, 1), False)])
+def test_ctrl_c_goes_to_the_ranks_once_all_know_what_to_do_about_it(arrived, raises):
+    """Before, they are importing modules: there is nothing to save, and each would say that it was interrupted."""
+    crew = launch.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for rank in arrived:
+        crew.set(f"{HERE}/{rank}", "")
+    rank = (
+        "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); print(flush=True); signal.pause()"
+    )
+    command = [sys.executable, "-c", rank]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            process.stdout.readline()
+        with pytest.raises(KeyboardInterrupt) if raises else contextlib.nullcontext():
+            assert launch._watched(ranks, crew, [signal.SIGINT]) == 130
+        assert [process.poll() for process in ranks] == ([None, None] if raises else [130, 130])
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 4), (signal.SIGINT, 130)])
 def test_a_rank_that_is_killed_is_named_and_ctrl_c_saves(number, code, write, corpus, tmp_path):  # noqa: F811
@@ -108,6 +133,7 @@ def test_a_rank_that_is_killed_is_named_and_ctrl_c_saves(number, code, write, co
     assert launcher.returncode == code, error
     assert time.monotonic() - begun < 30
     assert ("rank 1 was killed (SIGKILL)" in error) == (number == signal.SIGKILL)
+    assert error.splitlines()[-1].startswith("stopped after step") == (number == signal.SIGINT)
     assert ("go on with --resume" in error) == (number == signal.SIGINT)
     newest = max(saved.parent.glob("step-????????"))
     assert (newest / "random-00001.json").exists()
