@@ -6,7 +6,7 @@ views included; a kernel starts when it has been launched and the one before it 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from framework.memory.trace import EXCHANGE, GATHER, GRAPH, RECOMPUTED, REDUCE, TAKE_OVER, TRANSFER, Operation
 from framework.schema.gpu import GPUParams
@@ -71,6 +71,17 @@ class Efficiency:
 
     This, `card_link_beside` and `collective_host_seconds` were fitted to twelve sharded steps on two H200 (torch 2.11,
     2026-11-28), which they leave within 8.6 % (tests/calibration/h200_sharded_step.json)."""
+
+    def with_host(self, share: float) -> "Efficiency":
+        """The same card beside a host that needs this share of the time."""
+        return replace(self, **{name: share * getattr(self, name) for name in _OF_THE_HOST})
+
+
+_OF_THE_HOST = (
+    *("host_product_seconds", "forward_seconds", "recompute_seconds", "backward_seconds", "optimizer_seconds"),
+    *("forward_view_seconds", "recompute_view_seconds", "backward_view_seconds", "unpack_seconds"),
+    *("compiled_seconds", "graph_seconds", "recomputed_graph_seconds", "step_seconds", "collective_host_seconds"),
+)
 
 
 CALIBRATED = Efficiency(

@@ -14,7 +14,6 @@ ROWS = json.loads((Path(__file__).parents[1] / "calibration" / "h200_host_step.j
 COMPILED = [row for row in ROWS if row["name"].endswith("compile-true")]
 WITHIN = {
     "1b_full/gc-false/compile-true": 0.22,  # the card is busy for half of it, which is not overlapped
-    "0.6b_full/mb4x2048/gc-true/compile-true": 0.12,  # card and host take as long
 }
 QUICK = ("1b_full/gc-true/compile-true",)
 
