@@ -17,7 +17,7 @@ from framework.compose.reading import MAX_PROBLEMS, read
 from framework.compose.validation import shown
 from framework.errors import Problem, RequestError
 from framework.memory.cards import card_of_size, smallest
-from framework.schema.keys import Key, Path, dotted, key_at, root, unknown
+from framework.schema.keys import Key, Path, dotted, key_at, keys_beside, root, unknown
 
 ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
     (("training", "gradient_accumulation_steps"), ("training", "global_batch_size")),
@@ -213,7 +213,7 @@ def _unknown(path: Path, origin: Origin) -> Problem:
     message, nearest = unknown(path)
     if path == ("hydra",):
         message = "Hydra's own settings cannot be set"
-    return Problem(dotted(path), message, origin.place, nearest=nearest)
+    return Problem(dotted(path), message, origin.place, None if nearest else keys_beside(path), nearest)
 
 
 def _appended(node: Node, key: Key, path: Path, lower: Sequence[Layer], problems: list[Problem]) -> Node:

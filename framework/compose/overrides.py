@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 from framework.compose.origins import Node, Origin, node_of
 from framework.compose.shipped import GROUPS
 from framework.errors import Problem
-from framework.schema.keys import Path, dotted, key_at, unknown
+from framework.schema.keys import Path, dotted, key_at, keys_beside, unknown
 
 COMMAND_LINE = "command line"
 MAX_WORD = 8192
@@ -96,7 +96,10 @@ def fault(word: str, path: Path, has_value: bool, deletes: bool) -> Problem | No
         return Problem(shown, f"is longer than {MAX_WORD} characters: write it in a file", COMMAND_LINE)
     if group_of(path) is None and key_at(path) is None:
         message, nearest = unknown(path)
-        return Problem(shown.partition("=")[0], message, COMMAND_LINE, nearest=nearest)
+        beside = None if nearest else keys_beside(path)
+        if not (has_value or nearest or deletes):
+            message, beside = f"`{shown}` is no `key=value`", "`key=value`, without spaces around the `=`"
+        return Problem(shown.partition("=")[0], message, COMMAND_LINE, beside, nearest)
     if not has_value and not deletes:
         return Problem(shown, "the `=` is missing", COMMAND_LINE, f"`{shown}=value`, without spaces around the `=`")
     if deletes and isinstance(path[-1], int):

@@ -12,7 +12,18 @@ from framework.errors import Problem
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.schema.keys import Path, dotted, key_at, up_to_list
 
-_YAML_1_1 = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+_BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+"""Words for true and false in YAML 1.1; and both where they stand in quotes."""
+_BOOLEANS |= {"true": "true, without quotes", "false": "false, without quotes"}
+_PREFERENCE = "preference, with training.preference.loss_type"
+_MEANT = {
+    "training.task": {
+        **{name: f"{_PREFERENCE}={name}" for name in ("dpo", "ipo", "orpo", "simpo", "kto")},
+        **{"pt": "pretrain", "cpt": "pretrain", "pretraining": "pretrain", "rm": "reward", "kd": "distillation"},
+        **{"gkd": "distillation", "finetune": "sft", "instruct": "sft"},
+    }
+}
+"""Key -> what others write there -> what that is here, where the spelling does not tell."""
 
 
 def validate(
@@ -78,10 +89,14 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
     value = detail["input"]
     nearest = None
     if isinstance(value, str) and key:
-        close = get_close_matches(value.lower(), key.choices, 1, 0.5)
-        nearest = close[0] if close else None
+        word = value.lower()
+        begun = [choice for choice in key.choices if len(word) > 2 and choice.startswith(word)]
+        nearest = next(iter([*begun, *get_close_matches(word, key.choices, 1, 0.5)]), None)
+        nearest = _MEANT.get(dotted(path), {}).get(word, nearest)
         if expected and "true or false" in expected:
-            nearest = _YAML_1_1.get(value.lower(), nearest)
+            nearest = _BOOLEANS.get(word, nearest)
+    if isinstance(value, str) and key and key.is_list and value:
+        nearest = f"[{value}]"
     if expected == "text" and isinstance(value, int | float):
         expected = "text, in quotes"
     return Problem(dotted(path), f"cannot be {shown(value)}", where, expected, nearest)

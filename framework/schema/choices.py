@@ -150,7 +150,10 @@ class MixedPrecision(Choice):
 
     @classmethod
     def other_spellings(cls) -> dict[str, str]:
-        return {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "no": "none"}
+        return {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "no": "none"} | {
+            "fp32": "none",
+            "float32": "none",
+        }
 
 
 class TorchDtype(Choice):

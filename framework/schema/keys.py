@@ -15,6 +15,9 @@ from framework.schema.renamed import OLD_NAMES
 Path = tuple[str | int, ...]
 """Where a value sits: names of mappings and indices of lists, from the root."""
 
+MOST_LISTED = 25
+"""Keys of a section that a message lists; `training` has three times as many."""
+
 BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 """pydantic's name of a bound -> how a person says it."""
 
@@ -85,7 +88,8 @@ def unknown(path: Path) -> tuple[str, str | None]:
     if old and old.removed_in:
         return f"removed in schema version {old.removed_in}, use {old.use}", old.use
     if old:
-        return f"is not a key of schema version {SCHEMA_VERSION}, use {old.use}", old.use
+        instead = f"use {old.use} ({old.how})" if old.use and old.how else f"use {old.use}" if old.use else old.how
+        return f"is not a key of schema version {SCHEMA_VERSION}{', ' if old.use else ': '}{instead}", old.use
     elsewhere = [key for key in every_key() if key.rpartition(".")[2] == names[-1]]
     nearest = max(elsewhere, key=lambda key: SequenceMatcher(None, key, spelled).ratio(), default=None)
     if nearest and (len(names) == 1 or names[0] in root().children):
@@ -93,17 +97,30 @@ def unknown(path: Path) -> tuple[str, str | None]:
     return f"there is no key `{written}`", nearest or _most_alike(names)
 
 
+def keys_beside(path: Path) -> str | None:
+    """What may stand where an unknown key does, in words; None below what is itself unknown."""
+    section = tuple(part for part in path[:-1] if isinstance(part, str))
+    key = None if path[-1] in OLD_NAMES else key_at(section)
+    if key is None or not key.children:
+        return None
+    if len(key.children) > MOST_LISTED:
+        return f"a key of `{dotted(section)}`: `tunesmith show RECIPE --origin` lists them"
+    return f"one of: {', '.join(key.children)}"
+
+
 def _most_alike(names: list[str]) -> str | None:
-    """A sibling with a similar name, else any key that looks similar as a whole, else one with a similar last part."""
-    deep = [key for key in every_key() if "." in key or len(names) == 1]
+    """A sibling with a similar name; of another section a key with nearly the same name; where the section is unknown
+    any key that looks similar as a whole, or in its last part."""
+    section = ".".join(names[:-1])
+    deep = [key for key in every_key() if key != section and ("." in key or len(names) == 1)]
     by_name = {key.rpartition(".")[2]: key for key in reversed(deep)}
-    siblings = {name: key for name, key in by_name.items() if key.rpartition(".")[0] == ".".join(names[:-1])}
-    whole = {key: key for key in deep}
-    for candidates, word, cutoff in (
-        (siblings, names[-1], 0.6),
-        (whole, ".".join(names), 0.75),
-        (by_name, names[-1], 0.7),
-    ):
+    siblings = {key.rpartition(".")[2]: key for key in deep if key.rpartition(".")[0] == section}
+    attempts = [(siblings, names[-1], 0.6)]
+    if section in every_key():  # its own name would make every key of it look alike
+        attempts += [(by_name, names[-1], 0.85)]
+    else:
+        attempts += [({key: key for key in deep}, ".".join(names), 0.75), (by_name, names[-1], 0.7)]
+    for candidates, word, cutoff in attempts:
         if close := get_close_matches(word, candidates, 1, cutoff):
             return candidates[close[0]]
     return None

@@ -1,5 +1,6 @@
 """Names that a recipe may still carry: keys that left the schema, and what other tools call ours."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -7,37 +8,112 @@ from dataclasses import dataclass
 class OldName:
     """What to write instead."""
 
-    use: str
+    use: str | None
+    """The key. None: nothing in a recipe says this, and `how` tells why."""
     removed_in: int | None = None
     """Version of the schema in which the key was removed. None: another tool's name, never a key here."""
+    how: str = ""
+    """What to write there, or what to do where there is no such key."""
 
 
-OLD_NAMES = {
-    "batch_size": OldName("training.per_device_train_batch_size"),
-    "bf16": OldName("training.mixed_precision_dtype"),
-    "datasets": OldName("data.train"),
-    "dataloader_num_workers": OldName("data.workers"),
-    "epochs": OldName("training.num_train_epochs"),
-    "evals_per_epoch": OldName("training.eval_steps"),
-    "flash_attention": OldName("model.attn_implementation"),
-    "fp16": OldName("training.mixed_precision_dtype"),
-    "gradient_checkpointing": OldName("training.enable_gradient_checkpointing"),
-    "gradient_clipping": OldName("training.max_grad_norm"),
-    "load_in_4bit": OldName("peft.q_lora"),
-    "lr": OldName("training.learning_rate"),
-    "max_length": OldName("model.model_max_length"),
-    "max_seq_length": OldName("model.model_max_length"),
-    "micro_batch_size": OldName("training.per_device_train_batch_size"),
-    "num_epochs": OldName("training.num_train_epochs"),
-    "peft.alpha": OldName("peft.lora_alpha"),
-    "peft.dropout": OldName("peft.lora_dropout"),
-    "peft.r": OldName("peft.lora_r"),
-    "peft.rank": OldName("peft.lora_r"),
-    "report_to": OldName("training.trackers"),
-    "sequence_len": OldName("model.model_max_length"),
-    "torch_dtype": OldName("model.torch_dtype_str"),
-    "trainer_type": OldName("training.task"),
-    "val_set_size": OldName("data.eval_fraction"),
+_OURS_FOR: Mapping[str, str] = {
+    "data.cache": "dataset_prepared_path overwrite_cache",
+    "data.eval": "dataset_val eval_dataset eval_datasets test_datasets validation",
+    "data.eval_fraction": "val_set_size val_size",
+    "data.packing": "packed sample_packing",
+    "data.supervise": "mask_history train_on_input train_on_inputs train_on_prompt",
+    "data.train": "dataset datasets train_dataset",
+    "data.workers": "dataloader_num_workers",
+    "fsdp": "deepspeed fsdp_config",
+    "fsdp.transformer_layer_cls": "auto_wrap_policy fsdp_transformer_layer_cls_to_wrap",
+    "gpu.count": "devices nproc_per_node num_nodes",
+    "model.attn_implementation": "flash_attention flash_attn sdp_attention xformers_attention",
+    "model.chunked_loss": "liger_cross_entropy liger_fused_linear_cross_entropy",
+    "model.enable_liger_kernel": "liger_glu_activation liger_layer_norm liger_rms_norm liger_rope use_liger_kernel",
+    "model.model_max_length": "cutoff_len max_length max_seq_len max_seq_length seq_len sequence_len",
+    "model.model_name": "base_model checkpoint_dir model_name_or_path pretrained_model_name_or_path",
+    "model.torch_dtype_str": "dtype precision torch_dtype",
+    "peft.lora_alpha": "peft.alpha",
+    "peft.lora_dropout": "peft.dropout",
+    "peft.lora_r": "lora_rank peft.r peft.rank",
+    "peft.lora_target_modules": "apply_lora_to_mlp apply_lora_to_output lora_attn_modules lora_head lora_key lora_mlp "
+    "lora_projection lora_query lora_target_linear lora_value",
+    "peft.peft_method": "init_lora_weights lora_init_weights use_dora use_rslora",
+    "peft.q_lora": "load_in_4bit quantization_bit quantize",
+    "peft.q_lora_bits": "load_in_8bit",
+    "peft.use_bnb_nested_quant": "bnb_4bit_use_double_quant double_quantization",
+    "training.enable_gradient_checkpointing": "activation_checkpointing gradient_checkpointing",
+    "training.eval_steps": "eval_strategy evals_per_epoch evaluation_strategy run_val_every_n_steps",
+    "training.learning_rate": "lr",
+    "training.logging_steps": "log_every_n_steps",
+    "training.max_grad_norm": "gradient_clipping",
+    "training.max_steps": "max_steps_per_epoch",
+    "training.mixed_precision_dtype": "bf16 bnb_4bit_compute_dtype fp16",
+    "training.num_train_epochs": "epochs num_epochs",
+    "training.optimizer": "optim",
+    "training.per_device_eval_batch_size": "batch_size_val eval_batch_size",
+    "training.per_device_train_batch_size": "batch_size micro_batch_size train_batch_size",
+    "training.run_name": "wandb_name wandb_run_name",
+    "training.save_steps": "save_strategy saves_per_epoch",
+    "training.task": "rl stage trainer_type",
+    "training.trackers": "enable_tensorboard enable_wandb logger_name metric_logger report_to use_wandb wandb_project",
+    "training.use_peft": "adapter finetuning_type",
 }
-"""Dotted key, or last part of one -> what stands for it now. Rows without `removed_in` are the names in the recipes
-of Oumi, Axolotl, LLaMA-Factory, torchtune, litgpt and the `TrainingArguments` of transformers."""
+"""Our key -> what others call it: names in the recipes of Oumi, Axolotl, LLaMA-Factory, torchtune and litgpt, and the
+`TrainingArguments` of transformers."""
+
+_HOW: Mapping[str, str] = {
+    "adapter": "`peft=lora` or `peft=qlora` sets it and the rest",
+    "apply_lora_to_mlp": "`[all-linear]` is every linear layer but the head",
+    "data.train": "a list of `{path: ..}`",
+    "finetuning_type": "`peft=lora` or `peft=qlora` sets it and the rest",
+    "load_in_8bit": "8, beside `peft.q_lora: true`",
+    "lora_target_linear": "`[all-linear]`",
+    "mask_history": "`last`",
+    "metric_logger": "`[wandb]`, `[tensorboard]` or `[mlflow]`",
+    "report_to": "`[wandb]`, `[tensorboard]` or `[mlflow]`",
+    "rl": "`preference`, and `training.preference.loss_type`",
+    "train_on_inputs": "`all`, or `completion`",
+    "wandb_project": "`[wandb]`",
+}
+"""Name -> what to write under our key, where that is not as plain."""
+
+_NO_KEY: Mapping[str, tuple[str, ...]] = {
+    "each process has one device, and the tool puts the model there: `gpu=cpu` trains on the CPU, `--nproc N` on N "
+    "devices, and fsdp.enable_fsdp splits the model over them": ("device", "device_map"),
+    "`tunesmith train --resume` goes on from the last checkpoint of the run folder": (
+        "auto_resume_from_checkpoints", "resume", "resume_from_checkpoint",
+    ),
+    "`tunesmith train --overwrite` replaces what is in the run folder": ("overwrite_output_dir",),
+    "the newest checkpoints are kept (training.save_total_limit), whatever their evaluation; eval_loss of each step is "
+    "in metrics.jsonl": (
+        "early_stopping_patience", "greater_is_better", "load_best_model_at_end", "metric_for_best_model",
+        "save_best_model",
+    ),
+    "a checkpoint always has what training goes on from, and the export beside it is the model alone": (
+        "save_only_model",
+    ),
+    "no more is gathered ahead than fsdp.forward_prefetch and fsdp.backward_prefetch say": ("limit_all_gathers",),
+    "sharding is FSDP2's, which has no such switch": (
+        "fsdp_version", "min_num_params", "sync_module_states", "use_orig_params",
+    ),
+    "units are stored in the dtype they are gathered in (training.mixed_precision_dtype)": ("bnb_4bit_quant_storage",),
+    "a trained weight without a gradient is an error, so none is searched for": ("ddp_find_unused_parameters",),
+    "the class is that of the model's config": ("model_type", "tokenizer_type"),
+    "rows are always shuffled, by training.seed": ("shuffle", "shuffle_merged_datasets"),
+    "take a slice of the source: `split: train[:1000]` in data.train": ("max_samples", "max_train_samples"),
+    "rows are padded to the longest of their micro batch": ("pad_to_max_length", "pad_to_sequence_len"),
+    "the verb says what is done: `tunesmith train`": ("do_eval", "do_predict", "do_train"),
+}  # fmt: skip
+"""Why a recipe does not say this here -> what others call it."""
+
+
+def _names() -> Iterator[tuple[str, OldName]]:
+    for key, names in _OURS_FOR.items():
+        yield from ((name, OldName(key, how=_HOW.get(name, _HOW.get(key, "")))) for name in names.split())
+    for reason, others in _NO_KEY.items():
+        yield from ((name, OldName(None, how=reason)) for name in others)
+
+
+OLD_NAMES = dict(_names())
+"""Dotted key, or last part of one -> what stands for it now."""

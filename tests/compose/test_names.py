@@ -106,8 +106,54 @@ def test_a_removed_key_says_when_and_what_to_use(write, monkeypatch):
 
 
 def test_every_old_name_leads_to_a_key():
-    assert {old.use for old in keys.OLD_NAMES.values()} <= set(keys.every_key())
+    assert {old.use for old in keys.OLD_NAMES.values() if old.use} <= set(keys.every_key())
     assert not {name for name in keys.OLD_NAMES if name in keys.every_key()}
+    assert not {key.rpartition(".")[2] for key in keys.every_key()} & keys.OLD_NAMES.keys()
+    assert all(old.how for old in keys.OLD_NAMES.values() if not old.use)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.device_map=auto", "--nproc N"),
+        ("training.load_best_model_at_end=true", "save_total_limit"),
+        ("training.resume_from_checkpoint=a", "tunesmith train --resume"),
+        ("fsdp.limit_all_gathers=false", "fsdp.forward_prefetch"),
+    ],
+)
+def test_what_no_recipe_says_here_tells_what_does(write, word, said):
+    [problem] = problems_of(write("model: {model_name: a}\n"), word).values()
+    assert said in problem.message
+    assert problem.nearest is None
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [
+        ("base_model=a", "model.model_name"),
+        ("model_name_or_path=a", "model.model_name"),
+        ("training.save_strategy=steps", "training.save_steps"),
+        ("load_in_8bit=true", "peft.q_lora_bits"),
+        ("lora_query=true", "peft.lora_target_modules"),
+    ],
+)
+def test_what_others_call_it_leads_to_ours(write, word, nearest):
+    [problem] = problems_of(write("model: {model_name: a}\n"), word).values()
+    assert problem.nearest == nearest
+
+
+@pytest.mark.parametrize("name", ["peft.bias", "training.devize", "data.train[0].typ"])
+def test_where_nothing_is_near_the_keys_of_the_section_are_named(write, name):
+    """The name of the section itself is no likeness: `training.devize` is not `training.seed`."""
+    recipe = write("data: {train: [{path: a}]}\n")
+    [problem] = problems_of(recipe, f"{name}=3").values()
+    assert problem.nearest is None
+    assert {"peft.bias": "lora_alpha", "training.devize": "tunesmith show"}.get(name, "columns") in problem.expected
+
+
+def test_a_word_that_is_neither_key_nor_value_is_told_so(write):
+    [problem] = problems_of(write("model: {model_name: a}\n"), "1e-5").values()
+    assert (problem.message, problem.nearest) == ("`1e-5` is no `key=value`", None)
 
 
 @pytest.mark.parametrize("name", ["gone.yaml", "nowhere/gone.yml", "quickstrat", "folder"])
