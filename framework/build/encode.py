@@ -140,15 +140,16 @@ NEEDED: Mapping[RowFormat, tuple[str, ...]] = {
 }
 """Columns without which a row is empty."""
 
-_BLANK: tuple[Any, ...] = ("", "[]", '""', [])
-"""Values of what is learnt that are there and hold nothing."""
+_BLANK = ("[]", '""')
+"""Texts that stand for values of what is learnt that are there and hold nothing."""
 
 
 def _is_empty(row: StoredRow) -> bool:
     needed = NEEDED[RowFormat(row["form"])]
     if any(row.get(column) is None for column in needed):
         return True
-    return any(row[column] in _BLANK for column in needed if column not in ("prompt", "label"))
+    learnt = [row[column] for column in needed if column not in ("prompt", "label")]
+    return any(not len(value) or (isinstance(value, str) and value in _BLANK) for value in learnt)
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -70,6 +70,47 @@ def refused(some: TrainingConfig, tokenizer: PreTrainedTokenizerFast, steps: int
     return caught.value.problems
 
 
+ROWS_OF = {
+    "tokens": [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": []}, {"input_ids": [8, 9]}],
+    "text": [{"text": "one"}, {"text": ""}, {"text": "two"}],
+    "messages": [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]},
+    ],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"conversations": []},
+        {"conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]},
+    ],
+    "alpaca": [
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "output": ""},
+        {"instruction": "c", "output": "d"},
+    ],
+    "prompt_completion": [
+        {"prompt": "a ", "completion": "b"},
+        {"prompt": "a ", "completion": ""},
+        {"prompt": "c ", "completion": "d"},
+    ],
+}
+"""Form -> rows, the second of which holds nothing."""
+
+
+@pytest.mark.parametrize("form", ROWS_OF)
+def test_rows_of_any_form_are_streamed_as_they_are_held(
+    form: str, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write_rows("a.jsonl", ROWS_OF[form])
+    streamed = prepared(config(path, shuffle_buffer=1), tokenizer)
+    held = prepared(config(path, streaming=False), tokenizer)
+    assert streamed.stream is not None
+    found = [each.row for each in islice(streamed.stream.rows(Position()), 2)]
+    assert held.train is not None
+    assert found == list(held.train)
+    assert len(found) == 2
+
+
 class TestOrder:
     def test_each_epoch_has_every_row_once_in_its_own_order(
         self, path: str, tokenizer: PreTrainedTokenizerFast
