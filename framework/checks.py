@@ -1,6 +1,7 @@
 """Tier A: all that can be known from the text alone, every problem at once, each with its key and place."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,6 +60,15 @@ def check_request(
 def located(problems: Iterable[Problem], origins: Mapping[str, Origin]) -> tuple[Problem, ...]:
     """The problems, each with the place where its key was written."""
     return tuple(replace(problem, where=problem.where or place(problem.key, origins)) for problem in problems)
+
+
+@contextmanager
+def placing(origins: Mapping[str, Origin]) -> Iterator[None]:
+    """What is found wrong inside is raised with the place where its key was written."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(located(error.problems, origins)) from None
 
 
 def place(key: str, origins: Mapping[str, Origin]) -> str | None:

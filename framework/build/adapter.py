@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.build.heads import answers_for_rows, head_modules
-from framework.build.hub import one_line
+from framework.build.hub import nearest, one_line
 from framework.build.model import TORCH_DTYPES
 from framework.build.place import Place
 from framework.build.quantize import Factors
@@ -215,8 +215,13 @@ def _refuse_transposed(params: PeftParams, model: PreTrainedModel, targets: Targ
 
 def _check_saved_modules(params: PeftParams, model: PreTrainedModel) -> None:
     names = [name for name, _ in model.named_modules()]
+    last = dict.fromkeys(part for name in names if not (part := name.rsplit(".", 1)[-1]).isdigit())
     problems = [
-        Problem(f"peft.lora_modules_to_save[{index}]", f"{wanted!r} names no module of this model")
+        Problem(
+            f"peft.lora_modules_to_save[{index}]",
+            f"{wanted!r} names no module of this model",
+            nearest=nearest(wanted.rsplit(".", 1)[-1], last),
+        )
         for index, wanted in enumerate(params.lora_modules_to_save)
         if not any(name == wanted or name.endswith(f".{wanted}") for name in names)
     ]

@@ -51,6 +51,9 @@ def find_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
     wanted = params.lora_target_modules
     if wanted is None:
         wanted = _default(params, model)
+    if not wanted:
+        expected = f"[{ALL_LINEAR}], or some of {_available(model)}; unset is peft's choice for the model"
+        raise RequestError([Problem(KEY, "names no module to adapt", expected=expected)])
     if wanted in (ALL_LINEAR, (ALL_LINEAR,)):
         return _all_linear(params, model)
     modules, experts = [name for name, _ in model.named_modules() if name], stacked_experts(model)
@@ -163,7 +166,9 @@ def _no_match(key: str, target: str, model: PreTrainedModel) -> Problem:
     if any(sign in target for sign in "*[](|)^$\\+?"):
         message += " (a regular expression is one text, not an item of a list, and matches whole names)"
     words = [word for word in re.split(r"[^A-Za-z0-9_]+", target) if word]
-    near = next((found for word in [target, *words] if (found := nearest(word, suffixes))), None)
+    known = [ALL_LINEAR, *suffixes]
+    near = next((found for word in [target, *words] if (found := nearest(word, known))), None)
+    near = ALL_LINEAR if target.lower() in ("all", "linear") else near
     return Problem(key, message, expected=f"[{ALL_LINEAR}], or some of {_available(model)}", nearest=near)
 
 

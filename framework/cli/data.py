@@ -24,7 +24,7 @@ def data(
     as_json: Json = False,
 ) -> None:
     """Show the rows as the model will see them: what is learnt, lengths, what is cut, padding. Loads no weights."""
-    from framework.checks import TRAIN, check_request, located
+    from framework.checks import TRAIN, check_request, placing
 
     if split not in ("train", "eval"):
         raise RequestError([Problem("--split", f"there is no split {split!r}", None, "train or eval")])
@@ -37,10 +37,8 @@ def data(
     composition, _ = decided(report.composition)
     from framework.run.preview import preview
 
-    try:
+    with placing(composition.origins):
         found = preview(composition.config, split, rows, whole)
-    except RequestError as error:
-        raise RequestError(located(error.problems, composition.origins)) from None
     if html is not None:
         from framework.report.rows_page import data_page
 

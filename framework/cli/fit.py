@@ -36,7 +36,7 @@ def fit(
     nproc: Processes = None,
 ) -> int:
     """Find the fastest settings that fit the card, with the same global batch. Exit 3: nothing fits."""
-    from framework.checks import located
+    from framework.checks import placing
     from framework.memory.search.concessions import INEXACT
     from framework.run.fit import fit as search
     from framework.run.fit import measured_best
@@ -46,10 +46,8 @@ def fit(
     inexact = INEXACT if allow == "inexact" else tuple(set_free or ())
     pins = _pins(composition, pin or ()) + (list(INEXACT) if allow == "exact" else [])
     judge = measured_best(say) if measure else None
-    try:
+    with placing(composition.origins):
         found = search(composition.config, pins=pins, inexact=inexact, judge=judge)
-    except RequestError as error:
-        raise RequestError(located(error.problems, composition.origins)) from None
     if output is not None and found.fits:
         from framework.compose.amending import amended
 

@@ -68,13 +68,11 @@ def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> 
 
 def decided(composition: "Composition", runs_here: bool = False) -> "tuple[Composition, Plan | None]":
     """The request with every `auto` replaced, said on stderr, and its plan where the search has made one."""
-    from framework.checks import located
+    from framework.checks import placing
     from framework.run.fit import decide
 
-    try:
+    with placing(composition.origins):
         made = decide(composition.config, runs_here)
-    except RequestError as error:
-        raise RequestError(located(error.problems, composition.origins)) from None
     for line in made.said:
         say(f"auto {line}")
     return replace(composition, config=made.config), made.found.plan if made.found is not None else None
@@ -86,7 +84,7 @@ def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "P
     Raises RequestError, each problem with the place where its key was written.
     A quantised base is planned without quantisation too, and it is a warning when that needs no more.
     """
-    from framework.checks import located
+    from framework.checks import placing
     from framework.memory.unquantized import unquantized, without_gain
     from framework.run.child import plan_in_subprocess
 
@@ -94,11 +92,8 @@ def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "P
     if plan is not None:
         return plan
     configs = [config for config in (composition.config, unquantized(composition.config)) if config is not None]
-    try:
-        with ThreadPoolExecutor(len(configs)) as pool:
-            made, *plain = pool.map(plan_in_subprocess, configs, (begun, None))
-    except RequestError as error:
-        raise RequestError(located(error.problems, composition.origins)) from None
+    with placing(composition.origins), ThreadPoolExecutor(len(configs)) as pool:
+        made, *plain = pool.map(plan_in_subprocess, configs, (begun, None))
     warning = without_gain(made, plain[0]) if plain else None
     return replace(made, warnings=(*made.warnings, warning)) if warning else made
 

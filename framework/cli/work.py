@@ -44,18 +44,21 @@ def train(
         return _swept(recipe, overrides or (), nproc, options, fail_fast)
     if fail_fast:
         raise RequestError([Problem("--fail-fast", "is about the runs of a sweep", expected="-m beside it")])
+    from framework.checks import placing
+
     with told_interrupt(lambda: BEFORE_ALL):
         if (found := launched()) is not None and found.world > 1:
             _train_as_rank(found, recipe, overrides or (), nproc, options)
             return 0
         composition = _checked(recipe, overrides or (), nproc)
-        if composition.config.gpu.count > 1:
-            from framework.run.launch import launch
+        with placing(composition.origins):
+            if composition.config.gpu.count > 1:
+                from framework.run.launch import launch
 
-            return launch(composition.config, composition.recipe, options.words)
-        from framework.run.trainer import train as run
+                return launch(composition.config, composition.recipe, options.words)
+            from framework.run.trainer import train as run
 
-        _show(run(composition.config, composition.recipe, **options.keywords), options)
+            _show(run(composition.config, composition.recipe, **options.keywords), options)
     return 0
 
 

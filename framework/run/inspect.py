@@ -7,6 +7,7 @@ from typing import TypeVar
 from framework.build.assembly import assemble
 from framework.build.model import settle
 from framework.build.place import rehearsal_place
+from framework.build.targets import KEY
 from framework.errors import Problem, RequestError
 from framework.run.inputs import read_rows_for, read_tokenizer, with_labels
 from framework.schema.config import TrainingConfig
@@ -20,7 +21,7 @@ class Findings:
 
     problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
-    """What training would say of the rows."""
+    """What training would say of the adapter and the rows."""
     rows: str
     """The rows that were read, in words."""
 
@@ -30,7 +31,7 @@ def inspect(config: TrainingConfig) -> Findings:
 
     Rows are read and tokenised as for training: all of them, of a stream the first block.
     """
-    problems = list[Problem]()
+    problems, cautions = list[Problem](), list[Problem]()
 
     def attempt(action: Callable[[], T]) -> T | None:
         try:
@@ -43,16 +44,24 @@ def inspect(config: TrainingConfig) -> Findings:
     if settled is not None:
         config, architecture = settled
         place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
-        attempt(lambda: assemble(config, architecture, place, total_steps=1))
+        assembly = attempt(lambda: assemble(config, architecture, place, total_steps=1))
+        if assembly is not None and assembly.adapter is not None:
+            cautions.extend(_about_adapter(caution) for caution in assembly.adapter.cautions)
         if config.data.train:
             tokenizer = attempt(lambda: read_tokenizer(config, architecture))
             if tokenizer is not None:
                 data = attempt(lambda: read_rows_for(config, architecture, tokenizer))
     if data is None:
-        return Findings(tuple(dict.fromkeys(problems)), (), "no rows")
+        return Findings(tuple(dict.fromkeys(problems)), tuple(cautions), "no rows")
     if config.training.task.is_of_rows:
         attempt(lambda: with_labels(config, data.targets))
     read = data.report.train.read
     rows = f"the first {read:,} rows of a stream" if data.stream is not None else f"all {read:,} training rows"
-    warnings = tuple(Problem("data.train", warning) for warning in data.report.warnings)
-    return Findings(tuple(dict.fromkeys(problems)), warnings, rows)
+    warnings = (Problem("data.train", warning) for warning in data.report.warnings)
+    return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
+
+
+def _about_adapter(caution: str) -> Problem:
+    """A caution as a problem: most begin with the key that they are about."""
+    key, colon, message = caution.partition(": ")
+    return Problem(key, message) if colon and key == KEY else Problem("peft", caution)

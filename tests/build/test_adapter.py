@@ -112,6 +112,23 @@ def test_targets_are_names_or_one_expression(targets, modules):
     assert sum("lora_A" in name for name, _ in assembly.model.named_parameters()) == modules
 
 
+@pytest.mark.parametrize(
+    ("params", "nearest"),
+    [
+        ({"lora_target_modules": "all"}, "all-linear"),
+        ({"lora_target_modules": ["all_linear"]}, "all-linear"),
+        ({"lora_target_modules": []}, None),
+        ({"lora_modules_to_save": ["lm_hed"]}, "lm_head"),
+    ],
+)
+def test_words_that_name_no_module_lead_to_what_does(params, nearest):
+    with pytest.raises(RequestError) as error:
+        tiny_assembly(adapted(**params))
+    [problem] = error.value.problems
+    assert problem.nearest == nearest
+    assert problem.nearest or "[all-linear]" in problem.expected
+
+
 @pytest.mark.parametrize("targets", [[r".*\.q_proj"], "(q_proj", "q_proj|v_porj", "self_attn"])
 def test_what_matches_nothing_is_refused(targets):
     with pytest.raises(RequestError) as error:

@@ -109,3 +109,27 @@ def test_check_tells_that_there_is_nothing_to_tell_apart(write, capsys):
     )
     assert main(["check", str(write(text))]) == 2
     assert "nothing to tell apart" in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_the_model_is_placed_by_train_too(recipe, capsys):
+    targets = "peft.lora_target_modules=[c_attn]"
+    assert main(["train", str(recipe), "training.use_peft=true", targets, "--json"]) == 2
+    [error] = json.loads(capsys.readouterr().out)["errors"]
+    assert (error["key"], error["where"]) == ("peft.lora_target_modules[0]", "command line")
+
+
+def test_check_tells_what_an_adapter_leaves_out(recipe, capsys):
+    targets = "peft.lora_target_modules=[q_proj,c_attn]"
+    assert main(["check", str(recipe), "training.use_peft=true", targets, "--json"]) == 0
+    [warning] = json.loads(capsys.readouterr().out)["warnings"]
+    assert "'c_attn' names no module" in warning["message"]
+    assert (warning["key"], warning["where"]) == ("peft.lora_target_modules", "command line")
+
+
+def test_a_run_that_is_done_says_so_when_it_is_resumed(recipe, capsys):
+    assert main(["train", str(recipe), "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["train", str(recipe), "--resume"]) == 0
+    assert "behind step 2 of 2: nothing is left to train" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--resume", "--allow", "max_steps"]) == 2
+    assert "did you mean training.max_steps" in capsys.readouterr().err
