@@ -33,6 +33,8 @@ from framework.schema.choices import StateDictType
 FORMAT = 1
 """Version of the files in a checkpoint."""
 _SEAL = "crc32"
+_ALWAYS = {"step", "optimizer", "random", "config"}
+"""Of the state, what every version has written."""
 
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
 
@@ -216,11 +218,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         found = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise _unusable(checkpoint, f"{_STATE} {found}") from None
-    if state.get("format") != FORMAT:
-        found = f"{checkpoint} has format {state.get('format')}, this version reads {FORMAT}"
+    if not isinstance(state, dict) or "format" not in state:
+        raise _unusable(checkpoint, f"{_STATE} is not what a run writes")
+    if state["format"] != FORMAT:
+        found = f"{checkpoint} has format {state['format']}, this version reads {FORMAT}"
         raise RequestError([Problem("--resume", found)])
     if state.pop(_SEAL, None) is not None and text != _sealed(state):
         raise _unusable(checkpoint, f"{_STATE} has changed since it was written")
+    if gone := sorted(_ALWAYS - state.keys()):
+        raise _unusable(checkpoint, f"{_STATE} lacks {', '.join(gone)}")
     return state
 
 

@@ -25,6 +25,7 @@ from framework.run.crew import FAILED, GRACE, HERE, PARENT
 from framework.run.fit import decide_or_refuse
 from framework.run.interrupt import noted_signals
 from framework.run.record import open_folder
+from framework.run.resume import check_allowed
 from framework.run.room import require_room, too_large
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
@@ -67,6 +68,7 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
 
 def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> TrainingConfig:
     """The config without `auto`; whatever can be refused is refused here, once, before any rank is started."""
+    check_allowed([options[at + 1] for at, word in enumerate(options) if word == "--allow"])
     require_devices(config)
     decided = decide_or_refuse(config)
     for line in decided.said:

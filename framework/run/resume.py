@@ -1,11 +1,14 @@
 """What may differ between a checkpoint and the run that goes on from it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from framework.errors import Problem, RequestError
+from framework.run.same_rows import WHAT
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import every_key
 
 HARMLESS = {
     "schema_version",
@@ -62,6 +65,23 @@ RISKY = {
     "training.activation_memory_budget",
 }
 """Keys that change what is learnt from here on, but leave the checkpoint loadable. Everything else is refused."""
+
+
+def check_allowed(allow: Sequence[str]) -> None:
+    """Raises RequestError for each word of `--allow` that lets nothing differ."""
+    takes = (*sorted({*RISKY, *WHAT}),)
+    problems = list[Problem]()
+    for word in allow:
+        if word in takes or word in HARMLESS or word.startswith(("gpu.", "fsdp.")):
+            continue
+        if word in every_key():
+            problems.append(Problem("--allow", f"no checkpoint can go on with another {word}", None, ", ".join(takes)))
+        else:
+            found = next((key for key in takes if key.endswith(f".{word}")), None)
+            nearest = found or next(iter(get_close_matches(word, takes, 1)), None)
+            problems.append(Problem("--allow", f"there is no key `{word}`", None, ", ".join(takes), nearest))
+    if problems:
+        raise RequestError(problems)
 
 
 def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> list[str]:

@@ -28,6 +28,7 @@ from framework.run.forecast import forecast_in_subprocess
 from framework.run.interrupt import BEFORE_ALL, told_interrupt, watched_interrupt
 from framework.run.opening import begin, open_session
 from framework.run.reference import know_reference
+from framework.run.resume import check_allowed
 from framework.run.session import LAST_SECONDS, Planner, Session
 from framework.run.sizes import TRAIN
 from framework.run.step import train_step
@@ -81,6 +82,7 @@ def train(
     Where torchrun or the like has started several processes, each calls this with the same arguments: they train
     together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
+    check_allowed(allow)
     config, given = take_rows(config, Given(train_rows, eval_rows))
     opening = partial(
         open_session,
@@ -144,6 +146,8 @@ def _announce(session: Session, searched: Sequence[str]) -> None:
         say(f"warning   {caution}")
     for line in table(session.readings):
         say(line)
+    if session.step >= session.total:
+        say(f"resumed   behind step {session.step} of {session.total}: nothing is left to train, the export is written")
 
 
 def _finish(session: Session) -> RunResult:

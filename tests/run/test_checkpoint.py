@@ -258,6 +258,17 @@ def test_a_changed_digit_of_the_state_is_found(tmp_path):
     assert "there is no older one" in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["[1]", "{}", "3", '{"format": 1, "step": 1}', "null"])
+def test_a_state_that_no_run_has_written_is_told(tmp_path, text):
+    saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
+    (saved / "state.json").write_text(text)
+    with pytest.raises(RequestError) as caught:
+        read_state(saved)
+    (problem,) = caught.value.problems
+    assert problem.message.startswith(f"{saved / 'state.json'} ")
+    assert problem.expected.startswith(f"delete {saved}")
+
+
 def test_tied_weights_are_stored_once(tmp_path):
     saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config(TIED)), 1), keep=1)
     names = set(load_file(saved / "model.safetensors"))

@@ -3,7 +3,7 @@
 import pytest
 
 from framework.errors import RequestError
-from framework.run.resume import check_resume
+from framework.run.resume import check_allowed, check_resume
 from tests.tiny import tiny_config
 
 
@@ -67,3 +67,18 @@ def test_as_many_devices_in_other_groups_cut_a_step_otherwise() -> None:
     with pytest.raises(RequestError, match=r"4 rows on 2 devices \(1 group\), and has 8 on 2 devices") as caught:
         check_resume(saved, tiny_config(training={**sizes, "global_batch_size": 8}, **shards), ())
     assert caught.value.problems[0].expected == "1"
+
+
+@pytest.mark.parametrize(
+    ("word", "said", "nearest"),
+    [
+        ("per_device_train_batch_size", "no key", "training.per_device_train_batch_size"),
+        ("training.max_step", "no key", "training.max_steps"),
+        ("model.model_name", "no checkpoint can go on with another model.model_name", None),
+    ],
+)
+def test_what_allow_cannot_allow_is_told(word: str, said: str, nearest: str | None) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        check_allowed(["training.max_steps", "training.logging_steps", "data.train", "gpu.count", word])
+    [problem] = caught.value.problems
+    assert (problem.key, problem.nearest) == ("--allow", nearest)
