@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -56,6 +57,51 @@ def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path)
                 write_tokenizer(tokenizer, aside / BASE_FOLDER)
         write_tokenizer(tokenizer, aside)
     return dtype
+
+
+def try_export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path) -> str:
+    """Write beside `target` what an export writes, but for the bulk of a model's weights, read it back and delete it.
+
+    Of each tensor of a model that is exported whole there is one row, which shares memory with that of a tied tensor as
+    the whole does. An adapter is written as it is; what it is merged with, and tensors in parts, are left out. Whether
+    there is room for it all is the plan's `disk_bytes`. Returns what was written, in words. Raises SaveFailed where the
+    export itself would fail.
+    """
+    tried = target.with_name(f".{target.name}.incomplete")  # which the export takes up again, if this one is killed
+    try:
+        shutil.rmtree(tried, ignore_errors=True)
+        tried.mkdir(parents=True)
+        _write_small(assembly, tried)
+        write_tokenizer(tokenizer, tried)
+        return ", ".join(sorted(file.name for file in tried.iterdir()))
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise SaveFailed(f"the run would end without {target}, which cannot be written: {told}") from error
+    finally:
+        shutil.rmtree(tried, ignore_errors=True)
+
+
+def _write_small(assembly: Assembly, folder: Path) -> None:
+    adapter, mode = assembly.adapter, assembly.config.peft.peft_save_mode
+    if adapter is None:
+        model = causal_model(assembly.model)
+        dtype = model.config.dtype
+        _write_configs(model, folder)
+        if not assembly.is_in_parts:
+            rows = {name: item[:1] if item.dim() else item for name, item in model.state_dict().items()}
+            model.save_pretrained(folder, state_dict=rows, save_original_format=False)
+            model.config.dtype = dtype  # where it notes what it has written
+    elif mode is not PeftSaveMode.ADAPTER_ONLY:
+        _write_configs(adapter.model.get_base_model(), folder)
+    if adapter is not None and mode is not PeftSaveMode.MERGED and not assembly.is_in_parts:
+        tensors = {name: item.detach().cpu().contiguous() for name, item in adapter_state(adapter.model)}
+        write_adapter(adapter, tensors, folder, None)
+
+
+def _write_configs(model: PreTrainedModel, folder: Path) -> None:
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:

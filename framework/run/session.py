@@ -36,6 +36,7 @@ from framework.run.checkpoint import Contents, checkpoints, contents_of, empty_p
 from framework.run.comparison import compare
 from framework.run.crew import Crew
 from framework.run.evaluate import evaluate, in_words
+from framework.run.export import try_export
 from framework.run.footprint import state_tensors
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
@@ -417,8 +418,11 @@ class Session:
         return Path(self.crew.shared(f"parts/{contents.step}", partial(empty_parts, self.folder.path)))
 
     def _try_saving(self) -> None:
-        """Sharded weights are gathered, or written and read back, and thrown away before anything is learnt: a save
-        that cannot work fails now (O03)."""
+        """What is small of the export is written, sharded weights are gathered, or written and read back, and all is
+        thrown away before anything is learnt: a save that cannot work fails now (C04, O03)."""
+        final = self.folder.path / "final"
+        with self.crew.phase("trying to export"):
+            self.crew.shared("tried exporting", partial(try_export, self.assembly, self.inputs.tokenizer, final))
         if not self.assembly.is_in_parts:
             return
         began = time.perf_counter()
