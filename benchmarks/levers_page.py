@@ -170,7 +170,7 @@ def _by_row(results: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
 
 def _head(results: Mapping[str, Any] | None) -> Iterator[str]:
     yield "# Memory levers\n"
-    yield "Written by `python benchmarks/levers_page.py` from `framework/memory/levers.py`; a test keeps it so."
+    yield "Written by `python benchmarks/levers_page.py` from `framework/memory/levers/`; a test keeps it so."
     yield "`tunesmith levers KEY` prints a row. Settings go from free to dear and are compared with the first.\n"
     if results is None:
         yield "This version is not measured yet (`benchmarks/levers.py`); times below say where they are from.\n"

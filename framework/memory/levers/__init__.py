@@ -1,0 +1,57 @@
+"""THE table: one row for each knob that trades memory for something else. A knob without a row does not exist.
+
+From it come the order in which a search tries moves, the advice after an out-of-memory error, the verification at
+start-up, the test of every pair, and docs/levers.md. No torch.
+
+Whoever builds a lever adds its row to a module here and its reader to `framework.build.verify`. Figures of time carry
+where they are from, those of an H200 benchmarks/results/levers_h200.json; "not measured" where there is none.
+`tunesmith levers KEY` prints a row.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from framework.memory.levers.adapters import ADAPTERS, FREEZING
+from framework.memory.levers.batch import BATCH, ROWS
+from framework.memory.levers.caches import CACHES, TASKS
+from framework.memory.levers.kernels import KERNELS
+from framework.memory.levers.optimizers import OPTIMIZERS
+from framework.memory.levers.precision import FP8, PRECISION
+from framework.memory.levers.recompute import COMPILATION, RECOMPUTE
+from framework.memory.levers.row import Lever, Setting
+from framework.memory.levers.sharding import SHARDING
+
+__all__ = ["LEVERS", "Lever", "Setting", "every_setting", "lever", "word"]
+
+LEVERS = (
+    *BATCH,
+    *ROWS,
+    *RECOMPUTE,
+    *COMPILATION,
+    *PRECISION,
+    *FP8,
+    *OPTIMIZERS,
+    *KERNELS,
+    *ADAPTERS,
+    *FREEZING,
+    *TASKS,
+    *CACHES,
+    *SHARDING,
+)
+
+
+def lever(key: str) -> Lever:
+    """The row of `key`. Raises KeyError for a key without one."""
+    return {row.key: row for row in LEVERS}[key]
+
+
+def every_setting() -> Iterator[tuple[Lever, Setting]]:
+    """All settings of all levers, in the order of the table."""
+    return ((row, setting) for row in LEVERS for setting in row.settings)
+
+
+def word(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(word, value))}]"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

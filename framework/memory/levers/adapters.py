@@ -1,0 +1,195 @@
+"""What is trained: adapters, a packed base, frozen parts."""
+
+from framework.memory.levers.row import Lever, Setting
+
+_ADAPTED = {"training.use_peft": True}
+_QUANTIZED = {**_ADAPTED, "peft.q_lora": True}
+
+ADAPTERS = (
+    Lever(
+        "training.use_peft",
+        (Setting(False), Setting(True, "faster: frozen weights get no gradient (not measured)", "trains an adapter")),
+        ("gradients", "optimizer", "temporaries"),
+        "adapter",
+        "Train a small adapter; the base gets neither gradients nor optimizer states. Activations do not shrink.",
+    ),
+    Lever(
+        "peft.lora_r",
+        (
+            Setting(8, beside=_ADAPTED),
+            Setting(4, "none (not measured)", "an adapter of lower rank", beside=_ADAPTED),
+        ),
+        ("gradients", "optimizer"),
+        "adapter_rank",
+        "Rank of the adapter: its trained parameters grow in proportion.",
+    ),
+    Lever(
+        "peft.lora_target_modules",
+        (
+            Setting(("all-linear",), beside=_ADAPTED),
+            Setting(
+                ("q_proj", "v_proj"),
+                "+53 % tokens/s (8B); H200, 2026-11",
+                "fewer matrices are adapted",
+                beside=_ADAPTED,
+            ),
+        ),
+        ("activations", "gradients", "optimizer"),
+        "adapter_targets",
+        "Which matrices are adapted; each keeps its input for backward.",
+    ),
+    Lever(
+        "peft.lora_dropout",
+        (
+            Setting(0.1, beside=_ADAPTED),
+            Setting(0.0, "+5.5 % tokens/s (8B); H200, 2026-11", "less regularisation", beside=_ADAPTED),
+        ),
+        ("activations",),
+        "adapter_dropout",
+        "Above 0 it keeps a mask and one more copy of each adapted input.",
+    ),
+    Lever(
+        "peft.peft_method",
+        (
+            Setting("lora", beside=_ADAPTED),
+            Setting("rslora", "none", "the update is scaled by alpha / root of rank", beside=_ADAPTED),
+            Setting("pissa", "a decomposition of each matrix at the start", "another start", beside=_ADAPTED),
+            Setting(
+                "olora",
+                "-1.7 % tokens/s (1B); a decomposition of each matrix at the start; H200, 2026-11",
+                "another start",
+                beside=_ADAPTED,
+            ),
+            Setting("vera", "-0.6 % tokens/s (1B); H200, 2026-11", "trains vectors alone", beside=_ADAPTED),
+            Setting("ia3", "-5.8 % tokens/s (1B); H200, 2026-11", "trains vectors alone", beside=_ADAPTED),
+            Setting(
+                "prompt",
+                "+6.3 % tokens/s (1B); H200, 2026-11",
+                "trains tokens before the row",
+                beside=_ADAPTED,
+            ),
+            Setting(
+                "prefix",
+                "-8.7 % tokens/s (1B); H200, 2026-11",
+                "trains tokens before the row",
+                beside=_ADAPTED,
+            ),
+            Setting("dora", "-9.9 % tokens/s (1B); H200, 2026-11", "learns lengths", beside=_ADAPTED),
+        ),
+        ("gradients", "optimizer", "activations"),
+        "adapter",
+        "Kind of adapter. `vera` and `ia3` train the fewest weights; `dora` builds each adapted matrix in forward.",
+    ),
+    Lever(
+        "peft.adapter_dtype",
+        (
+            Setting("float32", beside=_ADAPTED),
+            Setting(
+                "bfloat16",
+                "+18 % tokens/s (8B); H200, 2026-11",
+                "small updates round away",
+                beside=_ADAPTED,
+            ),
+        ),
+        ("weights", "gradients", "optimizer"),
+        "adapter_dtype",
+        "dtype of the adapter's weights, and so of their gradients and states.",
+    ),
+    Lever(
+        "peft.q_lora",
+        (
+            Setting(False, beside=_ADAPTED),
+            Setting(
+                True,
+                "-8.1 % tokens/s (8B, 4 bits); H200, 2026-11",
+                "the base is rounded to 4 or 8 bits",
+                package="bitsandbytes",
+                beside=_ADAPTED,
+            ),
+        ),
+        ("weights",),
+        "quantized",
+        "Linear layers of the frozen base in 4 or 8 bits; embeddings, head, norms and experts stay as they are.",
+    ),
+    Lever(
+        "peft.q_lora_bits",
+        (
+            Setting(8, beside=_QUANTIZED),
+            Setting(
+                4,
+                "1.9 times the tokens/s of 8 bits (8B); H200, 2026-11",
+                "the base is rounded to 4 bits",
+                beside=_QUANTIZED,
+            ),
+        ),
+        ("weights",),
+        "quantized",
+        "Bits a frozen weight. Of sharded ones 4.",
+    ),
+    Lever(
+        "peft.bnb_4bit_quant_type",
+        (
+            Setting("nf4", beside=_QUANTIZED),
+            Setting("fp4", "none", "another rounding", beside=_QUANTIZED),
+        ),
+        (),
+        "quantized",
+        "Code of the 4-bit numbers. Moves no memory.",
+    ),
+    Lever(
+        "peft.use_bnb_nested_quant",
+        (
+            Setting(False, beside=_QUANTIZED),
+            Setting(
+                True,
+                "+2.3 % tokens/s (8B); H200, 2026-11",
+                "the scales are rounded too",
+                beside=_QUANTIZED,
+            ),
+        ),
+        ("weights",),
+        "quantized",
+        "Scales of the 4-bit blocks in 8 bits: 0.37 bits a weight less.",
+    ),
+    Lever(
+        "peft.lora_plus_lr_ratio",
+        (Setting(None), Setting(16.0, "none", "B matrices learn faster", beside=_ADAPTED)),
+        (),
+        "faster_matrices",
+        "LoRA+: a higher rate for the B matrices. Moves no memory.",
+    ),
+    Lever(
+        "peft.lora_modules_to_save",
+        (
+            Setting(("lm_head",), beside=_ADAPTED),
+            Setting((), "+6 % tokens/s (1B); H200, 2026-11", "the module is not trained", beside=_ADAPTED),
+        ),
+        ("weights", "gradients", "optimizer"),
+        "adapter_saved_modules",
+        "Modules trained in full beside the adapter: a copy, gradients and states of each.",
+    ),
+)
+
+FREEZING = (
+    Lever(
+        "model.freeze_first_blocks",
+        (Setting(0), Setting(1, "faster (not measured)", "the blocks are not trained")),
+        ("gradients", "optimizer", "temporaries", "activations"),
+        "frozen_modules",
+        "The first n blocks are not trained; with frozen embeddings before them they keep no activations either.",
+    ),
+    Lever(
+        "model.freeze_layers",
+        (
+            Setting(()),
+            Setting(
+                ("embed_tokens", "layers.0"),
+                "+10 % tokens/s (1B); H200, 2026-11",
+                "the layers are not trained",
+            ),
+        ),
+        ("gradients", "optimizer", "temporaries", "activations"),
+        "frozen_modules",
+        "Modules that are not trained, by dotted name or glob: no gradients and no states.",
+    ),
+)
