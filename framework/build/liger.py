@@ -42,8 +42,8 @@ def refuse_unknown_to_liger(params: ModelParams, architecture: PretrainedConfig)
         return
     missing = [name for name in (_PACKAGE, "triton") if importlib.util.find_spec(name) is None]
     if missing:
-        names = " and ".join(missing).replace("_", "-")
-        message = f"the real package is run, in a plan too, and {names} is not installed"
+        names = " and ".join(missing).replace("_", "-") + (" are" if len(missing) > 1 else " is")
+        message = f"the real package is run, in a plan too, and {names} not installed"
         raise RequestError([Problem(KEY, message, expected=f"pip install liger-kernel triton, or {INSTEAD}")])
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

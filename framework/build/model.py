@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
     unknown_keys = [
         Problem(f"{key}.{name}", f"is not a key of {type(known).__name__}", nearest=nearest(name, names))
         for name in sorted(set(written) - names)
-        if not read_by_model(known, name)
+        if not read_by_model(known, name) and not _is_older_name(written["model_type"], name, written[name])
     ]
     if unknown_keys:
         raise RequestError(unknown_keys)
@@ -108,6 +109,16 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
         return AutoConfig.for_model(**written)
     except (TypeError, ValueError) as error:
         raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {error}")]) from None
+
+
+def _is_older_name(model_type: str, name: str, value: Any) -> bool:
+    """Whether the config class takes a key as an earlier version's, such as `torch_dtype` or `rope_theta`, and keeps it
+    under another name; what it does not know it keeps as it is."""
+    try:
+        own = deepcopy(value)  # which transformers fills in place
+        return name not in vars(AutoConfig.for_model(model_type, **{name: own}))
+    except (TypeError, ValueError):
+        return True  # it knows enough of it to refuse it, which is told below
 
 
 def _named_architecture(config: TrainingConfig) -> PretrainedConfig:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typer import TyperException
 
 from framework.cli.app import app
+from framework.cli.meant import meant
 from framework.cli.printing import complain, print_json, print_problems, say
 from framework.errors import Interrupted, Problem, RequestError, TunesmithError
 
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RequestError as error:
         problems, code = error.problems, error.exit_code
     except TyperException as error:
-        problems, code = (Problem("", error.format_message()),), 2
+        message = error.format_message()
+        problems, code = (Problem("", message, nearest=meant(message, words)),), 2
     except Interrupted as error:  # asked for, and no error
         say(str(error))
         return error.exit_code

@@ -52,13 +52,15 @@ def show(
     recipe: Recipe,
     overrides: Overrides = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
-    resolve: Annotated[bool, typer.Option("--resolve", help="Replace `auto` by what the search finds.")] = False,
+    resolve: Annotated[
+        bool, typer.Option("--resolve", help="`auto` as the search finds it, precision as it will be.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print the composed config as YAML."""
     from framework.compose import compose
     from framework.compose.writing import to_annotated_yaml
-    from framework.memory.resolve import with_length
+    from framework.memory.resolve import with_length, with_precision
     from framework.text import to_yaml
 
     composition = compose(recipe, overrides or ())
@@ -67,7 +69,7 @@ def show(
         from framework.cli.plan import decided
 
         composition, _ = decided(composition)
-    config = with_length(composition.config)
+    config = with_length(with_precision(composition.config) if resolve else composition.config)
     if as_json:
         origins = {key: asdict(value) for key, value in composition.origins.items()}
         print_json({"recipe": composition.recipe, "config": config.model_dump(mode="json"), "origins": origins})

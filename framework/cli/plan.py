@@ -47,7 +47,7 @@ def plan(
 
         html.write_text(plan_page(composition.recipe, made, measured), encoding="utf-8")
     if as_json:
-        print_json(_document(made, measured))
+        print_json(_document(made, measured, composition.warnings))
     else:
         _print(composition.recipe, made, measured)
     if failure is not None:
@@ -115,11 +115,12 @@ def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory
         return None, error
 
 
-def _document(made: "Plan", measured: "Measured | None") -> dict[str, object]:
+def _document(made: "Plan", measured: "Measured | None", warnings: Sequence[str]) -> dict[str, object]:
+    """The plan's document, with what the check of the request warned of before the plan's own warnings."""
     from framework.report.words import measured_document
 
     added = {} if measured is None else {"measured": measured_document(measured)}
-    return {**made.to_json(), **added}
+    return {**made.to_json(), "warnings": [*(" ".join(text.split()) for text in warnings), *made.warnings], **added}
 
 
 def _print(title: str, made: "Plan", measured: "Measured | None") -> None:

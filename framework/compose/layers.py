@@ -16,7 +16,7 @@ from framework.compose.paths import exists
 from framework.compose.reading import MAX_PROBLEMS, read
 from framework.compose.validation import shown
 from framework.errors import Problem, RequestError
-from framework.memory.cards import card_of_size, smallest
+from framework.memory.cards import card_of_size, size_meant, smallest
 from framework.schema.keys import Key, Path, dotted, key_at, keys_beside, root, unknown
 
 ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
@@ -167,7 +167,8 @@ def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) 
     message = f"no such file: {name} ({path.absolute()})" if is_path else f"no preset is called {name!r}"
     sizes = ", a size such as 24gb" if group == "gpu" else ""
     expected = f"one of: {', '.join(known) or 'none yet'}{sizes}, or the path of a YAML file"
-    problems.append(Problem(group, message, origin.place, expected, shipped.nearest(name, known)))
+    nearest = (size_meant(name) if group == "gpu" else None) or shipped.nearest(name, known)
+    problems.append(Problem(group, message, origin.place, expected, nearest))
     return None
 
 

@@ -21,7 +21,8 @@ _MEANT = {
         **{name: f"{_PREFERENCE}={name}" for name in ("dpo", "ipo", "orpo", "simpo", "kto")},
         **{"pt": "pretrain", "cpt": "pretrain", "pretraining": "pretrain", "rm": "reward", "kd": "distillation"},
         **{"gkd": "distillation", "finetune": "sft", "instruct": "sft"},
-    }
+    },
+    "training.mixed_precision_dtype": {"fp32": "none", "float32": "none", "32": "none"},
 }
 """Key -> what others write there -> what that is here, where the spelling does not tell."""
 

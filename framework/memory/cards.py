@@ -26,6 +26,7 @@ SIZE_CAPABILITY = "8.6"
 
 _LARGEST_OF_SIZE_CAPABILITY = "a6000_48gb"
 _SIZE = re.compile(r"\s*(\d{1,4})\s*(?:gb|gib|g)\s*", re.IGNORECASE)
+_ANY_SIZE = re.compile(r"\s*(\d{1,7}(?:\.\d+)?)\s*([gm]i?b?)?\s*", re.IGNORECASE)
 _BAD_IF_SMALL = (
     "capacity_bytes",
     "usable_bytes",
@@ -80,6 +81,13 @@ def card_of_size(text: str) -> dict[str, Any] | None:
             "others": f"assumed: as {largest['name']}, the largest shipped card of that capability",
         },
     }
+
+
+def size_meant(text: str) -> str | None:
+    """The size near a number with another unit or none (`40`, `12.5gib`, `24000mb`), as `card_of_size` reads it."""
+    match = _ANY_SIZE.fullmatch(text)
+    size = int(float(match[1]) / (1000 if (match[2] or "").lower().startswith("m") else 1)) if match else 0
+    return f"{size}gb" if 1 <= size <= 1024 else None
 
 
 def smallest(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from framework.memory.ledger import (
 from framework.memory.rehearsal import Footprint, Rehearsal
 from framework.memory.step_time import batch_use, step_cost, tokens_of
 from framework.memory.trace import Kind, Space, Trace
-from framework.schema.choices import CheckpointingPolicy, Fp8, Optimizer, OptimizerOffload, StateDictType
+from framework.schema.choices import CheckpointingPolicy, Fp8, Optimizer, OptimizerOffload, StateDictType, TorchDtype
 from framework.schema.config import TrainingConfig
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -226,12 +226,25 @@ def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
     return saves * footprint.checkpoint_bytes + footprint.export_bytes + offloaded
 
 
+def _precision(config: TrainingConfig) -> str:
+    """In which numbers the run holds and computes, also where the recipe leaves it open (M18)."""
+    held, adapter = config.model.torch_dtype_str, config.peft.adapter_dtype
+    if not config.training.use_peft:
+        weights = f"weights {held}"
+    else:
+        packed = f"packed to {config.peft.q_lora_bits} bits, others " if config.peft.q_lora else ""
+        dtype = "float32" if adapter is None else held if adapter is TorchDtype.AUTO else adapter
+        weights = f"frozen weights {packed}{held}, adapter {dtype}"
+    return f"precision: {weights}, autocast {config.training.mixed_precision_dtype}"
+
+
 def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     config, batch = rehearsal.config, batch_use(rehearsal.config)
     said = [
         f"every {'answer' if config.training.has_pairs else 'row'} is {batch.sequence_length} tokens long, "
         f"{batch.per_device} {'pairs' if config.training.has_pairs else 'rows'} a forward pass: nothing is padded",
         *_packing(config),
+        _precision(config),
         f"band ({band}): {UNCERTAINTY[band].source}",
         *card_assumptions(config.gpu),
     ]

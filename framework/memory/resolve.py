@@ -64,7 +64,8 @@ def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tu
     if written is None and not frozen_base and config.training.optimizer is Optimizer.ANYPRECISION_ADAMW:
         dtype = TorchDtype.BFLOAT16  # what this optimizer is for
     if dtype is TorchDtype.AUTO and settings is not None:
-        dtype = TorchDtype(str(settings.get("dtype") or TorchDtype.FLOAT32).removeprefix("torch."))
+        stored = settings.get("dtype") or settings.get("torch_dtype")  # as transformers 5 and 4 write it
+        dtype = TorchDtype(str(stored or TorchDtype.FLOAT32).removeprefix("torch."))
     if autocast is None:
         autocast = MixedPrecision.NONE
         if frozen_base and dtype is TorchDtype.FLOAT16:
@@ -97,3 +98,14 @@ def with_length(config: TrainingConfig) -> TrainingConfig:
         return config
     length = _length(config, config.model.architecture or {})
     return config.model_copy(update={"model": config.model.model_copy(update={"model_max_length": length})})
+
+
+def with_precision(config: TrainingConfig) -> TrainingConfig:
+    """The config with the dtypes that an unset precision stands for on its card, as far as the recipe tells."""
+    dtype, autocast = _precision(config, config.model.architecture)
+    return config.model_copy(
+        update={
+            "training": config.training.model_copy(update={"mixed_precision_dtype": autocast}),
+            "model": config.model.model_copy(update={"torch_dtype_str": dtype}),
+        }
+    )

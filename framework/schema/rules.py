@@ -99,6 +99,15 @@ def _rounding_away(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("model.torch_dtype_str", "training.learning_rate"), message, expected, is_warning=True)
 
 
+def _wide_base(config: TrainingConfig) -> Iterator[Conflict]:
+    """Frozen weights need no masters, and autocast computes with a half-precision copy of them anyway (M18)."""
+    is_computed_wide = config.training.mixed_precision_dtype == MixedPrecision.NONE or config.gpu.name == "cpu"
+    if config.training.use_peft and config.model.torch_dtype_str == TorchDtype.FLOAT32 and not is_computed_wide:
+        message = "a frozen base in float32 takes 2 bytes a parameter more than in half precision, and learns nothing"
+        expected = "model.torch_dtype_str unset: the checkpoint's dtype; the adapter is float32 all the same"
+        yield Conflict(("model.torch_dtype_str", "training.use_peft"), message, expected, is_warning=True)
+
+
 def _fp8(config: TrainingConfig) -> Iterator[Conflict]:
     """What torchao's linear layers can be beside."""
     training, key = config.training, "training.fp8"
@@ -617,6 +626,7 @@ def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
 RULES = (
     _precision,
     _rounding_away,
+    _wide_base,
     _optimizer,
     _updates,
     _device_cache,

@@ -111,6 +111,24 @@ def test_unknown_keys_of_an_architecture_are_named() -> None:
     ]
 
 
+OLDER = {"torch_dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+PASTED = {"architectures": ["LlamaForCausalLM"], "transformers_version": "4.40.0", "_name_or_path": "x"}
+
+
+def test_a_config_file_as_transformers_4_wrote_it_is_a_models_config() -> None:
+    written = {"model_type": "llama", **OLDER, **PASTED}
+    asked = {"model": {"architecture": written, "torch_dtype_str": "auto"}, "training": {"use_peft": True}}
+    config, read = settle(TrainingConfig.model_validate(asked))
+    assert (read.rope_parameters["rope_theta"], read.rope_parameters["factor"]) == (5e5, 2.0)
+    assert config.model.torch_dtype_str == "bfloat16"
+
+
+def test_a_rotary_key_of_a_model_without_rotary_positions_is_unknown() -> None:
+    with pytest.raises(RequestError) as caught:
+        settled({"architecture": {"model_type": "gpt2", "rope_theta": 5e5, "torch_dtype": "bfloat16"}})
+    assert [p.key for p in caught.value.problems] == ["model.architecture.rope_theta"]
+
+
 @pytest.mark.parametrize("model_type", ["bert", "modernbert"])
 def test_models_that_read_both_ways_are_refused(model_type: str) -> None:
     with pytest.raises(RequestError, match=r"both ways|not a causal language model"):

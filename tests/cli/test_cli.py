@@ -139,6 +139,31 @@ def test_wrong_usage_exits_2_in_one_line(run, words):
 
 
 @pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (["--gpu", "24gb"], "gpu=24gb"),
+        (["--gpu=24gb", "--json"], "gpu=24gb"),
+        (["--learning-rate", "1e-4"], "training.learning_rate=1e-4"),
+        (["--training.max_steps=3"], "training.max_steps=3"),
+        (["--lora_r", "--json"], "peft.lora_r=VALUE"),
+        (["-c", "b.yaml"], "b.yaml, which stands first and takes no option"),
+        (["--blah"], None),
+    ],
+)
+def test_an_option_of_other_tools_is_told_as_a_key_or_a_group(run, write, words, nearest):
+    code, out, _ = run("plan", write(GOOD), *words, "--json")
+    [problem] = json.loads(out)["errors"]
+    assert code == 2
+    assert "No such option" in problem["message"]
+    assert problem["nearest"] == nearest
+
+
+def test_cards_without_a_unit_are_told_with_one(run, write):
+    _, out, _ = run("check", write(GOOD), "gpu=40,80", "--quick", "--json")
+    assert [problem["nearest"] for problem in json.loads(out)["errors"]] == ["40gb", "80gb"]
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [
         (errors.DoesNotFit("over"), 3),

@@ -187,6 +187,17 @@ def test_all_problems_at_once_before_anything_is_built(run, write, planner, text
     assert not configs
 
 
+def test_what_the_check_warns_of_is_in_the_document(run, write, planner):
+    planner(replace(PLAN, warnings=("of the plan",)))
+    words = ["training.empty_device_cache_steps=1", "gpu=h100_80gb"]
+    _, out, err = run("plan", write(RECIPE), *words, "--json")
+    first, last = json.loads(out)["warnings"]
+    assert first.startswith("training.empty_device_cache_steps: returns only blocks that nothing uses")
+    assert "\n" not in first
+    assert last == "of the plan"
+    assert "empty_device_cache_steps" in err
+
+
 def test_a_mixed_list_is_planned_for_its_smallest_card(run, write, planner):
     """M16."""
     configs = planner(PLAN)

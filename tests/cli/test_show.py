@@ -4,7 +4,7 @@ import pytest
 
 from framework.cli import main
 from framework.compose import compose, shipped
-from framework.memory.resolve import with_length
+from framework.memory.resolve import with_length, with_precision
 from framework.memory.search.freedom import opened
 from framework.run.fit import Decided
 
@@ -39,4 +39,24 @@ def _try(name, words, write, capsys):
     printed = write(capsys.readouterr().out, "printed.yaml")
     assert main(["check", str(printed), "--quick"]) == 0, (name, capsys.readouterr().err)
     capsys.readouterr()
-    assert compose(printed).config == with_length(opened(compose(name, words).config)), name
+    assert compose(printed).config == with_length(with_precision(opened(compose(name, words).config))), name
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "autocast"),
+    [
+        (["gpu=rtx4090_24gb"], "float32", "bf16"),
+        (["gpu=t4_16gb"], "float32", "fp16"),
+        (["gpu=rtx4090_24gb", "peft=lora"], "bfloat16", "bf16"),
+        (["gpu=t4_16gb", "peft=lora"], "float16", "fp16"),
+        (["gpu=rtx4090_24gb", "optimizer=anyprecision_adamw"], "bfloat16", "none"),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_an_unset_precision_is_printed_as_what_it_stands_for(words, dtype, autocast, key, write, capsys):
+    """M18: as transformers 5 and 4 write the dtype that a checkpoint is stored in."""
+    written = write(f"model: {{architecture: {{model_type: llama, {key}: bfloat16}}}}")
+    assert not main(["show", str(written), *words, "--resolve"])
+    printed = capsys.readouterr().out.splitlines()
+    assert f"  torch_dtype_str: {dtype}" in printed
+    assert f"  mixed_precision_dtype: {autocast}" in printed

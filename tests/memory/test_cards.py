@@ -17,6 +17,7 @@ from framework.memory.cards import (
     card_names,
     card_of_size,
     read_card,
+    size_meant,
     smallest,
     source_of,
     supports_bf16,
@@ -303,3 +304,20 @@ def test_assumptions_name_what_a_card_file_of_the_user_leaves_out() -> None:
 def test_cards_need_no_torch() -> None:
     code = "import sys, framework.memory.cards, framework.memory.installed; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("40", "40gb"),
+        ("12.5gib", "12gb"),
+        ("24000mb", "24gb"),
+        ("80g", "80gb"),
+        ("h100", None),
+        ("", None),
+        ("0", None),
+    ],
+)
+def test_a_number_with_another_unit_or_none_is_near_a_size(text, meant):
+    assert size_meant(text) == meant
+    assert meant is None or card_of_size(meant) is not None

@@ -31,6 +31,26 @@ def test_trained_weights_have_the_legal_precisions_of_the_contract(pair):
             assert words in found["model.torch_dtype_str"].expected
 
 
+@pytest.mark.parametrize(
+    ("held", "computed", "card", "is_told"),
+    [
+        ("float32", "bf16", "a", True),
+        ("float32", "fp16", "a", True),
+        ("float32", None, "a", True),
+        ("float32", "none", "a", False),
+        ("float32", None, "cpu", False),
+        ("auto", "bf16", "a", False),
+    ],
+)
+def test_a_frozen_base_in_float32_is_a_waste_where_it_is_computed_in_less(held, computed, card, is_told):
+    """M18: 2 bytes a parameter that nothing learns."""
+    sections = {"model": {"torch_dtype_str": held}, "gpu": {"name": card}}
+    for is_frozen in (True, False):
+        found = conflicts(**sections, training={"use_peft": is_frozen, "mixed_precision_dtype": computed})
+        assert found.keys() == ({"model.torch_dtype_str"} if is_told and is_frozen else set())
+        assert all(conflict.is_warning and "2 bytes" in conflict.message for conflict in found.values())
+
+
 @pytest.mark.parametrize(("held", "computed"), [("float16", "fp16"), ("bfloat16", "bf16")])
 def test_a_frozen_base_may_stay_in_the_dtype_of_autocast(held, computed):
     training = {"mixed_precision_dtype": computed, "use_peft": True}
@@ -295,7 +315,8 @@ def test_copies_of_a_float32_base_under_autocast_are_said():
     training = {"use_peft": True, "mixed_precision_dtype": "bf16"}
     model = {"offload_frozen_base": True, "torch_dtype_str": "float32"}
     assert conflicts(gpu=card, model=model, training=training)["model.offload_frozen_base"].is_warning
-    assert not conflicts(gpu=card, model=model, training={**training, "enable_gradient_checkpointing": True})
+    checkpointed = {**training, "enable_gradient_checkpointing": True}
+    assert "model.offload_frozen_base" not in conflicts(gpu=card, model=model, training=checkpointed)
 
 
 def test_offloaded_activations_go_with_neither_compiled_code_nor_a_prefix():

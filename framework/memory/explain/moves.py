@@ -6,7 +6,7 @@ from typing import Any
 
 from framework.memory.editing import value_of
 from framework.memory.explain.causes import Cause
-from framework.memory.explain.proposals import BATCH, OPTIMIZER, costs_of, is_detail, movable
+from framework.memory.explain.proposals import BATCH, OPTIMIZER, TASK, costs_of, is_detail, movable
 from framework.memory.levers import LEVERS, Lever, Setting, lever, word
 from framework.schema.config import TrainingConfig
 
@@ -98,7 +98,7 @@ def _general(phase: str | None) -> tuple[Move, ...]:
             found += [
                 _plain_move(row, setting)
                 for setting in _settings(row, phase)
-                if setting.beside == _ADAPTED or not is_detail(row.key, setting.beside)
+                if TASK not in setting.beside and (setting.beside == _ADAPTED or not is_detail(row.key, setting.beside))
             ]
     return tuple(sorted(found, key=lambda move: not move.exact))
 

@@ -11,6 +11,7 @@ from framework.schema.config import TrainingConfig
 
 BATCH = "training.per_device_train_batch_size"
 OPTIMIZER = "training.optimizer"
+TASK = "training.task"
 NOT_PROPOSED = (
     "training.mixed_precision_dtype",
     "model.freeze_layers",
@@ -55,6 +56,8 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
         changes = {key: value for key, value in setting.beside.items() if value_of(config, key) != value}
         if row.key.startswith("peft.") and (changes or not config.training.use_peft):
             continue  # the adapter as a whole is a proposal of its own
+        if TASK in changes:
+            continue  # what is to be learnt is no price
         if is_detail(row.key, changes):
             continue
         if row.key == BATCH:

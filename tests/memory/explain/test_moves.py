@@ -180,3 +180,14 @@ def test_proposals_are_changes_that_can_run_and_keep_the_global_batch():
 def test_nothing_below_one_row_is_proposed():
     config = tiny_config(training={"per_device_train_batch_size": 1, "global_batch_size": 8})
     assert BATCH not in {proposal.key for proposal in propose(config)}
+
+
+@pytest.mark.parametrize("task", ["sft", "pretrain", "preference"])
+def test_no_other_task_is_proposed(task):
+    """What is to be learnt is no price: without it, a lever that only another task has is none of this run's."""
+    words = [proposal.override for proposal in propose(tiny_config(training={"task": task}))]
+    assert words
+    for phase in (None, "forward", "load"):
+        words += [move.override for move in rank_moves(None, phase, Cause.UNKNOWN)]
+    assert not any("training.task" in text for text in words)
+    assert any("precompute_reference" in text for text in words) == (task == "preference")
