@@ -22,7 +22,6 @@ _MEANT = {
         **{"pt": "pretrain", "cpt": "pretrain", "pretraining": "pretrain", "rm": "reward", "kd": "distillation"},
         **{"gkd": "distillation", "finetune": "sft", "instruct": "sft"},
     },
-    "training.mixed_precision_dtype": {"fp32": "none", "float32": "none", "32": "none"},
 }
 """Key -> what others write there -> what that is here, where the spelling does not tell."""
 

@@ -43,7 +43,6 @@ def test_a_whole_number_in_any_spelling_is_an_integer(write, spelling):
         ("training", "use_peft", "off", "true or false", "false"),
         ("training", "use_peft", "1", "true or false", None),
         ("training", "optimizer", "adamw_torch_fuse", "one of", "adamw_torch_fused"),
-        ("training", "mixed_precision_dtype", "fp32", "one of", "none"),
         ("training", "optimizer", "3", "one of", None),
         ("training", "run_name", "2024", "text, in quotes", None),
         ("training", "trackers", "wandb", "a list", "[wandb]"),
