@@ -7,7 +7,7 @@ import torch
 
 from framework.run.footprint import state_tensors
 from framework.schema.choices import Optimizer
-from framework.schema.rules import BITSANDBYTES, PAGED, TORCHAO
+from framework.schema.optimizer_rules import BITSANDBYTES, PAGED, TORCHAO
 from tests.tiny import LLAMA
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}

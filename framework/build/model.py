@@ -25,7 +25,8 @@ from framework.memory.resolve import resolve
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import PeftMethod, Task, TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.rules import find_derived_conflicts, too_long
+from framework.schema.model_rules import too_long
+from framework.schema.rules import find_derived_conflicts
 
 TORCH_DTYPES = {
     TorchDtype.FLOAT32: torch.float32,

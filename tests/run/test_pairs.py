@@ -28,7 +28,8 @@ from framework.run import trainer
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 from framework.schema.gpu import GPUParams
-from framework.schema.rules import TORCHAO, Needs, find_conflicts, find_derived_conflicts
+from framework.schema.optimizer_rules import TORCHAO
+from framework.schema.rules import Needs, find_conflicts, find_derived_conflicts
 from tests.optimizers import LOW_RANK, WIDE
 from tests.settings import sections
 

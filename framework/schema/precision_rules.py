@@ -1,0 +1,84 @@
+"""Dtypes of weights and products, against each other and the card."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import Fp8, MixedPrecision, Optimizer, TorchDtype
+from framework.schema.config import TrainingConfig
+from framework.schema.conflict import Conflict
+
+LEGAL_PRECISION = "float32 with none, float32 with bf16 or fp16 (float32 masters), or bfloat16 with none"
+
+
+_TRAINED = {("float32", "none"), ("float32", "bf16"), ("float32", "fp16"), ("bfloat16", "none")}
+
+
+_FROZEN = {*_TRAINED, ("bfloat16", "bf16"), ("float16", "fp16")}
+"""A frozen base may stay in the dtype of its autocast: the adapter, not the base, holds the float32 masters."""
+
+
+def precision_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Weights and products in dtypes that cannot train together."""
+    held, computed = config.model.torch_dtype_str, config.training.mixed_precision_dtype
+    if held in (None, TorchDtype.AUTO) or computed == "auto":
+        return
+    legal = _FROZEN if config.training.use_peft else _TRAINED
+    pairs = [(str(held), str(word)) for word in ([computed] if computed else MixedPrecision)]
+    if not legal.intersection(pairs):
+        message = (
+            f"model.torch_dtype_str {held} with training.mixed_precision_dtype {computed or 'unset'} "
+            f"cannot train {'this adapter' if config.training.use_peft else 'these weights'}"
+        )
+        both = ("model.torch_dtype_str", "training.mixed_precision_dtype", "training.use_peft")
+        yield Conflict(both, message, LEGAL_PRECISION)
+
+
+SMALL_RATE = 4e-5
+"""0.02 x 2^-9: half the last bit of a bfloat16 weight of 0.02, the usual spread at initialization. Adam moves a
+weight by about the learning rate, so a smaller one is rounded away."""
+
+
+def rounding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Updates that bfloat16 weights round away."""
+    training = config.training
+    is_pure = config.model.torch_dtype_str == TorchDtype.BFLOAT16 and not training.use_peft
+    if is_pure and training.learning_rate < SMALL_RATE and training.optimizer != Optimizer.ANYPRECISION_ADAMW:
+        message = (
+            f"a learning rate of {training.learning_rate:g} is below {SMALL_RATE:g}: most updates of bfloat16 "
+            "weights round away, and norm weights of 1.0 never move"
+        )
+        expected = "model.torch_dtype_str=float32 (masters: 8 bytes a parameter more with AdamW)"
+        yield Conflict(("model.torch_dtype_str", "training.learning_rate"), message, expected, is_warning=True)
+
+
+def fp8_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """What torchao's linear layers can be beside."""
+    training, key = config.training, "training.fp8"
+    if training.fp8 not in (Fp8.TENSORWISE, Fp8.ROWWISE):
+        return
+    if training.use_peft:
+        message = "torchao computes the gradients of frozen weights too, which an adapter is there to avoid"
+        yield Conflict((key, "training.use_peft"), message, "fp8: none, or full fine-tuning")
+    held, computed = config.model.torch_dtype_str, training.mixed_precision_dtype
+    in_float32 = held == TorchDtype.FLOAT32 and computed == MixedPrecision.NONE
+    if computed == MixedPrecision.FP16 or in_float32:
+        keys = (key, "training.mixed_precision_dtype", "model.torch_dtype_str")
+        yield Conflict(keys, "fp8 products take and give bfloat16", "bf16 autocast, or bfloat16 weights")
+    if training.compile is False:
+        message = "without compilation the casts to fp8 are kernels of their own, and cost more than is saved"
+        yield Conflict((key, "training.compile"), message, "training.compile=true", is_warning=True)
+
+
+def card_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """What `framework.memory.requirements` does not find, since it depends on how words go together."""
+    card = config.gpu
+    if card.capability is None:
+        return
+    has = tuple(int(part) for part in card.capability.split("."))
+    named = f"{card.name} has capability {card.capability}"
+    if has < (8, 0):
+        if config.training.mixed_precision_dtype == MixedPrecision.BF16:
+            keys = ("training.mixed_precision_dtype", "gpu.name")
+            yield Conflict(keys, f"bf16 needs capability 8.0, and {named}", "fp16 (with float32 weights), or none")
+        if config.model.torch_dtype_str == TorchDtype.BFLOAT16:
+            keys = ("model.torch_dtype_str", "gpu.name")
+            yield Conflict(keys, f"bfloat16 needs capability 8.0, and {named}", "float32")
