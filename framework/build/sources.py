@@ -22,7 +22,8 @@ from framework.build.finding import (
     is_local,
     nearest_path,
 )
-from framework.build.forms import FORMS, Form, Values, choose_form
+from framework.build.form_rows import Values
+from framework.build.forms import FORMS, Form, choose_form
 from framework.build.given import PythonRows, python_records
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
 from framework.errors import Problem, RequestError

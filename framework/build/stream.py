@@ -15,7 +15,7 @@ import numpy as np
 from framework.build.data_report import SplitReport
 from framework.build.encode import Encoding, encode_batch
 from framework.build.files import Fault
-from framework.build.forms import Values
+from framework.build.form_rows import Values
 from framework.build.mixing import shares_of
 from framework.build.packing import Packs, pack
 from framework.build.rows import Row, Rows

@@ -29,6 +29,7 @@ from framework.memory.attention import Attention, Backend, choose_backend
 from framework.memory.cards import capability_of, supports_bf16
 from framework.run.autocast import HALF_DTYPES, Autocast
 from framework.run.packaged_attention import stand_in
+from framework.run.patches import Patches
 from framework.schema.gpu import GPUParams
 
 META = torch.device("meta")
@@ -301,21 +302,6 @@ def describe_attention(
         requires_grad=any(tensor.requires_grad for tensor in (query, key, value)),
         broadcast=key.shape[1] != heads and not enable_gqa,
     )
-
-
-class Patches:
-    """Attributes replaced, and put back in reverse order."""
-
-    def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        self._originals.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    def restore(self) -> None:
-        for owner, name, value in reversed(self._originals):
-            setattr(owner, name, value)
 
 
 class _NoDeviceGuard(contextlib.nullcontext[None]):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from framework.memory.trace import Kind
-from framework.run.pretend import Patches
+from framework.run.patches import Patches
 from framework.run.tracker import Tracker
 from framework.schema.gpu import GPUParams
 
