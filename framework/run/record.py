@@ -1,5 +1,6 @@
 """The run folder: where it is, what is already in it, and the files that say what happened."""
 
+import contextlib
 import json
 import math
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import Problem, RequestError, SaveFailed
+from framework.memory.explain.causes import Circumstances
+from framework.memory.explain.evidence import STOPPED, write_circumstances
 from framework.schema.config import TrainingConfig
 from framework.text import to_yaml
 
@@ -28,6 +31,7 @@ OURS = (
     "memory.json",
     "oom.txt",
     "oom_snapshot.pickle",
+    STOPPED,
     "checkpoints",
     "final",
 )
@@ -53,6 +57,12 @@ class RunFolder:
         """The resolved config, which trains again as it is."""
         if self.is_written:
             _replace(self.path / "config.yaml", to_yaml(config))
+
+    def write_stop(self, step: int, reason: str) -> None:
+        """Why a run stopped by itself, for `explain`; a full disk leaves it out, since the reason is told anyway."""
+        if self.is_written:
+            with contextlib.suppress(SaveFailed):
+                _replace(self.path / STOPPED, f"{write_circumstances(Circumstances(step=step))}\n{reason}\n")
 
     def append_metrics(self, values: Mapping[str, Any]) -> None:
         """One line of `metrics.jsonl`. Raises SaveFailed."""

@@ -134,7 +134,9 @@ class Session:
                     self.save()
                 raise
             except NonFinite as error:
-                raise NonFinite(f"{error} Training rows of this step: {self._rows_at_work()}.") from None
+                reason = f"{error} Training rows of this step: {self._rows_at_work()}."
+                self.folder.write_stop(self.step + 1, reason)
+                raise NonFinite(reason) from None
         self.accelerator.end_training()
 
     def start(self) -> None:

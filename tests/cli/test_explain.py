@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -46,6 +47,17 @@ def test_a_run_folder(run, folder):
     code, out, _ = run(folder)
     assert code == 0
     assert out.startswith("out of memory in backward (step 3): ")
+
+
+def test_the_newest_report_of_a_run_counts(run, folder):
+    """Memory ran out and was repaired; what ended the run came later."""
+    (folder / "stopped.txt").write_text("step: 9\n\nstep 9: loss nan, gradient norm nan over 106 supervised tokens\n")
+    os.utime(folder / "oom.txt", (1, 1))
+    code, out, _ = run(folder, "--json")
+    assert (code, json.loads(out)["kind"], json.loads(out)["moves"]) == (0, "nan", [])
+    assert run(folder)[1].startswith("a value is not finite (step 9)\n")
+    os.utime(folder / "stopped.txt", (0, 0))
+    assert json.loads(run(folder, "--json")[1])["cause"] == "capacity"
 
 
 def test_a_log_beside_the_plan_of_its_run_or_with_one_named(run, folder, tmp_path_factory):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from framework.build import compiled
 from framework.compose import load
 from framework.errors import BrokenRows, DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
+from framework.memory.explain import explain
 from framework.memory.units import size
 from framework.run import opening, trainer
 from framework.run import session as session_module
@@ -309,6 +310,9 @@ def test_a_non_finite_loss_writes_no_checkpoint_over_a_good_one(corpus, tmp_path
         train(run)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]
     assert not (tmp_path / "run" / "final").exists()
+    told = explain(tmp_path / "run")
+    assert (told.message.kind, told.circumstances.step) == ("nan", 4)
+    assert "Training rows of this step" in told.message.excerpt
 
 
 def test_skipped_steps_of_float16_are_counted_and_resumed(corpus, tmp_path, monkeypatch):

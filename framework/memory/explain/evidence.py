@@ -12,7 +12,8 @@ from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Circumstances, Repair
 from framework.memory.explain.messages import read_message, weight
 
-REPORT = "oom.txt"
+REPORT, STOPPED = "oom.txt", "stopped.txt"
+"""What a run writes where memory ran out, and where it stopped at a value that is not finite."""
 _LOGS = ("*.log", "*.out", "*.err", "*.txt", "error*.json")
 _NO_LOGS = ("checkpoints", "final")
 """Folders of a run that hold weights and words, such as a vocabulary, and no log."""
@@ -42,9 +43,10 @@ def gather(source: Path, run: Path | None = None) -> Evidence:
 
 
 def _text_of(folder: Path) -> str:
-    """The run's own report, else the log that tells most of a failure, also of a rank's in a folder of its own."""
-    if (folder / REPORT).exists():
-        return read_text(folder / REPORT)
+    """The run's own newest report, else the log that tells most of a failure, also of a rank's in its own folder."""
+    reports = [file for name in (REPORT, STOPPED) if (file := folder / name).exists()]
+    if reports:
+        return read_text(max(reports, key=lambda file: file.stat().st_mtime))
     logs = [file for pattern in _LOGS for file in sorted(folder.rglob(pattern)) if _is_log(file.relative_to(folder))]
     texts = [read_text(file) for file in logs]
     told = [(weight(found[0]), text) for text in texts if (found := read_message(text)) is not None]
