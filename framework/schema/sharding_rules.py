@@ -46,12 +46,23 @@ def sharding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     yield from _gathered_dtypes(config)
 
 
+def _of_a_billion(bytes_each: int, devices: int) -> str:
+    """What the states of 1e9 trained weights take of each device."""
+    return f"{bytes_each * 1e9 / devices / (1 << 30):.1f} GiB"
+
+
 def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
     training, key = config.training, "training.optimizer"
     choice = training.optimizer
     if choice in _PACKED:
         message = f"the states of {choice} cannot be sharded: they fail at the first step or at the save"
-        works = "adamw_torch_fused (sharded), anyprecision_adamw (bf16 states), or fsdp.cpu_offload=true with adamw"
+        pure = config.model.torch_dtype_str is TorchDtype.BFLOAT16 and not training.use_peft
+        adamw, halves = (_of_a_billion(count, config.gpu.count) for count in (4 if pure else 8, 4))
+        works = (
+            f"adamw_torch_fused ({adamw} of states a device for each 1e9 trained weights), anyprecision_adamw "
+            f"({halves}, with weights in bfloat16), or fsdp.cpu_offload=true beside adamw_torch_fused ({adamw} of the "
+            "host)"
+        )
         yield Conflict((key, _ON), message, works)
     if choice in _OF_MATRICES:
         message = f"{choice} needs all of a weight to update any of it, and each device has a part"
