@@ -60,3 +60,10 @@ def test_what_is_not_loaded(code, absent):
 def test_how_long_it_takes(code, seconds):
     timed = f"import time; start = time.process_time()\n{code}\nprint('\\n%s' % (time.process_time() - start))"
     assert min(float(run(timed).splitlines()[-1]) for _ in range(3)) < seconds
+
+
+def test_libraries_say_nothing_while_they_are_loaded() -> None:
+    """bitsandbytes warns of a CPU kernel that it lacks whenever peft is imported."""
+    command = [sys.executable, "-c", "import framework.run.inspect, framework.run.predict"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stderr == ""
