@@ -120,6 +120,5 @@ def _nothing_in(folder: Path, split: Split, key: str) -> Problem:
 
 def _missing(path: Path, written: str, key: str) -> Problem:
     what = "no file matches" if glob.has_magic(written) else "there is no file or folder"
-    return Problem(
-        key, f"{what} {written} (looked at {path.absolute()})", nearest=nearest_path(path.absolute(), written)
-    )
+    looked = "" if Path(written).is_absolute() else f" (looked at {path.absolute()})"
+    return Problem(key, f"{what} {written}{looked}", nearest=nearest_path(path.absolute(), written))

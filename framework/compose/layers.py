@@ -5,6 +5,7 @@ command line. Each holds only keys the schema knows; what a higher layer makes m
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import starmap
 from pathlib import Path as File
@@ -46,9 +47,16 @@ def find_recipe(recipe: str | File) -> tuple[str, File, str]:
     known = shipped.recipes()
     if not is_path and word in known:
         return word, known[word], f"recipes/{word}.yaml"
-    nearest = shipped.nearest(path.stem if is_path else word, known)
+    nearest = (_file_like(path) if is_path else None) or shipped.nearest(path.stem if is_path else word, known)
     message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
     raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
+
+
+def _file_like(path: File) -> str | None:
+    """The YAML file of that folder whose name is most like this one's."""
+    beside = [file for ending in YAML_SUFFIXES for file in path.parent.glob(f"*{ending}")]
+    close = get_close_matches(path.name, [file.name for file in beside], 1)
+    return str(path.parent / close[0]) if close else None
 
 
 def gather(

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,19 @@ def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool
             [Problem("training.output_dir", message, expected="--resume, --overwrite or another folder")]
         )
     if resume and not any((path / "checkpoints").glob("step-????????")):
-        raise RequestError([Problem("--resume", f"there is no checkpoint in {path.absolute() / 'checkpoints'}")])
+        raise RequestError([_nothing_to_resume(path.absolute())])
     return RunFolder(path)
+
+
+def _nothing_to_resume(path: Path) -> Problem:
+    """Told with the runs beside it that have what it lacks."""
+    message = f"there is no checkpoint in {path / 'checkpoints'}"
+    begun = sorted({found.parent.parent.name for found in path.parent.glob("*/checkpoints/step-????????")})
+    close = get_close_matches(path.name, begun, 1)
+    others = f"; of {path.parent} {', '.join(begun[:8])} have one" if begun else ""
+    expected = f"training.output_dir of a run that has one, or no --resume to begin anew{others}"
+    nearest = f"training.output_dir={path.parent / close[0]}" if close else None
+    return Problem("--resume", message, expected=expected, nearest=nearest)
 
 
 def make(folder: RunFolder) -> None:

@@ -170,6 +170,18 @@ def test_a_missing_recipe_names_the_nearest(write, tmp_path, name):
         assert problem.nearest == "quickstart"
 
 
+@pytest.mark.parametrize("name", ["recipe.yml", "folder/../recipes.yaml"])
+def test_a_missing_file_names_the_one_beside_it_that_is_most_like_it(write, tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    write("", "recipe.yaml")
+    write("", "other.yaml")
+    with pytest.raises(RequestError) as caught:
+        compose(name)
+    [problem] = caught.value.problems
+    assert problem.nearest.endswith("recipe.yaml")
+    assert (tmp_path / problem.nearest).exists()
+
+
 def test_a_path_needs_an_ending_or_a_slash(write, tmp_path):
     write("training: {seed: 5}\n", "plain")
     assert compose("./plain").config.training.seed == 5

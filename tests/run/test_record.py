@@ -5,7 +5,8 @@ import json
 import pytest
 
 from framework.errors import RequestError, SaveFailed
-from framework.run.record import RunFolder, make
+from framework.run.record import RunFolder, make, open_folder
+from tests.tiny import tiny_config
 
 
 def test_a_metrics_line_cut_short_by_a_kill_is_dropped(tmp_path):
@@ -34,3 +35,14 @@ def test_a_folder_that_cannot_be_written_to_is_the_requests_fault(tmp_path, monk
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(RequestError, match="Read-only file system"):
         make(RunFolder(tmp_path))
+
+
+def test_a_folder_without_checkpoints_names_the_runs_that_have_some(tmp_path):
+    (tmp_path / "mine_2" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (tmp_path / "others").mkdir()
+    config = tiny_config(training={"output_dir": str(tmp_path / "mine")})
+    with pytest.raises(RequestError) as caught:
+        open_folder(config, "r", resume=True, overwrite=False)
+    [problem] = caught.value.problems
+    assert problem.nearest == f"training.output_dir={tmp_path / 'mine_2'}"
+    assert "others" not in problem.expected
