@@ -50,6 +50,8 @@ class Message:
     outside_bytes: int | None = None
     allowed_bytes: int | None = None
     others: tuple[tuple[int, int], ...] = ()
+    writers: tuple[str, ...] = ()
+    """Marks of the ranks that report such a failure, this message's first; none where the lines have no marks."""
 
     @property
     def other_process_bytes(self) -> int | None:
@@ -71,8 +73,11 @@ def read_message(text: str) -> tuple[Message, tuple[Line, ...]] | None:
     found = found or [hit for group in groups for shape in (BARE, LOOSE) if (hit := _find(shape, group))]
     if not found:
         return None
-    first = min(found, key=_rank)
-    return _read(first), tuple(first.text.lines)
+    found.sort(key=_rank)
+    first = found[0]
+    alike = (hit.text.lines[hit.index].writer for hit in found if hit.shape.kind is first.shape.kind)
+    writers = tuple(dict.fromkeys(mark.strip("[]():| ") for mark in alike if mark))
+    return replace(_read(first), writers=writers), tuple(first.text.lines)
 
 
 @dataclass(frozen=True)

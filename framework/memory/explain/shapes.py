@@ -121,7 +121,7 @@ SHAPES: tuple[Shape, ...] = (
     _host("shared memory", r"unabletowritetofile</torch_[^>]*>:Nospaceleftondevice"),
     _host("loader", r"DataLoaderworker\(pid\(?s?\)?\d+\)iskilledbysignal:(?:Killed|Buserror)"),
     _host("errno", r"\[Errno12\]Cannotallocatememory|std::bad_alloc|Cannotallocatememory(?!block)"),
-    _host("windows", r"WinError1455|pagingfileistoosmallforthisoperation"),
+    _host("windows", r"WinError1455|errorcode:<1455>|pagingfileistoosmallforthisoperation"),
     _host("kernel", r"outofmemory:Killedprocess\d+"),
     _host("kernel", r"oom-kill:constraint=|oom_reaper:reapedprocess"),
     _host("kernel", r"systemd-oomd\[\d+\]:Killed|Killed/\S{1,200}?duetomemorypressurefor"),
@@ -162,7 +162,7 @@ SHAPES: tuple[Shape, ...] = (
 _WORDS = (
     *("alloc", "memory", "kill", "oom", "mmap", "winerror", "errno", "nan", "finite", "minimum", "timed out"),
     *("timedout", "timeout", "waiting", "hang", "barrier", "resources", "abruptly", "terminated", "dispatched on"),
-    *("batch size found", "buffer size", "blascreate", "/dev/shm", "ncclremote", "pair.cc"),
+    *("batch size found", "buffer size", "blascreate", "/dev/shm", "ncclremote", "pair.cc", "<1455>"),
 )
 _RARE = re.compile(r"\binf\b|(?:code|status|error)\W{0,12}(?:9|137)\b")
 

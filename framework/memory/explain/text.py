@@ -36,6 +36,9 @@ _CAUSES = {
 def explanation_lines(explanation: Explanation) -> list[str]:
     """All lines, without markup, for any terminal."""
     lines = [_headline(explanation), f"  {explanation.message.excerpt[:MOST_WORDS]}"]
+    if writers := explanation.message.writers:
+        rest = f"; then of {', '.join(writers[1:])}" if writers[1:] else ""
+        lines.append(f"  first of {writers[0]}{rest}")
     if explanation.message.kind is not Kind.OUT_OF_MEMORY:
         return [*lines, *_advice_without_memory(explanation.message.kind)]
     lines += [*_subtraction(explanation.message), *_facts(explanation)]

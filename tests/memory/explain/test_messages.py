@@ -9,6 +9,7 @@ import yaml
 from framework.errors import RequestError
 from framework.memory.explain import explain_evidence
 from framework.memory.explain.evidence import Evidence
+from framework.memory.explain.text import explanation_lines
 
 CASES = yaml.safe_load(Path(__file__).with_name("messages.yaml").read_text())
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -91,3 +92,16 @@ def test_a_long_log_is_read_to_its_message_and_its_stack():
     stack = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    loss.backward()\n'
     found = explain_evidence(Evidence(progress + stack + CASES[0]["text"]))
     assert (found.message.line, found.phase) == (20_003, "backward")
+
+
+def test_the_ranks_that_ran_out_are_named_the_first_first():
+    """A hang of the others is an echo, and not of that kind."""
+    lines = (
+        "[rank2]: Watchdog caught collective operation timeout",
+        f"[rank3]: {CASES[0]['text'].strip()}",
+        f"[rank0]: {CASES[0]['text'].strip()}",
+    )
+    found = explain_evidence(Evidence("\n".join(lines)))
+    assert found.message.writers == ("rank3", "rank0")
+    assert "  first of rank3; then of rank0" in explanation_lines(found)
+    assert explain_evidence(Evidence(CASES[0]["text"])).message.writers == ()
