@@ -32,11 +32,11 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.checkpoint import Contents, checkpoints, contents_of, empty_parts, save_checkpoint, tried_parts
+from framework.run.checkpoint import Contents, checkpoints, contents_of, save_checkpoint
+from framework.run.common_save import CommonSave
 from framework.run.comparison import compare
 from framework.run.crew import Crew
 from framework.run.evaluate import evaluate, in_words
-from framework.run.export import try_export
 from framework.run.footprint import state_tensors
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
@@ -97,11 +97,11 @@ class Session:
     writer: Writer = field(init=False)
     _begun: int | None = None
     """The step whose checkpoint is being written."""
-    _group: Any = None
-    """Where ranks that write beside training meet."""
+    _common: CommonSave = field(init=False)
 
     def __post_init__(self) -> None:
         self._began = self.step + 1
+        self._common = CommonSave(self.folder.path, self.crew)
         self.writer = Writer(self.config.training.async_save, self.assembly.ranks.world == 1)
 
     @property
@@ -144,22 +144,13 @@ class Session:
         if self.assembly.is_in_parts and self.writer.beside:
             from framework.run.parts import writers_group
 
-            self._group = writers_group()
+            self._common = replace(self._common, group=writers_group())
         if self.step == 0:
             self.evaluate()
-            self._try_saving()
+            if done := self._common.attempt(self.assembly, self.inputs.tokenizer):
+                self.progress.say(f"save      {done}")
         self._moved_elements = MovedElements(self.assembly.trained)
         self._clock = time.perf_counter()
-
-    def left(self) -> str:
-        """What there is of a run that was left at once."""
-        if saved := checkpoints(self.folder.path):
-            step = int(saved[-1].name.removeprefix("step-"))
-            at = f"after step {self.step}" if self.has_stepped else "before its first step"
-            return f"left {at}; go on with --resume from step {step} (saved in {self.folder.path})"
-        again = "" if self.config.training.output_dir is None else "; start again with --overwrite"
-        at = f"after step {self.step}" if self.has_stepped else "before the first step"
-        return f"left {at}, and nothing was saved{again} ({self.folder.path})"
 
     def close(self, after: float = 0.0) -> None:
         """End what still goes on beside the run, `after` so many seconds at the latest."""
@@ -387,7 +378,7 @@ class Session:
                 stream = stream_state(self.batches, self.step)
                 contents = contents_of(self.assembly, self.step, self.repairs, stream, others, self.read)
                 live = (*self.assembly.trained, *state_tensors(self.assembly))
-                self.writer.begin(contents, partial(self._write, parts=self._empty_parts(contents)), live)
+                self.writer.begin(contents, partial(self._write, parts=self._common.empty_parts(contents)), live)
         if self.writer.count == 1:
             self.progress.say(f"after step {self.step}: {self.writer.reading}")
         self._begun = self.step
@@ -404,34 +395,6 @@ class Session:
 
     def _write(self, contents: Contents, parts: Path | None) -> None:
         if parts is not None:
-            self._write_parts(contents, parts)
+            self._common.write_parts(contents, parts)
         if self.assembly.ranks.is_main:
             save_checkpoint(self.folder.path, contents, self.config.training.save_total_limit, parts)
-
-    def _write_parts(self, contents: Contents, parts: Path) -> None:
-        from framework.run.parts import write_parts  # torch's part of it takes seconds to import
-
-        write_parts(parts, contents.tensors, self._group)
-
-    def _empty_parts(self, contents: Contents) -> Path | None:
-        """The folder that all ranks write their parts into, where each has one."""
-        if not contents.is_split:
-            return None
-        return Path(self.crew.shared(f"parts/{contents.step}", partial(empty_parts, self.folder.path)))
-
-    def _try_saving(self) -> None:
-        """What is small of the export is written, sharded weights are gathered, or written and read back, and all is
-        thrown away before anything is learnt: a save that cannot work fails now (C04, O03)."""
-        final = self.folder.path / "final"
-        with self.crew.phase("trying to export"):
-            self.crew.shared("tried exporting", partial(try_export, self.assembly, self.inputs.tokenizer, final))
-        if not self.assembly.is_in_parts:
-            return
-        began = time.perf_counter()
-        with self.crew.phase("trying to save"):
-            contents = contents_of(self.assembly, 0)
-            if parts := self._empty_parts(contents):
-                self._write_parts(contents, parts)
-                self.crew.shared("tried saving", partial(tried_parts, parts, contents.tensors))
-        done = "every rank has written its part" if parts else "rank 0 has gathered all weights"
-        self.progress.say(f"save      {done}, in {time.perf_counter() - began:.1f} s")

@@ -21,6 +21,7 @@ from framework.build.refuse import refuse_impossible
 from framework.build.rows import Row
 from framework.build.streamed_batches import StreamedBatches
 from framework.build.verify import table, verify_unmoved
+from framework.run.checkpoint import checkpoints
 from framework.run.comparison import last_line
 from framework.run.crew import met, require_world
 from framework.run.export import export
@@ -97,7 +98,7 @@ def train(
     with _opened(config, opening) as session:
         if dry_run:
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
-        with told_interrupt(session.left):
+        with told_interrupt(partial(_left, session)):
             begin(session, overwrite)
             with session.running():
                 know_reference(session)
@@ -130,6 +131,16 @@ def _opened(config: TrainingConfig, opening: Callable[..., Session]) -> Iterator
         with closing(opening(config, crew=crew)) as session:
             _announce(session, said)
             yield session
+
+
+def _left(session: Session) -> str:
+    """What there is of a run that was left at once."""
+    folder, is_named = session.folder.path, session.config.training.output_dir is not None
+    at = f"after step {session.step}" if session.has_stepped else "before the first step"
+    if saved := checkpoints(folder):
+        step = int(saved[-1].name.removeprefix("step-"))
+        return f"left {at}; go on with --resume from step {step} (saved in {folder})"
+    return f"left {at}, and nothing was saved{'; start again with --overwrite' if is_named else ''} ({folder})"
 
 
 def _announce(session: Session, searched: Sequence[str]) -> None:
