@@ -189,14 +189,9 @@ def assemble(
     use_liger_kernels(config.model, built)
     if companion is not None and config.training.has_reference:
         use_liger_kernels(config.model, companion)  # of the same kind
-    model: nn.Module = built
     frozen = freeze(config.model, built)
-    adapter = None
-    if config.training.use_peft:
-        from framework.build.adapter import attach_adapter  # peft takes seconds to import
-
-        adapter = attach_adapter(config.peft, built, loaded_at, masters=autocast is not None, lost=lost)
-        model = adapter.model
+    adapter = _adapted(config, built, loaded_at, autocast is not None, lost)
+    model: nn.Module = built if adapter is None else adapter.model
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if streams else None
@@ -223,6 +218,16 @@ def assemble(
         context=context,
         tensor=tensor,
     )
+
+
+def _adapted(
+    config: TrainingConfig, built: PreTrainedModel, place: Place, masters: bool, lost: Factors
+) -> "Adapter | None":
+    if not config.training.use_peft:
+        return None
+    from framework.build.adapter import attach_adapter  # peft takes seconds to import
+
+    return attach_adapter(config.peft, built, place, masters=masters, lost=lost)
 
 
 def _pack(config: TrainingConfig, model: PreTrainedModel, place: Place, ranks: Ranks) -> Factors:

@@ -66,17 +66,6 @@ class Source:
     description: str
 
 
-def read_rows(
-    sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT, given: PythonRows | None = None
-) -> datasets.Dataset:
-    """All rows of these sources, one source after the other; `key` is where they are written, such as `data.train`.
-
-    Columns: `form`; what the form keeps, None in each row of another form where sources differ; `path` and `row`, the
-    file and the line or row in it. Raises RequestError with every problem found.
-    """
-    return join_sources(read_sources(sources, key, task, given))
-
-
 def join_sources(sources: Sequence[Source]) -> datasets.Dataset:
     """The rows of the sources as one dataset."""
     return datasets.concatenate_datasets([source.dataset for source in sources])

@@ -134,11 +134,6 @@ def supports_bf16(card: GPUParams) -> bool:
     return card.bf16_flops is not None or _is_at_least(card, (8, 0))
 
 
-def supports_fp8(card: GPUParams) -> bool:
-    """Whether the card multiplies in fp8 natively: capability 8.9 or newer, or a stated rate."""
-    return card.fp8_flops is not None or _is_at_least(card, (8, 9))
-
-
 def best_autocast(card: GPUParams) -> MixedPrecision:
     """The dtype to compute in beside float32 weights: bf16, else fp16 (needs loss scaling), else none (`cpu`)."""
     if supports_bf16(card):

@@ -12,7 +12,6 @@ EMBEDDING_ROWS_PER_THREAD = 10
 """NROWS_PER_THREAD in EmbeddingBackwardKernel.cu."""
 EMBEDDING_UNSORTED_LIMIT = 3072
 """Up to this many indices embedding_dense_backward_cuda adds with one kernel and does not sort."""
-EMBEDDING_WARP = 32
 
 
 def embedding_backward(indices: int, rows: int, width: int) -> list[int]:

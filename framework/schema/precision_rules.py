@@ -82,3 +82,12 @@ def card_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         if config.model.torch_dtype_str == TorchDtype.BFLOAT16:
             keys = ("model.torch_dtype_str", "gpu.name")
             yield Conflict(keys, f"bfloat16 needs capability 8.0, and {named}", "float32")
+
+
+def wide_base_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Frozen weights need no masters, and autocast computes with a half-precision copy of them anyway (M18)."""
+    is_computed_wide = config.training.mixed_precision_dtype == MixedPrecision.NONE or config.gpu.name == "cpu"
+    if config.training.use_peft and config.model.torch_dtype_str == TorchDtype.FLOAT32 and not is_computed_wide:
+        message = "a frozen base in float32 takes 2 bytes a parameter more than in half precision, and learns nothing"
+        expected = "model.torch_dtype_str unset: the checkpoint's dtype; the adapter is float32 all the same"
+        yield Conflict(("model.torch_dtype_str", "training.use_peft"), message, expected, is_warning=True)

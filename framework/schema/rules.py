@@ -11,7 +11,6 @@ from typing import Literal
 from framework.schema.adapter_rules import adapter_conflicts
 from framework.schema.attention_rules import half_precision_attention, sdpa_backend
 from framework.schema.batch_rules import batch_conflicts, padding_conflicts, row_conflicts, step_conflicts
-from framework.schema.choices import MixedPrecision, TorchDtype
 from framework.schema.classifier_rules import classifier_conflicts
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
@@ -23,7 +22,13 @@ from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
 from framework.schema.model_rules import model_conflicts, tokenizer_conflicts
 from framework.schema.optimizer_rules import optimizer_conflicts, update_conflicts
-from framework.schema.precision_rules import card_conflicts, fp8_conflicts, precision_conflicts, rounding_conflicts
+from framework.schema.precision_rules import (
+    card_conflicts,
+    fp8_conflicts,
+    precision_conflicts,
+    rounding_conflicts,
+    wide_base_conflicts,
+)
 from framework.schema.ranks_rules import ranks_conflicts
 from framework.schema.recompute_rules import compile_conflicts, recompute_conflicts
 from framework.schema.save_rules import save_conflicts
@@ -52,15 +57,6 @@ def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
     """Conflicts of a resolved config, which its written values may not have shown: a checkpoint's dtype, the autocast
     of its card. What trains is written down with these values, and has to pass every rule when it is read again."""
     return [conflict for rule in RULES for conflict in rule(config) if not conflict.is_warning]
-
-
-def _wide_base(config: TrainingConfig) -> Iterator[Conflict]:
-    """Frozen weights need no masters, and autocast computes with a half-precision copy of them anyway (M18)."""
-    is_computed_wide = config.training.mixed_precision_dtype == MixedPrecision.NONE or config.gpu.name == "cpu"
-    if config.training.use_peft and config.model.torch_dtype_str == TorchDtype.FLOAT32 and not is_computed_wide:
-        message = "a frozen base in float32 takes 2 bytes a parameter more than in half precision, and learns nothing"
-        expected = "model.torch_dtype_str unset: the checkpoint's dtype; the adapter is float32 all the same"
-        yield Conflict(("model.torch_dtype_str", "training.use_peft"), message, expected, is_warning=True)
 
 
 def _finite(config: TrainingConfig) -> Iterator[Conflict]:
@@ -94,7 +90,7 @@ def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
 RULES = (
     precision_conflicts,
     rounding_conflicts,
-    _wide_base,
+    wide_base_conflicts,
     optimizer_conflicts,
     update_conflicts,
     cache_conflicts,

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from framework.build.files import Fault
-from framework.build.sources import open_source, read_rows, read_source, standard_library
+from framework.build.sources import join_sources, open_source, read_source, read_sources, standard_library
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
 from framework.schema.data import DatasetParams
@@ -24,6 +24,10 @@ from framework.schema.data import DatasetParams
 WriteRows = Callable[..., str]
 
 CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Four."}]
+
+
+def _all_rows(*asked):
+    return join_sources(read_sources(*asked))
 
 
 def read(path: str, **options: object) -> list[dict[str, object]]:
@@ -34,7 +38,7 @@ def read(path: str, **options: object) -> list[dict[str, object]]:
 
 
 def _kept(source: DatasetParams) -> list[dict[str, Any]]:
-    return list(read_rows([source], "data.train"))
+    return list(_all_rows([source], "data.train"))
 
 
 def texts(path: str, **options: object) -> list[object]:
@@ -152,7 +156,7 @@ class TestForms:
             DatasetParams(path=write_rows("a.jsonl", [{"text": "x"}])),
             DatasetParams(path=write_rows("b.jsonl", [{"messages": CHAT}])),
         ]
-        rows = read_rows(params, "data.train").to_list()
+        rows = _all_rows(params, "data.train").to_list()
         assert [(row["form"], row["text"]) for row in rows] == [("text", "x"), ("messages", None)]
         assert rows[0]["messages"] is None
         assert json.loads(rows[1]["messages"]) == CHAT
@@ -195,7 +199,7 @@ class TestRefusals:
 
     def test_every_source_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(RequestError) as caught:
-            read_rows([DatasetParams(path="./a.jsonl"), DatasetParams(path="./b/*.csv")], "data.eval")
+            _all_rows([DatasetParams(path="./a.jsonl"), DatasetParams(path="./b/*.csv")], "data.eval")
         assert [problem.key for problem in caught.value.problems] == ["data.eval[0]", "data.eval[1]"]
 
     @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
@@ -515,7 +519,7 @@ class TestHub:
         rows = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, -1]}, features)
         monkeypatch.setattr("framework.build.sources.hub_is_reachable", lambda: True)
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-        found = list(read_rows([DatasetParams(path="acme/moods")], "data.train", Task.CLASSIFICATION))
+        found = list(_all_rows([DatasetParams(path="acme/moods")], "data.train", Task.CLASSIFICATION))
         assert [row["label"] for row in found] == ['"glad"', '"sad"', None]
 
     def test_what_the_hub_answers_is_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from framework.memory.cards import (
     smallest,
     source_of,
     supports_bf16,
-    supports_fp8,
 )
 from framework.schema.choices import MixedPrecision
 from framework.schema.gpu import GPUParams
@@ -132,11 +131,11 @@ def test_number_formats_follow_the_capability(name: str) -> None:
     if card.capability is None:
         assert name == "mi300x_192gb"
         assert supports_bf16(card)
-        assert supports_fp8(card)
+        assert card.fp8_flops is not None
         return
     capability = capability_of(card.capability)
     assert (card.bf16_flops is not None) is supports_bf16(card) is (capability >= (8, 0))
-    assert (card.fp8_flops is not None) is supports_fp8(card) is (capability >= (8, 9))
+    assert (card.fp8_flops is not None) is (capability >= (8, 9))
     assert card.cublas_workspace_bytes == (32 * 2**20 if capability >= (9, 0) else 4096 * 2**11 + 16 * 2**13)
 
 
@@ -188,7 +187,6 @@ def test_a_plain_size_is_a_conservative_card(text: str) -> None:
     assert card.usable_bytes < min(typed(name).usable_bytes or 0 for name in CARDS if name.endswith("_24gb"))
     assert card.capability == "8.6"
     assert best_autocast(card) is MixedPrecision.BF16
-    assert not supports_fp8(card)
     assert not any(fact.endswith(("_flops", "_per_second")) for fact in facts(card)), "a size says nothing of speed"
     assert [fact for fact in facts(card) if not source_of(card, fact)] == []
 
