@@ -20,6 +20,7 @@ def our_files() -> Mapping[str, tuple[int, int]]:
     return {name: (facts.st_size, facts.st_mtime_ns) for name, facts in files.items()}
 
 
+@cache
 def versions(packages: tuple[str, ...]) -> dict[str, str | None]:
     """The installed version of each package, None where there is none."""
     return {name: _version(name) for name in packages}

@@ -50,6 +50,15 @@ class Candidate(NamedTuple):
     micro: int
 
 
+class Relation(NamedTuple):
+    """What one structure is beside another at the same batch, as far as it is sure."""
+
+    is_no_smaller: bool
+    is_no_faster: bool
+    has_its_rows: bool
+    """What grows with the rows is the same."""
+
+
 @dataclass(frozen=True)
 class Space:
     """All candidates: every structure with every size, `rows` an optimizer step and device, within `usable` bytes."""
@@ -74,12 +83,36 @@ class Space:
         """What each structure's figures depend on; the allocator's settings move only what is cached."""
         return [tuple(word for word in item.name if not word.startswith(EXPANDABLE)) for item in self.structures]
 
+    @cached_property
+    def _relations(self) -> dict[tuple[int, int], Relation]:
+        return {}
+
+    def relation(self, number: int, other: int) -> Relation:
+        """What the structure `number` is beside `other`."""
+        found = self._relations.get((number, other))
+        if found is None:
+            mine, its = self.structures[number], self.structures[other]
+            found = Relation(mine.is_no_smaller_than(its), its.is_no_slower_than(mine), mine.differs_by_host(its))
+            self._relations[number, other] = found
+        return found
+
     def weight(self, number: int) -> int:
         """How far a structure is from the plain settings: of those about as fast the plainer one is taken."""
         return sum(self.structures[number].positions)
 
     def config(self, candidate: Candidate) -> TrainingConfig:
         return with_rows(self.structures[candidate.number].config, self.rows, candidate.micro, self.free)
+
+
+@dataclass(frozen=True)
+class _AtEachSize:
+    """(upper end of bytes, bytes that grow with the rows, seconds) of a structure, by size."""
+
+    rows: tuple[tuple[float, float, float], ...]
+
+    @classmethod
+    def of(cls, estimate: Estimate, sizes: Sequence[int]) -> "_AtEachSize":
+        return cls(tuple((estimate.upper(size), estimate.grown(size), estimate.seconds(size)) for size in sizes))
 
 
 @dataclass
@@ -178,14 +211,15 @@ class Search:
                 yield estimate.seconds(size), self.space.weight(number), number, size
 
     def _unknown_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
-        """The same for structures of which nothing is known, one of those that are known together."""
-        looked_at = set()
+        """The same for structures of which nothing is known, the most promising of those that are known together."""
+        together: dict[frozenset[tuple[str, ...]], tuple[float, int, int, int | None]] = {}
+        known = {number: _AtEachSize.of(item, self.space.sizes) for number, item in self.estimates.items()}
         for number in sorted(self.within - self.estimates.keys() - self.refused):
             parents = [parent for parent in self._parents(number) if parent not in self.estimates]
             behind = frozenset(self.space.families[parent] for parent in parents)
-            if behind not in looked_at and (seconds := self._least_seconds(number)) < math.inf:
-                looked_at.add(behind)
-                yield seconds, self.space.weight(number), number, None
+            promise = self._least_seconds(number, known), self.space.weight(number), number, None
+            together[behind] = min(promise, together.get(behind, promise))
+        yield from (promise for promise in together.values() if promise[0] < math.inf)
 
     def _smallest(self) -> list[tuple[int, int | None]]:
         """The candidate that needs least, when its line is not far over the card or nothing was planned yet."""
@@ -203,24 +237,19 @@ class Search:
         """Sizes at which a structure was not planned as a whole."""
         return [size for size in self.space.sizes if size not in self.estimates[number].planned]
 
-    def _least_seconds(self, number: int) -> float:
+    def _least_seconds(self, number: int, known: Mapping[int, "_AtEachSize"]) -> float:
         """Seconds that a structure needs at least, at the sizes at which it may fit; infinite where there are none.
 
         One that takes no more memory says what is too large, and so do the rows of one that keeps more on the card."""
-        structure, usable = self.space.structures[number], self.space.usable
-        known = [(self.space.structures[other], estimate) for other, estimate in self.estimates.items()]
-        smaller = [estimate for other, estimate in known if structure.is_no_smaller_than(other)]
-        alike = [estimate for other, estimate in known if structure.differs_by_host(other)]
-        sizes = [
-            size
-            for size in self.space.sizes
-            if all(estimate.upper(size) <= usable * LIKELY for estimate in smaller)
-            and all(estimate.grown(size) <= usable * LIKELY for estimate in alike)
-        ]
-        faster = [estimate for other, estimate in known if other.is_no_slower_than(structure)]
-        return min(
-            (max((estimate.seconds(size) for estimate in faster), default=0.0) for size in sizes), default=math.inf
-        )
+        least = [0.0] * len(self.space.sizes)
+        usable = self.space.usable * LIKELY
+        for other, figures in known.items():
+            relation = self.space.relation(number, other)
+            for place, (upper, grown, seconds) in enumerate(figures.rows if any(relation) else ()):
+                is_too_large = (relation.is_no_smaller and upper > usable) or (relation.has_its_rows and grown > usable)
+                bound = math.inf if is_too_large else seconds if relation.is_no_faster else 0.0
+                least[place] = max(least[place], bound)
+        return min(least)
 
     def _probe(self, numbers: Sequence[int]) -> None:
         """Plan structures of which nothing is known with few layers, at the first sizes."""

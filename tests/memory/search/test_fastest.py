@@ -75,6 +75,20 @@ def test_states_on_the_host_are_looked_at_where_they_pay(usable: int) -> None:
     assert measure.calls < 180
 
 
+def test_of_structures_that_are_known_together_the_most_promising_is_told() -> None:
+    """All that keep states on the host hang on one that is not: the first of them promises less than the best."""
+    space = space_on(3000, FREE | {STATES}, OFF_THE_CARD)
+    search = Search(space, Arithmetic())
+    on_the_card = [number for number, item in enumerate(space.structures) if not item.uses_host]
+    search._probe(on_the_card)
+    search.within = frozenset(range(len(space.structures)))
+    ((seconds, _, number, size),) = search._unknown_promises()
+    assert size is None
+    assert space.structures[number].uses_host
+    plainest = min(on_the_card, key=space.weight)
+    assert seconds < min(map(search.estimates[plainest].seconds, space.sizes))
+
+
 def test_the_host_is_taken_for_speed_and_not_where_it_costs_more() -> None:
     choices = {}
     for usable in (2800, 20000):
