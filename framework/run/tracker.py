@@ -30,7 +30,8 @@ from framework.memory.trace import (
 )
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
-from framework.run.packed import is_packed_product, packed_result, packed_shape, packed_workspace
+from framework.run.operations import operations_of
+from framework.run.packed import is_packed_product, packed_result, packed_workspace
 from framework.run.pointwise import pointwise_result
 from framework.schema.gpu import GPUParams
 
@@ -335,7 +336,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         blocks = [self._bear(size, Kind.TEMPORARIES) for size in sizes]
         for block in reversed(blocks):
             self.trace.bury(block)
-        self._measure(func, packet, args, kwargs, results)
+        phase = self._operation_phase()
+        self.trace.operations += operations_of(phase, self._is_compiled, packet, args, kwargs, results)
 
     def _operation_phase(self) -> str:
         """The phase, but for what a checkpoint runs again in backward: that is Python code, as slow as forward's."""
@@ -358,30 +360,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if size and (in_backward, light) not in self._cublas_owners:
                 self._cublas_owners.add((in_backward, light))
                 self.trace.bear(size, Kind.TEMPORARIES)
-
-    def _measure(
-        self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: list[torch.Tensor]
-    ) -> None:
-        operands = [*kernels.tensors_in(args), *(kernels.tensors_in(tuple(kwargs.values())) if kwargs else ())]
-        floating = next((tensor.dtype for tensor in operands if tensor.dtype.is_floating_point), None)
-        operation = Operation(
-            name=packet.__name__,
-            phase=self._operation_phase(),
-            flops=kernels.count_flops(packet, args, kwargs, results),
-            bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
-            dtype=_DTYPE_NAMES.get(floating, ""),
-            shape=kernels.product_shape(packet, args),
-            compiled=self._is_compiled,
-        )
-        if is_packed_product(packet):
-            shape = packed_shape(packet, args)
-            operation = operation._replace(shape=shape, flops=2 * math.prod(shape))
-        if packet is aten._grouped_mm and floating is not torch.bfloat16 and args[2] is not None:
-            groups = args[2].shape[0]  # one product after the other
-            operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups)
-            self.trace.operations += [operation] * groups
-        else:
-            self.trace.operations.append(operation)
 
     # -- values nobody has
     def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -434,13 +412,5 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return copy
 
 
-_DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-    torch.float8_e5m2: "float8_e5m2",
-    torch.float16: "float16",
-}
 _IN_PLACE_IN_BACKWARD = frozenset({aten.add, aten.index_put})
 _READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten._to_copy, aten.copy_})
