@@ -41,6 +41,7 @@ value decomposition are what the authors of PiSSA recommend (arXiv 2404.02948, t
 
 _TIED = "Model has `tie_word_embeddings=True`"
 """Beginning of peft's warnings about a head and an embedding that share their weights."""
+_TIES_NOTHING = "You have requested `ensure_weight_tying`, but no tied modules"
 MOVED = {word: method for method, word in MOVES_WEIGHTS.items()}
 
 
@@ -78,6 +79,7 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
         targets = replace(targets, cautions=(*targets.cautions, *_untied(params, model, targets)))
     _refuse_transposed(params, model, targets)
     config = _config(params, model, targets, place)
+    was_shared = ties_any(model, list(params.lora_modules_to_save))
     if params.peft_method is PeftMethod.PREFIX:
         # peft hands its cache over under the name of before transformers 5.24, at each forward pass
         warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
@@ -85,11 +87,14 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
         with warnings.catch_warnings():
             # peft reads a property that transformers 5.20 renamed; nothing a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            warnings.filterwarnings("ignore", _TIED, UserWarning)  # said by `_untied`
+            for said in (_TIED, _TIES_NOTHING):  # by `_untied` and `_apart`
+                warnings.filterwarnings("ignore", said, UserWarning)
             adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=True)
     except (ValueError, TypeError, NotImplementedError) as error:
         key = "peft.peft_method" if is_prompt else KEY
         raise RequestError([Problem(key, f"peft cannot put {params.peft_method} there: {one_line(error)}")]) from None
+    if was_shared and params.peft_method not in (PeftMethod.VERA, PeftMethod.IA3):  # of which `_untied` has told
+        targets = replace(targets, cautions=(*targets.cautions, *_apart(model)))
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
             whole = torch.float32 if masters else model.dtype  # peft's own layers cast what they are given
@@ -263,6 +268,18 @@ def _untied(params: PeftParams, model: PreTrainedModel, targets: Targets) -> Ite
         yield (
             "head and embedding share one weight, and the adapter is trained apart from the other of the two: a merged "
             "model has both. With peft.lora_modules_to_save a LoRA kind trains them as one"
+        )
+
+
+def _apart(model: PreTrainedModel) -> Iterator[str]:
+    """What to tell where head and embedding, which shared one weight, no longer do: peft 0.21 finds no head for an
+    embedding whose name it does not know, as GPT-2's."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        name = next(name for name, module in model.named_modules() if module is head)
+        yield (
+            f"head and embedding share one weight, and peft trains the embedding apart from {name}: what is exported "
+            f"and merged has both. {name} in peft.lora_modules_to_save trains them as one"
         )
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import transformers
+
 from framework.build.heads import answers_for_rows
 from framework.build.merge import merge
 from framework.build.quantize import quantized_kinds
@@ -31,6 +33,7 @@ def merge_run(source: Path, output: Path | None = None) -> Merged:
     `source` is a run folder, or a folder with an adapter whose base can be loaded by its name. The weights are in the
     dtype that the run would export. Raises RequestError when there is no adapter to merge, saying what the folder is.
     """
+    transformers.utils.logging.disable_progress_bar()  # it would be drawn into pipes too
     target = output if output is not None else source / MERGED_FOLDER
     artefact = _adapter(source)
     if target.exists():

@@ -25,6 +25,8 @@ def optimizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Weights and rates that an optimizer is not for."""
     training, choice = config.training, config.training.optimizer
     key = "training.optimizer"
+    if training.learning_rate == 0:
+        yield Conflict(("training.learning_rate",), "is 0: no weight changes", "a rate above 0", is_warning=True)
     is_trained_in_float32 = config.model.torch_dtype_str == TorchDtype.FLOAT32 and not training.use_peft
     if choice is Optimizer.ANYPRECISION_ADAMW and is_trained_in_float32:
         message = "anyprecision_adamw is for bfloat16 weights: float32 ones have nothing to round"

@@ -26,5 +26,5 @@ def ranks_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     reentrant = training.gradient_checkpointing_kwargs.use_reentrant
     if training.enable_gradient_checkpointing is True and reentrant:
         keys = ("training.gradient_checkpointing_kwargs.use_reentrant", count)
-        message = "re-entrant checkpoints end a gradient twice where the ranks' gradients are added up (G07)"
+        message = "re-entrant checkpoints end a gradient twice where the ranks' gradients are added up"
         yield Conflict(keys, message, "use_reentrant: false")

@@ -234,3 +234,13 @@ def test_whole_modules_beside_the_adapter(method):
     assert math.isfinite(steps(assembly)[-1])
     with pytest.raises(RequestError, match="names no module"):
         tiny_assembly(adapted(method, lora_modules_to_save=["lm_haed"]))
+
+
+@pytest.mark.parametrize(("name", "is_shared"), [("wte", False), ("lm_head", True)])
+def test_an_embedding_that_is_trained_apart_from_its_head_is_said(name, is_shared):
+    """C04: peft ties what is trained whole to GPT-2's embedding only where the head is named."""
+    assembly = tiny_assembly(adapted(architecture=GPT2, lora_modules_to_save=[name]))
+    model = assembly.adapter.model.get_base_model()
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_shared
+    said = "lm_head in peft.lora_modules_to_save trains them as one"
+    assert any(said in caution for caution in assembly.adapter.cautions) != is_shared

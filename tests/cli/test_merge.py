@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import framework
 from framework.cli import main
 from tests.cli.test_train import RECIPE
 
@@ -140,3 +143,10 @@ def test_each_preset_trains_from_end_to_end(run, peft, capsys):
     assert f"peft.peft_method {peft}" in " ".join((printed.out + printed.err).split())
     assert f"adapter     {folder / 'final'}" in printed.out.replace(str(Path.cwd()) + "/", "")
     assert (folder / "final" / "adapter_model.safetensors").exists()
+
+
+def test_merge_draws_no_bars_into_a_pipe(run, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(framework.__file__).parents[1]))
+    command = [sys.executable, "-m", "framework", "merge", str(run("peft=lora").absolute())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "shards" not in done.stderr

@@ -128,3 +128,9 @@ def test_one_row_cannot_shrink():
     training = {"on_oom": "shrink", "per_device_train_batch_size": 1}
     [found] = conflicts(warnings=True, training=training)
     assert "there is nothing to halve" in found.message
+
+
+@pytest.mark.parametrize(("rate", "told"), [(0, ["training.learning_rate"]), (1e-9, [])])
+def test_a_rate_of_0_is_told(rate, told):
+    found = conflicts(warnings=True, training={"learning_rate": rate})
+    assert [each.keys[0] for each in found if "no weight changes" in each.message] == told
