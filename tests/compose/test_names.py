@@ -119,6 +119,10 @@ def test_every_old_name_leads_to_a_key():
         ("training.load_best_model_at_end=true", "save_total_limit"),
         ("training.resume_from_checkpoint=a", "tunesmith train --resume"),
         ("fsdp.limit_all_gathers=false", "fsdp.forward_prefetch"),
+        ("tokenizer.padding_side=left", "padded at their right"),
+        ("training.prediction_loss_only=false", "no logits are kept"),
+        ("training.find_unused_parameters=true", "none is searched for"),
+        ("training.logging_nan_inf_filter=true", "stops the run"),
     ],
 )
 def test_what_no_recipe_says_here_tells_what_does(write, word, said):
@@ -133,6 +137,10 @@ def test_what_no_recipe_says_here_tells_what_does(write, word, said):
         ("base_model=a", "model.model_name"),
         ("model_name_or_path=a", "model.model_name"),
         ("training.save_strategy=steps", "training.save_steps"),
+        ("training.auto_find_batch_size=true", "training.on_oom"),
+        ("training.torch_empty_cache_steps=4", "training.empty_device_cache_steps"),
+        ("optimizer_in_bwd=true", "training.optimizer_in_backward"),
+        ("unfrozen_parameters=[a]", "model.freeze_layers"),
         ("load_in_8bit=true", "peft.q_lora_bits"),
         ("lora_query=true", "peft.lora_target_modules"),
     ],
