@@ -1,12 +1,13 @@
 """Evaluation: the mean loss over held-out rows, and the task's metrics. No logits outlive their batch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe
 from framework.build.optimizers.schedule_free import averaged
+from framework.run.interrupt import Interrupt
 from framework.run.step import eval_step
 
 MOST_METRICS = 6
@@ -17,6 +18,18 @@ def in_words(values: Mapping[str, float]) -> str:
     """An evaluation in a line: the loss, and the first of the task's metrics."""
     rest = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in list(values.items())[1:MOST_METRICS])
     return "  ".join([f"eval loss {values['eval_loss']:.4f}", *rest])
+
+
+class Abandoned(Exception):
+    """The run was asked to end while it evaluated."""
+
+
+def until_asked(batches: Iterable[Batch], interrupt: Interrupt) -> Iterator[Batch]:
+    """The batches. Raises Abandoned in place of the next one once Ctrl-C was pressed."""
+    for batch in batches:
+        if interrupt.asked:
+            raise Abandoned
+        yield batch
 
 
 def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> dict[str, float]:

@@ -36,7 +36,7 @@ from framework.run.checkpoint import Contents, checkpoints, contents_of, save_ch
 from framework.run.common_save import CommonSave
 from framework.run.comparison import compare
 from framework.run.crew import Crew
-from framework.run.evaluate import evaluate, in_words
+from framework.run.evaluate import Abandoned, evaluate, in_words, until_asked
 from framework.run.footprint import state_tensors
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
@@ -170,7 +170,7 @@ class Session:
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
             self._seen = self._look(made)
-        return [self._moved(batch) for batch in made]
+        return [on_device(self.assembly.place.device, batch) for batch in made]
 
     def _rows_at_work(self) -> Sequence[int | str]:
         """The training rows of the step at work, on all ranks; of a stream on this one."""
@@ -231,9 +231,6 @@ class Session:
             joined=all("position_ids" in batch for batch in made),
             has_reference=all("reference" in batch for batch in made),
         )
-
-    def _moved(self, batch: Batch) -> Batch:
-        return on_device(self.assembly.place.device, batch)
 
     def observe(self, phase: str) -> None:
         """Meter each phase; before the first update, every trained tensor must have a gradient."""
@@ -329,9 +326,12 @@ class Session:
         """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line."""
         if self.inputs.data.eval is None:
             return
-        for attempt in tries(self, EVAL):
-            with attempt:
-                values = self._evaluated()
+        try:
+            for attempt in tries(self, EVAL):
+                with attempt:
+                    values = self._evaluated()
+        except Abandoned:
+            return self.progress.say(f"step {self.step}/{self.total}  evaluation left out, as the run was asked to end")
         self.evals.append({"step": self.step, **values})
         self.folder.append_metrics(self.evals[-1])
         self.accelerator.log(values, step=self.step)
@@ -345,11 +345,12 @@ class Session:
         pad, sharing = self.batches.pad_token_id, self.config.sharing
         rank, world = self.assembly.ranks.rank // sharing, self.assembly.ranks.world // sharing
         made = eval_batches(self.inputs.data.eval, size, pad, rank, world, joined, self.config.padded(1))
-        return evaluate(self.assembly, (self._moved(self._noted(batch)) for batch in made), self.meter.observe)
+        wanted = until_asked(made, self.interrupt) if self.assembly.ranks.world == 1 else made  # others would wait
+        return evaluate(self.assembly, map(self._noted, wanted), self.meter.observe)
 
     def _noted(self, batch: Batch) -> Batch:
         self._eval_shapes.append(rows_and_tokens(self.config, batch))
-        return batch
+        return on_device(self.assembly.place.device, batch)
 
     def save(self, beside: bool = False) -> None:
         """A checkpoint of the step just made, unless it is there already. It is complete when this returns; with

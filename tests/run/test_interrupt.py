@@ -9,7 +9,7 @@ import time
 import pytest
 
 from framework.errors import Interrupted, TunesmithError
-from framework.run import forecast, opening, trainer
+from framework.run import evaluate, forecast, opening, trainer
 from framework.run.interrupt import noted_signals, told_interrupt
 from framework.run.trainer import train
 from tests.run.test_trainer import config, corpus  # noqa: F401
@@ -63,6 +63,29 @@ def test_a_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint(corpus, 
     made = config(corpus, tmp_path / "run", training={"max_steps": 6, "save_steps": 2})
     with pytest.raises(Interrupted, match="left after step 3; go on with --resume from step 2"):
         train(made, planner=None, quiet=True)
+
+
+def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch):  # noqa: F811
+    train_step, eval_step, steps, seen = trainer.train_step, evaluate.eval_step, [], []
+
+    def counted(*arguments):
+        steps.append(arguments[2])
+        return train_step(*arguments)
+
+    def pressed(*arguments):
+        if steps:
+            seen.append(steps[-1])
+            press()
+        return eval_step(*arguments)
+
+    monkeypatch.setattr(trainer, "train_step", counted)
+    monkeypatch.setattr(evaluate, "eval_step", pressed)
+    training = {"max_steps": 6, "eval_steps": 2, "per_device_eval_batch_size": 1}
+    made = config(corpus, tmp_path / "run", training=training)
+    with pytest.raises(Interrupted, match="stopped after step 2; go on with --resume"):
+        train(made, planner=None, quiet=True)
+    assert seen == [2], "one batch, and no other"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists()
 
 
 def test_a_plan_that_is_waited_for_is_given_up(monkeypatch):
