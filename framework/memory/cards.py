@@ -145,8 +145,9 @@ def _is_at_least(card: GPUParams, capability: tuple[int, int]) -> bool:
     return card.capability is not None and capability_of(card.capability) >= capability
 
 
+USABLE = "usable memory"
 _ASSUMED = {
-    "usable_bytes": "usable memory",
+    "usable_bytes": USABLE,
     "context_bytes": "driver context",
     "cublas_workspace_bytes": "cuBLAS workspace",
 }

@@ -1,17 +1,21 @@
 """Plans that were made before, in the user's cache folder. A plan depends on its config, on the libraries that are
-rehearsed and on our own code: all of them are in its name, so nothing in the folder is ever out of date. No torch."""
+rehearsed and on our own code: all of them are in its name, so nothing in the folder is ever out of date. What of a card
+is usable is compared with a plan and changes nothing of it, so one that was made for another limit serves. No torch."""
 
 import hashlib
 import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from framework.caches import cache_folder, our_files, versions
+from framework.memory.cards import USABLE, assumptions
 from framework.memory.ledger import Plan
 from framework.schema.config import TrainingConfig
+from framework.schema.gpu import GPUParams
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "torchao", "triton")
 _NO_MATTER = (
@@ -23,7 +27,7 @@ _NO_MATTER = (
 def read(config: TrainingConfig) -> Plan | None:
     """The plan that was stored for this config; None where there is none that can be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return Plan.from_json(json.loads(_file(config).read_text(encoding="utf-8")))
+        return _within(config.gpu, Plan.from_json(json.loads(_file(config).read_text(encoding="utf-8"))))
     return None
 
 
@@ -37,10 +41,21 @@ def write(config: TrainingConfig, plan: Plan) -> None:
         unfinished.replace(file)
 
 
+def _within(card: GPUParams, plan: Plan) -> Plan:
+    """The plan beside what is usable of this card, and what is assumed of that."""
+    begin = f"{card.name}: {USABLE} "
+    said = [line for line in plan.assumptions if not line.startswith(begin)]
+    said += [line for line in assumptions(card) if line.startswith(begin)]
+    return replace(plan, device=replace(plan.device, usable_bytes=card.usable_bytes), assumptions=tuple(said))
+
+
 def _file(config: TrainingConfig) -> Path:
     document: dict[str, Any] = config.model_dump(mode="json")
     for section, name in _NO_MATTER:
         document[section].pop(name)
+    card = document["gpu"]
+    card["usable_bytes"] = card["usable_bytes"] is None
+    card["sources"].pop("usable_bytes", None)
     text = json.dumps([document, _made_with()], sort_keys=True)
     return cache_folder("plans") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
