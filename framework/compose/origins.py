@@ -15,7 +15,7 @@ class Origin:
 
     kind: Kind
     where: str = ""
-    """`file:line` of a recipe or preset, the word typed on the command line, nothing for a default."""
+    """`file:line` of a recipe or preset, the word typed on the command line, for a default what it follows from."""
 
     @property
     def place(self) -> str:
@@ -23,7 +23,7 @@ class Origin:
         return {"group": f"preset {self.where}", "recipe": self.where}.get(self.kind, self.kind)
 
     def __str__(self) -> str:
-        return f"command line: {self.where}" if self.kind == "command line" else self.place
+        return f"{self.kind}: {self.where}" if self.kind in ("command line", "default") and self.where else self.place
 
 
 DEFAULT = Origin("default")

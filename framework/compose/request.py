@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from framework.compose import interpolation
 from framework.compose.apart import apart
+from framework.compose.derived import with_derived
 from framework.compose.layers import Layer, find_recipe, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
@@ -90,6 +91,8 @@ def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None =
     config, invalid = validate(absolute, place, problems)
     problems += [problem] if problem else []
     origins = {dotted(path): _origin(layers, path) for path, _ in values(config)}
+    config, derived = with_derived(config, origins)
+    origins |= derived
     problems = [_with_current_value(problem, config) for problem in problems]
     return Draft(name, config, origins, tuple(problems), tuple(list_warnings(layers)), invalid, as_written)
 

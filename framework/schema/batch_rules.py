@@ -41,8 +41,9 @@ def batch_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     except ValueError as error:
         sizes = ["global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
         keys = (*(f"training.{key}" for key in sizes), "gpu.count")
-        rows = int(training.per_device_train_batch_size) * max(1, config.gpu.count // config.sharing)
-        yield Conflict(keys, str(error), f"a multiple of {rows}")
+        world = max(1, config.gpu.count // config.sharing)
+        fewer = f", or of {world} with fewer rows per device" if micro != 1 and world != 1 else ""
+        yield Conflict(keys, str(error), f"a multiple of {int(micro) * world}{fewer}")
 
 
 def step_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
