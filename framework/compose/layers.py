@@ -55,8 +55,8 @@ def find_recipe(recipe: str | File) -> tuple[str, File, str]:
 def _file_like(path: File) -> str | None:
     """The YAML file of that folder whose name is most like this one's."""
     beside = [file for ending in YAML_SUFFIXES for file in path.parent.glob(f"*{ending}")]
-    close = get_close_matches(path.name, [file.name for file in beside], 1)
-    return str(path.parent / close[0]) if close else None
+    close = get_close_matches(path.stem, [file.stem for file in beside], 1)
+    return next((str(file) for file in beside if [file.stem] == close), None)
 
 
 def gather(

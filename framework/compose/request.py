@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from framework.compose import interpolation
 from framework.compose.apart import apart
-from framework.compose.derived import with_derived
+from framework.compose.derived import MICRO_BATCH, with_derived
 from framework.compose.layers import Layer, find_recipe, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
@@ -91,8 +91,9 @@ def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None =
     config, invalid = validate(absolute, place, problems)
     problems += [problem] if problem else []
     origins = {dotted(path): _origin(layers, path) for path, _ in values(config)}
-    config, derived = with_derived(config, origins)
-    origins |= derived
+    if not _is_referred_to(layers, MICRO_BATCH):
+        config, derived = with_derived(config, origins)
+        origins |= derived
     problems = [_with_current_value(problem, config) for problem in problems]
     return Draft(name, config, origins, tuple(problems), tuple(list_warnings(layers)), invalid, as_written)
 
@@ -162,6 +163,13 @@ def _resolved(merged: dict[str, Any], layers: Sequence[Layer], problems: list[Pr
             problems.append(Problem(dotted(path), str(error), _place(layers, path)))
             tree = tree.without(up_to_list(path))
     return interpolation.resolve(interpolation.over(defaults, tree.plain()), tree.plain())
+
+
+def _is_referred_to(layers: Sequence[Layer], key: str) -> bool:
+    """Whether a value is taken from a key: those have read its plain default."""
+    name = key.rpartition(".")[2]
+    texts = [node.value for layer in layers for _, node in leaves(layer.tree) if isinstance(node.value, str)]
+    return any("${" in text and name in text for text in texts)
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:

@@ -288,6 +288,8 @@ def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
     asked = lines(tmp_path / "asked.jsonl", [{"text": text} for text in TEXTS])
     assert "--score" in refused(capsys, classifier, asked, "--score")
     assert "is no folder" in refused(capsys, tmp_path / "nowhere", asked)
+    misspelt = classifier.with_name(f"{classifier.name}s")
+    assert f"did you mean {classifier}\n" in refused(capsys, misspelt, asked)
     assert "has neither a model nor a run in it" in refused(capsys, tmp_path, asked)
     assert "nothere.jsonl" in refused(capsys, classifier, tmp_path / "nothere.jsonl")
     assert "room for" in refused(capsys, writer, asked, "--max-new-tokens", "126")

@@ -43,3 +43,8 @@ def test_what_is_written_stays_and_is_refused_where_it_does_not_divide():
         found = [item for item in problems if "batch" in item.key]
         assert [message in str(item) for item in found] == [True]
         assert "or of 8 with fewer rows per device" in str(found[0])
+
+
+def test_rows_that_another_value_is_taken_from_stay_so_that_both_are_the_same():
+    refers = "training.per_device_eval_batch_size=${training.per_device_train_batch_size}"
+    assert rows("training.global_batch_size=12", refers) == (8, "default")

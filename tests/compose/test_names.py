@@ -190,6 +190,13 @@ def test_a_missing_file_names_the_one_beside_it_that_is_most_like_it(write, tmp_
     assert (tmp_path / problem.nearest).exists()
 
 
+def test_an_ending_that_all_have_makes_no_two_files_alike(write):
+    write("", "g.yaml")
+    with pytest.raises(RequestError) as caught:
+        compose("nope.yaml")
+    assert caught.value.problems[0].nearest is None
+
+
 def test_a_path_needs_an_ending_or_a_slash(write, tmp_path):
     write("training: {seed: 5}\n", "plain")
     assert compose("./plain").config.training.seed == 5

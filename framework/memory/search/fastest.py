@@ -222,7 +222,8 @@ class Search:
         yield from (promise for promise in together.values() if promise[0] < math.inf)
 
     def _smallest(self) -> list[tuple[int, int | None]]:
-        """The candidate that needs least, when its line is not far over the card or nothing was planned yet."""
+        """The candidate that needs least, when its line is not far over the card, or where nothing of its kind, on the
+        card or by the host, was planned yet and it needs less than all that was."""
         needs = [
             (self.estimates[number].upper(size), number, size)
             for number in (self.estimates.keys() - self.refused) & self.within
@@ -231,7 +232,10 @@ class Search:
         if not needs:
             return []
         need, number, size = min(needs)
-        return [(number, size)] if not self.plans or need <= self.space.usable * LIKELY else []
+        uses_host = self.space.structures[number].uses_host
+        is_first = all(self.space.structures[item.number].uses_host != uses_host for item in self.plans)
+        is_less = all(need < plan.peak.device_bytes_upper for plan in self.plans.values())
+        return [(number, size)] if (is_first and is_less) or need <= self.space.usable * LIKELY else []
 
     def _open(self, number: int) -> list[int]:
         """Sizes at which a structure was not planned as a whole."""

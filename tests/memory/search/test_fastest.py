@@ -114,6 +114,16 @@ def test_what_is_on_the_host_as_written_is_no_last_resort() -> None:
     assert not any(item.uses_host for item in space.structures)
 
 
+def test_where_nothing_fits_the_closest_may_use_the_host() -> None:
+    space, measure = space_on(1000, FREE | {STATES}, OFF_THE_CARD), Arithmetic()
+    search = Search(space, measure).run()
+    assert search.best is None
+    assert search.closest is not None
+    assert space.structures[search.closest.number].uses_host
+    assert len({space.structures[item.number].uses_host for item in search.plans}) == 2
+    assert measure.calls < 32
+
+
 def test_nothing_fits_is_known_after_the_strongest_levers() -> None:
     measure = Arithmetic()
     search = Search(space_on(1500), measure).run()
