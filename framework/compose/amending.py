@@ -8,7 +8,7 @@ from typing import Any
 from framework.compose.layers import ALTERNATIVES, find_recipe
 from framework.compose.overrides import parse
 from framework.compose.reading import read
-from framework.compose.request import load
+from framework.compose.request import compose
 from framework.errors import Problem, RequestError
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.text import dump
@@ -62,12 +62,12 @@ def _write(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _composes(text: str, config: TrainingConfig) -> bool:
-    """Whether the text, on the same card, is the config."""
+    """Whether the text, on the same cards, is the config."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(text, encoding="utf-8")
         try:
-            composed = load(file)
+            composed = compose(file, world=config.gpu.count).config
         except RequestError:
             return False
     same_card = composed.model_copy(update={"gpu": config.gpu})
