@@ -57,7 +57,7 @@ def command(write, capsys, monkeypatch):
     def run_command(*words: str):
         code = main(["train", "r.yaml", "-m", "gpu=cpu", *words])
         captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
+        assert "Traceback" not in captured.out + captured.err, captured.err
         return code, captured.out, captured.err
 
     return run_command
@@ -65,7 +65,7 @@ def command(write, capsys, monkeypatch):
 
 def test_the_table_tells_overrides_losses_peak_exit_code_and_folder(command):
     code, out, err = command("training.seed=1,2", "training.learning_rate=1e-4")
-    assert code == 0
+    assert code == 0, out + err
     assert [line.split() for line in out.splitlines()[1:-1]] == [
         ["0", "0", "2", "1.5000", "1.2500", "1.00", "0", "0", "training.seed=1"],
         ["1", "0", "2", "2.5000", "2.2500", "1.00", "0", "1", "training.seed=2"],
