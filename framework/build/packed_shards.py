@@ -106,7 +106,7 @@ class GatheredBytes(FSDPParam):
     """torch's record of a packed weight, which is put together from bytes.
 
     `torch._foreach_copy_`, which gathering begins with, takes half precision through float32 on CUDA: words that would
-    be NaN come out as one and the same, about one in a thousand of packed weights.
+    be NaN come out as one and the same (0.09 % of the bfloat16 words of normal weights in nf4; bitsandbytes 0.50).
     """
 
     @property

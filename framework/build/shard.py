@@ -140,17 +140,22 @@ def shard(
     parts: Any = tuple(blocks), tuple(map(tuple, ends))
     sharding = Sharding(cast(FSDPModule, root), parts[0], parts[1], block_class, shards, replicas)
     if has_packed:
-        from framework.build.packed_shards import gather_as_bytes, mark_parts  # bitsandbytes takes seconds to import
-
-        mark_parts(root)
-        if shards > 1:
-            groups = (group for unit in sharding.units for group in parameter_groups(unit))
-            gather_as_bytes(record for group in groups for record in group.fsdp_params)
+        _finish_packed(sharding)
     for sharded in sharding.units:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # a division by 1 would be an operation of NCCL's alone
     _arrange_prefetch(params, sharding.blocks)
     return sharding
+
+
+def _finish_packed(sharding: Sharding) -> None:
+    """What packed weights need once they are split; on one rank nothing is gathered."""
+    from framework.build.packed_shards import gather_as_bytes, mark_parts  # bitsandbytes takes seconds to import
+
+    mark_parts(cast(nn.Module, sharding.root))
+    if sharding.shards > 1:
+        groups = (group for unit in sharding.units for group in parameter_groups(unit))
+        gather_as_bytes(record for group in groups for record in group.fsdp_params)
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
