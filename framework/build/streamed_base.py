@@ -117,8 +117,12 @@ class StreamedBase:
     @property
     def bytes_per_micro_batch(self) -> int:
         """What goes over the link in one forward and backward pass: the blocks that are not in a slot already."""
-        forward, backward = self.homes[SLOTS:], self.homes[: -SLOTS or None]
-        return sum(len(home) for home in (*forward, *backward)) if len(self.homes) > SLOTS else 0
+        return sum(map(len, self.homes[SLOTS:])) + self.bytes_in_backward if len(self.homes) > SLOTS else 0
+
+    @property
+    def bytes_in_backward(self) -> int:
+        """What of it goes in the backward pass, which begins with the last blocks in the slots."""
+        return sum(map(len, self.homes[:-SLOTS]))
 
     # -- what happens around a block
     def _hook(self, module: nn.Module, number: int) -> Iterator[Any]:

@@ -26,6 +26,8 @@ class Footprint:
     """Blocks of a base that is kept in host memory."""
     streamed_bytes: int = 0
     """What crosses the link from there in one micro batch."""
+    streamed_in_backward_bytes: int = 0
+    """The part of it that comes while the backward pass goes on."""
     shards: int = 1
     """Devices that each weight is split over. All sizes but `export_bytes` are of one device's part."""
     repeated_bytes: int = 0

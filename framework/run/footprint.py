@@ -77,6 +77,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
         shards=_shards(assembly),
         repeated_bytes=_repeated_bytes(assembly),
         streamed_bytes=_streamed_bytes(assembly),
+        streamed_in_backward_bytes=assembly.streamed.bytes_in_backward if assembly.streamed is not None else 0,
         sent_bytes=_sent_bytes(assembly),
     )
 

@@ -178,6 +178,22 @@ def test_states_on_the_host_cost_two_copies_over_the_link_a_step() -> None:
     assert away.step.bound_by == "communication"
 
 
+@pytest.mark.parametrize(("share", "longer"), [(0.3, 1.0), (0.9, 1.15), (4.0, 4.0)])
+def test_each_pass_waits_for_the_blocks_that_come_from_the_host(share: float, longer: float) -> None:
+    """Copies that take 0.9 of a step's computing are half in its shorter forward pass, which waits for them."""
+    training = {"use_peft": True, "per_device_train_batch_size": 4, "enable_gradient_checkpointing": True}
+    shape = layers(TINYLLAMA, 8)
+    plain = plan(shape, 2048, training=training, model=PURE_BF16)
+    assert plain.step is not None
+    blocks = 2 * (8 - 2) * 44_044_288  # bf16; both passes find two of the eight where they were
+    link = 2 * blocks / (share * plain.step.seconds) / (5.5 / 6.3)
+    card = {**H100, "host_link_bytes_per_second": link}
+    away = plan(shape, 2048, training=training, model={**PURE_BF16, "offload_frozen_base": True}, gpu=card)
+    assert away.step is not None
+    assert away.step.seconds / plain.step.seconds == pytest.approx(longer, rel=0.05)
+    assert (away.step.bound_by == "communication") == (share > 0.5)
+
+
 def test_what_the_step_time_leaves_out_is_said() -> None:
     made = plan(
         LLAMA, 64, training={"enable_gradient_checkpointing": True, "gradient_checkpointing_policy": "save_attention"}

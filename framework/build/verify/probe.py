@@ -1,5 +1,6 @@
 """What really runs when a few tokens go forward as in training: attention kernels, and what the blocks keep."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -42,7 +43,7 @@ def probe(assembly: Assembly) -> Seen:
     devices = [device] if assembly.place.kind == "cuda" else []
     seen = Seen()
     is_flex = assembly.config.model.attn_implementation == "flex_attention"
-    uncompiled = torch.compiler.set_stance("force_eager") if is_flex else nullcontext()
+    uncompiled = _flex_uncompiled() if is_flex else nullcontext()
     with torch.random.fork_rng(devices), uncompiled, plain_code(assembly.model), _watched(assembly.model, seen):
         try:
             # No backward follows. DDP must be told, or it reduces the next one, in the middle of the first step.
@@ -56,6 +57,14 @@ def probe(assembly: Assembly) -> Seen:
     if assembly.sharding is not None:
         assembly.sharding.free_gathered()  # no backward follows
     return seen
+
+
+@contextmanager
+def _flex_uncompiled() -> Iterator[None]:
+    """Within the block flex_attention is one operator that can be seen, of which torch warns for its speed."""
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile", UserWarning)
+        yield
 
 
 def _forward(model: nn.Module, batch: Batch) -> None:
