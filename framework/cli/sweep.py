@@ -89,13 +89,13 @@ def _folder(run: "SweptRun", written: str | None, name: str, overwrite: bool) ->
 
 def _taken(run: "SweptRun", job: "Job", overwrite: bool) -> Sequence[Problem]:
     """What keeps a run from its folder."""
-    from framework.run.record import OURS
+    from framework.run.record import held
     from framework.run.sweep import has_checkpoint
 
-    held = [entry for entry in OURS if (job.folder / entry).exists()]
-    if not held or overwrite or (run.resume and has_checkpoint(job.folder)):
+    found = held(job.folder)
+    if not found or overwrite or (run.resume and has_checkpoint(job.folder)):
         return ()
-    message = f"{job.folder} already holds a run ({', '.join(held)})"
+    message = f"{job.folder} already holds a run ({', '.join(path.name for path in found)})"
     expected = "--overwrite or another folder" if run.resume else "--resume, --overwrite or another folder"
     return (Problem("training.output_dir", message, expected=expected),)
 

@@ -21,10 +21,9 @@ from framework.memory.ledger import PHASES
 from framework.memory.units import size
 from framework.run.forecast import Forecast
 from framework.run.meter import Meter, resident_bytes
+from framework.run.record import SNAPSHOT
 from framework.run.room import available_host_bytes
 
-SNAPSHOT = "oom_snapshot.pickle"
-"""Opens in PyTorch's viewer (pytorch.org/memory_viz)."""
 HISTORY = 50_000
 """Allocations and frees that a snapshot goes back: a few steps of a large model, some 10 MB."""
 FLOORS = 40

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -19,24 +19,27 @@ from typing import Any
 
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Circumstances
-from framework.memory.explain.evidence import STOPPED, write_circumstances
+from framework.memory.explain.evidence import EARLIER, REPORT, STOPPED, read_circumstances, write_circumstances
 from framework.schema.config import TrainingConfig
 from framework.text import to_yaml
 
-OURS = (
+SNAPSHOT = "oom_snapshot.pickle"
+"""Opens in PyTorch's viewer (pytorch.org/memory_viz)."""
+_STOPS = {REPORT: (REPORT, SNAPSHOT), STOPPED: (STOPPED,)}
+"""The report of a stop -> the files that tell of it."""
+_OURS = (
     "config.yaml",
     "reference.safetensors",
     "plan.json",
     "environment.json",
     "metrics.jsonl",
     "memory.json",
-    "oom.txt",
-    "oom_snapshot.pickle",
-    STOPPED,
+    *(name for files in _STOPS.values() for name in files),
+    *(f"{Path(name).stem}{EARLIER}{Path(name).suffix}" for files in _STOPS.values() for name in files),
     "checkpoints",
     "final",
 )
-"""Everything a run writes. `--overwrite` removes these and nothing else."""
+"""Everything a run writes, as patterns. `--overwrite` removes these and nothing else."""
 
 _PACKAGES = ("tunesmith", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 
@@ -82,6 +85,16 @@ class RunFolder:
         lines = file.read_text().splitlines() if file.exists() else []
         _replace(file, "".join(f"{line}\n" for line in lines if _step_of(line) <= step))
 
+    def set_stops_aside(self, step: int) -> None:
+        """Have the reports of stops say in their names at which step that was: the run goes on from `step`.
+
+        Raises SaveFailed.
+        """
+        for report, files in _STOPS.items():
+            if (self.path / report).exists():
+                stopped = read_circumstances((self.path / report).read_text(errors="replace")).step or step
+                _rename(self.path, files, f"-step-{stopped:08d}")
+
 
 def _step_of(line: str) -> float:
     """The step of a line of `metrics.jsonl`; infinite for a line that is not whole."""
@@ -89,6 +102,22 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
         return math.inf
+
+
+def _rename(folder: Path, names: Sequence[str], said: str) -> None:
+    """Add `said` to the stems of those files that exist, and a number where that name is taken."""
+    endings = (said, *(f"{said}-{number}" for number in range(2, 10_000)))
+    renamed = (
+        {folder / name: folder / f"{Path(name).stem}{end}{Path(name).suffix}" for name in names} for end in endings
+    )
+    free = next(pairs for pairs in renamed if not any(target.exists() for target in pairs.values()))
+    for file, target in free.items():
+        try:
+            file.rename(target)
+        except FileNotFoundError:  # a snapshot is of a card
+            continue
+        except OSError as error:
+            raise SaveFailed(f"{file} could not be renamed to {target.name}: {error.strerror}") from error
 
 
 def _replace(file: Path, text: str) -> None:
@@ -108,9 +137,9 @@ def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool
     """
     written = config.training.output_dir
     path = Path(written) if written else default_path(name, resume, overwrite)
-    taken = [entry for entry in OURS if (path / entry).exists()]
+    taken = held(path)
     if taken and not (resume or overwrite):
-        message = f"{path} already holds a run ({', '.join(taken)})"
+        message = f"{path} already holds a run ({', '.join(found.name for found in taken)})"
         raise RequestError(
             [Problem("training.output_dir", message, expected="--resume, --overwrite or another folder")]
         )
@@ -150,12 +179,16 @@ def default_path(name: str, resume: bool, overwrite: bool) -> Path:
 
 def clear(folder: RunFolder) -> None:
     """Remove what an earlier run wrote, and nothing that it did not write."""
-    for entry in OURS:
-        path = folder.path / entry
+    for path in held(folder.path):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def held(folder: Path) -> list[Path]:
+    """What runs have written in a folder, of what they write there at all."""
+    return [path for pattern in _OURS for path in sorted(folder.glob(pattern))]
 
 
 def environment() -> dict[str, Any]:

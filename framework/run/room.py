@@ -9,7 +9,7 @@ import psutil
 from framework.errors import DoesNotFit
 from framework.memory.ledger import Plan
 from framework.memory.planning import WORKER_BYTES
-from framework.run.record import OURS
+from framework.run.record import held
 
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
@@ -66,7 +66,7 @@ def available_host_bytes() -> int:
 
 def _held(folder: Path) -> int:
     """Bytes of an earlier or interrupted run in the folder, which new saves replace."""
-    files = (file for entry in OURS for file in (folder / entry, *(folder / entry).rglob("*")))
+    files = (file for path in held(folder) for file in (path, *path.rglob("*")))
     return sum(file.stat().st_size for file in files if file.is_file())
 
 

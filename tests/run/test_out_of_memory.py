@@ -22,7 +22,8 @@ from framework.run import out_of_memory
 from framework.run import step as step_module
 from framework.run.forecast import Forecast, forecast_in_subprocess
 from framework.run.meter import Meter
-from framework.run.out_of_memory import SNAPSHOT, Watch, explained_failures, is_memory_failure
+from framework.run.out_of_memory import Watch, explained_failures, is_memory_failure
+from framework.run.record import SNAPSHOT
 from framework.run.rehearse import record
 from framework.run.savings import MOST_SECONDS, documents
 from framework.schema.gpu import GPUParams
@@ -77,6 +78,35 @@ def test_the_first_optimizer_step_is_named(corpus, tmp_path, monkeypatch):  # no
         train(config(corpus, folder))
     assert str(raised.value).startswith("out of memory in the first optimizer step (step 1)")
     assert explain(folder).is_first_step
+
+
+def test_a_run_that_goes_on_keeps_the_report_under_the_name_of_its_step(corpus, tmp_path, monkeypatch):  # noqa: F811
+    """Of the folder is told what stopped it last, if it has not gone on since."""
+    folder = tmp_path / "run"
+    for earlier in ([], ["oom-step-00000003.txt"]):
+        with (
+            monkeypatch.context() as patched,
+            failing(patched, "forward", 3, torch.OutOfMemoryError(FULL)),
+            pytest.raises(OutOfMemory),
+        ):
+            train(config(corpus, folder), resume=bool(earlier))
+        assert explain(folder).circumstances.step == 3
+        assert sorted(file.name for file in folder.glob("oom*")) == [*earlier, "oom.txt"]
+    (folder / SNAPSHOT).write_bytes(b"what a card would leave")
+    train(config(corpus, folder), resume=True)
+    assert sorted(file.name for file in folder.glob("oom*")) == [
+        "oom-step-00000003-2.txt",
+        "oom-step-00000003.txt",
+        "oom_snapshot-step-00000003-2.pickle",
+    ]
+    with pytest.raises(
+        RequestError, match=r"gone on since it stopped: oom-step-00000003\.txt, oom-step-00000003-2"
+    ) as told:
+        explain(folder)
+    assert told.value.problems[0].nearest == str(folder / "oom-step-00000003-2.txt")
+    assert explain(folder / "oom-step-00000003-2.txt").cause == "capacity"
+    train(config(corpus, folder), overwrite=True)
+    assert not list(folder.glob("oom*"))
 
 
 def test_while_loading_nothing_is_written(corpus, tmp_path, monkeypatch):  # noqa: F811

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from framework.errors import RequestError, SaveFailed
-from framework.run.record import RunFolder, make, open_folder
+from framework.memory.explain.evidence import earlier_reports
+from framework.run.record import RunFolder, held, make, open_folder
 from tests.tiny import tiny_config
 
 
@@ -46,3 +47,18 @@ def test_a_folder_without_checkpoints_names_the_runs_that_have_some(tmp_path):
     [problem] = caught.value.problems
     assert problem.nearest == f"training.output_dir={tmp_path / 'mine_2'}"
     assert "others" not in problem.expected
+
+
+def test_what_stopped_a_run_that_goes_on_says_at_which_step_that_was(tmp_path):
+    """One without a step, of the trial before all, has the step that the run goes on from."""
+    folder = RunFolder(tmp_path)
+    folder.set_stops_aside(4)
+    assert not list(tmp_path.iterdir())
+    folder.write_stop(9, "step 9: loss nan")
+    (tmp_path / "oom.txt").write_text("phase: forward\n\nCUDA out of memory.")
+    (tmp_path / "notes-step-00000009.txt").write_text("mine")
+    folder.set_stops_aside(4)
+    names = ["notes-step-00000009.txt", "oom-step-00000004.txt", "stopped-step-00000009.txt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert [file.name for file in held(tmp_path)] == names[1:]
+    assert [file.name for file in earlier_reports(tmp_path)] == names[1:]

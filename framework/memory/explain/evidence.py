@@ -14,6 +14,8 @@ from framework.memory.explain.messages import read_message, weight
 
 REPORT, STOPPED = "oom.txt", "stopped.txt"
 """What a run writes where memory ran out, and where it stopped at a value that is not finite."""
+EARLIER = "-step-????????*"
+"""How the stems of these go on once the run has gone on after the stop."""
 _LOGS = ("*.log", "*.out", "*.err", "*.txt", "error*.json")
 _NO_LOGS = ("checkpoints", "final")
 """Folders of a run that hold weights and words, such as a vocabulary, and no log."""
@@ -47,14 +49,25 @@ def _text_of(folder: Path) -> str:
     reports = [file for name in (REPORT, STOPPED) if (file := folder / name).exists()]
     if reports:
         return read_text(max(reports, key=lambda file: file.stat().st_mtime))
-    logs = [file for pattern in _LOGS for file in sorted(folder.rglob(pattern)) if _is_log(file.relative_to(folder))]
+    earlier = earlier_reports(folder)
+    texts_here = (file for pattern in _LOGS for file in sorted(folder.rglob(pattern)))
+    logs = [file for file in texts_here if file not in earlier and _is_log(file.relative_to(folder))]
     texts = [read_text(file) for file in logs]
     told = [(weight(found[0]), text) for text in texts if (found := read_message(text)) is not None]
     if not told:
         looked = f"; looked at {', '.join(str(file.relative_to(folder)) for file in logs)}" if logs else ""
         message = f"{folder} holds no report of a failure ({REPORT}){looked}"
-        raise RequestError([Problem("", message, expected="a log file, or `-` for standard input")])
+        if earlier:
+            message += f"; the run has gone on since it stopped: {', '.join(file.name for file in earlier)}"
+        nearest = str(earlier[-1]) if earlier else None
+        raise RequestError([Problem("", message, expected="a log file, or `-` for standard input", nearest=nearest)])
     return min(told, key=lambda pair: pair[0])[1]
+
+
+def earlier_reports(folder: Path) -> list[Path]:
+    """The reports of stops that the run has gone on after, in the order of their steps."""
+    found = (file for name in (REPORT, STOPPED) for file in folder.glob(f"{Path(name).stem}{EARLIER}.txt"))
+    return sorted(found, key=lambda file: file.stem.partition("-")[2])
 
 
 def _is_log(file: Path) -> bool:
