@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from framework.compose.origins import Origin
+from framework.schema.batch_rules import rows_of_global_batch
 from framework.schema.config import TrainingConfig
 
 MICRO_BATCH = "training.per_device_train_batch_size"
@@ -11,17 +12,12 @@ MICRO_BATCH = "training.per_device_train_batch_size"
 def with_derived(config: TrainingConfig, origins: Mapping[str, Origin]) -> tuple[TrainingConfig, dict[str, Origin]]:
     """The config with rows a device that a written global batch is made of, where nobody wrote how many; and the
     origins that change. Rows that cannot be shared out equally stay as they are, for a rule to refuse."""
-    training, world = config.training, max(1, config.gpu.count // config.sharing)
+    training = config.training
     accumulation, rows = training.gradient_accumulation_steps, training.per_device_train_batch_size
-    if origins[MICRO_BATCH].kind != "default" or training.global_batch_size is None:
+    if origins[MICRO_BATCH].kind != "default" or accumulation == "auto" or rows == "auto":
         return config, {}
-    if accumulation == "auto" or rows == "auto":
-        return config, {}
-    share, rest = divmod(training.global_batch_size, world * (accumulation or 1))
-    if rest or not share:
-        return config, {}
-    found = share if accumulation is not None else next(rows for rows in range(rows, 0, -1) if share % rows == 0)
-    if found == rows:
+    found = rows_of_global_batch(config, accumulation, rows)
+    if found is None or found == rows:
         return config, {}
     training = training.model_copy(update={MICRO_BATCH.removeprefix("training."): found})
     return config.model_copy(update={"training": training}), {MICRO_BATCH: Origin("default", "of the global batch")}

@@ -7,6 +7,17 @@ from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 
 
+def rows_of_global_batch(config: TrainingConfig, accumulation: int | None, most: int) -> int | None:
+    """Rows of a forward pass that a device's share of the written global batch is made of: what `accumulation` leaves,
+    without one the most that divide the share, up to `most`. None where nothing is written or the shares are unequal.
+    """
+    world = max(1, config.gpu.count // config.sharing)
+    share, rest = divmod(config.training.global_batch_size or 0, world * (accumulation or 1))
+    if rest or not share:
+        return None
+    return share if accumulation is not None else next(rows for rows in range(most, 0, -1) if not share % rows)
+
+
 def padding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Rows that are padded and put end to end."""
     if config.data.padding_free and config.data.pad_to_multiple_of is not None:

@@ -14,6 +14,7 @@ from framework.memory.search.space import (
     SHARDING,
 )
 from framework.schema.availability import left_open
+from framework.schema.batch_rules import rows_of_global_batch
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key, unknown
 
@@ -38,12 +39,11 @@ def _largest_micro_batch(config: TrainingConfig) -> int:
     if written is None:
         message = "the search keeps the global batch, which nothing says while this is `auto`"
         raise RequestError([Problem(MICRO_BATCH, message, expected=f"{GLOBAL_BATCH} beside it")])
-    shares = config.gpu.count // config.sharing
-    rows, remainder = divmod(written, shares)
-    if remainder or not rows:
+    if (rows := rows_of_global_batch(config, None, int(default_of(MICRO_BATCH)))) is None:
+        shares = config.gpu.count // config.sharing
         message = f"{written} rows are not equal shares of {shares} devices"
         raise RequestError([Problem(GLOBAL_BATCH, message, expected=f"a multiple of {shares}")])
-    return next(size for size in range(int(default_of(MICRO_BATCH)), 0, -1) if not rows % size)
+    return rows
 
 
 def freedom(pins: Collection[str]) -> set[str]:
