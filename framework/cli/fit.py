@@ -47,7 +47,7 @@ def fit(
     pins = _pins(composition, pin or ()) + (list(INEXACT) if allow == "exact" else [])
     judge = measured_best(say) if measure else None
     with placing(composition.origins):
-        found = search(composition.config, pins=pins, inexact=inexact, judge=judge)
+        found = search(composition.config, pins=pins, inexact=inexact, judge=judge, runs_here=measure or None)
     if output is not None and found.fits:
         from framework.compose.amending import amended
 

@@ -32,7 +32,9 @@ def _head(title: str, found: Found, width: int) -> Iterator[Text]:
         yield from wrapped(f"{found.plan.step.tokens_per_second:,.0f} tokens/s{was}, predicted", width)
     if found.before is not None and not found.before.fits:
         yield from wrapped(f"as written it {words.verdict(found.before).headline}", width)
-    if not found.fits:
+    if found.shortage is not None:
+        yield from wrapped(f"this machine has no room for it: {found.shortage}", width)
+    if not found.plan.fits:
         larger = found.smallest_card
         yield from wrapped(f"it fits on {larger}" if larger else "it fits on none of the larger shipped cards", width)
     for remark in found.remarks:

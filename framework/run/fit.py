@@ -7,12 +7,14 @@ from framework.errors import DoesNotFit, OutOfMemory, Problem, RequestError
 from framework.memory.installed import detect
 from framework.memory.levers import word
 from framework.memory.search.concessions import INEXACT
+from framework.memory.search.fastest import Shortage, no_shortage
 from framework.memory.search.find import find
 from framework.memory.search.found import Found
 from framework.memory.search.freedom import freedom, opened
 from framework.memory.units import size
 from framework.run.child import plan_in_subprocess
 from framework.run.rehearsals import Rehearsals
+from framework.run.room import HostRoom
 from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
 
@@ -35,8 +37,8 @@ def fit(
         inexact: keys at which the trajectory may change for speed, of `framework.memory.search.concessions.INEXACT`;
             where nothing else fits, all of them may that are not pinned.
         judge: chooses among the fastest; `measured_best` runs them.
-        runs_here: whether it will train on this machine, so that its packages and compilers are needed. None: if the
-            card is this machine's.
+        runs_here: whether it will train on this machine, so that its packages, compilers and host memory are needed.
+            None: if the card is this machine's.
 
     Raises RequestError for a card without memory of its own, an unknown pin, or a request that is refused.
     """
@@ -64,12 +66,19 @@ def _searched(
     if config.gpu.usable_bytes is None:
         message = f"{config.gpu.name} has no memory of its own that settings could be fitted to"
         raise RequestError([Problem("gpu.name", message, expected="gpu=rtx4090_24gb, a size such as gpu=24gb")])
+    shortage = _shortage(config) if runs_here else no_shortage
     with Rehearsals() as measure:
-        found = find(config, measure, free, inexact, last_resort, runs_here, judge)
+        found = find(config, measure, free, inexact, last_resort, runs_here, judge, shortage)
     if found is None:
         plan_in_subprocess(opened(config))  # raises with what is wrong
         raise RequestError([Problem("", "no candidate could be planned, though the request itself can")])
     return found.remarking([f"some candidates could not be planned: {fault}" for fault in measure.faults])
+
+
+def _shortage(config: TrainingConfig) -> Shortage:
+    """What plans lack of this machine's host memory, as it is before anything is rehearsed."""
+    here = HostRoom.now()
+    return lambda plan: here.shortage(plan, config.data.workers, plan.host.processes)
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,8 @@ def decide_or_refuse(config: TrainingConfig) -> Decided:
     """`decide` for a run on this machine. Raises DoesNotFit where no choice fits the card."""
     decided = decide(config, runs_here=True)
     if decided.found is not None and not decided.found.fits:
+        if decided.found.plan.fits:
+            raise DoesNotFit(f"no choice of {', '.join(left_open(config))} fits: {decided.found.shortage}.")
         need = decided.found.plan.peak.device_bytes_upper
         usable = config.gpu.usable_bytes or 0
         message = (

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,8 @@ def require_room(plan: Plan, folder: Path | None, workers: int = 0, processes: i
     train on this machine.
     """
     disk = _short_of_disk(plan, folder) if folder is not None else ()
-    short = [*disk, *_short_of_host_memory(plan, workers, processes)]
+    host = HostRoom.now().shortage(plan, workers, processes)
+    short = [*disk, *([host] if host is not None else [])]
     if short:
         raise DoesNotFit("; ".join(short) + ". Nothing was loaded.")
 
@@ -40,19 +42,31 @@ def _short_of_disk(plan: Plan, folder: Path) -> Iterator[str]:
         )
 
 
-def _short_of_host_memory(plan: Plan, workers: int, processes: int) -> Iterator[str]:
-    held = psutil.Process().memory_info().rss * processes
-    needed, free = plan.host_bytes_of(processes), available_host_bytes()
-    missing = needed - held
-    if missing > free:
+@dataclass(frozen=True)
+class HostRoom:
+    """Host memory as it was at one moment, in bytes: `free` to be had, and `held` by this process, which a process that
+    trains in its stead has as well."""
+
+    free: int
+    held: int
+
+    @classmethod
+    def now(cls) -> "HostRoom":
+        return cls(available_host_bytes(), psutil.Process().memory_info().rss)
+
+    def shortage(self, plan: Plan, workers: int, processes: int) -> str | None:
+        """What a plan lacks for the `processes` of this machine, each with so many `workers`; None if it has room."""
+        held, needed = self.held * processes, plan.host_bytes_of(processes)
+        if (missing := needed - held) <= self.free:
+            return None
         among = f" for {processes} processes" if processes > 1 else ""
         pinned = plan.host.pinned_bytes * processes
         among += f" ({_gib(pinned)} of it pinned)" if pinned else ""
-        said = f"the run needs up to {_gib(needed)} of host memory{among}, {_gib(held + free)} can be had"
-        left = workers - -(-(missing - free) // (WORKER_BYTES * processes))
+        said = f"the run needs up to {_gib(needed)} of host memory{among}, {_gib(held + self.free)} can be had"
+        left = workers - -(-(missing - self.free) // (WORKER_BYTES * processes))
         if workers and left >= 0:
             said += f": there is room for {left} of the {workers} data.workers ({_gib(WORKER_BYTES)} each)"
-        yield said
+        return said
 
 
 def available_host_bytes() -> int:

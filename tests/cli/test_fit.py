@@ -7,7 +7,7 @@ import yaml
 
 from framework.cli import main
 from framework.compose import load
-from framework.run import plan_cache
+from framework.run import plan_cache, room
 from tests.memory.search import card
 
 TINY = """# A tiny model.
@@ -129,6 +129,19 @@ def test_nothing_fits_is_exit_3_with_the_closest_and_a_card_that_would(arithmeti
     code, out, _ = run("fit", write(TINY), *tiny, "--allow", "exact", *pinned())
     assert code == 3
     assert "it fits on rtx3060_12gb" in out
+
+
+@pytest.mark.parametrize("card", ["rtx3060_12gb", "rtx3090_24gb"])
+def test_the_host_memory_of_this_machine_counts_where_the_card_is_its(arithmetic, run, write, monkeypatch, card):
+    """Of another machine nothing is known but what the proposal needs there."""
+    words = ("training.optimizer_offload=host", "--pin", "training.optimizer_offload", "--allow", "exact", *pinned())
+    monkeypatch.setattr("framework.run.fit.detect", lambda: card)
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 64 * 2**20)
+    code, out, _ = run("fit", write(TINY), *LITTLE, *words)
+    text = " ".join(out.split())
+    assert code == (3 if card in LITTLE[0] else 0)
+    assert "a machine with 1 card needs up to 1.60 GiB of host memory" in text
+    assert ("no room for it: the run needs up to 1.6 GiB of host memory" in text) == (card in LITTLE[0])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from framework.memory.ledger import Plan
 from framework.memory.search.estimate import Estimate, Figures, deepened, depths_of, with_depth
 from framework.memory.search.mixed import Mix, kin_of, mixed, mixes
-from framework.memory.search.space import COMPILE, EXPANDABLE, Structure, with_rows
+from framework.memory.search.space import ACTIVATIONS, COMPILE, EXPANDABLE, Structure, with_rows
 from framework.schema.config import TrainingConfig
 
 AT_A_TIME = 2
@@ -43,6 +43,16 @@ class Measure(Protocol):
     def __call__(self, configs: Sequence[TrainingConfig], /) -> Sequence[Plan | None]: ...
 
 
+class Shortage(Protocol):
+    """Says what a plan lacks of the host memory of the machine that it is to run on; None where it lacks nothing."""
+
+    def __call__(self, plan: Plan, /) -> str | None: ...
+
+
+def no_shortage(_: Plan, /) -> None:
+    """Of a machine that is not known."""
+
+
 class Candidate(NamedTuple):
     """A structure, by its number, at a micro batch."""
 
@@ -61,13 +71,15 @@ class Relation(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates: every structure with every size, `rows` an optimizer step and device, within `usable` bytes."""
+    """All candidates: every structure with every size, `rows` an optimizer step and device, within `usable` bytes and
+    without a `shortage` of host memory."""
 
     structures: Sequence[Structure]
     sizes: Sequence[int]
     rows: int
     usable: int
     free: Collection[str]
+    shortage: Shortage = no_shortage
 
     @property
     def count(self) -> int:
@@ -124,6 +136,8 @@ class Search:
     estimates: dict[int, Estimate] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)
     plans: dict[Candidate, Plan] = field(default_factory=dict)
+    short: dict[Candidate, str] = field(default_factory=dict)
+    """What the planned candidates that the host has no room for lack."""
     within: frozenset[int] = frozenset()
     """The structures that are looked at for now."""
     probes: int = 0
@@ -140,8 +154,9 @@ class Search:
 
     @property
     def closest(self) -> Candidate | None:
-        """The planned candidate that needs least."""
-        return min(self.plans, key=lambda item: self.plans[item].peak.device_bytes_upper, default=None)
+        """The planned candidate that needs least, of those that the host has room for where there are any."""
+        candidates = self.plans.keys() - self.short.keys() or self.plans
+        return min(candidates, key=lambda item: self.plans[item].peak.device_bytes_upper, default=None)
 
     @property
     def computed(self) -> int:
@@ -178,10 +193,12 @@ class Search:
             (Candidate(number, size), estimate.upper(size), estimate.seconds(size))
             for number, estimate in self.estimates.items()
             for size in {*estimate.shallow, *estimate.planned}
+            if not self._is_short(number, size)
         ]
 
     def _fitting(self) -> list[Candidate]:
-        return [item for item, plan in self.plans.items() if plan.peak.device_bytes_upper <= self.space.usable]
+        fitting = (item for item, plan in self.plans.items() if plan.peak.device_bytes_upper <= self.space.usable)
+        return [item for item in fitting if item not in self.short]
 
     def _seconds(self, item: Candidate) -> float:
         return Figures.of(self.plans[item]).seconds
@@ -215,6 +232,8 @@ class Search:
         together: dict[frozenset[tuple[str, ...]], tuple[float, int, int, int | None]] = {}
         known = {number: _AtEachSize.of(item, self.space.sizes) for number, item in self.estimates.items()}
         for number in sorted(self.within - self.estimates.keys() - self.refused):
+            if all(self._is_short(number, size) for size in self.space.sizes):
+                continue
             parents = [parent for parent in self._parents(number) if parent not in self.estimates]
             behind = frozenset(self.space.families[parent] for parent in parents)
             promise = self._least_seconds(number, known), self.space.weight(number), number, None
@@ -238,8 +257,20 @@ class Search:
         return [(number, size)] if (is_first and is_less) or need <= self.space.usable * LIKELY else []
 
     def _open(self, number: int) -> list[int]:
-        """Sizes at which a structure was not planned as a whole."""
-        return [size for size in self.space.sizes if size not in self.estimates[number].planned]
+        """Sizes at which a structure was not planned as a whole, and for which the host may have room."""
+        planned = self.estimates[number].planned
+        return [size for size in self.space.sizes if size not in planned and not self._is_short(number, size)]
+
+    def _is_short(self, number: int, size: int) -> bool:
+        """Whether the host has no room for a candidate, or for one that keeps no more there. Of what it keeps the
+        activations alone grow with the rows."""
+        structure = self.space.structures[number]
+        for other, micro in self.short:
+            lacking = self.space.structures[other]
+            grows = lacking.choices[ACTIVATIONS] is True
+            if (size >= micro or not grows) and structure.needs_no_less_host_than(lacking):
+                return True
+        return False
 
     def _least_seconds(self, number: int, known: Mapping[int, "_AtEachSize"]) -> float:
         """Seconds that a structure needs at least, at the sizes at which it may fit; infinite where there are none.
@@ -336,6 +367,8 @@ class Search:
                 self.refused.add(item.number)
                 continue
             self.plans[item] = plan
+            if (lacking := self.space.shortage(plan)) is not None:
+                self.short[item] = lacking
             self.estimates[item.number].planned[item.micro] = plan
             self._lend(item.number)
 

@@ -1,23 +1,25 @@
 """From a request to the settings to train it with: exact levers, then, where nothing fits or it is asked for, what
 changes the trajectory. No torch."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from framework.memory.cards import card_names, read_card
-from framework.memory.editing import possible, value_of, with_values
+from framework.memory.editing import default_of, possible, value_of, with_values
 from framework.memory.ledger import Plan
 from framework.memory.levers import lever, word
 from framework.memory.resolve import resolve
 from framework.memory.search.concessions import DTYPE, INEXACT, change_of, conceded, with_concessions
-from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Measure, Search, Space
+from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Measure, Search, Shortage, Space, no_shortage
 from framework.memory.search.found import Change, Found, Point, typed
 from framework.memory.search.freedom import opened
 from framework.memory.search.space import (
+    ACTIVATIONS,
     EVAL_BATCH,
     MICRO_BATCH,
     OFF_THE_CARD,
+    ON_THE_HOST,
     PREFERRED,
     SHARDING,
     micro_batches,
@@ -26,9 +28,11 @@ from framework.memory.search.space import (
     with_preferred,
     with_rows,
 )
+from framework.memory.units import size
 from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
+from framework.schema.wording import counted
 
 STAND_IN = "a6000_48gb"
 """The card whose rates rank candidates where those of the card are not known: of the capability that sizes are taken
@@ -47,6 +51,7 @@ class _Best:
     free: Collection[str]
     runs_here: bool
     searches: list[Search]
+    shortage: Shortage = no_shortage
     chosen: Search | None = None
 
     def look(self, config: TrainingConfig) -> bool:
@@ -66,7 +71,7 @@ class _Best:
         rows = config.batch.global_size // config.batch.world
         found = structures(config, self.free, table_of(config), self.runs_here)
         usable = config.gpu.usable_bytes or 0
-        return Space(found, micro_batches(config, rows, self.free), rows, usable, self.free)
+        return Space(found, micro_batches(config, rows, self.free), rows, usable, self.free, self.shortage)
 
 
 def find(
@@ -77,6 +82,7 @@ def find(
     last_resort: Collection[str] = INEXACT,
     runs_here: bool = True,
     judge: Callable[[Sequence[TrainingConfig]], int] | None = None,
+    shortage: Shortage = no_shortage,
 ) -> Found | None:
     """The fastest settings of `free` keys whose plan fits the config's card, with the same global batch.
 
@@ -88,6 +94,7 @@ def find(
         last_resort: those at which it may change where nothing else fits.
         runs_here: whether it will train on this machine, so that its packages and compilers are needed.
         judge: which of the fastest that fit, fastest first, is proposed; without it the first.
+        shortage: what a plan lacks of the host memory of the machine that it is to run on.
 
     Returns None where no candidate at all could be planned: then the plan of the request says why.
     Raises RequestError where `auto` leaves the batch open.
@@ -95,7 +102,7 @@ def find(
     before = opened(config)
     free = {*free, *left_open(config)}
     start = with_preferred(_ranked(before), free)
-    best = _Best(measure, free, runs_here, [])
+    best = _Best(measure, free, runs_here, [], shortage)
     best.look(start)
     for changed in with_concessions(start, inexact, runs_here):
         best.look(changed)
@@ -158,7 +165,8 @@ def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
         tried=sum(search.space.count for search in best.searches),
         planned=sum(len(search.plans) for search in best.searches),
         computed=sum(search.computed for search in best.searches),
-        remarks=tuple(_remarks(written, after)),
+        remarks=(*_remarks(written, after), *_of_the_host(after, plan, best)),
+        shortage=best.shortage(plan),
         smallest_card=None if plan.fits else _smallest_card(after, plan, best.measure),
     )
 
@@ -226,6 +234,16 @@ def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
     if after.training.compile is True and opened(written).training.compile is not True:
         said.append("compiling makes the first step 8 to 40 s longer, and again for each new shape of batch")
     return said
+
+
+def _of_the_host(after: TrainingConfig, plan: Plan, best: _Best) -> Iterator[str]:
+    """What the proposal needs of host memory where it keeps there what may be on the card, and what had no room."""
+    if any(word(value_of(after, key)) != word(default_of(key)) for key in (*ON_THE_HOST, ACTIVATIONS)):
+        needed = f"up to {size(plan.host_bytes_of(plan.host.processes))} of host memory"
+        yield f"what the host keeps for the card: a machine with {counted(plan.host.processes, 'card')} needs {needed}"
+    lacking = [said for search in best.searches for said in search.short.values()]
+    if lacking and best.shortage(plan) is None:
+        yield f"settings that keep more on the host were left out, as this machine has no room: {lacking[0]}"
 
 
 def frontier(before: TrainingConfig, searches: Sequence[Search], is_timed: bool) -> tuple[Point, ...]:

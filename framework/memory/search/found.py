@@ -73,10 +73,12 @@ class Found:
     remarks: tuple[str, ...] = ()
     smallest_card: str | None = None
     """Where nothing fits: the smallest shipped card that the closest miss was planned to fit; None where it fits."""
+    shortage: str | None = None
+    """What `plan` lacks of the host memory of this machine, where it is to run here."""
 
     @property
     def fits(self) -> bool:
-        return self.plan.fits
+        return self.plan.fits and self.shortage is None
 
     @property
     def overrides(self) -> tuple[str, ...]:

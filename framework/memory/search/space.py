@@ -26,12 +26,13 @@ EVERY = "training.gradient_checkpointing_every"
 _BUDGET = "training.activation_memory_budget"
 COMPILE = "training.compile"
 CHUNKS = "model.chunked_loss"
+ACTIVATIONS = "training.activation_offload"
 
 Table = Mapping[str, tuple[Any, ...]]
 EXACT: Table = {
     CHECKPOINTS: (False, True),
     EVERY: (4, 2, 1),
-    "training.activation_offload": (False, True),
+    ACTIVATIONS: (False, True),
     COMPILE: (False, True),
     _BUDGET: (None, 0.5, 0.3),
     CHUNKS: (False, 1024, 256),
@@ -60,7 +61,7 @@ SHARDING: Table = {
 }
 """What several devices may split between them, from fast and large to slow and small."""
 SLOWER = (
-    *(CHECKPOINTS, EVERY, "training.activation_offload", _BUDGET),
+    *(CHECKPOINTS, EVERY, ACTIVATIONS, _BUDGET),
     *(STATES, BASE, EXPANDABLE),
     *SHARDING,
 )
@@ -96,6 +97,13 @@ class Structure:
         """Whether more is kept in host memory than the free levers make necessary."""
         places = dict(zip(self.choices, self.positions, strict=True))
         return any(places.get(key, 0) > 1 for key in ON_THE_HOST)
+
+    def needs_no_less_host_than(self, other: "Structure") -> bool:
+        """Whether it keeps all in host memory that `other` keeps there, split over as many devices."""
+        return all(
+            mine >= its if key in (*ON_THE_HOST, ACTIVATIONS) else mine == its or key not in SHARDING
+            for key, mine, its in zip(self.choices, self.positions, other.positions, strict=True)
+        )
 
     def is_no_slower_than(self, other: "Structure") -> bool:
         return self._is_below(other, SLOWER)

@@ -1,6 +1,7 @@
 """A card and a planner made of arithmetic, so that a search can be held to brute force."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from framework.memory.ledger import BatchUse, Device, PeakUse, PhaseUse, Plan, StepCost, Terms
 from framework.memory.search.estimate import DEPTH_KEYS
@@ -13,7 +14,7 @@ class Arithmetic:
     """A `Measure` whose bytes are linear in layers and rows, and whose seconds rise with what is computed again.
 
     `calls` counts plans. Fixed bytes are 1000 MiB and 100 a layer; activations 50 a layer and row less what levers
-    take; logits 200 a row.
+    take; logits 200 a row. The host has 1000 MiB, 80 a layer for states and 10 a layer and row for activations.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,12 @@ class Arithmetic:
         seconds += 0.002 * rows * config.batch.accumulation if config.model.chunked_loss else 0
         seconds += layers * 0.05 if training.optimizer_offload == "host" else 0
         seconds *= 1.1 if config.fsdp.is_sharded else 1
-        return make_plan(config, allocated, int(cached), seconds)
+        host = (
+            1000
+            + layers * 80 * (training.optimizer_offload == "host")
+            + rows * layers * 10 * training.activation_offload
+        )
+        return replace(make_plan(config, allocated, int(cached), seconds), host_bytes=int(host * MIB))
 
 
 def _kept(config: TrainingConfig) -> tuple[float, float]:

@@ -1,9 +1,11 @@
 """The search against every candidate planned one by one."""
 
+from dataclasses import replace
+
 import pytest
 
 from framework.memory.cards import read_card
-from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Search, Space, without_evaluation
+from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Search, Shortage, Space, without_evaluation
 from framework.memory.search.space import (
     ACCUMULATION,
     EXACT,
@@ -42,7 +44,7 @@ def brute_force(space: Space) -> float:
     for number in range(len(space.structures)):
         for size in space.sizes:
             plan = planner.plan(space.config(Candidate(number, size)))
-            if plan.fits and plan.step is not None:
+            if plan.fits and plan.step is not None and space.shortage(plan) is None:
                 seconds.append(plan.step.seconds)
     return min(seconds)
 
@@ -98,6 +100,30 @@ def test_the_host_is_taken_for_speed_and_not_where_it_costs_more() -> None:
         choices[usable] = space.structures[search.best.number]
         assert brute_force(space_on(usable)) < float("inf"), "without the host it fits too"
     assert {usable: item.uses_host for usable, item in choices.items()} == {2800: True, 20000: False}
+
+
+def short_of(room: int) -> Shortage:
+    """A machine with so many MiB."""
+    return lambda plan: f"{plan.host_bytes // MIB} MiB are needed" if plan.host_bytes > room * MIB else None
+
+
+@pytest.mark.parametrize("room", [1000, 1100, 1600, 2500])
+@pytest.mark.parametrize("usable", [2600, 2800, 3000, 3500, 6000])
+def test_what_the_host_has_no_room_for_is_left_out(usable: int, room: int) -> None:
+    """Room for nothing, for activations of few rows, for those of more, for states as well."""
+    space, measure = space_on(usable, FREE | {STATES}, OFF_THE_CARD), Arithmetic()
+    space = replace(space, shortage=short_of(room))
+    search = Search(space, measure).run()
+    best = brute_force(space)
+    assert (search.best is None) == (best == float("inf"))
+    assert not any(item in search.short for item, _, _ in search.points())
+    if search.best is not None:
+        plan = search.plans[search.best]
+        assert plan.host_bytes <= room * MIB
+        assert plan.step is not None
+        assert plan.step.seconds <= best * WORTH_A_LOOK * 1.001
+    assert len(search.short) <= 4, "what keeps no less is not planned"
+    assert measure.calls < 80
 
 
 def test_where_the_host_cannot_pay_it_is_not_rehearsed() -> None:

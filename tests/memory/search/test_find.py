@@ -9,7 +9,7 @@ from framework.memory.search.found import Found
 from framework.memory.search.freedom import freedom
 from framework.schema.config import TrainingConfig
 from tests.memory.search.card import MIB, Arithmetic
-from tests.memory.search.test_fastest import config_on
+from tests.memory.search.test_fastest import config_on, short_of
 
 
 def found_on(config: TrainingConfig, pins: tuple[str, ...] = (), **options: object) -> Found:
@@ -74,6 +74,23 @@ def test_what_changes_the_trajectory_comes_last_and_is_named() -> None:
     assert all(change.key in INEXACT for change in given_up)
     assert all("Changes training" in change.why for change in given_up)
     assert any(given_up[0].key in remark for remark in found.remarks)
+
+
+def test_what_this_machine_has_no_room_for_is_said() -> None:
+    """2,280 MiB with states on the host, 1,000 without."""
+    ample, full = found_on(config_on(2800)), found_on(config_on(2800), shortage=short_of(1100))
+    assert ample.config.training.optimizer_offload == "host"
+    assert (
+        "what the host keeps for the card: a machine with 1 card needs up to 2.23 GiB of host memory" in ample.remarks
+    )
+    assert full.fits
+    assert full.config.training.optimizer_offload == "none"
+    left_out = [remark for remark in full.remarks if "were left out, as this machine has no room" in remark]
+    assert left_out[0].endswith("2280 MiB are needed")
+    assert not any("keeps for the card" in remark for remark in full.remarks)
+    written = config_on(2800, optimizer_offload="host")
+    found = found_on(written, pins=("training.optimizer_offload",), last_resort=(), shortage=short_of(1100))
+    assert (found.plan.fits, found.fits, found.shortage) == (True, False, "2280 MiB are needed")
 
 
 def test_exact_settings_are_taken_where_they_fit() -> None:

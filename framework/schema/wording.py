@@ -1,0 +1,6 @@
+"""Numbers in sentences."""
+
+
+def counted(count: int, one: str, more: str | None = None) -> str:
+    """A number with what it counts: `1 row`, `2,048 rows`. `more` stands beside all but one, else `one` with an s."""
+    return f"{count:,} {one if count == 1 else more or f'{one}s'}"
