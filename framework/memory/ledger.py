@@ -24,6 +24,7 @@ class Band(StrEnum):
     COMPILED = "compiled"
     MATHEMATICAL = "mathematical_attention"
     INT8_BASE = "int8_base"
+    CONVOLUTION = "convolution"
     SHARDED = "sharded"
     CONTEXT = "context"
     TENSOR = "tensor"
@@ -70,6 +71,12 @@ UNCERTAINTY: Mapping[Band, Uncertainty] = {
         0.075,
         16 * _MIB,
         "1 row on an H200, random weights (LLM.int8): allocated -5.1 %, reserved -5.9 %; 2026-11",
+    ),
+    Band.CONVOLUTION: Uncertainty(
+        0.11,
+        0.18,
+        16 * _MIB,
+        "2 rows on an H200, workspace of cuDNN is not planned: allocated -9.5 %, reserved -14.2 % at worst; 2026-11",
     ),
     Band.SHARDED: Uncertainty(
         0.01, 0.065, 16 * _MIB, "22 rows on two H200, torch 2.11: allocated -0.01 %, reserved -5.1 % at worst; 2026-11"

@@ -1,6 +1,6 @@
 """From the record of a rehearsal to its `Plan`: replay, terms, time, host and disk. Arithmetic only; no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from framework.memory.allocator import CachingAllocator, Peak, SystemAllocator, replay
 from framework.memory.cards import assumptions as card_assumptions
@@ -39,6 +39,8 @@ CHUNK = 1024
 """Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/loss.py; a test compares)."""
 PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Kernels that a rehearsal carries out with another of the same memory (framework/run/packaged_attention.py)."""
+_MATHEMATICAL = "_safe_softmax"
+"""The operator that shows that sdpa has found no fused kernel."""
 LARGEST_FILE = 5 * 10**9
 """What the first rank's host gathers of a sharded export at a time (framework/run/sharded_export.py)."""
 UNATTRIBUTED_LIMIT = 0.01
@@ -80,7 +82,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
     context = (card.context_bytes or 0) + _nccl_bytes(config)
-    band = choose_band(config, _is_mathematical(rehearsal.trace))
+    band = choose_band(config, {operation.name for operation in rehearsal.trace.operations})
     uncertainty = UNCERTAINTY[band]
     step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]
     peak = peak_use(peaks, context, uncertainty)
@@ -137,15 +139,15 @@ def resume_trace(footprint: Footprint) -> Trace:
     return trace
 
 
-def choose_band(config: TrainingConfig, is_mathematical: bool) -> Band:
-    """The class of uncertainty that the run falls in. `is_mathematical`: sdpa has found no fused kernel."""
+def choose_band(config: TrainingConfig, operators: Set[str]) -> Band:
+    """The class of uncertainty that the run falls in, by its settings and by the names of the operators that run."""
+    if "convolution" in operators:
+        return Band.CONVOLUTION
     if config.training.compile:
         return Band.COMPILED
     if config.training.optimizer in _LOW_BIT:
         return Band.LOW_BIT_OPTIMIZER
-    teacher = config.training.teacher
-    has_packed_base = config.training.use_peft and config.peft.q_lora and config.peft.q_lora_bits == 8
-    if has_packed_base or (teacher is not None and teacher.bits == 8):
+    if _has_int8_weights(config):
         return Band.INT8_BASE
     if config.gpu.capability != _MEASURED_CAPABILITY:
         return Band.UNMEASURED
@@ -155,11 +157,17 @@ def choose_band(config: TrainingConfig, is_mathematical: bool) -> Band:
         return Band.TENSOR
     if config.fsdp.is_sharded:
         return Band.SHARDED
-    return Band.MATHEMATICAL if is_mathematical else Band.PLAIN
+    return Band.MATHEMATICAL if _MATHEMATICAL in operators else Band.PLAIN
+
+
+def _has_int8_weights(config: TrainingConfig) -> bool:
+    teacher = config.training.teacher
+    is_packed = config.training.use_peft and config.peft.q_lora and config.peft.q_lora_bits == 8
+    return is_packed or (teacher is not None and teacher.bits == 8)
 
 
 def _is_mathematical(trace: Trace) -> bool:
-    return any(item.name == "_safe_softmax" for item in trace.operations)
+    return any(item.name == _MATHEMATICAL for item in trace.operations)
 
 
 def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse]:
@@ -262,6 +270,8 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append("step time: what a checkpoint's policy costs in Python is left out; the step takes longer")
     if config.training.optimizer_offload is OptimizerOffload.NVME:
         said.append("step time: the disk's own time is left out; the step takes longer")
+    if _has_int8_weights(config):
+        said.append("step time: LLM.int8's search for large columns is left out; steps took 1.7 and 1.9 times as long")
     if config.training.fp8 is not Fp8.NONE:
         said.append("fp8: torchao's own layers are rehearsed; the rate of their products is that of a data sheet")
     if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):

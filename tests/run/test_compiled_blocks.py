@@ -130,7 +130,7 @@ def test_a_block_that_cannot_be_captured_is_planned_as_plain_code(monkeypatch: p
     assert kept(found) == kept(rehearsed())
     [said] = [line for line in found.said if "no graph today" in line]
     assert "planned as plain code, an upper end" in said
-    assert choose_band(found.config, False) is Band.COMPILED
+    assert choose_band(found.config, set()) is Band.COMPILED
 
 
 def test_the_worst_batch_is_padded_too() -> None:

@@ -199,6 +199,9 @@ def test_what_the_step_time_leaves_out_is_said() -> None:
         LLAMA, 64, training={"enable_gradient_checkpointing": True, "gradient_checkpointing_policy": "save_attention"}
     )
     assert any("policy" in line and "step time" in line for line in made.assumptions)
+    packed = {"q_lora": True, "q_lora_bits": 8}
+    made = plan(LLAMA, 64, training={"use_peft": True}, peft=packed)
+    assert any("LLM.int8" in line and "step time" in line for line in made.assumptions)
 
 
 def test_copies_on_several_devices_keep_their_gradients_and_exchange_them() -> None:
