@@ -150,6 +150,8 @@ def unaccounted_bytes(message: Message) -> int | None:
     """What is neither free, nor this process's, nor named: the driver's, and processes that were not named."""
     if message.capacity_bytes is None or message.free_bytes is None or message.allocated_bytes is None:
         return None
+    if message.process_bytes is None and message.reserved_unallocated_bytes is None:
+        return None  # a message that was cut, or the allocator of CUDA: what this process has reserved is not said
     own = message.process_bytes if message.process_bytes is not None else _reserved(message)
     return max(message.capacity_bytes - message.free_bytes - own - (message.other_process_bytes or 0), 0)
 

@@ -12,12 +12,13 @@ _RANK = re.compile(
     r"\[(?:rank|default)\d+\]:"  # torch.distributed and torchrun --tee
     r"|\[\d+,\d+\]<std(?:out|err)>:?"  # mpirun --tag-output
     r"|\([\w.-]+ (?:rank=\d+, )?pid=\d+[^)]*\)"  # Ray
-    r"|\d+: (?=\S)"  # srun --label
+    r"|\d+: (?=\S|  )"  # srun --label, also of a stack's indented lines
     r"|[\w.-]+\s+\| "  # docker compose
 )
 """Who wrote a line. Lines that begin alike belong together; the others of a log with several writers do not."""
 _TIME = re.compile(
-    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?"
+    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: std(?:out|err) [FP](?= |$))?"  # CRI
+    r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w./@-]+(?:\[\d+\])?:"  # journald, syslog
     r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]?"
     r"|\[\d+\] "  # numbered lines
     r"|[EWIF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\]"  # glog
@@ -49,7 +50,7 @@ def clean(text: str, is_telling: Callable[[str], bool]) -> list[Line]:
 
     A carriage return, as progress bars write it, ends a line too.
     """
-    raw = re.split(r"\r\n|\n|\r", text)
+    raw = re.split(r"\r\n|\n|\r", _COLOUR.sub("", text))
     wanted: set[int] = set()
     for number, line in enumerate(raw):
         if is_telling(line):

@@ -151,7 +151,9 @@ def _read_torch(plain: Message, rest: str) -> Message:
         if (size := _size(*parts)) is not None
     ]
     if process is None and not re.search(r"thisprocesshas", rest):
-        process, named = _own_process(named, (allocated or 0) + (unallocated or 0))
+        process, named = (
+            _own_process(named, (allocated or 0) + (unallocated or 0)) if allocated is not None else (None, [])
+        )
     return replace(
         plain,
         capacity_bytes=_first(rf"totalcapaci?tyof{SIZE}|{SIZE}totalcapacity", rest),

@@ -105,3 +105,49 @@ def test_the_ranks_that_ran_out_are_named_the_first_first():
     assert found.message.writers == ("rank3", "rank0")
     assert "  first of rank3; then of rank0" in explanation_lines(found)
     assert explain_evidence(Evidence(CASES[0]["text"])).message.writers == ()
+
+
+WRITERS = {
+    "colours": lambda line: re.sub(r" (\w+)", "\x1b[1;31m \\1\x1b[0m", line),
+    "Windows": lambda line: f"{line}\r",
+    "torchrun": "[rank0]: {}".format,
+    "srun --label": "3: {}".format,
+    "a container's runtime": "2026-11-28T10:00:00.123456789Z stderr F {}".format,
+    "journald": "Nov 28 10:00:00 node7 train.service[4242]: {}".format,
+    "Ray": "\x1b[36m(train_fn pid=4242, ip=10.0.0.3)\x1b[0m {}".format,
+}
+WHOLE_RECORDS = (
+    "records of a container",
+    "an error file of torchrun",
+    "coloured, ranks and times in front, two ranks mixed",
+)
+"""Cases whose lines have a writer already."""
+
+
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+def test_who_wrote_the_lines_changes_nothing_of_what_they_say(writer):
+    for case in CASES:
+        if case["name"] in WHOLE_RECORDS or (case["name"].startswith("progress bars") and writer != "Windows"):
+            continue
+        plain = explain_evidence(Evidence(case["text"])).to_json()
+        text = "\n".join(map(writer, case["text"].splitlines()))
+        assert explain_evidence(Evidence(text)).to_json() == plain, case["name"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_a_message_that_was_cut_says_less_and_nothing_else(case):
+    """What other processes hold is what was named so far, never what the missing figures would have explained."""
+    text, words = case["text"].rstrip(), case["text"].split(" ")
+    whole = explain_evidence(Evidence(text)).to_json()
+    for count in range(1, len(words)):
+        cut = " ".join(words[:count])
+        try:
+            document = explain_evidence(Evidence(cut)).to_json()
+        except RequestError:
+            continue
+        for name in FIELDS:
+            field = document[FIELDS[name]]
+            if name == "others" and field is not None:
+                assert field <= (whole[FIELDS[name]] or 0), cut
+            else:
+                assert field in (None, whole[FIELDS[name]]), cut
