@@ -64,6 +64,17 @@ class Estimate:
             return float(self.planned[micro].peak.device_bytes_upper)
         return self._line(micro) * self._correction(micro)
 
+    def told(self, micro: int, correction: float) -> float:
+        """The same as a person is told it: by a correction of others, where no plan of a kin corrects the line, which
+        without one is what is needed at least."""
+        is_corrected = bool(self.planned) or (self.lender is not None and bool(self.lender.planned))
+        return self.upper(micro) if is_corrected else self.upper(micro) * correction
+
+    @property
+    def corrections(self) -> list[float]:
+        """Upper end of device bytes of each plan of the whole model over what the line says there."""
+        return [plan.peak.device_bytes_upper / self._line(micro) for micro, plan in self.planned.items()]
+
     def seconds(self, micro: int) -> float:
         """Seconds of a step at a micro batch."""
         if micro in self.planned:

@@ -189,8 +189,9 @@ class Search:
 
     def points(self) -> list[tuple[Candidate, float, float]]:
         """(candidate, upper end of device bytes, seconds of a step) at sizes that were planned, if with few layers."""
+        most = max((share for estimate in self.estimates.values() for share in estimate.corrections), default=1.0)
         return [
-            (Candidate(number, size), estimate.upper(size), estimate.seconds(size))
+            (Candidate(number, size), estimate.told(size, most), estimate.seconds(size))
             for number, estimate in self.estimates.items()
             for size in {*estimate.shallow, *estimate.planned}
             if not self._is_short(number, size)

@@ -159,6 +159,19 @@ def test_nothing_fits_is_known_after_the_strongest_levers() -> None:
     assert measure.calls < 16
 
 
+@pytest.mark.parametrize("usable", [2600, 3500, 6000, 20000])
+def test_what_is_told_of_bytes_is_not_below_the_plan(usable: int) -> None:
+    """Of what was planned with few layers too, which without a plan of its kin is known by its allocated bytes alone: a
+    tenth less than the upper end here."""
+    space, planner = space_on(usable), Arithmetic()
+    search = Search(space, planner).run()
+    points = search.points()
+    assert sum(item not in search.plans for item, _, _ in points) > 10
+    for item, told, _ in points:
+        upper = planner.plan(space.config(item)).peak.device_bytes_upper
+        assert 0.96 * upper <= told <= 1.1 * upper
+
+
 def test_a_pinned_lever_keeps_its_value() -> None:
     space = space_on(3000, FREE - {"training.enable_gradient_checkpointing", "training.compile"})
     search = Search(space, Arithmetic()).run()
