@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from framework.beside import path_like
 from framework.compose import Composition, Origin, draft
 from framework.compose.paths import leads_somewhere, looks_local
 from framework.errors import Problem, RequestError
@@ -129,6 +130,7 @@ def _missing_files(
             key,
             f"no such file or folder: {as_written.get(key, path)} ({Path(path).expanduser().absolute()})",
             place(key, origins),
+            nearest=path_like(as_written.get(key, path)),
         )
         for key, path in paths.items()
         if path and looks_local(path) and not leads_somewhere(path)

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from framework.beside import path_like
 from framework.build.hub import nearest, one_line
 from framework.errors import Problem, RequestError
 
@@ -82,7 +83,7 @@ def read_template(written: str) -> str:
             "model.chat_template",
             f"{written!r} is no template of ours, has no Jinja in it, and the file {path.absolute()} {reason}",
             expected=f"a file, a Jinja text, or one of: {', '.join(template_names())}",
-            nearest=nearest(written, template_names()),
+            nearest=nearest(written, template_names()) or path_like(written, Path.is_file),
         )
         raise RequestError([problem]) from error
 

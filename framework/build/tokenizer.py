@@ -1,12 +1,12 @@
 """The tokenizer: loaded, or built on the training text; with the chat template that the recipe asks for."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from framework.beside import path_like
 from framework.build.chat import read_template
 from framework.build.hub import cached_models, hub_host, hub_is_reachable, nearest, one_line
 from framework.errors import Problem, RequestError
@@ -135,10 +135,8 @@ def _require_tokenizer_files(folder: Path, key: str) -> None:
 
 
 def _missing_folder(name: str, folder: Path, key: str) -> Problem:
-    siblings = [path.name for path in folder.absolute().parent.glob("*") if path.is_dir()]
-    close = nearest(folder.name, siblings)
     message = f"there is no folder {name} (looked at {folder.absolute()})"
-    return Problem(key, message, nearest=os.path.join(os.path.dirname(name), close) if close else None)
+    return Problem(key, message, nearest=path_like(name, Path.is_dir))
 
 
 def _not_loaded(name: str, folder: Path, key: str, error: Exception) -> Problem:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from framework.beside import path_like
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_warnings, say, stdout
 from framework.errors import OutOfMemory, Problem, RequestError
@@ -102,7 +103,9 @@ def check_writable(file: Path, option: str) -> None:
     """Raises RequestError where no such file can be written, before anything else takes time."""
     if file.is_dir() or not file.absolute().parent.is_dir():
         message = f"{file} cannot be written ({file.absolute()})"
-        raise RequestError([Problem(option, message, expected="a file in a folder that exists")])
+        folder = None if file.absolute().parent.is_dir() else path_like(file.parent, Path.is_dir)
+        nearest = str(Path(folder) / file.name) if folder else None
+        raise RequestError([Problem(option, message, None, "a file in a folder that exists", nearest)])
 
 
 def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory | None]":

@@ -5,11 +5,11 @@ command line. Each holds only keys the schema knows; what a higher layer makes m
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from itertools import starmap
 from pathlib import Path as File
 
+from framework.beside import path_like
 from framework.compose import shipped
 from framework.compose.origins import Node, Origin, leaves, node_of
 from framework.compose.overrides import Choice, Words
@@ -47,16 +47,14 @@ def find_recipe(recipe: str | File) -> tuple[str, File, str]:
     known = shipped.recipes()
     if not is_path and word in known:
         return word, known[word], f"recipes/{word}.yaml"
-    nearest = (_file_like(path) if is_path else None) or shipped.nearest(path.stem if is_path else word, known)
+    nearest = (_file_like(word) if is_path else None) or shipped.nearest(path.stem if is_path else word, known)
     message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
     raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
 
 
-def _file_like(path: File) -> str | None:
-    """The YAML file of that folder whose name is most like this one's."""
-    beside = [file for ending in YAML_SUFFIXES for file in path.parent.glob(f"*{ending}")]
-    close = get_close_matches(path.stem, [file.stem for file in beside], 1)
-    return next((str(file) for file in beside if [file.stem] == close), None)
+def _file_like(written: str) -> str | None:
+    """The YAML file that was probably meant."""
+    return path_like(written, lambda file: file.suffix in YAML_SUFFIXES and file.is_file(), YAML_SUFFIXES)
 
 
 def gather(
@@ -175,7 +173,8 @@ def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) 
     message = f"no such file: {name} ({path.absolute()})" if is_path else f"no preset is called {name!r}"
     sizes = ", a size such as 24gb" if group == "gpu" else ""
     expected = f"one of: {', '.join(known) or 'none yet'}{sizes}, or the path of a YAML file"
-    nearest = (size_meant(name) if group == "gpu" else None) or shipped.nearest(name, known)
+    near = _file_like(name) if is_path else size_meant(name) if group == "gpu" else None
+    nearest = near or shipped.nearest(path.stem if is_path else name, known)
     problems.append(Problem(group, message, origin.place, expected, nearest))
     return None
 

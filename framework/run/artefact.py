@@ -3,7 +3,6 @@
 import json
 import warnings
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from framework.beside import path_like
 from framework.build.assembly import autocast_dtype
 from framework.build.heads import ASSUMED, model_class, pad_like
 from framework.build.hub import UNLOADABLE, hub_is_reachable, one_line
@@ -87,15 +87,8 @@ def find_artefact(source: Path) -> Artefact:
         raise RequestError([Problem("RUN", message, expected=f"tunesmith train {source / CONFIG_FILE} --resume")])
     what = "has neither a model nor a run in it" if source.is_dir() else "is no folder"
     expected = f"a run folder, or one with {MODEL_FILE} or {ADAPTER_FILE}"
-    nearest = None if source.is_dir() else _folder_like(source)
+    nearest = None if source.is_dir() else path_like(source, Path.is_dir)
     raise RequestError([Problem("RUN", f"{source} {what}", expected=expected, nearest=nearest)])
-
-
-def _folder_like(source: Path) -> str | None:
-    """The folder beside it whose name is most like this one's."""
-    beside = [folder.name for folder in source.parent.glob("*") if folder.is_dir()]
-    close = get_close_matches(source.name, beside, 1)
-    return str(source.parent / close[0]) if close else None
 
 
 def _config_of(folder: Path) -> TrainingConfig | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from framework.beside import path_like
 from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Circumstances, Repair
 from framework.memory.explain.messages import read_message, weight
@@ -38,7 +39,7 @@ def gather(source: Path, run: Path | None = None) -> Evidence:
     Raises RequestError where there is nothing to read.
     """
     if not source.exists():
-        raise RequestError([Problem("", f"there is no file or folder {source}")])
+        raise RequestError([Problem("", f"there is no file or folder {source}", nearest=path_like(source))])
     plan = plan_of(run) if run else read_plan(source if source.is_dir() else source.parent)
     text = _text_of(source) if source.is_dir() else read_text(source)
     return Evidence(text, read_circumstances(text), plan)
@@ -106,8 +107,13 @@ def plan_of(run: Path) -> Mapping[str, Any]:
     """The document of the `plan.json` of a run that was named. Raises RequestError where there is none."""
     if (plan := read_plan(run)) is None:
         reason = "holds no plan.json that can be read" if run.is_dir() else "is no folder"
-        raise RequestError([Problem("--run", f"{run} {reason}", expected="the folder that `train` wrote")])
+        nearest = path_like(run, _is_run)
+        raise RequestError([Problem("--run", f"{run} {reason}", None, "the folder that `train` wrote", nearest)])
     return plan
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "plan.json").is_file()
 
 
 def read_plan(folder: Path) -> Mapping[str, Any] | None:
