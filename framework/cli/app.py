@@ -16,6 +16,7 @@ from framework.cli.levers import levers
 from framework.cli.merge import merge
 from framework.cli.plan import plan
 from framework.cli.predict import predict
+from framework.cli.report import report
 from framework.errors import Interrupted
 
 app = typer.Typer(
@@ -47,7 +48,7 @@ def _told(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 app.command()(work.train)  # which says itself what was saved
-for _verb in (plan, fit, explain, look.check, data, look.show, diff, levers, merge, predict):
+for _verb in (plan, fit, explain, report, look.check, data, look.show, diff, levers, merge, predict):
     app.command()(_told(_verb))
 app.command("list")(_told(look.list_choices))
 app.command()(_told(look.schema))

@@ -1,6 +1,7 @@
 """Bars as inline SVG. Colours are classes of the page's style sheet, so that one drawing serves light and dark."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from html import escape
 
 from framework.memory.ledger import Plan, Terms
@@ -30,10 +31,24 @@ def phases_svg(plan: Plan) -> str:
     bottom = TOP + ROW * len(plan.phases)
     if usable is not None:
         parts += _limit(LEFT + usable * scale, bottom, f"{words.size(usable)} usable")
+    return svg(WIDTH, bottom + 6, "Bytes on the device by phase", parts)
+
+
+def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    """A drawing with its name, for who cannot see it too."""
     return (
-        f'<svg viewBox="0 0 {WIDTH} {bottom + 6}" role="img" aria-label="Bytes on the device by phase" '
-        f'font-size="{FONT}">{"".join(parts)}</svg>'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" font-size="{FONT}">'
+        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
     )
+
+
+def ticks(start: float, end: float, about: int = 5) -> list[float]:
+    """Round numbers from `start` to `end`, about so many."""
+    rough = (end - start) / about
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * 0.999)
+    first, last = math.ceil(start / step - 1e-9), math.floor(end / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
 
 
 def _segments(terms: Terms, top: float, scale: float) -> Iterator[str]:

@@ -6,7 +6,7 @@ from html import escape
 from framework.memory.levers import word
 from framework.memory.search.found import Change, Found, Point
 from framework.report import words
-from framework.report.drawing import FONT, WIDTH, text
+from framework.report.drawing import WIDTH, svg, text, ticks
 from framework.report.page import document, items
 
 HEIGHT, LEFT, BOTTOM, TOP = 320, 70, 44, 24
@@ -65,10 +65,7 @@ def frontier_svg(points: Sequence[Point], found: Found) -> str:
     if found.plan.step is not None:
         x, y = at(found.plan.peak.device_bytes_upper, found.plan.step.tokens_per_second)
         parts.append(f'<circle class="fits" cx="{x:.1f}" cy="{y:.1f}" r="9"><title>the proposal</title></circle>')
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Tokens a second against bytes on the device" '
-        f'font-size="{FONT}">{"".join(parts)}</svg>'
-    )
+    return svg(WIDTH, HEIGHT, "Tokens a second against bytes on the device", parts)
 
 
 def _mark(x: float, y: float, point: Point) -> str:
@@ -82,20 +79,12 @@ def _axes(at: Scale, widest: float, fastest: float) -> Iterator[str]:
     x0, y0 = at(0, 0)
     x1, y1 = at(widest, fastest)
     yield f'<path d="M{x0:.1f} {y1:.1f}V{y0:.1f}H{x1:.1f}"/>'
-    for bytes_ in _steps(widest / words.GIB):
+    for bytes_ in ticks(0, widest / words.GIB):
         x, _ = at(bytes_ * words.GIB, 0)
         yield text(x, y0 + 16, f"{bytes_:g} GiB", "middle")
-    for speed in _steps(fastest):
+    for speed in ticks(0, fastest):
         _, y = at(0, speed)
         yield text(LEFT - 8, y, f"{speed:,.0f}", "end")
-
-
-def _steps(end: float) -> list[float]:
-    """Round numbers from 0 to `end`, about five."""
-    rough = end / 5
-    magnitude = 10.0 ** (len(str(int(rough))) - 1) if rough >= 1 else 0.1
-    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough)
-    return [step * number for number in range(int(end / step) + 1)]
 
 
 def _changes(changes: Sequence[Change]) -> str:

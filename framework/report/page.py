@@ -64,7 +64,7 @@ def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str
         "<h2>At the peak</h2>",
         _terms(plan),
         "<h2>The run</h2>",
-        _facts(plan),
+        definitions(words.facts(plan)),
         *(_measured(plan, measured) if measured is not None else ()),
         *items("Assumptions", plan.assumptions),
         *items("Warnings", plan.warnings, "warnings"),
@@ -108,9 +108,20 @@ def _terms(plan: Plan) -> str:
     )
 
 
-def _facts(plan: Plan) -> str:
-    rows = (f"<dt>{escape(name)}</dt><dd>{escape(sentence)}</dd>" for name, sentence in words.facts(plan))
+def definitions(facts: Iterable[tuple[str, str]]) -> str:
+    """Names and sentences as a list."""
+    rows = (f"<dt>{escape(name)}</dt><dd>{escape(sentence)}</dd>" for name, sentence in facts)
     return f"<dl>{''.join(rows)}</dl>"
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that scrolls where the page is narrow. The first cell of a row is its name."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heading)
+    body = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for first, *cells in rows
+    )
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _measured(plan: Plan, measured: "Measured") -> Sequence[str]:

@@ -27,6 +27,8 @@ SNAPSHOT = "oom_snapshot.pickle"
 """Opens in PyTorch's viewer (pytorch.org/memory_viz)."""
 _STOPS = {REPORT: (REPORT, SNAPSHOT), STOPPED: (STOPPED,)}
 """The report of a stop -> the files that tell of it."""
+PAGE = "report.html"
+"""What `tunesmith report` writes there."""
 _OURS = (
     "config.yaml",
     "reference.safetensors",
@@ -38,8 +40,9 @@ _OURS = (
     *(f"{Path(name).stem}{EARLIER}{Path(name).suffix}" for files in _STOPS.values() for name in files),
     "checkpoints",
     "final",
+    PAGE,
 )
-"""Everything a run writes, as patterns. `--overwrite` removes these and nothing else."""
+"""Everything that is written of a run, as patterns. `--overwrite` removes these and nothing else."""
 
 _PACKAGES = ("tunesmith", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors")
 

@@ -134,6 +134,7 @@ def test_an_unknown_text_and_a_missing_file_exit_2(run, tmp_path):
     code, _, err = run(tmp_path / "b.log")
     assert code == 2
     assert "b.log" in err
+    assert f"did you mean {tmp_path / 'a.log'}" in err
 
 
 def test_from_python_a_text_is_as_good_as_a_file(folder):

@@ -6,7 +6,7 @@ import pytest
 
 from framework.errors import RequestError, SaveFailed
 from framework.memory.explain.evidence import earlier_reports
-from framework.run.record import RunFolder, held, make, open_folder
+from framework.run.record import PAGE, RunFolder, clear, held, make, open_folder
 from tests.tiny import tiny_config
 
 
@@ -62,3 +62,10 @@ def test_what_stopped_a_run_that_goes_on_says_at_which_step_that_was(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     assert [file.name for file in held(tmp_path)] == names[1:]
     assert [file.name for file in earlier_reports(tmp_path)] == names[1:]
+
+
+def test_a_page_of_the_run_before_goes_with_it(tmp_path):
+    for name in (PAGE, "plan.json", "mine.txt"):
+        (tmp_path / name).touch()
+    clear(RunFolder(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]

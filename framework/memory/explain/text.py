@@ -35,6 +35,11 @@ _CAUSES = {
 
 def explanation_lines(explanation: Explanation) -> list[str]:
     """All lines, without markup, for any terminal."""
+    return [*cause_lines(explanation), *_move_lines(explanation)]
+
+
+def cause_lines(explanation: Explanation) -> list[str]:
+    """All but the overrides: what failed and why, and what no override does."""
     lines = [_headline(explanation), f"  {explanation.message.excerpt[:MOST_WORDS]}"]
     if writers := explanation.message.writers:
         rest = f"; then of {', '.join(writers[1:])}" if writers[1:] else ""
@@ -42,8 +47,7 @@ def explanation_lines(explanation: Explanation) -> list[str]:
     if explanation.message.kind is not Kind.OUT_OF_MEMORY:
         return [*lines, *_advice_without_memory(explanation.message.kind)]
     lines += [*_subtraction(explanation.message), *_facts(explanation)]
-    lines += [f"first: {text}" for text in _advice(explanation)]
-    return [*lines, *_move_lines(explanation)]
+    return [*lines, *(f"first: {text}" for text in _advice(explanation))]
 
 
 def _headline(explanation: Explanation) -> str:

@@ -1,0 +1,31 @@
+"""The verb that shows a run. It loads no torch."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from framework.cli.plan import check_writable
+from framework.errors import Problem, RequestError
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    output: Annotated[Path | None, typer.Option("--output", help="Where to write; else RUN/report.html.")] = None,
+) -> None:
+    """Write a run as one HTML page that needs nothing else: plan next to measured, loss, memory. Prints its path."""
+    from framework.report.run_files import read_run
+    from framework.report.run_page import run_page
+    from framework.run.record import PAGE
+
+    if output is not None:
+        check_writable(output, "--output")
+    page, file = run_page(read_run(run)), output or run / PAGE
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        message = f"{file} cannot be written: {error.strerror}"
+        raise RequestError(
+            [Problem("--output", message, expected="a file in a folder that can be written to")]
+        ) from None
+    print(file)

@@ -1,0 +1,267 @@
+"""A run folder read again: every figure of the report is in one of its files. No torch."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from framework.beside import path_like
+from framework.compose import load
+from framework.errors import Problem, RequestError
+from framework.memory.explain.causes import Repair
+from framework.memory.ledger import Plan
+from framework.run.comparison import last_line
+from framework.schema.config import TrainingConfig
+
+T = TypeVar("T")
+Point = tuple[int, float]
+"""(step, value)."""
+
+GREATEST = 1e200
+"""From here on a value counts as not finite: the arithmetic of a drawing would overflow."""
+_MARKS = ("metrics.jsonl", "environment.json", "plan.json")
+"""A folder that has none of these is no run's. A recipe may be called config.yaml too."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One figure over the steps, in their order. `broken` are the steps where it was not finite."""
+
+    points: tuple[Point, ...] = ()
+    broken: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The lines of `metrics.jsonl` by step; of two lines of a step the later counts. None is a value that was null."""
+
+    steps: Mapping[int, Mapping[str, float | None]] = field(default_factory=dict)
+    evals: Mapping[int, Mapping[str, float | None]] = field(default_factory=dict)
+    unread: int = 0
+    """Lines that are no object with a step. A line that a kill has cut short is one."""
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step; 0 without any."""
+        return max(self.steps, default=0)
+
+    def trained(self, name: str) -> Series:
+        """A figure of the steps."""
+        return _series(self.steps, name)
+
+    def evaluated(self, name: str) -> Series:
+        """A figure of the evaluations."""
+        return _series(self.evals, name)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where and how the run was started."""
+
+    date: str
+    command: tuple[str, ...]
+    python: str
+    platform: str
+    packages: Mapping[str, str | None]
+    git: str | None
+    device: str
+
+
+@dataclass(frozen=True)
+class PhasePair:
+    """Allocated bytes of a phase; `error` is predicted / measured - 1."""
+
+    name: str
+    predicted: int | None
+    measured: int | None
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`memory.json`. `is_of_card` is false where a process's resident memory was read, in place of an allocator."""
+
+    is_of_card: bool
+    device_name: str | None
+    phases: tuple[PhasePair, ...]
+    peak: PhasePair
+    """Of all phases; since the last repair, where there was one."""
+    sentence: str
+    repairs: tuple[Repair, ...]
+    last_step: int | None
+    """The last step of the process that wrote it; None where that made none."""
+    growth_bytes: int | None
+    """By which what stayed allocated grew a step, where that was told."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of a run folder say. None where one is not there or cannot be read, which `lacks` tells."""
+
+    folder: Path
+    config: TrainingConfig | None
+    config_text: str
+    plan: Plan | None
+    environment: Environment | None
+    memory: Memory | None
+    metrics: Metrics
+    checkpoints: tuple[int, ...]
+    is_exported: bool
+    lacks: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.absolute().name
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run folder. Raises RequestError where there is none."""
+    if not _is_run(folder):
+        raise RequestError([_no_run(folder)])
+    lacks: list[str] = []
+    config, text = _read_config(folder / "config.yaml", lacks)
+    saved = (found.name.removeprefix("step-") for found in (folder / "checkpoints").glob("step-????????"))
+    return Run(
+        folder=folder,
+        config=config,
+        config_text=text,
+        plan=_read(folder / "plan.json", Plan.from_json, lacks),
+        environment=_read(folder / "environment.json", _environment, lacks),
+        memory=_read(folder / "memory.json", _memory, lacks),
+        metrics=_read_metrics(folder / "metrics.jsonl", lacks),
+        checkpoints=tuple(sorted(int(number) for number in saved if number.isdecimal())),
+        is_exported=any((folder / "final").glob("*")),
+        lacks=tuple(lacks),
+    )
+
+
+def _no_run(folder: Path) -> Problem:
+    """Told with the run that was meant: around it, in it or beside it."""
+    expected = "the folder that `train` wrote"
+    if not folder.is_dir():
+        inside = folder.parent if _is_run(folder.parent) else path_like(folder, _is_run)
+        what = "is a file" if folder.exists() else "is no folder"
+        return Problem("RUN", f"{folder} {what}", expected=expected, nearest=str(inside) if inside else None)
+    around = next((parent for parent in list(folder.absolute().parents)[:2] if _is_run(parent)), None)
+    runs = [around] if around else sorted(entry for entry in folder.iterdir() if _is_run(entry))
+    message = f"{folder} is no run folder: it has none of {', '.join(_MARKS)}"
+    return Problem("RUN", message, expected=expected, nearest=", ".join(map(str, runs[:3])) or None)
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _MARKS)
+
+
+def _read_config(file: Path, lacks: list[str]) -> tuple[TrainingConfig | None, str]:
+    """The resolved config, and its text, which is there for a config of another version too."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        lacks.append(f"{file.name}: {error.strerror}")
+        return None, ""
+    try:
+        return load(file), text
+    except RequestError as error:
+        lacks.append(f"{file.name}: {' '.join(str(error.problems[0]).split())}")
+        return None, text
+
+
+def _read(file: Path, parse: Callable[[Any], T], lacks: list[str]) -> T | None:
+    """What `parse` makes of a JSON document; None, said in `lacks`, where there is none of that shape."""
+    try:
+        return parse(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        lacks.append(f"{file.name}: {error.strerror}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        lacks.append(f"{file.name} cannot be read: {type(error).__name__} {error}")
+    return None
+
+
+def _environment(document: Any) -> Environment:
+    return Environment(
+        date=str(document["date"]),
+        command=tuple(map(str, document["command"])),
+        python=str(document["python"]),
+        platform=str(document["platform"]),
+        packages=dict(document["packages"]),
+        git=document["git"],
+        device=str(document["device"]),
+    )
+
+
+def _memory(document: Any) -> Memory:
+    predicted, measured = document["predicted"], document["measured"]
+    error, growth = document["error"], document["growth"]
+    errors = error["phases"] if error is not None else {}
+    return Memory(
+        is_of_card=not measured["baseline_bytes"],
+        device_name=measured.get("device_name"),
+        phases=tuple(
+            PhasePair(entry["name"], entry["predicted_bytes"], entry["measured_bytes"], errors.get(entry["name"]))
+            for entry in document["timeline"]
+        ),
+        peak=PhasePair(
+            "peak of the run",
+            predicted["peak"]["allocated_bytes"] if predicted is not None else None,
+            measured["allocated_bytes"] - measured["baseline_bytes"],
+            error["allocated"] if error is not None else None,
+        ),
+        sentence=last_line(document),
+        repairs=tuple(Repair(**repair) for repair in document["repairs"]),
+        last_step=document["floors"]["last_step"],
+        growth_bytes=growth["per_step"] if growth is not None else None,
+    )
+
+
+def _read_metrics(file: Path, lacks: list[str]) -> Metrics:
+    steps: dict[int, Mapping[str, float | None]] = {}
+    evals: dict[int, Mapping[str, float | None]] = {}
+    unread = 0
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                read = _line(line)
+                if read is None:
+                    unread += bool(line.strip())
+                    continue
+                step, values = read
+                (evals if "eval_loss" in values else steps)[step] = values
+    except OSError as error:
+        lacks.append(f"{file.name}: {error.strerror}")
+    if unread:
+        lacks.append(f"{file.name}: {unread} {'line is' if unread == 1 else 'lines are'} not whole, and left out")
+    return Metrics(steps, evals, unread)
+
+
+def _line(text: str) -> tuple[int, dict[str, float | None]] | None:
+    """Step and figures of a line; None for one that is not whole."""
+    try:
+        values = json.loads(text)
+        step = values.pop("step")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    if type(step) is not int or step < 0:
+        return None
+    return step, {
+        name: _number(value) for name, value in values.items() if value is None or type(value) in (int, float)
+    }
+
+
+def _number(value: Any) -> float | None:
+    """As it is, but for an integer that no float can hold."""
+    return math.inf if isinstance(value, int) and value.bit_length() > 64 else value
+
+
+def _series(lines: Mapping[int, Mapping[str, float | None]], name: str) -> Series:
+    points, broken = [], []
+    for step in sorted(lines):
+        value = lines[step].get(name)
+        if value is None:
+            continue
+        if abs(value) < GREATEST:
+            points.append((step, value))
+        else:
+            broken.append(step)
+    return Series(tuple(points), tuple(broken))
