@@ -10,6 +10,7 @@ from framework.build.assembly import assemble
 from framework.build.model import settle
 from framework.build.place import real_place
 from framework.run.step import train_step
+from tests.card import own_card
 from tests.tiny import LLAMA, tiny_config
 
 SHARED = {**LLAMA, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -28,6 +29,7 @@ def test_the_kernel_for_training_is_asked_for_by_name(
 
 
 @pytest.mark.gpu
+@own_card()
 @pytest.mark.parametrize("lengths", [(40, 100), (129, 33, 128, 500)], ids=str)
 def test_short_rows_learn_what_sdpa_does(lengths: tuple[int, ...]) -> None:
     losses = []

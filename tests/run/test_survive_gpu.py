@@ -11,6 +11,7 @@ from framework.errors import OutOfMemory
 from framework.memory.cards import read_card
 from framework.run.forecast import forecast_in_subprocess
 from framework.schema.config import TrainingConfig
+from tests.card import own_card
 from tests.run.test_trainer import corpus, metrics, train  # noqa: F401
 from tests.tiny import LLAMA
 
@@ -40,12 +41,13 @@ def settings(corpus: Any, folder: Any, **training: Any) -> TrainingConfig:  # no
 @pytest.fixture
 def capped(training: dict[str, Any]) -> Any:
     """A part of the card for this process: activations on the host need less of it."""
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    room = (1.0 if "activation_offload" in training else 1.25) * 2**30
-    torch.cuda.set_per_process_memory_fraction((room + torch.cuda.memory_allocated()) / total)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    with own_card():  # others measure what is in use on it
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        room = (1.0 if "activation_offload" in training else 1.25) * 2**30
+        torch.cuda.set_per_process_memory_fraction((room + torch.cuda.memory_allocated()) / total)
+        yield
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize(
