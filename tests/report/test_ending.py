@@ -73,6 +73,11 @@ def test_a_failure_that_was_repaired_did_not_end_it(folder):
     assert ending_of(folder).how is How.UNFINISHED
 
 
+def test_an_evaluation_that_was_repaired_before_the_first_step_did_not_end_it(folder):
+    out_of_memory(folder, "repaired: training.per_device_eval_batch_size 4 -> 2 (end of the longest rows)")
+    assert ending_of(folder).how is How.UNFINISHED
+
+
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_failure_after_the_last_repair_is_the_end(tmp_path, step):
     """In the same step too, where nothing was left to halve."""

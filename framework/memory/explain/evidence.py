@@ -143,7 +143,7 @@ def read_circumstances(text: str) -> Circumstances:
     """What the head of an `oom.txt` tells; nothing for any other text."""
     head = text[:20_000].partition("\n\n")[0]
     facts = dict(re.findall(r"^([a-z ]+): (.*)$", head, re.MULTILINE))
-    if "phase" not in facts and "step" not in facts:
+    if not facts.keys() & {"phase", "step", "repaired"}:  # of the trial's evaluation there is the last alone
         return Circumstances()
 
     def number(name: str) -> int | None:
