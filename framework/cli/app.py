@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from framework.cli import look, work
+from framework.cli.convert import convert
 from framework.cli.data import data
 from framework.cli.diff import diff
 from framework.cli.doctor import doctor
@@ -48,7 +49,7 @@ def _told(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 app.command()(work.train)  # which says itself what was saved
-for _verb in (plan, fit, explain, report, look.check, data, look.show, diff, levers, merge, predict):
+for _verb in (plan, fit, explain, report, look.check, data, look.show, diff, levers, convert, merge, predict):
     app.command()(_told(_verb))
 app.command("list")(_told(look.list_choices))
 app.command()(_told(look.schema))

@@ -45,6 +45,7 @@ def command(*words: str) -> str:
         (command("show", "quickstart"), HEAVY),
         (command("diff", "quickstart", "quickstart", "gpu=24gb"), HEAVY),
         (command("check", "quickstart", "--quick"), HEAVY),
+        (command("convert", "recipes/quickstart.yaml"), HEAVY),
         (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),
         ("from framework import ModelParams, TrainingConfig, check, load, plan", HEAVY),
     ],

@@ -1,0 +1,26 @@
+"""`tunesmith convert`: the recipe on stdout, the rest on stderr, nothing heavy loaded."""
+
+from framework.cli import main
+
+
+def test_the_recipe_is_on_stdout_and_what_is_left_on_stderr(tmp_path, capsys) -> None:
+    file = tmp_path / "theirs.yml"
+    file.write_text("base_model: a/b\nlearning_rate: 1e-4\nsequence_len: 512\nplot_everything: 1\n")
+    assert main(["convert", str(file)]) == 0
+    said = capsys.readouterr()
+    recipe = tmp_path / "ours.yaml"
+    recipe.write_text(said.out)
+    assert f"{file}:4: plot_everything: 1: no equivalent" in said.err
+    assert "3 of 4 values of Axolotl are carried" in said.err
+    assert main(["check", str(recipe), "--quick"]) == 0
+
+
+def test_a_refusal_exits_2_and_prints_no_recipe(tmp_path, capsys) -> None:
+    file = tmp_path / "theirs.yml"
+    file.write_text("base_model: a/b\nrl: grpo\n")
+    assert main(["convert", str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{file}:2" in said.err
+    assert "Traceback" not in said.err
+    assert main(["convert", str(tmp_path / "none.yml")]) == 2
