@@ -49,6 +49,14 @@ OF_ADAPTER = {
     "lora_modules_to_save": "peft.lora_modules_to_save",
     "loraplus_lr_ratio": "peft.lora_plus_lr_ratio",
 }
+DEFAULTS = {
+    "lr_scheduler": ("training.lr_scheduler_type", "cosine"),
+    "optimizer": ("training.optimizer", "adamw_torch_fused"),
+    "num_epochs": ("training.num_train_epochs", 1),
+    "micro_batch_size": ("training.per_device_train_batch_size", 1),
+    "sequence_len": ("model.model_max_length", 512),
+}
+"""Their key -> ours, and the value it has there where none is written; ours is another (docs.axolotl.ai, 2026-11)."""
 LEFT = {
     (Why.WRITE, "training.save_steps: optimizer steps; the end is saved in any case"): "saves_per_epoch",
     (Why.DEFAULT, "labels are made from positions: what pads and what ends a turn needs no word of its own"): (
@@ -71,6 +79,9 @@ LEFT = {
     ),
     (Why.NOT_OURS, "another loss than the cross entropy of all supervised tokens"): (
         "use_eaft eaft_alpha eaft_k use_dft_loss"
+    ),
+    (Why.NOT_OURS, "training of a few layers at a time (LISA); model.freeze_first_blocks freezes for good"): (
+        "lisa_n_layers lisa_step_interval lisa_layers_attribute"
     ),
     (Why.ABSENT, "model.enable_liger_kernel and training.compile fuse kernels here"): (
         "lora_mlp_kernel lora_qkv_kernel lora_o_kernel fused_attn_kernel flash_attn_fuse_mlp flash_attn_rms_norm "
@@ -97,10 +108,9 @@ def translate(t: Translation) -> None:
     t.rename(SAME)
     carry_optimizer(t, "optimizer")
     carry_schedule(t, "lr_scheduler", "warmup_ratio", "warmup_steps")
-    if not source.text("lr_scheduler"):
-        t.put("training.lr_scheduler_type", "cosine", comment="Axolotl's default")
-    if not (source.get("num_epochs") or source.get("max_steps")):
-        t.put("training.num_train_epochs", 1, comment="Axolotl's default")
+    for key, (ours, value) in DEFAULTS.items():
+        if source.get(key) is None and not (key == "num_epochs" and source.get("max_steps")):
+            t.put(ours, value, comment="Axolotl's default")
     _shape(t)
     _kernels(t)
     _frozen(t)
@@ -136,8 +146,6 @@ def _shape(t: Translation) -> None:
         t.put("training.gradient_accumulation_steps", count, "batch_size", comment=f"batch_size {total:g} there")
     else:
         t.leave("batch_size", Why.DEFAULT, "gradient_accumulation_steps goes before it")
-    if micro is None:
-        t.put("training.per_device_train_batch_size", 1, comment="Axolotl's default")
     checkpointing = source.get("gradient_checkpointing")
     if checkpointing is not None:
         t.put("training.enable_gradient_checkpointing", checkpointing is not False, "gradient_checkpointing")
@@ -200,6 +208,11 @@ def _adapter(t: Translation) -> None:
     for switch, method in {"peft_use_dora": "dora", "peft_use_rslora": "rslora"}.items():
         if source.get(switch) is True:
             t.put("peft.peft_method", method, switch)
+    start = source.text("peft_init_lora_weights").partition("_")[0]
+    if start in ("pissa", "olora"):
+        t.put("peft.peft_method", start, "peft_init_lora_weights")
+    if source.has("peft.loftq_config"):
+        t.put("peft.peft_method", "loftq", "peft.loftq_config.loftq_bits")
     names = source.get("lora_target_modules")
     experts = source.strings("lora_target_parameters")
     if source.get("lora_target_linear") is True:
@@ -269,8 +282,9 @@ def _sharding(t: Translation) -> None:
 def _precision(t: Translation) -> None:
     """Axolotl loads weights in bfloat16 where `bf16` is set, frozen or trained; sharded they get float32 masters."""
     source = t.source
-    bf16 = source.get("bf16") in (True, "auto", "full") or source.get("bfloat16") is True
     fp16 = source.get("fp16") is True or source.get("float16") is True
+    is_unsaid = "bf16" not in source.leaves and not fp16  # `auto` is its default
+    bf16 = source.get("bf16") in (True, "auto", "full") or source.get("bfloat16") is True or is_unsaid
     of = [key for key in ("bf16", "bfloat16", "fp16", "float16", "torch_dtype") if source.get(key) not in (None, False)]
     if not (bf16 or fp16):
         if not source.text("torch_dtype"):
@@ -302,7 +316,7 @@ def _task(t: Translation) -> None:
         raise source.refuse("rl", f"{word!r} is not ours for now", ", ".join(PreferenceLoss))
     t.put("training.task", "preference", "rl")
     t.put("training.preference.loss_type", word, "rl")
-    for key in ("rl_beta", "orpo_alpha"):
+    for key in ("dpo_beta", "rl_beta", "orpo_alpha"):
         t.carry(key, "training.preference.beta")
     t.carry("kto_desirable_weight", "training.preference.desirable_weight")
     t.carry("kto_undesirable_weight", "training.preference.undesirable_weight")
@@ -313,6 +327,9 @@ def _recording(t: Translation) -> None:
     """Evaluation, checkpoints and trackers."""
     source = t.source
     if t.has("data.eval") or t.has("data.eval_fraction"):
+        rows = t.entries["training.per_device_train_batch_size"].value
+        if source.get("eval_batch_size") is None:
+            t.put("training.per_device_eval_batch_size", rows, "micro_batch_size", comment="that of training, as there")
         text = "training.eval_steps: optimizer steps, the rows of an epoch / the rows of a step / this"
         t.leave_all({(Why.WRITE, text): "evals_per_epoch"})
     t.leave_all({(Why.ABSENT, "there are no rows to evaluate on"): "evals_per_epoch"})

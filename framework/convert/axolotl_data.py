@@ -6,6 +6,7 @@ from framework.convert.translation import Translation, Why
 from framework.convert.words import carry_share
 
 TEMPLATES = ("chatml", "llama3", "gemma", "mistral")
+LENGTHS = {"drop": "drop", "truncate": "right", "raise": "error"}
 _PAIRS = ("chosen", "rejected")
 CARRIED = (
     "path", "name", "split", "type", "field", "field_messages", "field_chosen", "field_rejected",
@@ -29,6 +30,7 @@ def carry_data(t: Translation) -> None:
         t.leave("sample_packing", Why.ABSENT, "answers are compared as wholes, a sequence each")
     else:
         t.carry("sample_packing", "data.packing")
+    _carry_length(t)
     t.leave("eval_sample_packing", Why.DEFAULT, "rows to evaluate on are put together as those to learn from are")
     if source.get("train_on_inputs") is True:
         t.put("data.supervise", "all", "train_on_inputs")
@@ -39,6 +41,14 @@ def carry_data(t: Translation) -> None:
     else:
         carry_share(t, "val_set_size")
     _carry_template(t)
+
+
+def _carry_length(t: Translation) -> None:
+    """Rows that are too long are dropped there, but texts of `completion` are cut into several."""
+    key, word = "excess_length_strategy", t.source.text("excess_length_strategy") or "drop"
+    kinds = {t.source.text(f"{item}.type") for item in t.source.items("datasets")}
+    if word in LENGTHS and t.has("data.train") and not kinds & {"completion", "pretrain"}:
+        t.put("data.truncation", LENGTHS[word], key, comment="" if t.source.has(key) else "Axolotl's default")
 
 
 def _carry_template(t: Translation) -> None:

@@ -1,5 +1,6 @@
 """What holds here of what the tables made: defaults go, what our schema or its rules refuse is left and told."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -44,6 +45,7 @@ def settle(t: Translation) -> tuple[str, ...]:
     _drop_invalid(t)
     cautions = _drop_conflicts(t)
     _drop_defaults(t)
+    _spell_numbers(t)
     _name_the_rest(t)
     t.left.sort(key=lambda row: int(row.place.rpartition(":")[2]))
     return cautions
@@ -77,7 +79,7 @@ def _presets() -> dict[str, str]:
 def _find_preset(t: Translation) -> None:
     """The shipped model of that name, which planning needs no network for."""
     if t.has("model.model_name") and not t.has("model.architecture"):
-        t.preset = _presets().get(t.entries["model.model_name"].value, "")
+        t.preset = _presets().get(str(t.entries["model.model_name"].value), "")
 
 
 def _put_what_goes_together(t: Translation) -> None:
@@ -146,8 +148,10 @@ def _in_order(keys: tuple[str, ...]) -> list[str]:
 
 
 def _entry(t: Translation, key: str) -> str:
-    """The entry that a key of a conflict is, or is inside of; empty where there is none."""
-    return next((ours for ours in t.entries if key == ours or key.startswith((f"{ours}.", f"{ours}["))), "")
+    """The entry that a key of a conflict is, is inside of, or has inside it; empty where there is none."""
+    around = (ours for ours in t.entries if f"{key}.".startswith((f"{ours}.", f"{ours}[")))
+    inside = (ours for ours in t.entries if ours.startswith(f"{key}."))
+    return next(iter([*around, *inside]), "")
 
 
 def _without_item(text: str) -> str:
@@ -175,6 +179,15 @@ def _drop_defaults(t: Translation) -> None:
         for key in t.entries.pop(ours).of:
             if not any(key in entry.of for entry in t.entries.values()):
                 t.leave(key, Why.DEFAULT, f"{ours}: {_shown(unset[ours])}")
+
+
+def _spell_numbers(t: Translation) -> None:
+    """`500_000` and `1e-5` in quotes, as numbers."""
+    config = {dotted(path): value for path, value in values(_config(t))}
+    for ours, entry in t.entries.items():
+        number = config.get(ours)
+        if isinstance(entry.value, str) and isinstance(number, int | float) and not isinstance(number, bool):
+            t.entries[ours] = replace(entry, value=number)
 
 
 def _drop_derived_precision(t: Translation) -> None:

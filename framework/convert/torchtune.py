@@ -148,7 +148,7 @@ def _model(t: Translation) -> None:
         t.leave(f"model.{name}", Why.DEFAULT, "the model's own config, which comes with its checkpoint")
     loss = component(t, "loss")
     if "Chunked" in loss or loss.startswith("Linear"):
-        t.put("model.chunked_loss", True, "loss._component_", comment="the logits are never whole there either")
+        t.put("model.chunked_loss", True, "loss._component_")
 
 
 def _optimizer(t: Translation) -> None:

@@ -10,6 +10,8 @@ from framework.schema.keys import root
 from framework.text import dump
 
 WIDTH = 118
+EDITED = "training"
+"""The section that people change from run to run: a line for each key."""
 SECTIONS = ("model", "training", "peft", "fsdp", "data")
 
 
@@ -30,13 +32,25 @@ def to_recipe(t: Translation, tool: str) -> str:
 def _section(name: str, inside: dict[str, Any], t: Translation) -> list[str]:
     told = {key: t.entries[f"{name}.{key}"].comment for key in inside if f"{name}.{key}" in t.entries}
     told = {key: comment for key, comment in told.items() if comment}
-    flat = f"{name}: {_flow(inside)}"
-    if len(flat) <= WIDTH and len(told) < len(inside):
-        behind = f"{flat}  # {next(iter(told.values()), '')}"
-        if len(told) == 1 and len(behind) <= WIDTH:
-            return [behind]
-        return [*(f"# {name}.{key}: {comment}" for key, comment in told.items()), flat]
-    return [f"{name}:", *(line for key, value in inside.items() for line in _lines(key, value, told.get(key, "")))]
+    block = [f"{name}:", *(line for key, value in inside.items() for line in _lines(key, value, told.get(key, "")))]
+    wrapped = _wrapped(name, inside)
+    behind = f"{wrapped[0]}  # {next(iter(told.values()), '')}"
+    if len(wrapped) == len(told) == 1 and len(behind) <= WIDTH:
+        return [behind]
+    above = [f"# {name}.{key}: {comment}" for key, comment in told.items()]
+    is_short = name != EDITED and len(above) + len(wrapped) <= len(block) / 2
+    return [*above, *wrapped] if is_short else block
+
+
+def _wrapped(name: str, inside: dict[str, Any]) -> list[str]:
+    """A section in brackets, on as few lines as it needs."""
+    lines = [f"{name}: {{"]
+    for key, value in inside.items():
+        part = f"{_word(key)}: {_flow(value)}, "
+        if len(lines[-1]) + len(part) > WIDTH and lines[-1][-1] != "{":
+            lines.append("  ")
+        lines[-1] += part
+    return [*(line.rstrip() for line in lines[:-1]), f"{lines[-1].removesuffix(', ')}}}"]
 
 
 def _lines(key: str, value: Any, comment: str) -> list[str]:

@@ -26,6 +26,7 @@ learning_rate: 2e-4
 warmup_steps: 0.1
 bf16: auto
 gradient_checkpointing: yes
+tf32: on
 val_set_size: 0.05
 """
 LLAMA_FACTORY = """\
@@ -135,7 +136,8 @@ def test_axolotl(converted) -> None:
     assert "warmup_steps" not in training
     assert training["num_train_epochs"] == 1  # its default
     assert training["optimizer"] == "adamw_8bit"
-    assert training["enable_gradient_checkpointing"] is True  # `yes` of YAML 1.1
+    assert training["enable_gradient_checkpointing"] is True
+    assert training["tf32"] is True  # `on` of YAML 1.1
     assert recipe["model"]["torch_dtype_str"] == "bfloat16"
     assert recipe["peft"] == {
         "lora_r": 32,

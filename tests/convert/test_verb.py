@@ -1,5 +1,8 @@
 """`tunesmith convert`: the recipe on stdout, the rest on stderr, nothing heavy loaded."""
 
+import re
+from pathlib import Path
+
 from framework.cli import main
 
 
@@ -24,3 +27,15 @@ def test_a_refusal_exits_2_and_prints_no_recipe(tmp_path, capsys) -> None:
     assert f"{file}:2" in said.err
     assert "Traceback" not in said.err
     assert main(["convert", str(tmp_path / "none.yml")]) == 2
+
+
+def test_the_page_shows_what_is_printed(tmp_path, capsys, monkeypatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text()
+    theirs, ours = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    (told,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yml").write_text(theirs)
+    assert main(["convert", "theirs.yml"]) == 0
+    said = capsys.readouterr()
+    assert said.out == ours
+    assert said.err == told
