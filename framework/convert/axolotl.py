@@ -32,7 +32,6 @@ SAME = {
     "tf32": "training.tf32",
     "seed": "training.seed",
     "output_dir": "training.output_dir",
-    "wandb_name": "training.run_name",
     "save_total_limit": "training.save_total_limit",
     "logging_steps": "training.logging_steps",
     "group_by_length": "data.group_by_length",
@@ -66,9 +65,8 @@ LEFT = {
     (Why.ABSENT, "embeddings keep their size: no tokens are added"): "resize_token_embeddings_to_32x",
     (Why.DEFAULT, "tokenised rows are kept by data.cache, under ~/.cache"): "dataset_prepared_path",
     (Why.DEFAULT, "only the columns that a form reads are kept"): "remove_unused_columns skip_prepare_dataset",
-    (Why.WRITE, "WANDB_PROJECT, WANDB_ENTITY and their like in the environment; wandb reads them"): (
-        "wandb_project wandb_entity wandb_watch wandb_log_model wandb_run_id"
-    ),
+    (Why.WRITE, "WANDB_ENTITY or WANDB_RUN_ID in the environment; wandb reads them"): "wandb_entity wandb_run_id",
+    (Why.ABSENT, "weights are not watched by wandb, and not sent to it"): "wandb_watch wandb_log_model",
     (Why.ABSENT, "a loss that is not finite stops the run, a high one does not"): (
         "loss_watchdog_threshold loss_watchdog_patience"
     ),
@@ -347,5 +345,8 @@ def _recording(t: Translation) -> None:
     used = [tracker for tracker, keys in tracked.items() if keys]
     if used:
         t.put("training.trackers", used, *(key for keys in tracked.values() for key in keys))
-    if source.get("wandb_project"):
-        t.leave("wandb_project", Why.WRITE, "WANDB_PROJECT in the environment; wandb reads it")
+    named = next((key for key in ("wandb_name", "wandb_project") if source.get(key)), "")
+    if named:
+        t.carry(named, "training.run_name")
+    if named == "wandb_name":
+        t.leave("wandb_project", Why.ABSENT, "trackers take training.run_name for the project too")

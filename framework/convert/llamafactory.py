@@ -44,7 +44,7 @@ SAME = {
 """Their key -> ours, where the value means the same."""
 LEFT = {
     (Why.DEFAULT, "metrics.jsonl and `tunesmith report` show the loss"): "plot_loss",
-    (Why.DEFAULT, "rows are tokenised by as many processes as pay"): "preprocessing_num_workers",
+    (Why.ABSENT, "rows are tokenised once, by one process, and kept (data.cache)"): "preprocessing_num_workers",
     (Why.DEFAULT, "a rank that fails ends all, without waiting"): "ddp_timeout",
     (Why.DEFAULT, "the cache is renewed where files, tokenizer or limits change"): "overwrite_cache",
     (Why.NOT_OURS, "experts that are computed by the CPU (ktransformers)"): (
@@ -145,9 +145,13 @@ def _checkpointing(t: Translation) -> None:
 def _adapter(t: Translation) -> None:
     source, kind = t.source, t.source.text("finetuning_type") or "lora"
     if kind != "lora":
-        t.leave("finetuning_type", Why.DEFAULT, "all weights are trained")
         if kind == "freeze":
-            t.leave("finetuning_type", Why.WRITE, "model.freeze_first_blocks: how many are not trained")
+            t.leave(
+                "finetuning_type", Why.WRITE, "model.freeze_first_blocks: how many are not trained; until then none"
+            )
+            t.head.append("LLaMA-Factory trains its last blocks alone: add model.freeze_first_blocks")
+        else:
+            t.leave("finetuning_type", Why.DEFAULT, "all weights are trained")
         return
     t.put("training.use_peft", True, "finetuning_type")
     rank = source.get("lora_rank") or 8

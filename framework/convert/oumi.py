@@ -60,11 +60,11 @@ LEFT = {
         "model.tokenizer_pad_token model.tokenizer_kwargs"
     ),
     (Why.WRITE, "a key of model.architecture, beside the rest of the model's config"): "model.model_kwargs",
-    (Why.ABSENT, "data.workers: a number of processes"): "training.dataloader_main_process_only",
+    (Why.ABSENT, "each rank makes its own batches"): "training.dataloader_main_process_only",
     (Why.ABSENT, "a worker prepares 2 batches ahead"): "training.dataloader_prefetch_factor",
     (Why.DEFAULT, "metrics.jsonl has them of every step"): "training.include_performance_metrics",
     (Why.DEFAULT, "`final/` is always written"): "training.save_final_model",
-    (Why.ABSENT, "the command line says what is printed"): (
+    (Why.ABSENT, "what is printed is the same for all runs"): (
         "training.log_level training.log_model_summary training.logging_dir training.logging_first_step"
     ),
     (Why.ABSENT, "arguments of another trainer are no keys here"): "training.trainer_kwargs",
@@ -257,7 +257,7 @@ def _source(t: Translation, item: str) -> tuple[dict[str, Any], list[str]]:
         "dataset_kwargs.seq_length": (Why.ABSENT, "rows are as long as model.model_max_length"),
         "shuffle": (Why.DEFAULT, "rows are always shuffled, by training.seed"),
         "seed": (Why.DEFAULT, "rows are shuffled by training.seed"),
-        "transform_num_workers": (Why.DEFAULT, "rows are tokenised by as many processes as pay"),
+        "transform_num_workers": (Why.ABSENT, "rows are tokenised once, by one process, and kept (data.cache)"),
         "trust_remote_code": (Why.NOT_OURS, "datasets that bring their own code"),
         "dataset_kwargs": (Why.WRITE, "format and columns of this source (docs/data.md)"),
     }

@@ -103,3 +103,15 @@ def test_recipes_stay_short_and_most_values_are_carried(tool) -> None:
         settled["carried"] += len(row.carried)
         settled.update(named.values())
     assert settled["carried"] + settled[Why.DEFAULT] >= 0.8 * settled.total()
+
+
+NAMES = {"oumi": "Oumi", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory"}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_page_has_these_counts(tool) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| {NAMES.get(tool, tool)} |"))
+    found = [row for _, row in recipes(tool)]
+    counts = [len(files(tool)), len(found), sum(row.total for row in found), sum(len(row.carried) for row in found)]
+    assert [cell.strip() for cell in row.split("|")[2:6]] == [f"{count:,}" for count in counts]

@@ -168,6 +168,24 @@ def test_rows_held_out_by_number(converted) -> None:
     assert recipe["data"]["train"] == [{"path": "c/d", "format": "alpaca", "split": "train[200:]"}]
 
 
+def test_names_for_trackers_of_axolotl(converted) -> None:
+    """The project of a tracker is our run_name."""
+    found, recipe = converted("base_model: a/b\nwandb_project: letters\n")
+    assert recipe["training"]["trackers"] == ["wandb"]
+    assert recipe["training"]["run_name"] == "letters"
+    found, recipe = converted("base_model: a/b\nwandb_project: letters\nwandb_name: first\n")
+    assert recipe["training"]["run_name"] == "first"
+    assert reasons(found, "wandb_project") == [(Why.ABSENT, "trackers take training.run_name for the project too")]
+
+
+def test_texts_that_are_too_long(converted) -> None:
+    """Rows are dropped there unless it is said; texts of `completion` are cut into several."""
+    source = "base_model: a/b\ndatasets: [{path: c/d, type: %s}]\n"
+    assert converted(source % "alpaca")[1]["data"]["truncation"] == "drop"
+    assert "truncation" not in converted(source % "completion")[1]["data"]
+    assert "truncation" not in converted(source % "alpaca" + "excess_length_strategy: truncate\n")[1]["data"]
+
+
 def test_conversations_of_axolotl(converted) -> None:
     source = (
         "{path: c/d, type: chat_template, field_messages: chats, message_property_mappings: {role: from, content: %s}}"
