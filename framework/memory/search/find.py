@@ -161,7 +161,7 @@ def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
         plan=plan,
         before=None if was_open else plans[0],
         changes=(*changes, *_filled_in(written, after, keys)),
-        frontier=frontier(before, best.searches, _is_timed(written.gpu)),
+        frontier=frontier(written, best.searches, _is_timed(written.gpu)),
         tried=sum(search.space.count for search in best.searches),
         planned=sum(len(search.plans) for search in best.searches),
         computed=sum(search.computed for search in best.searches),
@@ -246,7 +246,7 @@ def _of_the_host(after: TrainingConfig, plan: Plan, best: _Best) -> Iterator[str
         yield f"settings that keep more on the host were left out, as this machine has no room: {lacking[0]}"
 
 
-def frontier(before: TrainingConfig, searches: Sequence[Search], is_timed: bool) -> tuple[Point, ...]:
+def frontier(written: TrainingConfig, searches: Sequence[Search], is_timed: bool) -> tuple[Point, ...]:
     """The candidates that no other beats in both memory and speed, from least memory to most."""
     known = [
         (upper, seconds / tokens_of(search, item), search, item)
@@ -262,7 +262,7 @@ def frontier(before: TrainingConfig, searches: Sequence[Search], is_timed: bool)
     best = [row for place, row in enumerate(best) if not place % apart or row[3] in row[2].plans]
     return tuple(
         Point(
-            overrides=_overrides(before, search.space.config(item)),
+            overrides=_overrides(written, search.space.config(item)),
             device_bytes=int(upper),
             tokens_per_second=1 / seconds if is_timed and seconds else None,
             planned=item in search.plans,
@@ -278,8 +278,9 @@ def tokens_of(search: Search, item: Candidate) -> int:
     return search.space.rows * (length // config.sharing if isinstance(length, int) else 1)
 
 
-def _overrides(before: TrainingConfig, after: TrainingConfig) -> tuple[str, ...]:
-    keys = changed_keys(before, after)
+def _overrides(written: TrainingConfig, after: TrainingConfig) -> tuple[str, ...]:
+    """What to type for a candidate: what it moved, and the values of all that was left open."""
+    keys = dict.fromkeys((*changed_keys(opened(written), after), *left_open(written)))
     return typed({key: value_of(after, key) for key in keys}, after.batch.global_size)
 
 

@@ -93,6 +93,16 @@ def test_what_this_machine_has_no_room_for_is_said() -> None:
     assert (found.plan.fits, found.fits, found.shortage) == (True, False, "2280 MiB are needed")
 
 
+def test_a_point_is_typed_with_every_value_that_the_request_left_open() -> None:
+    """Also the plain ones: pasted without them, `auto` would search again."""
+    found = found_on(config_on(3000, enable_gradient_checkpointing="auto", compile="auto", activation_offload="auto"))
+    typed = [dict(item.split("=") for item in point.overrides) for point in found.frontier]
+    open_ = {f"training.{key}" for key in ("enable_gradient_checkpointing", "compile", "activation_offload")}
+    assert len(typed) > 1
+    assert all(open_ <= item.keys() for item in typed)
+    assert {item["training.activation_offload"] for item in typed} >= {"false"}
+
+
 def test_exact_settings_are_taken_where_they_fit() -> None:
     for usable in (3000, 6000):
         assert all(change.exact for change in found_on(config_on(usable)).changes)
