@@ -8,7 +8,7 @@ from framework.schema.choices import Optimizer, OptimizerOffload, Scheduler, Tas
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 from framework.schema.fsdp import FSDPParams
-from framework.schema.keys import dotted, values
+from framework.schema.keys import dotted, values, written_keys
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,15 @@ IDLE = (
 
 
 def idle_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Warnings about keys that were written and do nothing."""
+    """Warnings about keys that were written and do nothing: other than by default, or in so many words while their
+    cause is nowhere written, so that whoever wrote them thinks they are in effect."""
     defaults = dict(values(TrainingConfig()))
     changed = [dotted(path) for path, value in values(config) if path not in defaults or value != defaults[path]]
+    written = dict.fromkeys(written_keys(config))
     for idle in IDLE:
-        for key in changed if idle.is_idle(config) else ():
+        if not idle.is_idle(config):
+            continue
+        for key in changed if idle.cause in written else dict.fromkeys((*changed, *written)):
             in_section = any(section.endswith(".") and key.startswith(section) for section in idle.keys)
             if key in idle.keys or (in_section and key != idle.cause):
                 yield Conflict((key, idle.cause), f"has no effect: {idle.reason}", is_warning=True)

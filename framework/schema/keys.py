@@ -9,6 +9,8 @@ from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any
 
+from pydantic import BaseModel
+
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.schema.renamed import OLD_NAMES
 
@@ -73,6 +75,16 @@ def every_key() -> tuple[str, ...]:
 def values(config: TrainingConfig) -> Iterator[tuple[Path, Any]]:
     """Every value of a config that is not a mapping, lists both whole and item by item."""
     yield from _values(config.model_dump(), ())
+
+
+def written_keys(section: BaseModel, inside: str = "") -> Iterator[str]:
+    """The dotted keys that were given a value, defaults among them; of a section those within it, lists whole."""
+    for name in sorted(section.model_fields_set):
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from written_keys(value, f"{inside}{name}.")
+        else:
+            yield f"{inside}{name}"
 
 
 def unknown(path: Path) -> tuple[str, str | None]:

@@ -3,6 +3,7 @@
 import pytest
 
 from framework.schema.config import TrainingConfig
+from framework.schema.idle_rules import idle_conflicts
 from framework.schema.rules import Needs, find_conflicts
 
 T4 = {"name": "t4", "capability": "7.5"}
@@ -192,8 +193,8 @@ def test_what_has_no_effect_is_warned_about(sections, key):
     assert conflict.is_warning
 
 
-def test_a_key_written_as_its_default_is_not_warned_about():
-    assert not conflicts(peft={"lora_r": 8}, fsdp={"enable_fsdp": False})
+def test_a_key_written_as_its_default_is_not_warned_about_beside_its_switch():
+    assert not conflicts(peft={"lora_r": 8}, training={"use_peft": False}, fsdp={"enable_fsdp": False})
 
 
 def test_each_verb_has_its_needs():
@@ -352,3 +353,24 @@ def test_ligers_kernels_without_the_loss_that_builds_no_logits_are_said():
     found = conflicts(model={"enable_liger_kernel": True})["model.enable_liger_kernel"]
     assert found.is_warning
     assert found.expected == "model.chunked_loss=true beside it"
+
+
+@pytest.mark.parametrize(
+    ("sections", "idle"),
+    [
+        ({"peft": {"lora_r": 8, "peft_method": "lora"}}, {"peft.lora_r", "peft.peft_method"}),
+        ({"fsdp": {"sharding_strategy": "FULL_SHARD"}}, {"fsdp.sharding_strategy"}),
+        ({"data": {"shuffle_buffer": 1000}}, {"data.shuffle_buffer"}),
+        ({"peft": {"lora_r": 8}, "training": {"use_peft": False}}, set()),
+        ({"peft": {"lora_r": 4}, "training": {"use_peft": False}}, {"peft.lora_r"}),
+        ({"peft": {"lora_r": 8}, "training": {"use_peft": True}}, set()),
+    ],
+)
+def test_a_default_that_is_written_without_its_switch_is_told(sections, idle):
+    """Who writes `peft: {lora_r: 8}` and nothing else believes that an adapter is trained. A run's `config.yaml`, which
+    writes every value, says of each switch that it is off."""
+    config = TrainingConfig.model_validate(sections)
+    assert {found.keys[0] for found in idle_conflicts(config)} == idle
+    assert all(found.is_warning for found in idle_conflicts(config))
+    whole = TrainingConfig.model_validate(TrainingConfig().model_dump())
+    assert not list(idle_conflicts(whole))
