@@ -146,5 +146,5 @@ def _saved(session: "Session", can_be_undone: bool) -> str:
 
 
 def _newest(session: "Session") -> str:
-    step = session.newest()
+    step = session.saving.newest()
     return f"the checkpoint of step {step}" if step else "no checkpoint"

@@ -161,7 +161,6 @@ def _build(
         watch,
         crew,
         step=step,
-        saved=step if newest else -1,
         read=read,
         repairs=repairs,
     )

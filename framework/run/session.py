@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -32,12 +31,9 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.checkpoint import Contents, checkpoints, contents_of, save_checkpoint
-from framework.run.common_save import CommonSave
 from framework.run.comparison import compare
 from framework.run.crew import Crew
 from framework.run.evaluate import Abandoned, evaluate, in_words, until_asked
-from framework.run.footprint import state_tensors
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
 from framework.run.interrupt import Interrupt
@@ -46,13 +42,13 @@ from framework.run.moved import SPAN, MovedElements, caution
 from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder
+from framework.run.saving import Saving
 from framework.run.sizes import EVAL, shrunk
 from framework.run.step import StepResult
 from framework.run.survive import tries
-from framework.run.together import plan_of_all, random_states_of_others
+from framework.run.together import plan_of_all
 from framework.run.trackers import flattened
-from framework.run.training_batches import TrainingBatches, stream_state
-from framework.run.writer import Writer
+from framework.run.training_batches import TrainingBatches
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
@@ -80,7 +76,6 @@ class Session:
     crew: Crew = field(default_factory=Crew)
     planner: Planner | None = None
     step: int = 0
-    saved: int = -1
     read: dict[str, str] = field(default_factory=dict)
     """What the tokenizer and the rows were, for a run that goes on from a checkpoint."""
     repairs: list[Repair] = field(default_factory=list)
@@ -94,15 +89,14 @@ class Session:
     _moved_elements: MovedElements | None = None
     _stream: Iterator[list[MicroBatch]] | None = None
     _began: int = field(init=False)
-    writer: Writer = field(init=False)
-    _begun: int | None = None
-    """The step whose checkpoint is being written."""
-    _common: CommonSave = field(init=False)
+    saving: Saving = field(init=False)
+    _awaits_gradients: bool = field(init=False)
+    """Whether what the first backward pass of the run leaves was not looked at yet."""
 
     def __post_init__(self) -> None:
         self._began = self.step + 1
-        self._common = CommonSave(self.folder.path, self.crew)
-        self.writer = Writer(self.config.training.async_save, self.assembly.ranks.world == 1)
+        self._awaits_gradients = self.step == 0
+        self.saving = Saving(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -125,7 +119,7 @@ class Session:
             explained_failures(self.watch, self.forecast, self.folder.path),
             recorded_memory(self.assembly.place),
             self.progress,
-            self.writer,
+            self.saving.writer,
         ):
             try:
                 yield
@@ -141,13 +135,10 @@ class Session:
 
     def start(self) -> None:
         """What comes right before the first step: the loss that training has to beat."""
-        if self.assembly.is_in_parts and self.writer.beside:
-            from framework.run.parts import writers_group
-
-            self._common = replace(self._common, group=writers_group())
+        self.saving.meet()
         if self.step == 0:
             self.evaluate()
-            if done := self._common.attempt(self.assembly, self.inputs.tokenizer):
+            if done := self.saving.attempt():
                 self.progress.say(f"save      {done}")
         self._moved_elements = MovedElements(self.assembly.trained)
         self._clock = time.perf_counter()
@@ -164,7 +155,7 @@ class Session:
         try:
             made = next(self._stream)
         except RequestError as error:
-            after = self.step if self.assembly.ranks.world == 1 else self.newest()
+            after = self.step if self.assembly.ranks.world == 1 else self.saving.newest()
             kept = f"the state after step {after} is saved" if after else "no state is saved"
             raise BrokenRows(f"the rows of step {step} cannot be had; {kept}\n{error}") from None
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
@@ -235,8 +226,8 @@ class Session:
     def observe(self, phase: str) -> None:
         """Meter each phase; before the first update, every trained tensor must have a gradient."""
         self.watch.observe(phase)
-        if phase == "optimizer_step" and self.saved == -1:
-            self.saved = 0
+        if phase == "optimizer_step" and self._awaits_gradients:
+            self._awaits_gradients = False
             absent = missing_gradients(self.assembly)
             if absent:
                 raise VerificationFailed(
@@ -264,7 +255,7 @@ class Session:
 
     def _is_asked_to_end(self) -> bool:
         """Whether some rank was asked to, or cannot write: all of them stop after the same step."""
-        asked = self.interrupt.asked or self.writer.has_failed
+        asked = self.interrupt.asked or self.saving.writer.has_failed
         return self.assembly.ranks.any(asked, self.assembly.place.device)
 
     def _verify_emptied_cache(self, step: int) -> None:
@@ -353,49 +344,6 @@ class Session:
         return on_device(self.assembly.place.device, batch)
 
     def save(self, beside: bool = False) -> None:
-        """A checkpoint of the step just made, unless it is there already. It is complete when this returns; with
-        `beside`, where that was asked for, when this is called again.
-
-        The main rank writes, or all ranks their parts. Raises SaveFailed, also of the checkpoint before.
-        """
-        self._finish_saving()
-        if self.saved != self.step:
-            self._begin_saving()
-        if not beside or not self.writer.beside:
-            self._finish_saving()
+        """A checkpoint of the step just made, as `Saving.save` has it. Raises SaveFailed."""
+        self.saving.save(beside)
         self._clock = time.perf_counter()
-
-    def newest(self) -> int:
-        """The step of the newest complete checkpoint, when what is being written is there; 0 without any. For a rank
-        that has failed: it does not wait for the others."""
-        self.writer.settle()
-        return max((int(folder.name.removeprefix("step-")) for folder in checkpoints(self.folder.path)), default=0)
-
-    def _begin_saving(self) -> None:
-        self.meter.observe("save")
-        with self.crew.phase(f"saving step {self.step}"):
-            others = random_states_of_others(self.crew, self.step)
-            if self.assembly.is_in_parts or self.assembly.ranks.is_main:
-                stream = stream_state(self.batches, self.step)
-                contents = contents_of(self.assembly, self.step, self.repairs, stream, others, self.read)
-                live = (*self.assembly.trained, *state_tensors(self.assembly))
-                self.writer.begin(contents, partial(self._write, parts=self._common.empty_parts(contents)), live)
-        if self.writer.count == 1:
-            self.progress.say(f"after step {self.step}: {self.writer.reading}")
-        self._begun = self.step
-
-    def _finish_saving(self) -> None:
-        """All ranks wait until the checkpoint that was begun is complete, outside of any collective."""
-        if self._begun is not None:
-            with self.crew.phase(f"writing the checkpoint of step {self._begun}"):
-                self.writer.wait()
-                self.crew.shared(f"saved/{self._begun}", lambda: "saved")
-            self.saved, self._begun = self._begun, None
-            if self.saved == self.total:
-                self.writer.copies.clear()
-
-    def _write(self, contents: Contents, parts: Path | None) -> None:
-        if parts is not None:
-            self._common.write_parts(contents, parts)
-        if self.assembly.ranks.is_main:
-            save_checkpoint(self.folder.path, contents, self.config.training.save_total_limit, parts)

@@ -7,7 +7,6 @@ forward was a temporary, and `claim` names weights, gradients and optimizer stat
 
 import contextlib
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from framework.memory.trace import (
 )
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run import kernels
+from framework.run.blocks import Blocks
 from framework.run.operations import operations_of
 from framework.run.packed import is_packed_product, packed_result, packed_workspace
 from framework.run.pointwise import pointwise_result
@@ -57,11 +57,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._card = card
         self._vocabulary = vocabulary
         self._padded = padded
-        self._blocks: dict[int, int] = {}  # storage address -> block
-        self._finalizers: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._births: dict[int, int] = {}  # block -> stretch of its birth, for blocks that may turn out temporary
-        self._stretch = 0
-        self._sums: dict[int, tuple[int, int]] = {}  # older gradient's block -> (sum's block, index of its birth)
+        self._blocks = Blocks(self.trace)
         self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of the workspaces taken
         self._resize = torch.UntypedStorage.resize_
         self._in_forward_code = False
@@ -78,7 +74,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def observe(self, phase: str, empties_cache: bool = False) -> None:
         """A phase of the step begins."""
         self.phase = phase
-        self._stretch += 1
+        self._blocks.begin_stretch()
         self.trace.enter(phase, empties_cache)
 
     def note_emptied_cache(self) -> None:
@@ -92,17 +88,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 block = self._track(local_part(tensor))
                 if block is not None:
                     self.trace.kinds[block] = kind
-                    self._births.pop(block, None)
+                    self._blocks.is_known(block)
 
     def claim_elsewhere(self, tensor: torch.Tensor, kind: Kind, space: Space) -> None:
         """Say that `tensor`, which takes no memory here, stands for one in another memory than the device's."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._blocks:
-            self._bind(storage, self._bear(tensor.numel() * tensor.element_size(), kind, space))
+        if self._blocks.of(storage) is None:
+            self._blocks.bind(storage, self._bear(tensor.numel() * tensor.element_size(), kind, space))
 
     def finish(self) -> Trace:
         """Stop watching, so that what dies from now on is no longer recorded."""
-        self._finalizers.clear()
+        self._blocks.stop()
         return self.trace
 
     # -- storages
@@ -110,11 +106,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if storage.device.type != "meta":
             return None
-        address = storage._cdata
-        block = self._blocks.get(address)
+        block = self._blocks.of(storage)
         if block is None:
             block = self._bear(storage.nbytes(), self._guess_kind(tensor))
-            self._bind(storage, block)
+            self._blocks.bind(storage, block)
             if self.phase == _OPTIMIZER:
                 self.trace.makers[block] = len(self.trace.operations)
         return block
@@ -124,22 +119,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             space = Space.HOST
         block = self.trace.bear(size, kind, space, self.stream)
         if kind is Kind.ACTIVATIONS and self.phase in _KEEPS_RESULTS:
-            self._births[block] = self._stretch
+            self._blocks.may_be_temporary(block)
         return block
-
-    def _bind(self, storage: torch.UntypedStorage, block: int) -> None:
-        address = storage._cdata
-        self._blocks[address] = block
-        self._finalizers[block] = weakref.ref(storage, lambda _: self._release(address, block))
-
-    def _release(self, address: int, block: int) -> None:
-        self._finalizers.pop(block, None)
-        if self._blocks.get(address) == block:
-            del self._blocks[address]
-        if self._births.pop(block, None) == self._stretch:
-            self.trace.kinds[block] = Kind.TEMPORARIES
-        if not self._reuse_for_sum(block):
-            self.trace.bury(block)
 
     def _guess_kind(self, tensor: torch.Tensor) -> Kind:
         phase = self.phase
@@ -152,39 +133,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if phase == _BACKWARD:  # autograd runs without grad mode, recomputation of a checkpoint with it
             return Kind.ACTIVATIONS if self._recomputes() else Kind.TEMPORARIES
         return Kind.TEMPORARIES if phase == _OPTIMIZER else Kind.UNATTRIBUTED
-
-    # -- autograd's sums
-    def _note_update(self, packet: Any, args: tuple[Any, ...], total: torch.Tensor) -> None:
-        """Remember what autograd does in place on a card, but out of place under any dispatch mode.
-
-        That is `old + new` in InputBuffer::accumulate (torch/csrc/autograd/input_buffer.cpp): it adds into the older
-        gradient if it holds the last reference to it and to its storage; a view shares its storage with its base, so
-        it never does that for one. And index_backward (FunctionsManual.cpp), which writes into fresh zeros. Undone
-        here when `old` dies at once.
-        """
-        old, new = args[0], args[1]
-        if packet is aten.add and not (isinstance(new, torch.Tensor) and old.shape == new.shape):
-            return
-        if old._is_view() or old.shape != total.shape or old.dtype != total.dtype:
-            return
-        older = self._blocks.get(old.untyped_storage()._cdata)
-        sum_block = self._blocks.get(total.untyped_storage()._cdata)
-        if older is not None and sum_block is not None and self.trace.events[-1] == sum_block:
-            self._sums = {older: (sum_block, len(self.trace.events) - 1)}
-
-    def _reuse_for_sum(self, older: int) -> bool:
-        """When `older` dies right after it was added to, let the sum live in its block instead."""
-        sum_block, index = self._sums.pop(older, (-1, -1))
-        if sum_block < 0 or self.trace.sizes[sum_block] != self.trace.sizes[older]:
-            return False
-        reference = self._finalizers.get(sum_block)
-        storage = reference() if reference is not None else None
-        if storage is None or any(event >= 0 for event in self.trace.events[index + 1 :]):
-            return False
-        del self.trace.events[index]
-        del self._finalizers[sum_block]
-        self._bind(storage, older)
-        return True
 
     # -- several ranks
     @contextlib.contextmanager
@@ -213,13 +161,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What is in `tensors` goes on in pinned memory; the device's copy dies."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            block = self._blocks.get(storage._cdata)
+            block = self._blocks.of(storage)
             if block is None or self.trace.spaces[block] is not Space.DEVICE:
                 continue
             self._note_transfer(tensor)
-            self._finalizers.pop(block)
-            self.trace.bury(block)
-            self._bind(storage, self.trace.bear(self.trace.sizes[block], kind, Space.PINNED))
+            self._blocks.leave(block)
+            self._blocks.bind(storage, self.trace.bear(self.trace.sizes[block], kind, Space.PINNED))
 
     def bring_from_host(self, size: int) -> int:
         """`size` bytes arrive on the device; the block they take, which is to be buried."""
@@ -240,7 +187,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is one of the recorded blocks."""
-        return storage._cdata in self._blocks
+        return self._blocks.of(storage) is not None
 
     def record_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """A library's kernel was called, with this result."""
@@ -277,13 +224,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """`storage.resize_` is no operator; sharding frees and refills its gathered weights with it."""
-        block = self._blocks.get(storage._cdata)
+        block = self._blocks.of(storage)
         if block is not None and self.trace.sizes[block] != size:
-            self._finalizers.pop(block)
-            self.trace.bury(block)
+            self._blocks.leave(block)
             trace = self.trace
             born = trace.bear(size, trace.kinds[block], trace.spaces[block], trace.streams[block])
-            self._bind(storage, born)
+            self._blocks.bind(storage, born)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -325,7 +271,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         made_memory = len(self.trace.events) > events
         if packet in _IN_PLACE_IN_BACKWARD and made_memory and self.phase == _BACKWARD and not torch.is_grad_enabled():
-            self._note_update(packet, args, result)
+            self._blocks.note_update(packet, args, result)
         is_product = packet in kernels.MATRIX_PRODUCTS or is_packed_product(packet)
         if not (made_memory or func._schema.is_mutable or is_product):
             self.trace.operations.append(Operation(packet.__name__, self._operation_phase(), 0, 0, ""))
@@ -393,12 +339,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Pinned host memory, which takes none here; what comes back from it to the device are activations."""
         pinned = torch.zeros((), dtype=dtype).expand(size)
         block = self.trace.bear(math.prod(size) * dtype.itemsize, Kind.ACTIVATIONS, Space.PINNED)
-        self._bind(pinned.untyped_storage(), block)
+        self._blocks.bind(pinned.untyped_storage(), block)
         return pinned
 
     def _is_offloaded(self, tensor: torch.Tensor) -> bool:
-        block = self._blocks.get(tensor.untyped_storage()._cdata, -1)
-        return block >= 0 and (self.trace.spaces[block], self.trace.kinds[block]) == (Space.PINNED, Kind.ACTIVATIONS)
+        block = self._blocks.of(tensor.untyped_storage())
+        return block is not None and (self.trace.spaces[block], self.trace.kinds[block]) == (
+            Space.PINNED,
+            Kind.ACTIVATIONS,
+        )
 
     def _note_transfer(self, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
@@ -408,7 +357,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """One shared zero of the right shape: it takes no memory here, and its full size in the trace's host space."""
         copy = torch.zeros((), dtype=dtype).expand(tensor.shape)
         block = self.trace.bear(tensor.numel() * dtype.itemsize, Kind.ACTIVATIONS, Space.HOST)
-        self._bind(copy.untyped_storage(), block)
+        self._blocks.bind(copy.untyped_storage(), block)
         return copy
 
 

@@ -185,8 +185,8 @@ def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
     memory = session.write_memory()
     for line in said_at_save(session.assembly):
         session.progress.say(line)
-    if session.writer.count:
-        session.progress.say(f"saves     {session.writer}")
+    if session.saving.writer.count:
+        session.progress.say(f"saves     {session.saving.writer}")
     sample = _exported(session)
     return memory, sample
 

@@ -17,8 +17,8 @@ from framework.errors import Interrupted, OutOfMemory, RequestError, SaveFailed,
 from framework.memory import planning
 from framework.memory.cards import read_card
 from framework.run import checkpoint as checkpoint_module
+from framework.run import saving, trainer
 from framework.run import session as session_module
-from framework.run import trainer
 from framework.run import written as written_module
 from framework.run.checkpoint import checkpoints, contents_of, save_checkpoint
 from framework.run.footprint import state_tensors
@@ -151,7 +151,7 @@ def slowed(monkeypatch, seconds):
         original(folder, contents, *others)
         at_work.pop()
 
-    monkeypatch.setattr(session_module, "save_checkpoint", slow)
+    monkeypatch.setattr(saving, "save_checkpoint", slow)
     return most
 
 
@@ -196,7 +196,7 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
     def until_failed(self, result):
         log(self, result)
         if self.step == 9:
-            while not self.writer.has_failed:
+            while not self.saving.writer.has_failed:
                 time.sleep(0.01)
 
     monkeypatch.setattr(written_module, "save_file", full_disk)

@@ -17,7 +17,7 @@ from framework.build.model import read_architecture
 from framework.build.rows import Rows
 from framework.build.verify import verify
 from framework.errors import NonFinite
-from framework.run import crew
+from framework.run import crew, saving
 from framework.run import session as session_module
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
@@ -176,13 +176,13 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
 def resumed_as_rank(corpus, folder) -> None:  # noqa: F811
     """Go on, with a rank 0 that takes longer over its saves than a collective may last (F09)."""
     crew.COLLECTIVE = crew.timedelta(seconds=10)
-    original = session_module.save_checkpoint
+    original = saving.save_checkpoint
 
     def slow(*arguments):
         time.sleep(12)
         return original(*arguments)
 
-    session_module.save_checkpoint = slow
+    saving.save_checkpoint = slow
     train(dropping(corpus, Path(folder) / "run"), resume=True)
 
 

@@ -1,0 +1,93 @@
+"""Which block of a trace each living storage is: births, deaths, and sums that autograd makes in place on a card."""
+
+import weakref
+from typing import Any
+
+import torch
+
+from framework.memory.trace import Kind, Trace
+
+aten = torch.ops.aten
+
+
+class Blocks:
+    """The blocks of `trace` that living storages are; one dies with its storage."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._of: dict[int, int] = {}  # storage address -> block
+        self._finalizers: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._births: dict[int, int] = {}  # block -> stretch of its birth, for blocks that may turn out temporary
+        self._stretch = 0
+        self._sums: dict[int, tuple[int, int]] = {}  # older gradient's block -> (sum's block, index of its birth)
+
+    def of(self, storage: torch.UntypedStorage) -> int | None:
+        """The block that `storage` is; None for one that is not recorded."""
+        return self._of.get(storage._cdata)
+
+    def bind(self, storage: torch.UntypedStorage, block: int) -> None:
+        """`storage` is `block` from now on, which dies with it."""
+        address = storage._cdata
+        self._of[address] = block
+        self._finalizers[block] = weakref.ref(storage, lambda _: self._release(address, block))
+
+    def leave(self, block: int) -> None:
+        """`block` dies, though its storage lives: `bind` it to another."""
+        self._finalizers.pop(block)
+        self._trace.bury(block)
+
+    def begin_stretch(self) -> None:
+        """What was born before and still lives is not temporary."""
+        self._stretch += 1
+
+    def may_be_temporary(self, block: int) -> None:
+        """Whether `block` is, shows in whether it outlives this stretch."""
+        self._births[block] = self._stretch
+
+    def is_known(self, block: int) -> None:
+        """The kind of `block` was said, and does not change with its death."""
+        self._births.pop(block, None)
+
+    def stop(self) -> None:
+        """What dies from now on is no longer recorded."""
+        self._finalizers.clear()
+
+    def _release(self, address: int, block: int) -> None:
+        self._finalizers.pop(block, None)
+        if self._of.get(address) == block:
+            del self._of[address]
+        if self._births.pop(block, None) == self._stretch:
+            self._trace.kinds[block] = Kind.TEMPORARIES
+        if not self._reuse_for_sum(block):
+            self._trace.bury(block)
+
+    def note_update(self, packet: Any, args: tuple[Any, ...], total: torch.Tensor) -> None:
+        """Remember what autograd does in place on a card, but out of place under any dispatch mode.
+
+        That is `old + new` in InputBuffer::accumulate (torch/csrc/autograd/input_buffer.cpp): it adds into the older
+        gradient if it holds the last reference to it and to its storage; a view shares its storage with its base, so
+        it never does that for one. And index_backward (FunctionsManual.cpp), which writes into fresh zeros. Undone
+        here when `old` dies at once.
+        """
+        old, new = args[0], args[1]
+        if packet is aten.add and not (isinstance(new, torch.Tensor) and old.shape == new.shape):
+            return
+        if old._is_view() or old.shape != total.shape or old.dtype != total.dtype:
+            return
+        older, sum_block = self.of(old.untyped_storage()), self.of(total.untyped_storage())
+        if older is not None and sum_block is not None and self._trace.events[-1] == sum_block:
+            self._sums = {older: (sum_block, len(self._trace.events) - 1)}
+
+    def _reuse_for_sum(self, older: int) -> bool:
+        """When `older` dies right after it was added to, let the sum live in its block instead."""
+        sum_block, index = self._sums.pop(older, (-1, -1))
+        if sum_block < 0 or self._trace.sizes[sum_block] != self._trace.sizes[older]:
+            return False
+        reference = self._finalizers.get(sum_block)
+        storage = reference() if reference is not None else None
+        if storage is None or any(event >= 0 for event in self._trace.events[index + 1 :]):
+            return False
+        del self._trace.events[index]
+        del self._finalizers[sum_block]
+        self.bind(storage, older)
+        return True
