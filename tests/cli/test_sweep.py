@@ -66,9 +66,10 @@ def command(write, capsys, monkeypatch):
 def test_the_table_tells_overrides_losses_peak_exit_code_and_folder(command):
     code, out, err = command("training.seed=1,2", "training.learning_rate=1e-4")
     assert code == 0, out + err
+    seconds = [round(json.loads(Path(f"swept/results/{number}.json").read_text())["seconds"]) for number in (0, 1)]
     assert [line.split() for line in out.splitlines()[1:-1]] == [
-        ["0", "0", "2", "1.5000", "1.2500", "1.00", "0", "0", "training.seed=1"],
-        ["1", "0", "2", "2.5000", "2.2500", "1.00", "0", "1", "training.seed=2"],
+        ["0", "0", "2", "1.5000", "1.2500", "1.00", f"{seconds[0]}", "0", "training.seed=1"],
+        ["1", "0", "2", "2.5000", "2.2500", "1.00", f"{seconds[1]}", "1", "training.seed=2"],
     ]
     own = f"training.seed=2 training.learning_rate=1e-4 training.output_dir={Path('swept/1').absolute()}"
     assert f"run 1: tunesmith train r.yaml gpu=cpu {own}\n" in err
