@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from framework.build.hub import nearest
 from framework.build.messages import describe
+from framework.schema.wording import counted
 
 HIGHEST = float(np.finfo(np.float32).max)
 """Targets are float32; a larger number would be infinite there."""
@@ -67,7 +68,7 @@ class Targets:
         if not values:
             raise WrongLabel("expected a number or a list of them, and the list is empty")
         if len(values) != self.size:
-            raise WrongLabel(f"expected {self.size} values, as in the first row, not {len(values)}")
+            raise WrongLabel(f"expected {counted(self.size, 'value')}, as in the first row, not {len(values)}")
         return np.array([_number(value) for value in values], np.float32)
 
 
@@ -109,9 +110,9 @@ def coarse_values(labels: Iterable[str | None]) -> list[str]:
         spread = float(values.std())
         if kept < len(values) and step > COARSE * spread:
             found.append(
-                f"the {len(values):,} different values from {values[0]:.10g} to {values[-1]:.10g} are {kept:,} in "
-                f"float32, whose steps are {step:g} there: subtract {values.mean():.10g} from them in the file and "
-                f"divide by {spread:.3g}, and undo both on what predict says"
+                f"the {counted(len(values), 'different value')} from {values[0]:.10g} to {values[-1]:.10g} are "
+                f"{kept:,} in float32, whose steps are {step:g} there: subtract {values.mean():.10g} from them "
+                f"in the file and divide by {spread:.3g}, and undo both on what predict says"
             )
     return found
 

@@ -14,6 +14,7 @@ from framework.build.assembly import Assembly
 from framework.build.heads import head_layers
 from framework.build.loss import causal_model
 from framework.build.quantize import is_packed, quantized_kinds, unquantized, weight_count
+from framework.schema.wording import counted
 
 GROUPS = ("attention", "dense MLP", "experts", "head", "other")
 
@@ -23,7 +24,7 @@ def said_of_adapter(assembly: Assembly) -> tuple[str, ...]:
     on_modules = assembly.adapter is not None and not hasattr(assembly.model, "prompt_encoder")
     said = [coverage_line(assembly.model)] if on_modules else []
     if kinds := quantized_kinds(assembly.model):
-        listed = ", ".join(f"{count} linear layers in {kind}" for kind, count in kinds.items())
+        listed = ", ".join(f"{counted(count, 'linear layer')} in {kind}" for kind, count in kinds.items())
         plain = unquantized(causal_model(assembly.model))
         said.append(f"base: {listed}{_stored(assembly)}; not quantised, nor cast: {plain}")
     return tuple(said)

@@ -30,6 +30,7 @@ from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams, Datasets
+from framework.schema.wording import counted
 
 ENCODE_BATCH = 256
 """Rows tokenised in one call: enough to keep every core of a big host busy, little memory beside the rows."""
@@ -197,7 +198,7 @@ def _first_block(stream: Stream, config: TrainingConfig) -> tuple[Rows | Packs, 
     _require_little_lost(block.report, config.training.task)
     shares = shares_of(config.data.train) if stream.mixing is not Mixing.CONCATENATE else []
     drawn = tuple(f"{share:.1%} {source.path}" for share, source in zip(shares, config.data.train, strict=False))
-    head = f"its first {block.report.read} rows" + (f"; drawn from {', '.join(drawn)}" if drawn else "")
+    head = f"its first {counted(block.report.read, 'row')}" + (f"; drawn from {', '.join(drawn)}" if drawn else "")
     return block.rows, replace(block.report, stream=head)
 
 
@@ -238,7 +239,7 @@ def hold_out(count: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int
     """
     size = max(1, round(fraction * count))
     if size >= count:
-        message = f"{fraction} of {count} rows leaves no row to train on"
+        message = f"{fraction} of {counted(count, 'row')} leaves no row to train on"
         raise RequestError([Problem("data.eval_fraction", message)])
     order = _generator(seed, HELD_OUT).permutation(count)
     return np.sort(order[size:]), np.sort(order[:size])
@@ -376,7 +377,7 @@ def _nothing_left(report: SplitReport, first: str | None, config: TrainingConfig
         per_step = ""
     steps = "planned optimizer steps: 0; " if report.name == "train" else "nothing is left to evaluate on; "
     dropped = sum(report.dropped.values())
-    message = f"{steps}{report.read} rows read, {dropped} dropped ({reasons}), 0 kept{per_step}"
+    message = f"{steps}{counted(report.read, 'row')} read, {dropped} dropped ({reasons}), 0 kept{per_step}"
     return Problem(
         f"data.{report.name}",
         f"{message}. The first: {first}",
@@ -388,7 +389,7 @@ def _nothing_left(report: SplitReport, first: str | None, config: TrainingConfig
 def _loss_message(split: SplitReport) -> str:
     return (
         f"{split.supervised_lost_share:.1%} of the supervised tokens of {split.name} are lost to the limit of "
-        f"{split.limit} tokens ({split.cut} of {split.read} rows are cut, {sum(split.dropped.values())} dropped)"
+        f"{split.limit} tokens ({split.cut} of {counted(split.read, 'row')} cut, {sum(split.dropped.values())} dropped)"
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from framework.schema.wording import counted
+
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
 """Shares of the rows whose length is reported."""
 
@@ -34,7 +36,7 @@ class Drawn:
     def __str__(self) -> str:
         share, seen = f"{self.weight:.1%} {self.path}", self.drawn * self.epochs
         return (
-            f"{share}: an epoch draws {self.drawn} rows of {self.kept}; the run sees {seen:.0f}, "
+            f"{share}: an epoch draws {counted(self.drawn, 'row')} of {self.kept}; the run sees {seen:.0f}, "
             f"each row {seen / max(self.kept, 1):.2g} times"
         )
 
@@ -94,30 +96,37 @@ class SplitReport:
 
     def __str__(self) -> str:
         of = f" (a stream, {self.stream})" if self.stream else ""
-        lines = [f"{self.name}{of}: {self.read} rows read, {self.kept} rows of at most {self.limit} tokens kept"]
+        most = f"of at most {counted(self.limit, 'token')}"
+        lines = [f"{self.name}{of}: {counted(self.read, 'row')} read, {counted(self.kept, 'row')} {most} kept"]
         if self.lengths:
             lines.append("  tokens per row: " + ", ".join(_quantile(share, at) for share, at in self.lengths.items()))
         if self.split:
             unpacked = " (no packing)" if self.packs is None else ""
-            lines.append(f"  {self.split} long documents were split into consecutive rows; nothing is lost{unpacked}")
-        lines.extend(f"  dropped {count} rows: {reason}" for reason, count in self.dropped.items())
+            lines.append(
+                f"  {counted(self.split, 'long document was', 'long documents were')} split into consecutive rows; "
+                f"nothing is lost{unpacked}"
+            )
+        lines.extend(f"  dropped {counted(count, 'row')}: {reason}" for reason, count in self.dropped.items())
         if self.first_dropped:
             lines.append(f"    the first: {self.first_dropped}")
         lines.append(
-            f"  cut {self.cut} rows ({_percent(self.cut, self.read)}); "
+            f"  cut {counted(self.cut, 'row')} ({_percent(self.cut, self.read)}); "
             f"lost {_percent(self.tokens_lost, self.tokens)} of the tokens, "
             f"{_percent(self.supervised_lost, self.supervised)} of the supervised tokens"
         )
         if self.first_cut:
             lines.append(f"    the first: {self.first_cut}")
         if self.mixture:
-            lines.append(f"  mixed by weight, {self.mixing}: {sum(each.drawn for each in self.mixture)} rows an epoch")
+            lines.append(
+                f"  mixed by weight, {self.mixing}: {counted(sum(each.drawn for each in self.mixture), 'row')} an epoch"
+            )
             lines.extend(f"    {each}" for each in self.mixture)
         if self.packs is not None:
             rows = sum(each.drawn for each in self.mixture) or self.kept
             lines.append(
-                f"  packed into {self.packs} rows of {self.limit} tokens, {rows / max(self.packs, 1):.1f} rows in "
-                f"each: {self.packing_efficiency:.1%} of the positions hold a token"
+                f"  packed into {counted(self.packs, 'row')} of {self.limit} tokens, "
+                f"{rows / max(self.packs, 1):.1f} rows in each: "
+                f"{self.packing_efficiency:.1%} of the positions hold a token"
             )
         return "\n".join(lines)
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from framework.build.compressed import BROKEN, COMPRESSED, ending, open_bytes
 from framework.build.hub import one_line
+from framework.schema.wording import counted
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def read_csv(path: Path) -> Iterator[Record]:
                         yield reader.line_num, Fault(f"the header names a column twice: {twice}")
                         return
                 elif len(values) != len(header):
-                    yield reader.line_num, Fault(f"{len(values)} fields, but the header has {len(header)}")
+                    yield reader.line_num, Fault(f"{counted(len(values), 'field')}, but the header has {len(header)}")
                 else:
                     yield reader.line_num, dict(zip(header, values, strict=True))
         except csv.Error as error:

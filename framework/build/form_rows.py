@@ -18,6 +18,7 @@ from framework.build.messages import (
     stored,
 )
 from framework.schema.choices import RowFormat
+from framework.schema.wording import counted
 
 Values = dict[str, Any]
 """What is kept of one row, by column."""
@@ -222,7 +223,7 @@ def tokens_row(record: Mapping[str, Any]) -> Values:
             raise Fault(f"column `labels`: {bad[0]} is neither a token id nor {IGNORED_LABEL}")
         for name, other in (("labels", labels), ("attention_mask", mask)):
             if other is not None and len(other) != len(ids):
-                raise Fault(f"column `{name}`: {len(other)} numbers for {len(ids)} tokens")
+                raise Fault(f"column `{name}`: {counted(len(other), 'number')} for {counted(len(ids), 'token')}")
         kept = slice(None) if mask is None else _unmasked(mask)
         ids, labels = ids[kept], None if labels is None else labels[kept]
     return {"form": str(RowFormat.TOKENS), "input_ids": ids, "labels": labels}

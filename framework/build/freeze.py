@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from framework.build.activations import transformer_blocks
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
+from framework.schema.wording import counted
 
 EMBEDDINGS = "embeddings"
 """The word that means every embedding, whatever the family calls it."""
@@ -30,7 +31,7 @@ class Frozen:
 
     def __str__(self) -> str:
         tied = ", the head among them" if self.shares_head else ""
-        return f"frozen by {self.pattern}: {self.parameters:,} parameters, {self.bytes / 2**20:,.1f} MiB{tied}"
+        return f"frozen by {self.pattern}: {counted(self.parameters, 'parameter')}, {self.bytes / 2**20:,.1f} MiB{tied}"
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -52,11 +53,11 @@ def freeze(params: ModelParams, model: PreTrainedModel) -> tuple[Frozen, ...]:
     if params.freeze_first_blocks:
         blocks, count = transformer_blocks(model), params.freeze_first_blocks
         if count > len(blocks):
-            message = f"the model has {len(blocks)} blocks"
+            message = f"the model has {counted(len(blocks), 'block')}"
             problems.append(Problem("model.freeze_first_blocks", message, expected=f"at most {len(blocks)}"))
         inside = {id(parameter) for block in blocks[:count] for parameter in block.parameters()}
         names = [name for name, parameter in model.named_parameters() if id(parameter) in inside]
-        found.append(_freeze("model.freeze_first_blocks", f"first {count} blocks", names, model))
+        found.append(_freeze("model.freeze_first_blocks", f"first {counted(count, 'block')}", names, model))
     for index, pattern in enumerate(params.freeze_layers):
         key = f"model.freeze_layers[{index}]"
         names = [name for name, _ in model.named_parameters() if matches(pattern, name)]

@@ -24,6 +24,7 @@ from framework.build.tokenizer import padding_id
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 ASSUMED = {Task.CLASSIFICATION: ("negative", "positive"), Task.REGRESSION: ("value",), Task.REWARD: ("reward",)}
 """Names of a model's answers where neither `data.labels` nor rows have told."""
@@ -49,7 +50,7 @@ def said_of_answers(config: TrainingConfig, architecture: PretrainedConfig) -> t
     said = []
     if config.training.task in (Task.CLASSIFICATION, Task.REGRESSION) and not config.data.labels:
         assumed = len(answers(config))
-        said.append(f"data.labels is unset, and a plan reads no rows: the head has {assumed} outputs")
+        said.append(f"data.labels is unset, and a plan reads no rows: the head has {counted(assumed, 'output')}")
     if type(architecture) in CONVOLUTIONAL and config.gpu.name != "cpu":
         said.append("cuDNN's workspaces for convolutions are not known beforehand: they come on top")
     return tuple(said)

@@ -28,6 +28,7 @@ from framework.schema.choices import PeftMethod, Task, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.model_rules import too_long
 from framework.schema.rules import find_derived_conflicts
+from framework.schema.wording import counted
 
 TORCH_DTYPES = {
     TorchDtype.FLOAT32: torch.float32,
@@ -264,7 +265,8 @@ def _pretrained(
             [
                 Problem(
                     "model.model_name",
-                    f"{len(absent)} weights of the model are not in {name!r} and would stay random, first {absent[0]}",
+                    f"{counted(len(absent), 'weight of the model is', 'weights of the model are')} not in {name!r} "
+                    f"and would stay random, first {absent[0]}",
                 )
             ]
         )

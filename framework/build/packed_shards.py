@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.quantize import BLOCK, NESTED_BLOCK, Packing
 from framework.errors import Problem, RequestError
+from framework.schema.wording import counted
 
 _ALIGNED = 4
 """Bytes: scales are read as float32 behind the numbers, and either may be stored as float32."""
@@ -93,7 +94,8 @@ def store_as(storage: torch.dtype, model: PreTrainedModel) -> None:
     layers = [(name, module) for name, module in model.named_modules() if type(module) is bnb.nn.Linear4bit]
     odd = [name for name, module in layers if module.weight.quant_state.shape.numel() % (2 * _ALIGNED)]
     if odd:
-        message = f"{len(odd)} layers have a number of weights that 8 does not divide, first {odd[0]}"
+        layers_have = counted(len(odd), "layer has", "layers have")
+        message = f"{layers_have} a number of weights that 8 does not divide, first {odd[0]}"
         works = "fsdp.enable_fsdp: false (each device holds the packed base), or peft.q_lora: false"
         raise RequestError([Problem("peft.q_lora", f"{message}: their bytes cannot be split", expected=works)])
     for _, module in layers:

@@ -23,6 +23,7 @@ from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams
 from framework.schema.params import FrozenMapping
 from framework.schema.split import Split
+from framework.schema.wording import counted
 
 KEY = "FILE"
 ASKING: dict[RowFormat, str] = {
@@ -96,7 +97,7 @@ def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokeni
         for place, row in zip(places, encode_batch(batch, encoding), strict=True):
             fitted = "is empty" if row is None else str(row) if isinstance(row, UnsuitedChat) else _fitted(row, config)
             if isinstance(fitted, Encoded) and not np.any(fitted.labels != IGNORED):
-                fitted = f"no supervised token within {config.model.model_max_length} tokens"
+                fitted = f"no supervised token within {counted(config.longest, 'token')}"
             if isinstance(fitted, str):
                 problems.append(Problem(KEY, fitted, where=str(place)))
             else:
@@ -198,7 +199,7 @@ def _fitted(row: Encoded, config: TrainingConfig) -> Encoded | str:
         return row
     if policy in (Truncation.LEFT, Truncation.RIGHT):
         return truncate(row, limit, policy) or row
-    return f"the row has {row_length(row)} tokens and the limit is {limit} (data.truncation: {policy})"
+    return f"the row has {counted(row_length(row), 'token')} and the limit is {limit} (data.truncation: {policy})"
 
 
 def _prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None) -> Encoded | str:
@@ -218,6 +219,6 @@ def _prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None
     if not ids:
         return "there is nothing to go on from"
     if most is not None and len(ids) > most:
-        return f"the prompt has {len(ids)} tokens, and with the new ones the model has room for {most}"
+        return f"the prompt has {counted(len(ids), 'token')}, and with the new ones the model has room for {most}"
     tokens = np.array(ids, np.int32)
     return Encoded(tokens, np.full(len(tokens), IGNORED, np.int32))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from framework.schema.choices import Scheduler
 from framework.schema.training import TrainingParams
+from framework.schema.wording import counted
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Schedule:
 
     def __str__(self) -> str:
         rates = f"first {self.rate(1):.3g}, peak {self.peak:.3g}, last {self.rate(self.total):.3g}"
-        return f"{self.shape} over {self.total} steps, {self.warmup} of warm-up; rate {rates}"
+        return f"{self.shape} over {counted(self.total, 'step')}, {self.warmup} of warm-up; rate {rates}"
 
 
 def build_schedule(training: TrainingParams, total: int) -> Schedule:

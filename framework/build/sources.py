@@ -30,6 +30,7 @@ from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Task
 from framework.schema.data import DatasetParams
 from framework.schema.split import Split, parse_split
+from framework.schema.wording import counted
 
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
 """Folders of the standard library's folder that hold no library source."""
@@ -134,7 +135,7 @@ class OpenSource:
                 break
         if problems:
             raise RequestError(problems)
-        many = f"{table.size} rows" if most is None else "a stream"
+        many = f"{counted(table.size, 'row')}" if most is None else "a stream"
         description = f"{self.params.path}: {many} of `{self.form.name}` ({self.found})"
         return Source(table.finish(), self.form.name, description)
 
@@ -155,7 +156,7 @@ def open_source(
     reach = _Reach(files, _slice_of(source, streamed))
     head = list(_through_first_record(reach.records()))
     if not head:
-        message = f"`{source.split}` holds none of the {reach.count} rows"
+        message = f"`{source.split}` holds none: the source has {counted(reach.count, 'row')}"
         raise RequestError([Problem(f"{key}.split", message)])
     return OpenSource(source, key, reach, _find_form(source, head, key, task))
 

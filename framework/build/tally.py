@@ -12,6 +12,7 @@ from framework.build.rows import Rows, join_rows, row_length, split_document, su
 from framework.build.sources import PROBLEM_LIMIT, Place
 from framework.errors import Problem
 from framework.schema.choices import Truncation
+from framework.schema.wording import counted
 
 EMPTY = "empty"
 """Why a row is dropped that lacks a value in a column which its form needs."""
@@ -109,7 +110,9 @@ class Tally:
         if vocab_size is not None and not is_known and (outside := _outside(row, vocab_size)):
             message = f"{outside} is outside the model's vocabulary of {self.policy.vocab_size}"
         elif self.policy.truncation is Truncation.ERROR and length > self.policy.limit and not self._splits(row):
-            message = f"the row has {length} tokens and the limit is {self.policy.limit} (data.truncation: error)"
+            message = (
+                f"the row has {counted(length, 'token')} and the limit is {self.policy.limit} (data.truncation: error)"
+            )
         else:
             return False
         self.problems.append(Problem(self.key, message, where=str(place)))
@@ -127,25 +130,25 @@ class Tally:
         fitted = truncate(row, self.policy.limit, self.policy.truncation)
         after = before if fitted is row else supervised_count(fitted) if fitted is not None else 0
         if fitted is None:
-            self._drop(place, length, f"longer than {self.policy.limit} tokens")
+            self._drop(place, length, f"longer than {counted(self.policy.limit, 'token')}")
         elif not after:
-            within = f" within {self.policy.limit} tokens" if before else ""
+            within = f" within {counted(self.policy.limit, 'token')}" if before else ""
             self._drop(place, length, f"no supervised token{within}")
         elif fitted is not row and _is_same_twice(fitted):
             after = 0
-            self._drop(place, length, f"{SAME} within {self.policy.limit} tokens")
+            self._drop(place, length, f"{SAME} within {counted(self.policy.limit, 'token')}")
         else:
             self.kept.append(fitted)
             self.cut += fitted is not row
             if fitted is not row and self.first_cut is None:
-                self.first_cut = f"{place} has {length} tokens"
+                self.first_cut = f"{place} has {counted(length, 'token')}"
         self.tokens_lost += length - (row_length(fitted) if fitted is not None and after else 0)
         self.supervised_lost += before - after
 
     def _drop(self, place: Place, length: int, reason: str) -> None:
         self.dropped[reason] += 1
         if self.first_dropped is None:
-            self.first_dropped = f"{place} has {length} tokens: {reason}"
+            self.first_dropped = f"{place} has {counted(length, 'token')}: {reason}"
 
 
 def _is_same_twice(row: Encoded) -> bool:

@@ -16,6 +16,7 @@ from framework.build.hub import nearest
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod
 from framework.schema.peft import PeftParams
+from framework.schema.wording import counted
 
 KEY = "peft.lora_target_modules"
 ALL_LINEAR = "all-linear"
@@ -137,9 +138,8 @@ def _without_clashes(params: PeftParams, model: PreTrainedModel, names: list[str
     if not clashing:
         return names, []
     kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in clashing}))
-    caution = (
-        f"{KEY}: {len(clashing)} layers outside the experts are not adapted: peft takes {kinds} for experts' names"
-    )
+    layers = counted(len(clashing), "layer outside the experts is", "layers outside the experts are")
+    caution = f"{KEY}: {layers} not adapted: peft takes {kinds} for experts' names"
     return [name for name in names if name not in clashing], [caution]
 
 

@@ -15,6 +15,7 @@ from framework.schema.choices import Task, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
 from framework.schema.peft import PeftParams
+from framework.schema.wording import counted
 
 KEY = "training.teacher"
 MISSING_WORDS = 0.01
@@ -100,7 +101,9 @@ def refuse_other_words(config: TrainingConfig, tokenizer: PreTrainedTokenizerBas
     missing = len(own.keys() - theirs.keys())
     if other or missing > MISSING_WORDS * len(own):
         what = (
-            f"{len(other):,} tokens have other ids, first {other[0]!r}" if other else f"{missing:,} tokens are missing"
+            f"{counted(len(other), 'token has another id', 'tokens have other ids')}, first {other[0]!r}"
+            if other
+            else f"{counted(missing, 'token is', 'tokens are')} missing"
         )
         message = f"the teacher's tokenizer is not the one of the rows: {what}"
         raise RequestError([Problem(f"{KEY}.model_name", message, expected="a teacher of the same family")])

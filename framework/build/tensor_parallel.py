@@ -30,6 +30,7 @@ from framework.build.place import Place
 from framework.build.ranks import Ranks, local_part, whole
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 if TYPE_CHECKING:
     from framework.build.arrival import Arrival
@@ -68,7 +69,8 @@ class TensorParallel:
     _waiting: dict[nn.Module, dict[str, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{len(self.dimensions)} tensors are in {self.size} parts, one on each device of a group; {_WHOLE}"
+        split = counted(len(self.dimensions), "tensor is", "tensors are")
+        return f"{split} in {self.size} parts, one on each device of a group; {_WHOLE}"
 
     def numel(self, name: str, parameter: Tensor) -> int:
         """Elements of all of a parameter."""

@@ -12,6 +12,7 @@ from framework.build.hub import cached_models, hub_host, hub_is_reachable, neare
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
+from framework.schema.wording import counted
 
 END_TOKEN = "<|endoftext|>"
 """Ends a document and stands before the first one, as in GPT-2; so the token that starts a text is trained too."""
@@ -121,7 +122,7 @@ def _load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
         raise RequestError([_not_loaded(name, folder, key, error)]) from error
     # A folder with no vocabulary still loads for some model types, as a tokenizer that knows only its special tokens.
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
-        message = f"the tokenizer of {name!r} has no vocabulary, only {len(tokenizer)} special tokens"
+        message = f"the tokenizer of {name!r} has no vocabulary, only {counted(len(tokenizer), 'special token')}"
         raise RequestError([Problem(key, message)])
     return tokenizer
 

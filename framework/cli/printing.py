@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from framework.errors import Problem
+from framework.schema.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ def print_problems(problems: Sequence[Problem]) -> None:
         if rest:
             console.print(_escaped(rest))
     if len(problems) > 1:
-        console.print(f"{len(problems)} problems")
+        console.print(counted(len(problems), "problem"))
 
 
 def print_warnings(warnings: Iterable[object]) -> None:

@@ -12,6 +12,7 @@ from framework.cli.printing import print_json, print_warnings
 from framework.errors import Problem, RequestError
 from framework.run.interrupt import BEFORE_ALL, told_interrupt
 from framework.run.launched import launched
+from framework.schema.wording import counted
 
 if TYPE_CHECKING:
     from framework.compose import Composition
@@ -93,7 +94,9 @@ def _swept(recipe: str, overrides: Sequence[str], nproc: int | None, options: Op
     from framework.run.sweep import SweptRun
 
     if (found := launched()) is not None and found.world > 1:
-        message = f"{found.by} has started {found.world} processes, and a sweep is started by one"
+        message = (
+            f"{found.by} has started {counted(found.world, 'process', 'processes')}, and a sweep is started by one"
+        )
         raise RequestError([Problem("-m", message, expected="one process, and --nproc or a launcher of Hydra's")])
     words = replace(options, resume=False, as_json=False).words
     run = SweptRun(recipe, sweep_of(overrides), tuple(words), nproc, options.resume, fail_fast, options.quiet)
@@ -120,7 +123,8 @@ def _train_as_rank(
 
     def compose() -> str:
         if nproc not in (None, found.world):
-            message = f"--nproc {nproc} is asked for, and {found.by} has started {found.world} processes"
+            started = f"{found.by} has started {counted(found.world, 'process', 'processes')}"
+            message = f"--nproc {nproc} is asked for, and {started}"
             raise RequestError([Problem("--nproc", message, expected=f"--nproc {found.world}, or none")])
         composition = _checked(recipe, overrides, found.world)
         return json.dumps({"config": composition.config.model_dump(mode="json"), "name": composition.recipe})

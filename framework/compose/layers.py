@@ -19,6 +19,7 @@ from framework.compose.validation import shown
 from framework.errors import Problem, RequestError
 from framework.memory.cards import card_of_size, size_meant, smallest
 from framework.schema.keys import Key, Path, dotted, key_at, keys_beside, root, unknown
+from framework.schema.wording import counted
 
 ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
     (("training", "gradient_accumulation_steps"), ("training", "global_batch_size")),
@@ -276,7 +277,7 @@ def _placed(path: Path, node: Node, layers: Sequence[Layer], problems: list[Prob
     found = highest(layers, path[:index])
     length = len(found.sequence) if found and found.sequence else 0
     if found is None or int(path[index]) >= length:
-        message = f"the list has {length} items, so none with index {path[index]}"
+        message = f"the list has {counted(length, 'item')}, so none with index {path[index]}"
         problems.append(Problem(dotted(path), message, node.origin.place, f"`{dotted(path[:index])}+=[..]` to append"))
         return empty
     return empty.replaced(path[:index], found.replaced(path[index:], node))

@@ -26,6 +26,7 @@ from framework.errors import Problem, RequestError
 from framework.memory.installed import detect
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import Path, dotted, up_to_list, values
+from framework.schema.wording import counted
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ def _with_world(layers: list[Layer], world: int | None, problems: list[Problem])
     origin = Origin("command line", f"--nproc {world}")
     found = highest(layers, ("gpu", "count"))
     if found and found.value != world:
-        started = "1 process is" if world == 1 else f"{world} processes are"
-        message = f"{found.plain()} cards are written, but {started} started"
+        started = counted(world, "process is", "processes are")
+        message = f"{counted(int(found.value), 'card is', 'cards are')} written, but {started} started"
         problems.append(Problem("gpu.count", message, found.origin.place, str(world)))
     return [*layers, Layer(len(layers), node_of({"gpu": {"count": world}}, origin))]
 

@@ -27,6 +27,7 @@ from framework.compose.apart import apart
 from framework.compose.overrides import COMMAND_LINE, fault, group_of, path_of
 from framework.compose.shipped import presets
 from framework.errors import Problem, RequestError
+from framework.schema.wording import counted
 
 _NAME = "tunesmith"
 _CHOICES = ("hydra/launcher", "hydra/sweeper")
@@ -293,6 +294,7 @@ def _check_folders(jobs: Sequence[Job]) -> None:
     """Raises RequestError when two runs would write to one folder."""
     folders = [job.folder for job in jobs]
     if len(set(folders)) < len(folders):
-        message = f"several of the {len(jobs)} runs would write to {next(f for f in folders if folders.count(f) > 1)}"
+        twice = next(folder for folder in folders if folders.count(folder) > 1)
+        message = f"several of the {counted(len(jobs), 'run')} would write to {twice}"
         expected = "${hydra.job.num} or ${hydra.job.override_dirname} in it"
         raise RequestError([Problem("hydra.sweep.subdir", message, COMMAND_LINE, expected)])

@@ -22,6 +22,7 @@ from framework.memory.step_time import batch_use, step_cost, tokens_of
 from framework.memory.trace import Kind, Space, Trace
 from framework.schema.choices import CheckpointingPolicy, Fp8, Optimizer, OptimizerOffload, StateDictType, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST_BASE_BYTES = 2500 * MIB
@@ -250,7 +251,8 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     config, batch = rehearsal.config, batch_use(rehearsal.config)
     said = [
         f"every {'answer' if config.training.has_pairs else 'row'} is {batch.sequence_length} tokens long, "
-        f"{batch.per_device} {'pairs' if config.training.has_pairs else 'rows'} a forward pass: nothing is padded",
+        + counted(batch.per_device, "pair" if config.training.has_pairs else "row")
+        + " a forward pass: nothing is padded",
         *_packing(config),
         _precision(config),
         f"band ({band}): {UNCERTAINTY[band].source}",
@@ -277,7 +279,8 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
     if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):
         said.append("step time: shares of the data sheet's rates as measured on an H100")
     if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":
-        said.append(f"the cache is emptied every {steps} steps: what is allocated at the peak is the same")
+        every = "step" if steps == 1 else f"{steps} steps"
+        said.append(f"the cache is emptied every {every}: what is allocated at the peak is the same")
     if config.model.load_pretrained_weights and config.gpu.name != "cpu":
         said.append("files are mapped while they load: the system may take their pages back, host bytes leave them out")
     if streamed := rehearsal.footprint.streamed_bytes:

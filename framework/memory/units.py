@@ -1,5 +1,7 @@
 """Bytes as a person reads them."""
 
+from framework.schema.wording import counted
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
@@ -9,4 +11,4 @@ def size(count: int) -> str:
         return f"{count / GIB:,.2f} GiB"
     if abs(count) >= MIB:
         return f"{count / MIB:,.1f} MiB"
-    return f"{count / KIB:,.1f} KiB" if abs(count) >= KIB else f"{count} bytes"
+    return f"{count / KIB:,.1f} KiB" if abs(count) >= KIB else counted(count, "byte")

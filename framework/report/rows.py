@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from framework.schema.wording import counted
+
 if TYPE_CHECKING:
     from framework.run.preview import Passage, Piece, Preview, ShownRow
 
@@ -62,9 +64,14 @@ def data_lines(title: str, preview: "Preview", width: int = 80, marks: Marks = B
 def facts(preview: "Preview") -> list[str]:
     """Sentences about lengths, batches and classes that the report does not say."""
     made, kept = preview.padding, preview.kept
-    said = [f"kept rows: median {kept['0.5']} tokens, 95 % have at most {kept['0.95']}, longest {kept['1.0']}"]
-    counted = f"{made.share:.1%} of the positions of {made.micro_batches} micro batches are padding"
-    said.append(f"{counted}; the largest has {made.rows} sequences, the widest {made.longest} positions")
+    said = [
+        f"kept rows: median {counted(kept['0.5'], 'token')}, 95 % have at most {kept['0.95']}, longest {kept['1.0']}"
+    ]
+    batches = counted(made.micro_batches, "micro batch", "micro batches")
+    padding = f"{made.share:.1%} of the positions of {batches} are padding"
+    said.append(
+        f"{padding}; the largest has {counted(made.rows, 'sequence')}, the widest {counted(made.longest, 'position')}"
+    )
     if made.supervised:
         said.append(f"{made.supervised / made.tokens:.1%} of the tokens are supervised")
     if preview.classes is not None:
@@ -84,7 +91,7 @@ def classes_in_words(classes: "dict[str, int]") -> str:
 def headline(row: "ShownRow") -> str:
     """What is said above a row."""
     supervised = sum(passage.supervised for passage in row.passages)
-    parts = [f"row {row.number}", f"{row.tokens} tokens"]
+    parts = [f"row {row.number}", counted(row.tokens, "token")]
     parts += [f"{supervised} supervised"] if supervised or row.target is None else []
     return ", ".join([*parts, *([] if row.target is None else [f"target: {visible(row.target)}"])])
 
@@ -92,7 +99,7 @@ def headline(row: "ShownRow") -> str:
 def passage_line(passage: "Passage") -> str:
     """What is said above one of several passages."""
     relabelled = f", {passage.relabelled} with another label than the token" if passage.relabelled else ""
-    return f"{passage.name}: {passage.tokens} tokens, {passage.supervised} supervised{relabelled}"
+    return f"{passage.name}: {counted(passage.tokens, 'token')}, {passage.supervised} supervised{relabelled}"
 
 
 def visible(text: str) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from framework.report.page import document, items
 from framework.report.rows import facts, headline, passage_line, shortened, visible
+from framework.schema.wording import counted
 
 if TYPE_CHECKING:
     from framework.run.preview import Passage, Preview, ShownRow
@@ -33,7 +34,8 @@ def data_page(title: str, preview: "Preview") -> str:
     supervised = f", {made.supervised / made.tokens:.1%} of the tokens supervised" if made.supervised else ""
     parts = [
         STYLE,
-        f"<h1>{escape(title)}: {split.kept} rows to {'train' if split.name == 'train' else 'evaluate'} on</h1>",
+        f"<h1>{escape(title)}: {counted(split.kept, 'row')} to "
+        f"{'train' if split.name == 'train' else 'evaluate'} on</h1>",
         f'<p class="soft">Task {escape(preview.task)}; {made.share:.1%} padding{supervised}.</p>',
         *items("Sources", preview.report.sources),
         "<h2>What became of the rows</h2>",

@@ -16,6 +16,7 @@ from framework.report.phase_pairs import memory_parts
 from framework.report.run_curves import curve_parts
 from framework.report.run_files import Environment, Run
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 LONGEST = 200_000
 """Characters of the config on the page. One with tens of thousands of class names is longer."""
@@ -162,6 +163,10 @@ def _batch(config: TrainingConfig | None) -> list[tuple[str, str]]:
 def _config(text: str) -> Iterator[str]:
     if not text:
         return
-    shown = text if len(text) <= LONGEST else f"{text[:LONGEST]}\n(the first {LONGEST:,} of {len(text):,} characters)"
+    shown = (
+        text
+        if len(text) <= LONGEST
+        else f"{text[:LONGEST]}\n(the first {LONGEST:,} of {counted(len(text), 'character')})"
+    )
     yield "<details><summary>config.yaml, which trains this again</summary>"
     yield f'<pre tabindex="0">{escape(shown)}</pre></details>'

@@ -27,7 +27,7 @@ from framework.memory.explain.causes import Repair
 from framework.run.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.random_state import parsed, random_state, restore_random_state
 from framework.run.trained import trained_state
-from framework.run.written import damage, save_verified
+from framework.run.written import damage, save_verified, told
 from framework.schema.choices import StateDictType
 
 FORMAT = 1
@@ -285,7 +285,7 @@ def _load_whole(checkpoint: Path, assembly: Assembly, numbers: dict[str, Any]) -
         name for name in expected if expected[name].shape != stored[name].shape
     ]
     if different:
-        message = f"{checkpoint} holds another model: {len(different)} tensors differ, first {different[0]}"
+        message = f"{checkpoint} holds another model: {told(different)}"
         raise RequestError([Problem("--resume", message)])
     with torch.no_grad():
         for name, tensor in expected.items():

@@ -32,6 +32,7 @@ from framework.build.ranks import ALONE, COLLECTIVE, Ranks
 from framework.errors import Problem, RequestError, TrainingStopped, TunesmithError
 from framework.run.launched import Launched, launched
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 ARRIVAL = timedelta(minutes=30)
 """How long the first rank to start waits for the last."""
@@ -258,8 +259,8 @@ def met() -> Iterator[Crew]:
 def require_world(config: TrainingConfig, ranks: Ranks) -> None:
     """Raises RequestError unless as many ranks have met as devices are asked for (F07)."""
     if config.gpu.count != ranks.world:
-        asked = f"{config.gpu.count} {'device is' if config.gpu.count == 1 else 'devices are'} asked for"
-        there = f"{ranks.world} {'process takes' if ranks.world == 1 else 'processes take'} part"
+        asked = f"{counted(config.gpu.count, 'device is', 'devices are')} asked for"
+        there = f"{counted(ranks.world, 'process takes', 'processes take')} part"
         expected = f"gpu.count={ranks.world}, or as many processes: torchrun --nproc-per-node {config.gpu.count}"
         raise RequestError([Problem("gpu.count", f"{asked}, {there}", expected=expected)])
 

@@ -19,8 +19,9 @@ from framework.build.merge import detach, merge
 from framework.build.optimizers.schedule_free import take_average
 from framework.errors import SaveFailed
 from framework.run.checkpoint import written_aside
-from framework.run.written import differing, verify_tensors
+from framework.run.written import differing, told, verify_tensors
 from framework.schema.choices import PeftSaveMode
+from framework.schema.wording import counted
 
 BASE_FOLDER = "base_model"
 """Where the base is written beside its adapter."""
@@ -111,7 +112,7 @@ def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> Non
     expected = revert_weight_conversion(model, dict(model.state_dict()))  # as it is written
     files = list(folder.glob("model*.safetensors"))
     if wrong := [name for file in files for name in differing(file, expected)]:
-        raise SaveFailed(f"{folder} does not read back as written: {len(wrong)} tensors differ, first {wrong[0]}")
+        raise SaveFailed(f"{folder} does not read back as written: {told(wrong)}")
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -165,7 +166,9 @@ def verify_folder(folder: Path, dtype: torch.dtype | None, stem: str) -> None:
             names += stored.keys()
     wrapped = [name for name in names if "_orig_mod." in name or "_checkpoint_wrapped_module." in name]
     if not names or wrapped:
-        raise SaveFailed(f"{folder} would not load elsewhere: {len(names)} tensors, wrapped names {wrapped[:3]}")
+        raise SaveFailed(
+            f"{folder} would not load elsewhere: {counted(len(names), 'tensor')}, wrapped names {wrapped[:3]}"
+        )
     config = folder / "config.json"
     if dtype is not None and config.exists():
         stated = json.loads(config.read_text()).get("dtype")

@@ -12,6 +12,7 @@ from framework.memory.explain.causes import Circumstances, Repair
 from framework.run.attempt import Attempt
 from framework.run.out_of_memory import explained, is_memory_failure, keep_moment
 from framework.run.sizes import TRAIN, next_size, shrinks, size_of
+from framework.schema.wording import counted
 
 if TYPE_CHECKING:
     from framework.run.session import Session
@@ -121,7 +122,7 @@ def _what_was_in_hand(session: "Session", said: Said) -> Iterator[str]:
         longest = int(data.train.lengths.max()) if data.stream is None else config.longest
         yield (
             f"nothing is left to halve: the micro batch is 1 {'pack' if config.data.packing else 'row'} "
-            f"({said.in_hand}, {known.batch or 0:,} tokens); the longest of all has {longest:,}"
+            f"({said.in_hand}, {counted(known.batch or 0, 'token')}); the longest of all has {longest:,}"
         )
 
 

@@ -17,6 +17,7 @@ from framework.run.rehearsals import Rehearsals
 from framework.run.room import HostRoom
 from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 Judge = Callable[[Sequence[TrainingConfig]], int]
 """Which of some configs, fastest first by their plans, is the best."""
@@ -148,11 +149,11 @@ def measured_best(said: Callable[[str], None]) -> Judge:
             try:
                 measured = measure_in_subprocess(config)
             except OutOfMemory as error:
-                said(f"measured: {config.batch.per_device} rows a forward pass ran out of memory ({error})")
+                said(f"measured: {counted(config.batch.per_device, 'row')} a forward pass ran out of memory ({error})")
                 continue
             speeds[number] = measured.tokens_per_second
             taken = f"{size(measured.device_bytes)}, {measured.tokens_per_second:,.0f} tokens/s"
-            said(f"measured: {config.batch.per_device} rows a forward pass, {taken}")
+            said(f"measured: {counted(config.batch.per_device, 'row')} a forward pass, {taken}")
         if not speeds:
             raise OutOfMemory("every candidate that was planned to fit ran out of memory on this card")
         return max(speeds, key=lambda number: speeds[number])

@@ -15,6 +15,7 @@ from framework.build.tokenizer import build_tokenizer
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def with_labels(config: TrainingConfig, targets: Targets | None) -> TrainingConf
     labels, several = config.data.labels, config.data.multi_label
     if config.training.task is Task.REGRESSION:
         if labels and len(labels) != targets.size:
-            message = f"names {len(labels)} numbers, and each row has {targets.size}"
-            raise RequestError([Problem("data.labels", message, expected=f"{targets.size} names, or unset")])
+            message = f"names {counted(len(labels), 'number')}, and each row has {targets.size}"
+            raise RequestError([Problem("data.labels", message, expected=f"{counted(targets.size, 'name')}, or unset")])
         values = ("value",) if targets.size == 1 else tuple(f"value_{index}" for index in range(targets.size))
         return _with(config, labels=labels or values)
     if several is not None and several != targets.several:
@@ -80,7 +81,9 @@ def read_tokenizer(
     tokenizer = build_tokenizer(config, training_texts(config, given))
     vocabulary = architecture.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
-        message = f"the tokenizer has {len(tokenizer)} tokens, the model only {vocabulary} embeddings"
+        message = (
+            f"the tokenizer has {counted(len(tokenizer), 'token')}, the model only {counted(vocabulary, 'embedding')}"
+        )
         raise RequestError([Problem("model.tokenizer_name", message, expected="the tokenizer of this model")])
     if config.training.teacher is not None and config.training.teacher.model_name is not None:
         refuse_other_words(config, tokenizer)

@@ -11,6 +11,7 @@ from framework.build.targets import KEY
 from framework.errors import Problem, RequestError
 from framework.run.inputs import read_rows_for, read_tokenizer, with_labels
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 T = TypeVar("T")
 
@@ -56,7 +57,11 @@ def inspect(config: TrainingConfig) -> Findings:
     if config.training.task.is_of_rows:
         attempt(lambda: with_labels(config, data.targets))
     read = data.report.train.read
-    rows = f"the first {read:,} rows of a stream" if data.stream is not None else f"all {read:,} training rows"
+    rows = (
+        f"the first {counted(read, 'row')} of a stream"
+        if data.stream is not None
+        else f"all {counted(read, 'training row')}"
+    )
     warnings = (Problem("data.train", warning) for warning in data.report.warnings)
     return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
 

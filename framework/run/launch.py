@@ -29,6 +29,7 @@ from framework.run.resume import check_allowed
 from framework.run.room import require_room, too_large
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 from framework.text import to_yaml
 
 LOST = 4
@@ -86,7 +87,8 @@ def require_devices(config: TrainingConfig) -> None:
     """Raises RequestError when this machine has fewer cards than processes are to be started."""
     count = torch.cuda.device_count()
     if config.gpu.name != "cpu" and config.gpu.count > count:
-        message = f"{config.gpu.count} processes are asked for, and this machine has {count} CUDA cards"
+        message = counted(config.gpu.count, "process is", "processes are")
+        message += f" asked for, and this machine has {counted(count, 'CUDA card')}"
         raise RequestError([Problem("gpu.count", message, expected="gpu=cpu, or at most as many processes as cards")])
 
 

@@ -43,7 +43,7 @@ from framework.run.checkpoint import PARTS
 from framework.run.crew import WAIT
 from framework.run.optimizer_state import SEPARATOR, placed
 from framework.run.trained import trained_state
-from framework.run.written import save_verified
+from framework.run.written import save_verified, told
 
 
 def split_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -118,9 +118,7 @@ def verify_parts(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 stored[name] = stored.get(name, 0) + math.prod(opened.get_slice(name).get_shape())
     wrong = [name for name, count in stored.items() if name not in tensors or count != tensors[name].numel()]
     if wrong:
-        raise SaveFailed(
-            f"{folder} does not read back as it was written: {len(wrong)} tensors differ, first {wrong[0]}"
-        )
+        raise SaveFailed(f"{folder} does not read back as it was written: {told(wrong)}")
 
 
 def load_parts(checkpoint: Path, assembly: Assembly, numbers: Mapping[str, Any]) -> None:
@@ -138,7 +136,7 @@ def load_parts(checkpoint: Path, assembly: Assembly, numbers: Mapping[str, Any])
     weights = _weights(assembly)
     wrong = [name for name in weights if name not in stored or stored[name].size != weights[name].shape]
     if wrong:
-        message = f"{checkpoint} holds another model: {len(wrong)} tensors differ, first {wrong[0]}"
+        message = f"{checkpoint} holds another model: {told(wrong)}"
         raise RequestError([Problem("--resume", message)])
     states = _empty_states(assembly, stored)
     named = dict(assembly.model.named_parameters())

@@ -25,6 +25,7 @@ from framework.run.session import Session
 from framework.run.sizes import EVAL
 from framework.run.step import reference_step
 from framework.run.survive import tries
+from framework.schema.wording import counted
 
 FILE = "reference.safetensors"
 KEY = "training.preference.precompute_reference"
@@ -64,7 +65,7 @@ def _ask(session: Session, splits: dict[str, Rows | Packs]) -> dict[str, np.ndar
         known[name] = np.concatenate(found)
     session.meter.observe("end")
     seconds, count = time.perf_counter() - started, sum(map(len, known.values()))
-    session.progress.say(f"reference {count:,} answers asked about in {seconds:.1f} s, kept in {FILE}")
+    session.progress.say(f"reference {counted(count, 'answer')} asked about in {seconds:.1f} s, kept in {FILE}")
     return known
 
 

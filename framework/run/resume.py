@@ -9,6 +9,7 @@ from framework.run.same_rows import WHAT
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key
+from framework.schema.wording import counted
 
 HARMLESS = {
     "schema_version",
@@ -116,7 +117,7 @@ def _other_global_batch(known: Mapping[str, Any], config: TrainingConfig, allow:
     if rows != batch.global_size:
         before = _counted(known["gpu"]["count"], world)
         now = _counted(config.gpu.count, batch.world)
-        message = f"a step had {rows} rows on {before}, and has {batch.global_size} on {now}"
+        message = f"a step had {counted(rows, 'row')} on {before}, and has {batch.global_size} on {now}"
         fitting, remainder = divmod(rows, batch.per_device * batch.world)
         expected = f"{fitting}" if fitting and not remainder else "sizes whose product is the same"
         yield Problem("training.gradient_accumulation_steps", message, expected=expected)
@@ -132,8 +133,8 @@ def _world(known: Mapping[str, Any]) -> int:
 
 
 def _counted(count: int, world: int) -> str:
-    devices = f"{count} {'device' if count == 1 else 'devices'}"
-    return devices if count == world else f"{devices} ({world} {'group' if world == 1 else 'groups'})"
+    devices = f"{counted(count, 'device')}"
+    return devices if count == world else f"{devices} ({counted(world, 'group')})"
 
 
 def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

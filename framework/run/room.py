@@ -11,6 +11,7 @@ from framework.errors import DoesNotFit
 from framework.memory.ledger import Plan
 from framework.memory.planning import WORKER_BYTES
 from framework.run.record import held
+from framework.schema.wording import counted
 
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
@@ -59,7 +60,7 @@ class HostRoom:
         held, needed = self.held * processes, plan.host_bytes_of(processes)
         if (missing := needed - held) <= self.free:
             return None
-        among = f" for {processes} processes" if processes > 1 else ""
+        among = f" for {counted(processes, 'process', 'processes')}" if processes > 1 else ""
         pinned = plan.host.pinned_bytes * processes
         among += f" ({_gib(pinned)} of it pinned)" if pinned else ""
         said = f"the run needs up to {_gib(needed)} of host memory{among}, {_gib(held + self.free)} can be had"

@@ -51,6 +51,7 @@ from framework.run.trackers import flattened
 from framework.run.training_batches import TrainingBatches
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 Planner = Callable[[TrainingConfig], Forecast]
 """What predicts a run before it is loaded; `run.forecast.forecast_in_subprocess` is the product's."""
@@ -230,9 +231,8 @@ class Session:
             self._awaits_gradients = False
             absent = missing_gradients(self.assembly)
             if absent:
-                raise VerificationFailed(
-                    f"{len(absent)} trained tensors got no gradient from the first backward pass, first {absent[0]}"
-                )
+                without = counted(len(absent), "trained tensor")
+                raise VerificationFailed(f"{without} got no gradient from the first backward pass, first {absent[0]}")
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Log, evaluate, save; leave when the user has asked to. Raises Interrupted, after saving."""

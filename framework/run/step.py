@@ -17,6 +17,7 @@ from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.ranks import whole
 from framework.build.tasks import Precomputed, reference_of
 from framework.errors import NonFinite
+from framework.schema.wording import counted
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,9 @@ def _non_finite_report(assembly: Assembly, loss: float, norm: float, step: int, 
     autocast = assembly.config.training.mixed_precision_dtype
     first = f"; first gradient that is not finite: {bad}" if bad else ""
     scale = assembly.loss_scale
-    scaled = f", loss scale {scale.scaler.get_scale():g}, {scale.skipped} steps skipped" if scale.enabled else ""
+    scaled = (
+        f", loss scale {scale.scaler.get_scale():g}, {counted(scale.skipped, 'step')} skipped" if scale.enabled else ""
+    )
     return (
         f"step {step}: loss {loss}, gradient norm {norm} over {int(terms)} {assembly.objective.unit} "
         f"(weights {weights}, autocast {autocast}{scaled}){first}. The weights were {changed}."

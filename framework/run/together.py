@@ -21,6 +21,7 @@ from framework.run.record import RunFolder, open_folder
 from framework.run.same_rows import rows_checksum
 from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 PATIENCE = 5.0
 """Seconds that a rank which ran out of memory waits for what the levers would save: the others hang meanwhile."""
@@ -69,12 +70,12 @@ def find_folder(crew: Crew, config: TrainingConfig, name: str, resume: bool, ove
 
 def digest(inputs: Inputs, steps: int) -> str:
     """What every rank must have read alike: the rows, token by token, and so the batches of each step."""
-    parts = [f"{steps} steps"]
+    parts = [counted(steps, "step")]
     for name, rows in (("training", inputs.data.train), ("evaluation", inputs.data.eval)):
         if rows is not None:
             plain = rows.rows if isinstance(rows, Packs) else rows
             summed = f"{rows_checksum(plain):08x}" if isinstance(plain, Rows) else "?"
-            parts.append(f"{len(rows)} rows for {name} (tokens {summed})")
+            parts.append(f"{counted(len(rows), 'row')} for {name} (tokens {summed})")
     return ", ".join(parts)
 
 

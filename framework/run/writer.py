@@ -19,6 +19,7 @@ from framework.build.ranks import local_part
 from framework.errors import VerificationFailed
 from framework.memory.units import size
 from framework.run.checkpoint import Contents
+from framework.schema.wording import counted
 
 KEY = "training.async_save"
 PATIENCE = 60.0
@@ -92,7 +93,7 @@ class Writer:
             self.settle()
 
     def __str__(self) -> str:
-        saves = f"{self.count} checkpoint{'s' * (self.count != 1)} written beside training in {self.writing:.1f} s"
+        saves = f"{counted(self.count, 'checkpoint')} written beside training in {self.writing:.1f} s"
         return f"{saves}; training waited {self.copying:.1f} s for copies, {self.waiting:.1f} s for the writer"
 
     def _write(self, contents: Contents, write: Callable[[Contents], None]) -> None:

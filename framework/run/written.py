@@ -6,7 +6,7 @@ changed since.
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from framework.errors import SaveFailed
+from framework.schema.wording import counted
 
 _PIECE = 1 << 24
 """Bytes read at once: a file that is mapped instead would count as memory of the process."""
@@ -43,7 +44,7 @@ def damage(file: Path) -> str | None:
             wrong = [name for name, value in checksums.items() if _checksum_at(raw, *places[name]) != value]
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    return f"has changed since it was written: {len(wrong)} tensors differ, first {wrong[0]}" if wrong else None
+    return f"has changed since it was written: {told(wrong)}" if wrong else None
 
 
 def verify_tensors(file: Path, expected: Mapping[str, Tensor], checksums: Mapping[str, int] | None = None) -> None:
@@ -53,7 +54,12 @@ def verify_tensors(file: Path, expected: Mapping[str, Tensor], checksums: Mappin
     with safe_open(file, framework="pt") as stored:
         wrong = sorted(set(stored.keys()) ^ set(expected))
     if wrong := wrong or differing(file, expected, checksums or {}):
-        raise SaveFailed(f"{file} does not read back as it was written: {len(wrong)} tensors differ, first {wrong[0]}")
+        raise SaveFailed(f"{file} does not read back as it was written: {told(wrong)}")
+
+
+def told(wrong: Sequence[str]) -> str:
+    """Tensors that differ, in words."""
+    return f"{counted(len(wrong), 'tensor differs', 'tensors differ')}, first {wrong[0]}"
 
 
 def differing(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
+from framework.schema.wording import counted
 
 
 def rows_of_global_batch(config: TrainingConfig, accumulation: int | None, most: int) -> int | None:
@@ -61,7 +62,8 @@ def step_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Warm-up, rates and evaluations against the steps and rows that there are."""
     training, data = config.training, config.data
     if training.max_steps is not None and (training.warmup_steps or 0) > training.max_steps:
-        message = f"{training.warmup_steps} warm-up steps do not fit in {training.max_steps} steps"
+        warm_up = counted(training.warmup_steps or 0, "warm-up step does", "warm-up steps do")
+        message = f"{warm_up} not fit in {counted(training.max_steps, 'step')}"
         yield Conflict(("training.warmup_steps", "training.max_steps"), message, f"at most {training.max_steps}")
     if training.min_learning_rate > training.learning_rate:
         keys = ("training.min_learning_rate", "training.learning_rate")

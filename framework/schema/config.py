@@ -11,6 +11,7 @@ from framework.schema.model import ModelParams
 from framework.schema.params import Integer, Params
 from framework.schema.peft import PeftParams
 from framework.schema.training import TrainingParams
+from framework.schema.wording import counted
 
 SCHEMA_VERSION = 1
 """Raised when a key is added or removed, so that a recipe can say what it needs."""
@@ -40,10 +41,10 @@ class Batch:
     def across(self) -> str:
         """How many rows all devices take at once, in words."""
         if self.context * self.tensor > 1:
-            groups = f"{self.world} {'group' if self.world == 1 else 'groups'} of {self.context * self.tensor} devices"
+            groups = f"{counted(self.world, 'group')} of {self.context * self.tensor} devices"
             shared = "row" if self.context > 1 else "matrix"
             return f"{self.per_device} per group x {groups} that share each {shared}"
-        return f"{self.per_device} per device x {self.world} {'device' if self.world == 1 else 'devices'}"
+        return f"{self.per_device} per device x {counted(self.world, 'device')}"
 
 
 class TrainingConfig(Params):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
+from framework.schema.wording import counted
 
 _KEY, _STEPS = "training.async_save", "training.save_steps"
 
@@ -23,6 +24,6 @@ def last_save_conflicts(config: TrainingConfig, total: int) -> Iterator[Conflict
     """The same, of a run whose steps are known."""
     training = config.training
     if training.async_save and training.save_steps is not None and training.save_steps >= total:
-        message = f"has no effect: the only save is at the end, after {total} step{'s' * (total != 1)}"
+        message = f"has no effect: the only save is at the end, after {counted(total, 'step')}"
         fewer = f"training.save_steps={total // 2}, or async_save: false" if total > 1 else "training.async_save: false"
         yield Conflict((_KEY, _STEPS), message, fewer)

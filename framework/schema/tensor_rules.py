@@ -16,6 +16,7 @@ from framework.schema.choices import (
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 from framework.schema.sharding_rules import SHARDED_OPTIMIZERS
+from framework.schema.wording import counted
 
 _SIZE = "fsdp.tensor_parallel_size"
 _OF_TOKENS = (Task.SFT, Task.PRETRAIN)
@@ -40,7 +41,7 @@ def _groups(config: TrainingConfig, size: int) -> Iterator[Conflict]:
     count, fsdp = config.gpu.count, config.fsdp
     if count % size:
         fitting = [str(part) for part in range(2, count + 1) if not count % part]
-        message = f"{count} {'device is no group' if count == 1 else 'devices are not groups'} of {size}"
+        message = f"{counted(count, 'device is no group', 'devices are not groups')} of {size}"
         expected = ", ".join(fitting) or f"gpu.count of {size} or a multiple, or --nproc; 1 on one device"
         yield Conflict((_SIZE, "gpu.count"), message, expected)
     elif fsdp.enable_fsdp is True and count == size:

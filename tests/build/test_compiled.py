@@ -82,7 +82,7 @@ def test_equal_blocks_share_one_graph(uncompiled):
     losses(assembly)
     reading = after_step(assembly)["training.compile"]
     assert reading.found == "3/3"
-    assert reading.source.startswith("1 graphs from 1 of 1 frames")
+    assert reading.source.startswith("1 graph from 1 of 1 frame in")
 
 
 def test_no_name_shows_that_it_is_compiled(uncompiled):

@@ -75,8 +75,7 @@ class TestTruncation:
         assert f"the first: {path}:8 has {length} tokens: no supervised token" in str(report)
         assert (report.supervised, report.supervised_lost) == (80, 10)
         assert data.report.warnings == (
-            "12.5% of the supervised tokens of train are lost to the limit of 64 tokens "
-            "(0 of 8 rows are cut, 1 dropped)",
+            "12.5% of the supervised tokens of train are lost to the limit of 64 tokens (0 of 8 rows cut, 1 dropped)",
         )
 
     def test_all_answers_cut_off_is_an_error_naming_row_length_and_limit(
@@ -115,7 +114,7 @@ class TestTruncation:
         assert data.train.lengths.max() == 64
         assert tokenizer.eos_token_id not in data.train[9]["input_ids"]
         text = str(data.report)
-        assert "cut 1 rows (10.0 %); lost 18.9 % of the tokens, 20.0 % of the supervised tokens" in text
+        assert "cut 1 row (10.0 %); lost 18.9 % of the tokens, 20.0 % of the supervised tokens" in text
         assert "shortest 10, median 10" in text
 
     def test_losing_more_than_half_is_refused_with_the_length_to_set(

@@ -401,7 +401,7 @@ class TestTokens:
         ("row", "message"),
         [
             ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "tokens between others are masked"),
-            ({"input_ids": [1, 2, 3], "labels": [1]}, "column `labels`: 1 numbers for 3 tokens"),
+            ({"input_ids": [1, 2, 3], "labels": [1]}, "column `labels`: 1 number for 3 tokens"),
             ({"input_ids": [1, -2]}, "column `input_ids`: -2 is no token id"),
             ({"input_ids": [1, 2], "labels": [1, -1]}, "column `labels`: -1 is neither a token id nor -100"),
             ({"input_ids": [1, 2.5]}, "expected a list of whole numbers, not float 2.5 in it"),

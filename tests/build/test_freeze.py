@@ -86,7 +86,7 @@ def test_embeddings_is_a_word_for_all_of_them(architecture, names):
 def test_something_that_trains_a_frozen_module_again_stops_the_run():
     assembly = tiny_assembly(tiny_config(model={"freeze_first_blocks": 1}))
     assembly.model.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
-    with pytest.raises(VerificationFailed, match="freeze_first_blocks: asked first 1 blocks: 9,280 frozen"):
+    with pytest.raises(VerificationFailed, match="freeze_first_blocks: asked first 1 block: 9,280 frozen"):
         verify(assembly)
 
 
@@ -94,6 +94,6 @@ def test_the_plan_says_what_each_pattern_matched():
     """G11."""
     rehearsal = record(tiny_config(model={"freeze_layers": ["embeddings"], "freeze_first_blocks": 1}))
     assert [line.partition(":")[0] for line in rehearsal.said[:2]] == [
-        "frozen by first 1 blocks",
+        "frozen by first 1 block",
         "frozen by embeddings",
     ]

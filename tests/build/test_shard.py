@@ -133,7 +133,7 @@ def test_each_rank_holds_half_and_it_is_read_back(found):
     assert here["hybrid"]["held"] == 1
     assert here["full"]["read"]["fsdp.enable_fsdp"] == "1/2 of the weights"
     assert here["full"]["read"]["fsdp.transformer_layer_cls"] == "2 LlamaDecoderLayer and the rest"
-    assert here["early"]["read"]["fsdp.forward_prefetch"] == "1 blocks"
+    assert here["early"]["read"]["fsdp.forward_prefetch"] == "1 block"
     assert here["zero2"]["read"]["fsdp.sharding_strategy"] == "SHARD_GRAD_OP"
 
 

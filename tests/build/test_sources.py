@@ -142,9 +142,9 @@ class TestForms:
     def test_detection_is_told(self, write_rows: WriteRows) -> None:
         path = write_rows("a.jsonl", [{"text": "x", "messages": CHAT}])
         source = read_source(DatasetParams(path=path), "data.train[0]")
-        assert source.description == f"{path}: 1 rows of `messages` (found by its columns)"
+        assert source.description == f"{path}: 1 row of `messages` (found by its columns)"
         source = read_source(DatasetParams.model_validate({"path": path, "format": "text"}), "data.train[0]")
-        assert source.description == f"{path}: 1 rows of `text` (as set)"
+        assert source.description == f"{path}: 1 row of `text` (as set)"
 
     def test_columns_are_mapped(self, write_rows: WriteRows) -> None:
         path = write_rows("a.jsonl", [{"body": "x", "dialog": CHAT}])
@@ -268,7 +268,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("content", "line", "fault"),
         [
-            (b"text,n\nfine,1\nx\n", 3, "1 fields, but the header has 2"),
+            (b"text,n\nfine,1\nx\n", 3, "1 field, but the header has 2"),
             (b"text,n,text\nx,1,y\n", 1, "names a column twice: text"),
             (b'text\n"never closed\n', 2, "not CSV"),
             (b"text\nfine\n\xe9t\xe9\n", 3, "not UTF-8: byte 0xe9 at position 0"),
@@ -448,7 +448,7 @@ class TestSlices:
     def test_an_empty_slice(self, write_rows: WriteRows) -> None:
         (problem,) = problems(write_rows("a.jsonl", [{"text": "x"}]), split="train[5:]")
         assert problem.key == "data.train[0].split"
-        assert problem.message == "`train[5:]` holds none of the 1 rows"
+        assert problem.message == "`train[5:]` holds none: the source has 1 row"
 
     def test_joined_splits_of_files(self, write_rows: WriteRows) -> None:
         (problem,) = problems(write_rows("a.jsonl", [{"text": "x"}]), split="train[:1]+train[1:]")

@@ -86,7 +86,7 @@ def test_a_list_of_sections_appends_too(write):
 
 def test_an_index_beyond_the_list_is_refused(write):
     recipe = write("data:\n  train: [{path: a.jsonl}]\n")
-    assert "has 1 items" in refused(recipe, "data.train.3.path=x")[0].message
+    assert "has 1 item," in refused(recipe, "data.train.3.path=x")[0].message
 
 
 @pytest.mark.parametrize(

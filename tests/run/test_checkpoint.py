@@ -151,7 +151,7 @@ def test_one_wrong_bit_of_a_file_is_not_kept(tmp_path, monkeypatch):
         flip(path)
 
     monkeypatch.setattr(module, "save_file", flips_one)
-    with pytest.raises(SaveFailed, match=r"random\.safetensors does not read back as it was written: 1 tensors differ"):
+    with pytest.raises(SaveFailed, match=r"random\.safetensors does not read back as it was written: 1 tensor differs"):
         save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1), keep=1)
     assert checkpoints(tmp_path) == []
 

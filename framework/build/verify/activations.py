@@ -11,6 +11,7 @@ from framework.build.ring_attention import NAME as RING_ATTENTION
 from framework.build.verify.probe import PROBE_TOKENS, probe
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CheckpointingPolicy
+from framework.schema.wording import counted
 
 
 def read_checkpointed_blocks(assembly: Assembly) -> Iterator[Reading]:
@@ -51,7 +52,7 @@ def read_offloaded_activations(assembly: Assembly, step: FirstStep) -> Iterator[
     source = f"{moved / 2**20:,.1f} MiB moved in the first step"
     if asks and not moved:
         source += f": no tensor of a block has {LEAST_BYTES / 2**20:g} MiB"
-    asked, found = (f"{count}/{len(blocks)} blocks" for count in (len(blocks) if asks else 0, len(offloads)))
+    asked, found = (f"{count}/{counted(len(blocks), 'block')}" for count in (len(blocks) if asks else 0, len(offloads)))
     if asks or offloads:
         yield Reading("training.activation_offload", asked, found, source)
 

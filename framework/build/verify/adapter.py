@@ -17,6 +17,7 @@ from framework.build.optimizer import RATE_FACTOR
 from framework.build.quantize import is_packed, kind_name, quantized_kinds, unquantized
 from framework.build.ranks import local_part
 from framework.build.verify.reading import Reading
+from framework.schema.wording import counted
 
 
 def _adapted(assembly: Assembly) -> list[tuple[str, Any]]:
@@ -35,11 +36,11 @@ def read_adapter(assembly: Assembly) -> Iterator[Reading]:
     if assembly.adapter is None:
         return
     asked = str(assembly.config.peft.peft_method)
-    size = f"{sum(parameter.numel() for parameter in assembly.trained):,} trained parameters"
+    size = f"{counted(sum(parameter.numel() for parameter in assembly.trained), 'trained parameter')}"
     if hasattr(assembly.model, "prompt_encoder"):
         config: Any = assembly.adapter.model.active_peft_config
         kind = config.peft_type.value.lower().removesuffix("_tuning")
-        yield Reading("peft.peft_method", asked, kind, f"{config.num_virtual_tokens} trained tokens, {size}")
+        yield Reading("peft.peft_method", asked, kind, f"{counted(config.num_virtual_tokens, 'trained token')}, {size}")
         return
     kinds = Counter(type(module).__name__ for _, module in _adapted(assembly))
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -66,8 +67,8 @@ def read_adapter_targets(assembly: Assembly) -> Iterator[Reading]:
     layers = dict(_adapted(assembly))
     stacked = sum(isinstance(layer, ParamWrapper) for layer in layers.values())
     plain = {name.removeprefix("base_model.model.") for name in layers}
-    asked = f"{len(targets.modules)} modules, {len(targets.parameters)} stacked weights"
-    found = f"{sum(name in plain for name in targets.modules)} modules, {stacked} stacked weights"
+    asked = f"{counted(len(targets.modules), 'module')}, {counted(len(targets.parameters), 'stacked weight')}"
+    found = f"{counted(sum(name in plain for name in targets.modules), 'module')}, {counted(stacked, 'stacked weight')}"
     yield Reading("peft.lora_target_modules", asked, found, coverage_line(assembly.model))
 
 
@@ -110,14 +111,15 @@ def read_quantized(assembly: Assembly) -> Iterator[Reading]:
         return
     wanted = kind_name(peft.q_lora_bits, str(peft.bnb_4bit_quant_type), peft.use_bnb_nested_quant)
     found = ", ".join(kinds) or "not quantised"
-    source = f"{kinds.total()} linear layers; not quantised: {unquantized(causal_model(assembly.model))}"
+    source = f"{counted(kinds.total(), 'linear layer')}; not quantised: {unquantized(causal_model(assembly.model))}"
     yield Reading("peft.q_lora", wanted if peft.q_lora else "not quantised", found, source)
     if assembly.sharding is not None:
         packed = [parameter for parameter in assembly.model.parameters() if is_packed(parameter)]
         gathered = assembly.sharding.gathered_dtype or causal_model(assembly.model).dtype
         found = ", ".join(sorted({_word(parameter.dtype) for parameter in packed}))
         size = sum(local_part(parameter).nbytes for parameter in packed)
-        source = f"{len(packed)} packed weights with their scales, {size:,} bytes of this rank"
+        source = counted(len(packed), "packed weight with its scales", "packed weights with their scales")
+        source += f", {size:,} bytes of this rank"
         yield Reading("packed weights stored as", _word(gathered), found, source)
 
 
@@ -141,7 +143,7 @@ def read_adapter_saved_modules(assembly: Assembly) -> Iterator[Reading]:
     wrapped = [name for name, module in assembly.model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     found = [name for name in asked if any(item == name or item.endswith(f".{name}") for item in wrapped)]
     tied = assembly.adapter is not None and ties_any(causal_model(assembly.model), list(asked))
-    source = f"{len(wrapped)} wrapped modules" + (", head and embedding as one" if tied else "")
+    source = f"{counted(len(wrapped), 'wrapped module')}" + (", head and embedding as one" if tied else "")
     yield Reading("peft.lora_modules_to_save", ", ".join(asked), ", ".join(found), source)
 
 

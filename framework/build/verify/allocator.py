@@ -7,6 +7,7 @@ import torch
 from framework.build.allocator import asked_settings, environment_settings, environment_text, live_settings
 from framework.build.assembly import Assembly
 from framework.build.verify.reading import FirstStep, Reading
+from framework.schema.wording import counted
 
 
 def read_allocator_settings(assembly: Assembly) -> Iterator[Reading]:
@@ -45,4 +46,4 @@ def emptied_cache(assembly: Assembly, began: int, step: int) -> Iterator[Reading
 
 
 def _times(count: int) -> str:
-    return f"emptied {count} {'time' if count == 1 else 'times'}"
+    return f"emptied {counted(count, 'time')}"

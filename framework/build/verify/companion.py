@@ -12,6 +12,7 @@ from framework.build.quantize import kind_name, quantized_kinds, weight_count
 from framework.build.tasks import Precomputed, WithoutAdapter, reference_of
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import TorchDtype
+from framework.schema.wording import counted
 
 KEY = "training.preference.loss_type"
 
@@ -54,8 +55,8 @@ def _without_adapter(assembly: Assembly, reference: object) -> tuple[str, str]:
         off = sum(layer.disable_adapters for layer in layers)
     on = sum(not layer.disable_adapters for layer in layers)
     is_switched = off == on == len(layers)
-    found = "the model without its adapter" if is_switched else f"{off} of {len(layers)} layers without it"
-    return found, f"{off} of {len(layers)} layers off for the reference, {on} on again"
+    found = "the model without its adapter" if is_switched else f"{off} of {counted(len(layers), 'layer')} without it"
+    return found, f"{off} of {counted(len(layers), 'layer')} off for the reference, {on} on again"
 
 
 def read_teacher(assembly: Assembly) -> Iterator[Reading]:
@@ -69,13 +70,15 @@ def read_teacher(assembly: Assembly) -> Iterator[Reading]:
     wanted = TORCH_DTYPES.get(teacher.torch_dtype_str or TorchDtype.AUTO)
     words = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
     count = sum(map(weight_count, parameters))
-    yield Reading("training.teacher", "a frozen model", _frozen(assembly, "model"), f"{count:,} parameters, {words}")
+    yield Reading(
+        "training.teacher", "a frozen model", _frozen(assembly, "model"), f"{counted(count, 'parameter')}, {words}"
+    )
     if wanted is not None:
         found = str(teacher.torch_dtype_str) if held == {wanted} else words
         yield Reading("training.teacher.torch_dtype_str", str(teacher.torch_dtype_str), found, "its parameters")
     if teacher.bits is not None or kinds:
         asked = kind_name(teacher.bits, "nf4", False) if teacher.bits is not None else "not packed"
-        source = f"{kinds.total()} linear layers of the teacher"
+        source = f"{counted(kinds.total(), 'linear layer')} of the teacher"
         yield Reading("training.teacher.bits", asked, ", ".join(kinds) or "not packed", source)
 
 

@@ -8,6 +8,7 @@ from framework.build.assembly import Assembly
 from framework.build.compiled import WHOLE, compiled_regions, modules_to_compile
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CompileScope
+from framework.schema.wording import counted
 
 _COMPILE = "training.compile"
 
@@ -35,8 +36,9 @@ def read_compiled_runs(assembly: Assembly, step: FirstStep) -> Iterator[Reading]
     ran = sum(0 < region.calls == region.compiled_calls for region in regions)
     counters, compiler = torch._dynamo.utils.counters, regions[0].compiler
     breaks = sum(counters["graph_break"].values())
-    frames = f"{counters['frames']['ok']} of {counters['frames']['total']} frames"
-    source = f"{compiler.graphs} graphs from {frames} in {compiler.seconds:.1f} s, {breaks} graph breaks"
+    frames = f"{counters['frames']['ok']} of {counted(counters['frames']['total'], 'frame')}"
+    source = f"{counted(compiler.graphs, 'graph')} from {frames} in {compiler.seconds:.1f} s"
+    source += f", {counted(breaks, 'graph break')}"
     yield Reading(_COMPILE, f"{len(regions)}/{len(regions)}", f"{ran}/{len(regions)}", source)
 
 

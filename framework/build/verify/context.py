@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from framework.build.assembly import Assembly
 from framework.build.verify.predictions import few_tokens, is_alike, predicting
 from framework.build.verify.reading import Reading
+from framework.schema.wording import counted
 
 CHUNK = 4
 """Tokens of a chunk of the probe; a row has two chunks a device."""
@@ -24,7 +25,7 @@ def read_context(assembly: Assembly) -> Iterator[Reading]:
         found = "no attention goes over several devices"
     elif not is_alike(assembly, difference):
         found = f"more than attention mixes tokens: a prediction differs by {difference:.0%}"
-    source = f"ring_attention of {layers} layers; logits differ by {difference:.0e} from those of whole rows"
+    source = f"ring_attention of {counted(layers, 'layer')}; logits differ by {difference:.0e} from those of whole rows"
     yield Reading("fsdp.context_parallel_size", asked, found, source)
 
 

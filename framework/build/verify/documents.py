@@ -7,6 +7,7 @@ from framework.build.compiled import plain_code
 from framework.build.isolation import find_leak, joining_key
 from framework.build.loss import causal_model
 from framework.build.verify.reading import FirstStep, Reading
+from framework.schema.wording import counted
 
 
 def read_isolation(assembly: Assembly) -> Iterator[Reading]:
@@ -25,7 +26,7 @@ def read_rows_end_to_end(assembly: Assembly, step: FirstStep) -> Iterator[Readin
     if assembly.config.data.padding_free and step.documents:
         alone = step.joined and all(len(micro_batch) == 1 for micro_batch in step.documents)
         rows = sum(len(row) for micro_batch in step.documents for row in micro_batch)
-        source = f"positions of the first step: {rows} rows in {len(step.documents)} without padding"
+        source = f"positions of the first step: {counted(rows, 'row')} in {len(step.documents)} without padding"
         yield Reading("data.padding_free", "true", str(alone).lower(), source)
 
 
@@ -49,6 +50,6 @@ def read_packed_rows(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
     limit = assembly.config.model.model_max_length
     assert isinstance(limit, int), "a resolved config has a length"
     filled = sum(map(sum, rows)) / (len(rows) * limit)
-    source = f"positions of the first step: {sum(map(len, rows))} documents in {len(rows)} rows"
+    source = f"positions of the first step: {counted(sum(map(len, rows)), 'document')} in {counted(len(rows), 'row')}"
     asked, found = str(assembly.config.data.packing).lower(), str(step.joined).lower()
     yield Reading("data.packing", asked, found, f"{source}, {filled:.1%} of {limit} tokens each")

@@ -6,6 +6,7 @@ from framework.build.assembly import Assembly
 from framework.build.heads import answers, answers_for_rows, head_modules
 from framework.build.loss import causal_model
 from framework.build.verify.reading import Reading
+from framework.schema.wording import counted
 
 
 def read_head(assembly: Assembly) -> Iterator[Reading]:
@@ -21,8 +22,8 @@ def read_head(assembly: Assembly) -> Iterator[Reading]:
         if not parameter.requires_grad and ".original_module." not in f".{name}"
     ]
     frozen = assembly.frozen and all(any(name in item.names for item in assembly.frozen) for name in still)
-    asked = f"{task}, {len(names)} outputs"
-    found = f"{task}, {model.config.num_labels} outputs" if answers_for_rows(model) else "a head of tokens"
+    asked = f"{task}, {counted(len(names), 'output')}"
+    found = f"{task}, {counted(model.config.num_labels, 'output')}" if answers_for_rows(model) else "a head of tokens"
     if still and not frozen:
         found += f", of which {still[0]} is not trained"
     new = f"; new and random: {', '.join(assembly.new_weights)}" if assembly.new_weights else ""

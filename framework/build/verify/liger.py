@@ -6,6 +6,7 @@ from framework.build.activations import transformer_blocks
 from framework.build.assembly import Assembly
 from framework.build.liger import KEY, liger_kernels
 from framework.build.verify.reading import Reading
+from framework.schema.wording import counted
 
 
 def read_liger_kernels(assembly: Assembly) -> Iterator[Reading]:
@@ -17,4 +18,6 @@ def read_liger_kernels(assembly: Assembly) -> Iterator[Reading]:
         return
     kernels = sorted(liger_kernels(assembly.model).items())
     source = ", ".join(f"{count} {name}" for name, count in kernels) or "no forward is Liger's"
-    yield Reading(KEY, f"{asked}/{len(blocks)} blocks", f"{with_kernels}/{len(blocks)} blocks", source)
+    yield Reading(
+        KEY, f"{asked}/{counted(len(blocks), 'block')}", f"{with_kernels}/{counted(len(blocks), 'block')}", source
+    )

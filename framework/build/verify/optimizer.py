@@ -18,6 +18,7 @@ from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
 from framework.build.optimizers.sophia import SophiaG
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import Optimizer, OptimizerOffload, Rounding
+from framework.schema.wording import counted
 
 _CLASSES: Mapping[Optimizer, type[torch.optim.Optimizer]] = {
     Optimizer.ADAMW_TORCH: torch.optim.AdamW,
@@ -67,7 +68,9 @@ def read_optimizer_in_backward(assembly: Assembly) -> Iterator[Reading]:
     asked, optimizer = assembly.config.training.optimizer_in_backward, assembly.optimizer
     own = len(optimizer.parts) if isinstance(optimizer, ParameterWise) else 0
     found = own == len(assembly.trained) if asked is True else False
-    yield Reading("training.optimizer_in_backward", str(asked), str(found), f"{own} optimizers of one tensor")
+    yield Reading(
+        "training.optimizer_in_backward", str(asked), str(found), f"{counted(own, 'optimizer')} of one tensor"
+    )
 
 
 def read_rounding(assembly: Assembly) -> Iterator[Reading]:
@@ -103,8 +106,10 @@ def read_offloaded_states(assembly: Assembly, step: FirstStep) -> Iterator[Readi
             if is_large(value):
                 held += 1
                 away += isinstance(optimizer, ParameterWise) and optimizer.held[parameter].get(name) is value
-    found = str(asked) if away == (0 if asked is OptimizerOffload.NONE else held) else f"{away} of {held} states"
-    yield Reading("training.optimizer_offload", str(asked), found, f"{away} of {held} states off the device")
+    found = (
+        str(asked) if away == (0 if asked is OptimizerOffload.NONE else held) else f"{away} of {counted(held, 'state')}"
+    )
+    yield Reading("training.optimizer_offload", str(asked), found, f"{away} of {counted(held, 'state')} off the device")
 
 
 def _made_of(dtype: torch.dtype, managed: bool = False) -> str:

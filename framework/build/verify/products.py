@@ -10,6 +10,7 @@ from framework.build.assembly import Assembly
 from framework.build.float8 import linear_layers
 from framework.build.verify.reading import Reading
 from framework.schema.choices import Fp8
+from framework.schema.wording import counted
 
 
 def read_float8_products(assembly: Assembly) -> Iterator[Reading]:
@@ -18,6 +19,8 @@ def read_float8_products(assembly: Assembly) -> Iterator[Reading]:
     linear: list[Any] = [module for module in assembly.model.modules() if isinstance(module, nn.Linear)]
     converted = [module for module in linear if type(module).__name__ == "Float8Linear"]
     found = Counter(str(module.config.cast_config_input.scaling_granularity.value) for module in converted)
-    words = [f"{kind.replace('axiswise', 'rowwise')} in {count} layers" for kind, count in found.items()]
-    wanted = "none" if asked is Fp8.NONE else f"{asked} in {len(linear_layers(assembly.model))} layers"
-    yield Reading("training.fp8", wanted, ", ".join(words) or "none", f"class of {len(linear)} linear layers")
+    words = [f"{kind.replace('axiswise', 'rowwise')} in {counted(count, 'layer')}" for kind, count in found.items()]
+    wanted = "none" if asked is Fp8.NONE else f"{asked} in {counted(len(linear_layers(assembly.model)), 'layer')}"
+    yield Reading(
+        "training.fp8", wanted, ", ".join(words) or "none", f"class of {counted(len(linear), 'linear layer')}"
+    )

@@ -9,6 +9,7 @@ from framework.build.ranks import local_part
 from framework.build.shard import parameter_groups
 from framework.build.verify.reading import Reading
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy
+from framework.schema.wording import counted
 
 
 def read_sharding(assembly: Assembly) -> Iterator[Reading]:
@@ -49,10 +50,10 @@ def read_prefetch(assembly: Assembly) -> Iterator[Reading]:
     states: list[Any] = [block._get_fsdp_state() for block in sharding.blocks]
     forward = sum(1 for state in states if state._states_to_forward_prefetch)
     asked = len(states) - 1 if fsdp.forward_prefetch else 0
-    yield Reading("fsdp.forward_prefetch", f"{asked} blocks", f"{forward} blocks", "lists of fully_shard")
+    yield Reading("fsdp.forward_prefetch", counted(asked, "block"), counted(forward, "block"), "lists of fully_shard")
     own = sum(1 for state in states if state._states_to_backward_prefetch == [state])
     wanted = 0 if fsdp.backward_prefetch is BackwardPrefetch.BACKWARD_PRE else len(states)
-    found = str(fsdp.backward_prefetch) if own == wanted else f"{len(states) - own} blocks ahead"
+    found = str(fsdp.backward_prefetch) if own == wanted else f"{counted(len(states) - own, 'block')} ahead"
     yield Reading("fsdp.backward_prefetch", str(fsdp.backward_prefetch), found, "lists of fully_shard")
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from framework.build.assembly import Assembly
 from framework.build.verify.predictions import few_tokens, is_alike, predicting
 from framework.build.verify.reading import Reading
+from framework.schema.wording import counted
 
 if TYPE_CHECKING:
     from framework.build.tensor_parallel import TensorParallel
@@ -27,7 +28,7 @@ def read_shared_matrices(assembly: Assembly) -> Iterator[Reading]:
         named[name].shape[dimension] * tensor.size == tensor.lengths[name]
         for name, dimension in tensor.dimensions.items()
     )
-    asked, found = (f"1/{tensor.size} of {count} tensors" for count in (len(tensor.dimensions), held))
+    asked, found = (f"1/{tensor.size} of {counted(count, 'tensor')}" for count in (len(tensor.dimensions), held))
     yield Reading(KEY, asked, found, f"parameters of this rank: {_shapes(tensor, assembly.model)}; all else is whole")
     asked = f"the same on {tensor.size} devices"
     difference = _difference(assembly, tensor)

@@ -15,6 +15,7 @@ from framework.memory.explain.causes import (
 from framework.memory.explain.messages import Message
 from framework.memory.explain.shapes import HANDLE, RANKS_SHARE, Kind, Space
 from framework.memory.units import size
+from framework.schema.wording import counted
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 """Lets the allocator grow its segments instead of leaving holes. Before torch 2.9: PYTORCH_CUDA_ALLOC_CONF."""
@@ -103,11 +104,15 @@ def _facts(explanation: Explanation) -> Iterator[str]:
         free = f"; {size(message.free_bytes)} were free" if message.free_bytes is not None else ""
         yield f"the optimizer makes its states in its first step: {size(explanation.state_bytes)}{free}"
     if (growth := growth_per_step(known.floors)) is not None:
-        left = f", {message.free_bytes // growth} steps of it were left" if message.free_bytes else ""
+        left = (
+            f", {counted(message.free_bytes // growth, 'step of it was', 'steps of it were')} left"
+            if message.free_bytes
+            else ""
+        )
         steps = min(len(known.floors) - 1, GROWTH_WINDOW)
-        yield f"what stays allocated grew by {size(growth)} a step over the last {steps} steps{left}"
+        yield f"what stays allocated grew by {size(growth)} a step over the last {counted(steps, 'step')}{left}"
     if known.batch and known.largest_batch:
-        yield f"micro batch: {known.batch:,} tokens; the largest before it: {known.largest_batch:,}"
+        yield f"micro batch: {counted(known.batch, 'token')}; the largest before it: {known.largest_batch:,}"
     for repair in known.repairs:
         yield f"repaired: {repair}; the global batch stayed as it was"
 

@@ -7,6 +7,7 @@ from typing import Any
 from framework.memory.ledger import Plan
 from framework.memory.levers import word
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class Found:
     @property
     def looked_at(self) -> str:
         """What the search looked at, and how closely."""
-        return f"{self.tried:,} candidates, {self.computed:,} of them computed, {self.planned} planned as a whole"
+        return (
+            f"{counted(self.tried, 'candidate')}, {self.computed:,} of them computed, {self.planned} planned as a whole"
+        )
 
     def remarking(self, remarks: Iterable[str]) -> "Found":
         """The same with more remarks."""
