@@ -52,6 +52,8 @@ def test_endings_make_no_names_alike(here: Path) -> None:
         (["predict", "runs/mine_3/", "rows.jsonl"], "runs/mine_2"),
         (["merge", "run/mine_2"], "runs/mine_2"),
         (["show", "recpe.yaml"], "recipe.yaml"),
+        (["convert", "recpe.yaml"], "recipe.yaml"),
+        (["report", "run/mine_2"], "runs/mine_2"),
         (["show", "quickstart", "gpu=./my_cards.yaml"], "./my_card.yaml"),
         (["data", "quickstart", "data.train=[{path: row.jsonl}]"], "rows.jsonl"),
         (["data", "quickstart", "model.tokenizer_name=./run"], "./runs"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from framework.beside import path_like
 from framework.compose.origins import Kind, Node, Origin
 from framework.errors import Problem
 from framework.schema.keys import Path, dotted
@@ -55,7 +56,8 @@ def _text(path: File, label: str, problems: list[Problem]) -> str | None:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        problems.append(Problem("", f"cannot be read: {error.strerror} ({path.absolute()})", label))
+        nearest = None if path.exists() else path_like(path, File.is_file)
+        problems.append(Problem("", f"cannot be read: {error.strerror} ({path.absolute()})", label, nearest=nearest))
         return None
     if len(data) > MAX_BYTES:
         problems.append(Problem("", f"is larger than {MAX_BYTES} bytes", f"{label}:1", "a recipe in YAML"))
