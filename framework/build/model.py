@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from framework.build.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.flex_attention import know_flex_attention
 from framework.build.heads import fit_head, is_new, model_class, read_by_model, refuse_without_attention
 from framework.build.hub import UNLOADABLE, hub_is_reachable, nearest, one_line
@@ -155,7 +156,8 @@ def build_model(
     attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
     of_rows = config.training.task.is_of_rows
     know_ring_attention()
-    know_flex_attention()
+    if attention == FLEX_ATTENTION:
+        know_flex_attention()
     packed = quantization(config.peft, computed or dtype, of_rows) if is_packed_when_loaded(config) else None
     if config.model.load_pretrained_weights and not place.rehearsed:
         model, new = _pretrained(config, architecture, dtype, attention, place, packed)

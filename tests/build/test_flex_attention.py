@@ -1,9 +1,13 @@
 """flex_attention of rows of any length: which kernel is asked for; on a card, short rows with shared keys train."""
 
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention as torch_flex
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from framework.build import flex_attention as flex
 from framework.build.assembly import assemble
@@ -26,6 +30,21 @@ def test_the_kernel_for_training_is_asked_for_by_name(
     assembly = assemble(*settle(made), real_place(torch.device("cpu")), 10)
     assembly.model(input_ids=torch.ones(1, tokens, dtype=torch.int64), use_cache=False)
     assert [kwargs["kernel_options"] for kwargs in seen] == [options] * LLAMA["num_hidden_layers"]
+
+
+def test_rows_of_any_shape_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own limit of eight is passed by full batches and single rows; then it warns, and builds all scores."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # "no backward on CPU": none is made
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(WrappedFlexAttention, "_is_flex_compiled", False)
+    torch._dynamo.reset()
+    made = tiny_config({**SHARED, "num_hidden_layers": 1}, model={"attn_implementation": "flex_attention"})
+    with torch._dynamo.config.patch(recompile_limit=8):
+        model = assemble(*settle(made), real_place(torch.device("cpu")), 10).model
+        for with_gradients, rows, tokens in itertools.product((True, False), (4, 1), (40, 256, 128, 130)):
+            model.train(with_gradients)
+            with torch.set_grad_enabled(with_gradients):
+                model(input_ids=torch.ones(rows, tokens, dtype=torch.int64), use_cache=False)
 
 
 @pytest.mark.gpu

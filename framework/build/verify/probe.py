@@ -15,6 +15,7 @@ from framework.build.activations import transformer_blocks
 from framework.build.assembly import Assembly
 from framework.build.batches import full_batch
 from framework.build.compiled import plain_code
+from framework.build.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.hub import one_line
 from framework.build.loss import Batch, model_inputs
 
@@ -42,7 +43,7 @@ def probe(assembly: Assembly) -> Seen:
     batch = full_batch(assembly.config, torch.zeros((rows, tokens), dtype=torch.int64, device=device))
     devices = [device] if assembly.place.kind == "cuda" else []
     seen = Seen()
-    is_flex = assembly.config.model.attn_implementation == "flex_attention"
+    is_flex = assembly.config.model.attn_implementation == FLEX_ATTENTION
     uncompiled = _flex_uncompiled() if is_flex else nullcontext()
     with torch.random.fork_rng(devices), uncompiled, plain_code(assembly.model), _watched(assembly.model, seen):
         try:
