@@ -135,6 +135,10 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
         return
     compiler = Compiler(_budget(config))
     is_static = 1 <= possible_lengths(config) <= MOST_STATIC_LENGTHS
+    if not place.rehearsed:
+        # Every run has a compiler of its own, and torch keeps the code of eight for a function: what it compiled for
+        # earlier runs of this process is forgotten.
+        torch._dynamo.reset()
     if is_static and not place.rehearsed:
         limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro batches, and blocks of two kinds
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)

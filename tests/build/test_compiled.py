@@ -85,6 +85,14 @@ def test_equal_blocks_share_one_graph(uncompiled):
     assert reading.source.startswith("1 graph from 1 of 1 frame in")
 
 
+def test_the_ninth_run_of_a_process_is_compiled_too(uncompiled):
+    """torch keeps the code of eight compilers for a function, and runs plain code for the next."""
+    for _ in range(9):
+        assembly = build()
+        losses(assembly, steps=1)
+    assert {region.compiled_calls for region in compiled_regions(assembly.model)} == {1}
+
+
 def test_no_name_shows_that_it_is_compiled(uncompiled):
     assembly, plain = build(), build(compile=False)
     losses(assembly, 1)
