@@ -57,8 +57,6 @@ def test_endings_make_no_names_alike(here: Path) -> None:
         (["show", "quickstart", "gpu=./my_cards.yaml"], "./my_card.yaml"),
         (["data", "quickstart", "data.train=[{path: row.jsonl}]"], "rows.jsonl"),
         (["data", "quickstart", "model.tokenizer_name=./run"], "./runs"),
-        (["plan", "quickstart", "--html", "plot/plan.html"], "plots/plan.html"),
-        (["fit", "quickstart", "gpu=24gb", "--output", "plot/fit.yaml"], "plots/fit.yaml"),
     ],
 )
 def test_every_verb_names_it(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], meant: str) -> None:

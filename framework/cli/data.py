@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from framework.cli.arguments import Json, Overrides, Recipe
-from framework.cli.plan import check_writable, decided
+from framework.cli.plan import decided
 from framework.cli.printing import print_json, print_warnings, stdout
+from framework.cli.writing import as_document, told, written
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -22,14 +23,12 @@ def data(
     whole: Annotated[bool, typer.Option("--all", help="Of a stream: read and count a whole epoch.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page that needs nothing else.")] = None,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Show the rows as the model will see them: what is learnt, lengths, what is cut, padding. Loads no weights."""
     from framework.checks import TRAIN, check_request, placing
 
     if split not in ("train", "eval"):
         raise RequestError([Problem("--split", f"there is no split {split!r}", None, "train or eval")])
-    if html is not None:
-        check_writable(html, "--html")
     report = check_request(recipe, overrides or (), None, TRAIN)
     print_warnings(report.warnings)
     if report.composition is None:
@@ -39,14 +38,18 @@ def data(
 
     with placing(composition.origins):
         found = preview(composition.config, split, rows, whole)
-    if html is not None:
-        from framework.report.rows_page import data_page
-
-        html.write_text(data_page(composition.recipe, found), encoding="utf-8")
+    missed = written(html, "--html", lambda: _page(composition.recipe, found))
     if as_json:
-        print_json({"recipe": composition.recipe, **found.to_json()})
+        print_json({"recipe": composition.recipe, **found.to_json(), **as_document(missed)})
     else:
         _print(composition.recipe, found)
+    return told(missed, 0)
+
+
+def _page(title: str, found: "Preview") -> str:
+    from framework.report.rows_page import data_page
+
+    return data_page(title, found)
 
 
 def _print(title: str, found: "Preview") -> None:

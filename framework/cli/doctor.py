@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from framework.cli.arguments import Json
-from framework.cli.plan import check_writable
 from framework.cli.printing import print_columns, print_json
+from framework.cli.writing import as_document, check_writable, told, written
 from framework.errors import Problem, RequestError
 
 
@@ -17,11 +17,10 @@ def doctor(
     ] = False,
     output: Annotated[Path | None, typer.Option("--output", help="File for the preset, a .yaml.")] = None,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Describe this machine: Python, torch, CUDA, cards and packages."""
     if calibrate:
-        _calibrate(output, as_json)
-        return
+        return _calibrate(output, as_json)
     if output is not None:
         raise RequestError([Problem("--output", "has no effect without --calibrate")])
     from framework.cli.machine import describe
@@ -32,9 +31,10 @@ def doctor(
     else:
         print_columns([(key, str(value)) for key, value in facts.items() if not isinstance(value, dict)])
         print_columns([(f"  {name}", str(version or "not installed")) for name, version in facts["packages"].items()])
+    return 0
 
 
-def _calibrate(output: Path | None, as_json: bool) -> None:
+def _calibrate(output: Path | None, as_json: bool) -> int:
     if output is not None:
         if output.suffix not in (".yaml", ".yml"):
             raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
@@ -42,11 +42,11 @@ def _calibrate(output: Path | None, as_json: bool) -> None:
     from framework.run.calibrate import calibrate, to_card, to_yaml
 
     found = calibrate()
-    if output is not None:
-        output.write_text(to_yaml(found), encoding="utf-8")
+    missed = written(output, "--output", lambda: to_yaml(found))
     if as_json:
-        print_json({"gpu": to_card(found)})
-    elif output is not None:
+        print_json({"gpu": to_card(found), **as_document(missed)})
+    elif output is not None and not missed:
         print(f"wrote {output}; use it as gpu=./{output}" if not output.is_absolute() else f"wrote {output}")
     else:
         print(to_yaml(found), end="")
+    return told(missed, 0)

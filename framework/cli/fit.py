@@ -1,13 +1,15 @@
 """The verb that proposes settings."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.plan import DOES_NOT_FIT, check_writable, checked
+from framework.cli.plan import DOES_NOT_FIT, checked
 from framework.cli.printing import print_json, say, stdout
+from framework.cli.writing import as_document, told, written
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -42,36 +44,39 @@ def fit(
     from framework.run.fit import measured_best
 
     composition = checked(recipe, overrides or (), nproc)
-    _check(output, html, allow)
+    _check(output, allow)
     inexact = INEXACT if allow == "inexact" else tuple(set_free or ())
     pins = _pins(composition, pin or ()) + (list(INEXACT) if allow == "exact" else [])
     judge = measured_best(say) if measure else None
     with placing(composition.origins):
         found = search(composition.config, pins=pins, inexact=inexact, judge=judge, runs_here=measure or None)
-    if output is not None and found.fits:
-        from framework.compose.amending import amended
-
-        output.write_text(amended(recipe, overrides or (), found.config, found.overrides), encoding="utf-8")
-    if html is not None:
-        from framework.report.frontier import fit_page
-
-        html.write_text(fit_page(composition.recipe, found), encoding="utf-8")
+    missed = _written(recipe, overrides or (), found, output) if found.fits else []
+    is_written = found.fits and not missed
+    missed += written(html, "--html", lambda: _page(composition.recipe, found))
     if as_json:
-        print_json(found.to_json())
+        print_json({**found.to_json(), **as_document(missed)})
     else:
-        _print(composition, found, output)
-    return 0 if found.fits else DOES_NOT_FIT
+        _print(composition, found, output if is_written or not found.fits else None)
+    return told(missed, 0 if found.fits else DOES_NOT_FIT)
 
 
-def _check(output: Path | None, html: Path | None, allow: str | None) -> None:
+def _written(recipe: str, overrides: Sequence[str], found: "Found", output: Path | None) -> list[Problem]:
+    from framework.compose.amending import amended
+
+    return written(output, "--output", lambda: amended(recipe, overrides, found.config, found.overrides))
+
+
+def _page(title: str, found: "Found") -> str:
+    from framework.report.frontier import fit_page
+
+    return fit_page(title, found)
+
+
+def _check(output: Path | None, allow: str | None) -> None:
     if allow not in (None, "exact", "inexact"):
         raise RequestError([Problem("--allow", f"cannot be {allow!r}", None, "inexact or exact")])
-    if output is not None:
-        if output.suffix not in (".yaml", ".yml"):
-            raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
-        check_writable(output, "--output")
-    if html is not None:
-        check_writable(html, "--html")
+    if output is not None and output.suffix not in (".yaml", ".yml"):
+        raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
 
 
 def _pins(composition: "Composition", words: list[str] | tuple[str, ...]) -> list[str]:

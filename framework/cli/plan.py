@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from framework.beside import path_like
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_warnings, say, stdout
-from framework.errors import OutOfMemory, Problem, RequestError
+from framework.cli.writing import as_document, told, written
+from framework.errors import OutOfMemory, RequestError
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -38,22 +38,18 @@ def plan(
 
     with rehearsing_process() as process:
         composition = checked(recipe, overrides or (), nproc)
-        if html is not None:
-            check_writable(html, "--html")
         composition, searched = decided(composition, runs_here=measure)
         measured, failure = _measured(composition) if measure else (None, None)
         made = searched or planned(composition, process)
-    if html is not None:
-        from framework.report.page import plan_page
-
-        html.write_text(plan_page(composition.recipe, made, measured), encoding="utf-8")
+    missed = written(html, "--html", lambda: _page(composition.recipe, made, measured))
     if as_json:
-        print_json(_document(made, measured, composition.warnings))
+        print_json({**_document(made, measured, composition.warnings), **as_document(missed)})
     else:
         _print(composition.recipe, made, measured)
+    code = told(missed, 0 if made.fits else DOES_NOT_FIT)
     if failure is not None:
         raise failure
-    return 0 if made.fits else DOES_NOT_FIT
+    return code
 
 
 def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> "Composition":
@@ -99,15 +95,6 @@ def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "P
     return replace(made, warnings=(*made.warnings, warning)) if warning else made
 
 
-def check_writable(file: Path, option: str) -> None:
-    """Raises RequestError where no such file can be written, before anything else takes time."""
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        message = f"{file} cannot be written ({file.absolute()})"
-        folder = None if file.absolute().parent.is_dir() else path_like(file.parent, Path.is_dir)
-        nearest = str(Path(folder) / file.name) if folder else None
-        raise RequestError([Problem(option, message, None, "a file in a folder that exists", nearest)])
-
-
 def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory | None]":
     """What the card took, or that it was too small, which is told after the plan."""
     from framework.run.measure import measure_in_subprocess
@@ -116,6 +103,12 @@ def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory
         return measure_in_subprocess(composition.config), None
     except OutOfMemory as error:
         return None, error
+
+
+def _page(title: str, made: "Plan", measured: "Measured | None") -> str:
+    from framework.report.page import plan_page
+
+    return plan_page(title, made, measured)
 
 
 def _document(made: "Plan", measured: "Measured | None", warnings: Sequence[str]) -> dict[str, object]:

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from framework.cli.plan import check_writable
-from framework.errors import Problem, RequestError
+from framework.cli.writing import check_writable, written
+from framework.errors import RequestError
 
 
 def report(
@@ -21,11 +21,6 @@ def report(
     if output is not None:
         check_writable(output, "--output")
     page, file = run_page(read_run(run)), output or run / PAGE
-    try:
-        file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        message = f"{file} cannot be written: {error.strerror}"
-        raise RequestError(
-            [Problem("--output", message, expected="a file in a folder that can be written to")]
-        ) from None
+    if missed := written(file, "--output", lambda: page):
+        raise RequestError(missed)
     print(file)

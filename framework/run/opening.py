@@ -228,7 +228,7 @@ def _write_first(session: Session, overwrite: bool) -> None:
         forget_halves(session.folder.path)
         session.folder.forget_metrics_after(session.step)
         session.folder.set_stops_aside(session.step)
-    else:
-        session.folder.write_config(session.config)
+        session.folder.keep_config(session.config, session.step)
+    session.folder.write_config(session.config)
     device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
     session.folder.write_json("environment.json", {**environment(), **device})

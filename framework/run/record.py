@@ -31,6 +31,7 @@ PAGE = "report.html"
 """What `tunesmith report` writes there."""
 _OURS = (
     "config.yaml",
+    "config-until-step-*.yaml",
     "reference.safetensors",
     "plan.json",
     "environment.json",
@@ -64,6 +65,18 @@ class RunFolder:
         """The resolved config, which trains again as it is."""
         if self.is_written:
             _replace(self.path / "config.yaml", to_yaml(config))
+
+    def keep_config(self, config: TrainingConfig, step: int) -> None:
+        """Have the config that trained until `step`, where another trains from there on, say so in its name.
+
+        Raises SaveFailed.
+        """
+        file = self.path / "config.yaml"
+        earlier = file.read_text(errors="replace") if file.exists() else ""
+        if not self.is_written or earlier in ("", to_yaml(config)):
+            return
+        (kept,) = _free(self.path, ("config.yaml",), f"-until-step-{step:08d}").values()
+        _replace(kept, earlier)
 
     def write_stop(self, step: int, reason: str) -> None:
         """Why a run stopped by itself, for `explain`; a full disk leaves it out, since the reason is told anyway."""
@@ -108,19 +121,23 @@ def _step_of(line: str) -> float:
 
 
 def _rename(folder: Path, names: Sequence[str], said: str) -> None:
-    """Add `said` to the stems of those files that exist, and a number where that name is taken."""
-    endings = (said, *(f"{said}-{number}" for number in range(2, 10_000)))
-    renamed = (
-        {folder / name: folder / f"{Path(name).stem}{end}{Path(name).suffix}" for name in names} for end in endings
-    )
-    free = next(pairs for pairs in renamed if not any(target.exists() for target in pairs.values()))
-    for file, target in free.items():
+    """Add `said` to the stems of those files that exist."""
+    for file, target in _free(folder, names, said).items():
         try:
             file.rename(target)
         except FileNotFoundError:  # a snapshot is of a card
             continue
         except OSError as error:
             raise SaveFailed(f"{file} could not be renamed to {target.name}: {error.strerror}") from error
+
+
+def _free(folder: Path, names: Sequence[str], said: str) -> dict[Path, Path]:
+    """Those files, and what they are called with `said` behind their stems, and a number where that name is taken."""
+    endings = (said, *(f"{said}-{number}" for number in range(2, 10_000)))
+    renamed = (
+        {folder / name: folder / f"{Path(name).stem}{end}{Path(name).suffix}" for name in names} for end in endings
+    )
+    return next(pairs for pairs in renamed if not any(target.exists() for target in pairs.values()))
 
 
 def _replace(file: Path, text: str) -> None:

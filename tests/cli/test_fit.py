@@ -111,6 +111,27 @@ def test_the_recipe_of_fit_composes_to_the_same_run(arithmetic, run, write, tmp_
     assert after.training.optimizer == "adamw_torch_fused"
 
 
+@pytest.mark.parametrize("card", [LITTLE, (*CARD, "gpu.usable_bytes=1000000")])
+def test_what_cannot_be_written_is_told_after_the_proposal(arithmetic, run, write, tmp_path, card, monkeypatch):
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "full.yaml").symlink_to("/dev/full")
+    monkeypatch.chdir(tmp_path)
+    plain = run("fit", write(TINY), *card, *pinned())
+    code, out, err = run("fit", write(TINY), *card, *pinned(), "--output", "full.yaml", "--html", "plot/a.html")
+    lines = [
+        "error --html: plot/a.html cannot be written: No such file or directory; did you mean plots/a.html",
+    ]
+    if plain[0] == 0:
+        lines.insert(0, "error --output: full.yaml cannot be written: No space left on device")
+    assert code == 2
+    assert out.startswith(plain[1])
+    assert "wrote" not in out
+    assert err.splitlines()[-len(lines) :] == lines
+    document = json.loads(run("fit", write(TINY), *card, *pinned(), "--html", "plot/a.html", "--json")[1])
+    assert document["fits"] == (plain[0] == 0)
+    assert document["errors"][0]["nearest"] == "plots/a.html"
+
+
 def test_pinned_keys_stay(arithmetic, run, write):
     code, out, _ = run("fit", write(TINY), *LITTLE, "--json", "--pin", "written")
     moved = {change["key"] for change in json.loads(out)["changes"]}

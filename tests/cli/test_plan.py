@@ -214,13 +214,33 @@ def test_what_the_rehearsal_finds_gets_its_place(run, write, planner):
     assert document["errors"][0]["where"] == "r.yaml:1"
 
 
-def test_a_page_that_cannot_be_written_is_told_before_planning(run, write, planner):
-    configs = planner(PLAN)
-    for target in ("gone/p.html", "."):
-        code, _, err = run("plan", write(RECIPE), "--html", target)
-        assert code == 2
-        assert "--html" in err
-    assert not configs
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("gone/p.html", "No such file or directory"),
+        (".", "Is a directory"),
+        ("r.yaml/p.html", "Not a directory"),
+        ("/dev/full", "No space left on device"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_told_after_the_plan(run, write, planner, target, why):
+    planner(PLAN)
+    code, out, err = run("plan", write(RECIPE), "--html", target)
+    assert (code, out) == (2, run("plan", "r.yaml")[1])
+    assert err == f"error --html: {target} cannot be written: {why}\n"
+    code, out, again = run("plan", "r.yaml", "--html", target, "--json")
+    assert (code, again) == (2, err)
+    document = json.loads(out)
+    assert document.pop("errors") == [
+        {
+            "key": "--html",
+            "where": None,
+            "message": f"{target} cannot be written: {why}",
+            "expected": "a file in a folder that exists and can be written to",
+            "nearest": None,
+        }
+    ]
+    check_document(document)
 
 
 def test_measured_next_to_predicted(run, write, planner, monkeypatch):

@@ -263,6 +263,30 @@ def test_rows_from_python_train_and_are_asked_for_again(corpus, tmp_path):
     assert max(metrics(tmp_path / "given")) == 5
 
 
+def test_the_config_of_a_run_that_goes_on_is_what_it_trains_and_earlier_ones_stay(corpus, tmp_path):
+    def run(steps, **training):
+        return config(corpus, tmp_path / "run", training={"max_steps": steps, **training})
+
+    def steps(name):
+        return yaml.safe_load((tmp_path / "run" / name).read_text())["training"]["max_steps"]
+
+    def configs():
+        return sorted(path.name for path in (tmp_path / "run").glob("config*"))
+
+    train(run(3))
+    train(run(3), resume=True)
+    assert configs() == ["config.yaml"]
+    train(run(5), resume=True, allow=["training.max_steps"])
+    assert configs() == ["config-until-step-00000003.yaml", "config.yaml"]
+    assert (steps("config-until-step-00000003.yaml"), steps("config.yaml")) == (3, 5)
+    train(run(5, logging_steps=2), resume=True)
+    train(run(6, logging_steps=2), resume=True, allow=["training.max_steps"])
+    assert [steps(name) for name in configs()] == [3, 5, 5, 6]
+    again = TrainingConfig.model_validate(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()))
+    assert train(again, overwrite=True).steps == 6
+    assert configs() == ["config.yaml"]
+
+
 STREAM = {"streaming": True, "shuffle_buffer": 16, "eval_fraction": 0.0}
 
 

@@ -1,0 +1,48 @@
+"""Files that a verb writes beside its result, which is printed whether they can be written or not."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from framework.beside import path_like
+from framework.cli.printing import complain
+from framework.errors import Problem, RequestError
+
+NOT_WRITTEN = RequestError.exit_code
+
+
+def check_writable(file: Path, option: str) -> None:
+    """Raises RequestError where no such file can be written, before anything else takes time."""
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise RequestError([_unwritten(file, option, str(file.absolute()))])
+
+
+def written(file: Path | None, option: str, text: Callable[[], str]) -> list[Problem]:
+    """Writes the text to the file, where one is asked for. What is returned kept it from that, for `told`."""
+    if file is None:
+        return []
+    content = text()
+    try:
+        file.write_text(content, encoding="utf-8", errors="replace")  # names of files may be no text
+    except OSError as error:
+        return [_unwritten(file, option, error.strerror or str(error))]
+    return []
+
+
+def as_document(problems: Sequence[Problem]) -> dict[str, object]:
+    """What the one document of --json has besides the result where a file was not written."""
+    return {"errors": [problem.to_json() for problem in problems]} if problems else {}
+
+
+def told(problems: Sequence[Problem], code: int) -> int:
+    """The exit code: `code`, or that of files which could not be written, each told on a line of stderr."""
+    for problem in problems:
+        nearest = f"; did you mean {problem.nearest}" if problem.nearest else ""
+        complain(f"{problem.key}: {problem.message}{nearest}", with_traceback=False)
+    return NOT_WRITTEN if problems else code
+
+
+def _unwritten(file: Path, option: str, reason: str) -> Problem:
+    folder = None if file.absolute().parent.is_dir() else path_like(file.parent, Path.is_dir)
+    nearest = str(Path(folder) / file.name) if folder else None
+    expected = "a file in a folder that exists and can be written to"
+    return Problem(option, f"{file} cannot be written: {reason}", None, expected, nearest)
