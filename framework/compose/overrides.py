@@ -118,6 +118,11 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
         is_list_of_cards = path == ("gpu",) and override.value_type == ValueType.SIMPLE_CHOICE_SWEEP
         names = tuple(override.sweep_string_iterator()) if is_list_of_cards else ()
     except (HydraException, ValueError, RecursionError) as error:
+        parts = [part.strip() for part in raw.split(",")]
+        if "" in parts and not set("[{(\"'") & set(raw):
+            meant = ",".join(filter(None, parts))
+            nearest = f"{word.partition('=')[0]}={meant}" if meant else None
+            return None, Problem(shown, "nothing stands before or after a comma", COMMAND_LINE, None, nearest)
         detail = str(error).partition("\n")[0][:80]
         expected = "special characters in quotes, and those kept from the shell: key='\"a=b\"'"
         return None, Problem(shown, f"the value cannot be read: {detail}", COMMAND_LINE, expected)

@@ -161,3 +161,13 @@ def test_paths_are_made_absolute_where_the_command_was_typed(write):
 def test_a_section_of_the_wrong_kind_is_told_not_merged(write, body, words):
     with pytest.raises(RequestError, match="cannot be"):
         compose(write(f"{body}\npeft: {{lora_alpha: '${{peft.lora_r}}'}}\n"), words)
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"),
+    [("gpu=80gb,", "gpu=80gb"), ("gpu=,80gb", "gpu=80gb"), ("gpu=40gb,,80gb", "gpu=40gb,80gb"), ("gpu=,", None)],
+)
+def test_a_comma_too_many_is_said_in_plain_words(write, word, nearest):
+    problem = problems_of(write("schema_version: 1\n"), word)[word]
+    assert problem.message == "nothing stands before or after a comma"
+    assert problem.nearest == nearest
