@@ -7,6 +7,7 @@ from framework.convert.words import (
     carry_deepspeed_file,
     carry_optimizer,
     carry_schedule,
+    carry_steps,
     product,
     put_precision,
 )
@@ -19,7 +20,6 @@ SAME = {
     "tokenizer_config": "model.tokenizer_name",
     "sequence_len": "model.model_max_length",
     "num_epochs": "training.num_train_epochs",
-    "max_steps": "training.max_steps",
     "micro_batch_size": "training.per_device_train_batch_size",
     "eval_batch_size": "training.per_device_eval_batch_size",
     "gradient_accumulation_steps": "training.gradient_accumulation_steps",
@@ -105,9 +105,13 @@ def translate(t: Translation) -> None:
     source = t.source
     t.rename(SAME)
     carry_optimizer(t, "optimizer")
+    carry_steps(t, "max_steps")
     carry_schedule(t, "lr_scheduler", "warmup_ratio", "warmup_steps")
+    if source.text("lr_scheduler") != "constant" and not (source.get("warmup_ratio") or source.get("warmup_steps")):
+        comment = "Axolotl's default, there at most 100 steps"
+        t.put("training.warmup_ratio", 0.03, "warmup_ratio", "warmup_steps", comment=comment)
     for key, (ours, value) in DEFAULTS.items():
-        if source.get(key) is None and not (key == "num_epochs" and source.get("max_steps")):
+        if source.get(key) is None and not (key == "num_epochs" and t.has("training.max_steps")):
             t.put(ours, value, comment="Axolotl's default")
     _shape(t)
     _kernels(t)
@@ -316,6 +320,8 @@ def _task(t: Translation) -> None:
     t.put("training.preference.loss_type", word, "rl")
     for key in ("dpo_beta", "rl_beta", "orpo_alpha"):
         t.carry(key, "training.preference.beta")
+    if word == "simpo" and not t.has("training.preference.beta"):
+        t.put("training.preference.beta", 0.1, comment="Axolotl's default, TRL's")
     t.carry("kto_desirable_weight", "training.preference.desirable_weight")
     t.carry("kto_undesirable_weight", "training.preference.undesirable_weight")
     t.carry("simpo_gamma", "training.preference.simpo_gamma")

@@ -23,7 +23,7 @@ def carry_data(t: Translation) -> None:
         _carry_sources(t, section, f"data.{ours}")
     if isinstance(source.get("pretraining_dataset"), str):
         t.carry("pretraining_dataset", "data.train", lambda path: [{"path": path}])
-    if source.has("pretraining_dataset") and source.get("max_steps"):
+    if source.has("pretraining_dataset") and t.has("training.max_steps"):
         t.put("data.streaming", True, comment="Axolotl streams what it pretrains on")
     is_whole = t.has("training.task", "preference") or t.has("training.task", "reward")
     if is_whole and source.get("sample_packing") is True:

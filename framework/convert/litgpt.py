@@ -30,6 +30,7 @@ LEFT = {
     (Why.DEFAULT, "rows are held out by training.seed"): "data.init_args.seed",
     (Why.DEFAULT, "datasets are kept in Hugging Face's cache"): "data.init_args.download_dir",
     (Why.WRITE, "`tunesmith train --nproc N` (docs/many_gpus.md)"): "devices num_nodes",
+    (Why.WRITE, "training.warmup_steps: this share of the steps of an epoch"): "train.lr_warmup_fraction",
     (Why.WRITE, "`tunesmith train --resume`"): "resume",
     (Why.DEFAULT, "the tokenizer's chat template, else Alpaca's own text"): "data.init_args.prompt_style",
     (Why.DEFAULT, "that of the model's config"): "train.tie_embeddings",
@@ -47,6 +48,8 @@ SOURCES = {
     "TinyStories": "roneneldan/TinyStories",
 }
 """Data module -> the dataset of the hub with its rows."""
+HELD_OUT = {"Alpaca2k": 0.05, "Alpaca": 0.03865}
+"""Data module -> its `val_split_fraction` where none is written (litgpt/data, 2026-11)."""
 _LLAMA = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "pythia-14m": {
@@ -69,6 +72,8 @@ _SHAPE = {
     "block_size": "max_position_embeddings", "head_size": "head_dim",
 }  # fmt: skip
 """litgpt.Config of a Llama -> LlamaConfig."""
+_OF_ADAMW = {"learning_rate": ("lr", 0.001), "weight_decay": ("weight_decay", 0.01)}
+"""Our key -> AdamW's argument and its default (torch 2.11, bitsandbytes 0.50)."""
 _PARTS = {
     "lora_query": ("q_proj",), "lora_key": ("k_proj",), "lora_value": ("v_proj",), "lora_projection": ("o_proj",),
     "lora_mlp": ("gate_proj", "up_proj", "down_proj"), "lora_head": ("lm_head",),
@@ -91,6 +96,7 @@ def translate(t: Translation) -> None:
     is_pretraining = source.get("checkpoint_dir") is None
     t.rename(SAME)
     _model(t, is_pretraining)
+    _devices(t, is_pretraining)
     _batch(t)
     _length_of_run(t, is_pretraining)
     _optimizer(t, is_pretraining)
@@ -102,9 +108,6 @@ def translate(t: Translation) -> None:
         t.put("training.trackers", [name], "logger_name")
     else:
         t.leave("logger_name", Why.DEFAULT, "metrics.jsonl")
-    for key in ("devices", "num_nodes"):
-        if source.get(key) == 1:
-            t.leave(key, Why.DEFAULT, "one")
     t.leave_all(LEFT)
 
 
@@ -118,7 +121,7 @@ def _model(t: Translation, is_pretraining: bool) -> None:
         t.put("model.model_name", str(started).removeprefix("checkpoints/"), "initial_checkpoint_dir")
     else:
         t.put("model.load_pretrained_weights", False, comment="litgpt pretrain starts from random weights")
-        name, shape = source.get("model_name"), _written_shape(t)
+        name, shape = str(source.get("model_name")), _written_shape(t)
         if shape or name in ARCHITECTURES:
             keys = [f"model_config.{theirs}" for theirs in _SHAPE] if shape else []
             t.put("model.architecture", shape or ARCHITECTURES[name], "model_name", *keys)
@@ -143,19 +146,40 @@ def _written_shape(t: Translation) -> dict[str, Any] | None:
     return {"model_type": "llama"} | shape | ({"tie_word_embeddings": True} if is_tied else {})
 
 
+def _world(t: Translation) -> int:
+    """Devices of all nodes; one where `auto` leaves them to the machine."""
+    return int((t.source.number("devices") or 1) * (t.source.number("num_nodes") or 1))
+
+
+def _devices(t: Translation, is_pretraining: bool) -> None:
+    """Several devices shard, which no key of litgpt's tells; those that finetune recompute blocks then."""
+    for key in ("devices", "num_nodes"):
+        if t.source.get(key) == 1:
+            t.leave(key, Why.DEFAULT, "one")
+    world = _world(t)
+    if world <= 1:
+        return
+    of = ("devices", "num_nodes")
+    t.put("fsdp.enable_fsdp", True, *of, comment=f"litgpt shards over {world} devices: start it with --nproc {world}")
+    if is_pretraining:
+        t.put("fsdp.sharding_strategy", "HYBRID_SHARD", *of)
+    else:
+        t.put("training.enable_gradient_checkpointing", True, *of, comment="as litgpt does where it shards")
+
+
 def _batch(t: Translation) -> None:
-    """litgpt drops the rest of a division; ours must be whole."""
-    source = t.source
+    """litgpt drops the rests of its divisions, by the devices and by the rows of each; ours must be whole."""
+    source, world = t.source, _world(t)
     micro, total = source.number("train.micro_batch_size") or 1, source.number("train.global_batch_size")
     if total is None:
         return
-    count = max(int(total // micro), 1)
-    if count * micro == total:
+    count = max(int(total // world // micro), 1)
+    made = count * micro * world
+    if made == total:
         t.put("training.global_batch_size", int(total), "train.global_batch_size")
     else:
-        comment = (
-            f"litgpt's {total:g} rows a step are {count * micro:g}: it drops the rest of the division by {micro:g}"
-        )
+        by = f"{micro:g}" if world == 1 else f"{world} devices and {micro:g}"
+        comment = f"litgpt's {total:g} rows a step are {made:g}: it drops the rest of the division by {by}"
         t.put("training.gradient_accumulation_steps", count, "train.global_batch_size", comment=comment)
     every = source.number("train.log_interval") or 1
     comment = "litgpt counts micro batches" if every > 1 else ""
@@ -173,7 +197,10 @@ def _length_of_run(t: Translation, is_pretraining: bool) -> None:
         steps = max(int(tokens // (rows * length)), 1)
         comment = f"{tokens:g} tokens / ({rows:g} rows x {length:g})"
         t.put("training.max_steps", steps, "train.max_tokens", comment=comment)
-    elif tokens:
+    elif length is None:
+        text = "model.model_max_length: no row is cut there; until then the smaller of 2048 and the model's positions"
+        t.leave("train.max_seq_length", Why.WRITE, text)
+    if tokens and t.is_open("train.max_tokens"):
         t.leave("train.max_tokens", Why.WRITE, "training.max_steps: tokens / (rows of a step x their length)")
 
 
@@ -187,10 +214,17 @@ def _optimizer(t: Translation, is_pretraining: bool) -> None:
         "pagedadamw": "paged_adamw_32bit",
         "pagedadamw8bit": "paged_adamw_8bit",
     }
-    if name in ours:
+    if name == "adamw" and source.get("quantize"):
+        comment = "litgpt's AdamW of a quantised base"
+        t.put("training.optimizer", "paged_adamw_32bit", "optimizer.class_path", "optimizer", comment=comment)
+    elif name in ours:
         t.put("training.optimizer", ours[name], "optimizer.class_path", "optimizer")
     else:
         t.leave("optimizer.class_path", Why.WRITE, "training.optimizer; until then it is adamw_torch")
+    if "adamw" in name:
+        for key, (theirs, value) in _OF_ADAMW.items():
+            if source.get(f"optimizer.init_args.{theirs}") is None:
+                t.put(f"training.{key}", value, comment="AdamW's default")
     betas = source.get("optimizer.init_args.betas")
     if isinstance(betas, list) and len(betas) == 2:
         t.put("training.adam_beta1", betas[0], "optimizer.init_args.betas")
@@ -210,7 +244,7 @@ def _optimizer(t: Translation, is_pretraining: bool) -> None:
 
 
 def _precision(t: Translation) -> None:
-    word = t.source.text("precision")
+    word = str(t.source.get("precision") or "").lower()
     pairs = {
         "bf16-true": ("bfloat16", "none"), "bf16-mixed": ("float32", "bf16"), "16-mixed": ("float32", "fp16"),
         "32-true": ("float32", "none"), "32": ("float32", "none"),
@@ -275,6 +309,8 @@ def _data(t: Translation, is_pretraining: bool) -> None:
     elif kind:
         t.leave(key, Why.WRITE, f"data.train: a file or a dataset of the hub with the rows that {kind} reads")
     t.carry("data.init_args.val_split_fraction", "data.eval_fraction")
+    if kind in HELD_OUT and source.get("data.init_args.val_split_fraction") is None:
+        t.put("data.eval_fraction", HELD_OUT[kind], "data.init_args.val_split_fraction", comment=f"{kind}'s default")
     t.carry("data.init_args.num_workers", "data.workers")
     if kind and not is_pretraining:
         masked = source.get("data.init_args.mask_prompt") is True

@@ -9,6 +9,7 @@ from framework.convert.words import (
     carry_optimizer,
     carry_schedule,
     carry_share,
+    carry_steps,
     carry_trackers,
     first_rows,
     put_precision,
@@ -21,7 +22,6 @@ SAME = {
     "cutoff_len": "model.model_max_length",
     "enable_liger_kernel": "model.enable_liger_kernel",
     "num_train_epochs": "training.num_train_epochs",
-    "max_steps": "training.max_steps",
     "per_device_train_batch_size": "training.per_device_train_batch_size",
     "per_device_eval_batch_size": "training.per_device_eval_batch_size",
     "gradient_accumulation_steps": "training.gradient_accumulation_steps",
@@ -70,6 +70,15 @@ _SEEING = (
     "freeze_multi_modal_projector", "audio_sampling_rate",
 )  # fmt: skip
 _LOOKED_UP = "LLaMA-Factory finds it by its dataset_info.json: write its file or hub name"
+_PROJECTED = {
+    kind: {
+        "rank": ("training.projection_rank", 16),
+        "update_interval": ("training.projection_update_steps", 200),
+        "scale": ("training.projection_scale", scale),
+    }
+    for kind, scale in {"apollo": 32.0, "galore": 2.0}.items()
+}
+"""Keys of an optimizer that projects -> ours, and the value where none is written (its finetuning_args.py, 2026-11)."""
 _FOLDER = "data"
 """`dataset_dir` where none is written."""
 
@@ -81,6 +90,7 @@ def translate(t: Translation) -> None:
     t.rename(SAME)
     carry_optimizer(t, "optim")
     carry_schedule(t, "lr_scheduler_type", "warmup_ratio", "warmup_steps")
+    carry_steps(t, "max_steps")
     carry_attention(t, "flash_attn")
     carry_trackers(t, "report_to")
     carry_deepspeed_file(t, "deepspeed")
@@ -129,6 +139,8 @@ def _task(t: Translation) -> None:
     else:
         t.leave("pref_loss", Why.WRITE, f"training.preference.loss_type, one of {', '.join(LOSSES.values())}")
     t.carry("pref_beta", "training.preference.beta")
+    if loss == "simpo" and not t.has("training.preference.beta"):
+        t.put("training.preference.beta", 0.1, comment="LLaMA-Factory's default")
     t.carry("simpo_gamma", "training.preference.simpo_gamma")
     t.carry("kto_chosen_weight", "training.preference.desirable_weight")
     t.carry("kto_rejected_weight", "training.preference.undesirable_weight")
@@ -190,9 +202,10 @@ def _optimizers(t: Translation) -> None:
         if source.get(f"use_{kind}") is not True:
             continue
         t.put("training.optimizer", f"{kind}_adamw", f"use_{kind}")
-        t.carry(f"{kind}_rank", "training.projection_rank")
-        t.carry(f"{kind}_update_interval", "training.projection_update_steps")
-        t.carry(f"{kind}_scale", "training.projection_scale")
+        for name, (ours, default) in _PROJECTED[kind].items():
+            if source.get(f"{kind}_{name}") is None:
+                t.put(ours, default, comment="LLaMA-Factory's default")
+            t.carry(f"{kind}_{name}", ours)
         t.leave(f"{kind}_target", Why.DEFAULT, "every matrix of the blocks")
         t.leave(f"{kind}_scale_type", Why.ABSENT, "updates are scaled by channel")
         if source.get(f"{kind}_layerwise") is True:
@@ -209,8 +222,13 @@ def _precision(t: Translation) -> None:
         put_precision(t, "bfloat16", "none", "pure_bf16", "bf16")
         return
     word = "bf16" if source.get("bf16") is True else "fp16" if source.get("fp16") is True else "none"
-    frozen = {"bf16": "bfloat16", "fp16": "float16"}.get(word) if t.has("training.use_peft", True) else None
-    put_precision(t, frozen or "float32", word, *(key for key in ("bf16", "fp16") if source.get(key) is True))
+    of = [key for key in ("bf16", "fp16") if source.get(key) is True]
+    if not t.has("training.use_peft", True):
+        put_precision(t, "float32", word, *of)
+    elif word == "none":
+        put_precision(t, "bfloat16", word, comment="LLaMA-Factory's, where the card has it and the checkpoint is in it")
+    else:
+        put_precision(t, {"bf16": "bfloat16", "fp16": "float16"}[word], word, *of)
     if source.get("fp8") is True:
         t.put("training.fp8", "tensorwise", "fp8", "fp8_backend")
         t.leave("fp8_enable_fsdp_float8_all_gather", Why.DEFAULT, "shards are gathered in their own dtype")
@@ -229,6 +247,10 @@ def _data(t: Translation) -> None:
             t.put(ours, made, key, "max_samples", "dataset_dir", comment=_LOOKED_UP)
     carry_share(t, "val_size")
     t.carry("packing", "data.packing")
+    if source.get("neat_packing") is True:
+        t.put("data.packing", True, "neat_packing", "packing")
+    elif source.get("packing") is None and t.has("training.task", "pretrain"):
+        t.put("data.packing", True, "packing", comment="LLaMA-Factory's default in pretraining")
     t.carry("streaming", "data.streaming")
     if source.get("train_on_prompt") is True:
         t.put("data.supervise", "all", "train_on_prompt")
@@ -240,6 +262,11 @@ def _data(t: Translation) -> None:
     elif template:
         text = f"a file under model.chat_template where the tokenizer's own is not {template}"
         t.leave("template", Why.WRITE, text)
-    strategy = source.text("eval_strategy") or source.text("evaluation_strategy")
-    if strategy != "epoch":
+    strategies = ("eval_strategy", "evaluation_strategy")
+    strategy = next((word for word in map(source.text, strategies) if word), "no")
+    if strategy == "steps":
         t.carry("eval_steps", "training.eval_steps")
+    elif strategy != "epoch":
+        t.leave("eval_steps", Why.DEFAULT, "eval_strategy is not `steps`: nothing is evaluated in between")
+        for key in strategies:
+            t.leave(key, Why.DEFAULT, "nothing is evaluated in between")

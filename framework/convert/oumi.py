@@ -8,6 +8,7 @@ from framework.convert.words import (
     carry_optimizer,
     carry_schedule,
     carry_stage,
+    carry_steps,
     product,
     put_precision,
 )
@@ -22,7 +23,6 @@ SAME = {
     "model.enable_liger_kernel": "model.enable_liger_kernel",
     "model.freeze_layers": "model.freeze_layers",
     "training.use_peft": "training.use_peft",
-    "training.max_steps": "training.max_steps",
     "training.num_train_epochs": "training.num_train_epochs",
     "training.per_device_train_batch_size": "training.per_device_train_batch_size",
     "training.per_device_eval_batch_size": "training.per_device_eval_batch_size",
@@ -88,6 +88,10 @@ _CLASSES = {
 }
 """Datasets of Oumi that are a way of reading rows -> our form of them."""
 _COLUMNS = {"messages_column": "messages", "prompt_column": "prompt", "response_column": "completion"}
+_DTYPES = {
+    "f32": "float32", "float": "float32", "f16": "float16", "half": "float16", "bf16": "bfloat16",
+}  # fmt: skip
+"""Spellings in Oumi's torch_utils.py -> ours."""
 _ONLY_ANSWERS = "text_completions_only_with_padding"
 
 
@@ -98,6 +102,7 @@ def translate(t: Translation) -> None:
     t.rename(SAME)
     carry_optimizer(t, "training.optimizer")
     carry_schedule(t, "training.lr_scheduler_type", "training.warmup_ratio", "training.warmup_steps")
+    carry_steps(t, "training.max_steps")
     carry_attention(t, "model.attn_implementation")
     _task(t)
     _schedule_end(t)
@@ -105,8 +110,10 @@ def translate(t: Translation) -> None:
     _sharding(t)
     if not t.has("training.mixed_precision_dtype"):
         word = source.text("training.mixed_precision_dtype") or "none"
-        put_precision(t, source.get("model.torch_dtype_str"), word, "model.torch_dtype_str")
-        t.carry("training.mixed_precision_dtype", "training.mixed_precision_dtype")
+        held = source.text("model.torch_dtype_str") or "float32"
+        comment = "" if source.has("model.torch_dtype_str") else "Oumi's default"
+        put_precision(t, _DTYPES.get(held, held), None, "model.torch_dtype_str", comment=comment)
+        t.put("training.mixed_precision_dtype", word, "training.mixed_precision_dtype")
     _data(t)
     _recording(t)
     t.leave_all(LEFT)
@@ -175,7 +182,7 @@ def _sharding(t: Translation) -> None:
             "fsdp.mixed_precision", Why.DEFAULT, "units are gathered in the dtype of training.mixed_precision_dtype"
         )
     if source.get("deepspeed.enable_deepspeed") is True:
-        stage = source.text("deepspeed.zero_stage").rpartition("_")[2]
+        stage = str(source.get("deepspeed.zero_stage") or 0).rpartition("_")[2]
         offload = source.text("deepspeed.offload_optimizer.device") == "cpu"
         offload = offload or source.text("deepspeed.offload_param.device") == "cpu"
         devices = [f"deepspeed.offload_{what}.device" for what in ("optimizer", "param")]
@@ -274,9 +281,13 @@ def _recording(t: Translation) -> None:
         t.carry("training.save_steps", "training.save_steps")
     else:
         t.leave("training.save_steps", Why.DEFAULT, "the end is saved, and nothing before it")
-    if source.text("training.eval_strategy") == "epoch":
+    strategy = source.text("training.eval_strategy") or "no"
+    if strategy == "epoch":
         t.leave("training.eval_strategy", Why.WRITE, "training.eval_steps: optimizer steps of an epoch")
         t.leave("training.eval_steps", Why.ABSENT, "the strategy there is `epoch`")
+    elif strategy == "no":
+        t.leave("training.eval_steps", Why.DEFAULT, "eval_strategy is `no`: nothing is evaluated in between")
+        t.leave("training.eval_strategy", Why.DEFAULT, "nothing is evaluated in between")
     else:
         t.carry("training.eval_steps", "training.eval_steps")
         t.leave("training.eval_strategy", Why.DEFAULT, "training.eval_steps says it")

@@ -1,5 +1,6 @@
 """What holds here of what the tables made: defaults go, what our schema or its rules refuse is left and told."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import yaml
 
 from framework.compose.validation import validate
-from framework.convert.translation import Translation, Why
+from framework.convert.translation import Left, Translation, Why
 from framework.errors import Problem
 from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
@@ -47,6 +48,7 @@ def settle(t: Translation) -> tuple[str, ...]:
     _drop_defaults(t)
     _spell_numbers(t)
     _name_the_rest(t)
+    t.left = [_as_read(row, t.source.misread) for row in t.left]
     t.left.sort(key=lambda row: int(row.place.rpartition(":")[2]))
     return cautions
 
@@ -118,6 +120,8 @@ def _put_what_can_be_sharded(t: Translation) -> None:
 
 def _drop_invalid(t: Translation) -> None:
     """Values that are none of ours, with what would be."""
+    for ours in [ours for ours, entry in t.entries.items() if "${" in str(entry.value)]:
+        t.drop(ours, Why.WRITE, f"{ours}: the reference in it leads nowhere")
     problems: list[Problem] = []
     written = tree(t)
     _, invalid = validate(written, lambda path: None, problems)
@@ -198,6 +202,13 @@ def _drop_derived_precision(t: Translation) -> None:
         t.put("training.mixed_precision_dtype", computed, *of, *t.entries["training.mixed_precision_dtype"].of)
     elif held == "bfloat16" and computed == "none":
         del t.entries["training.mixed_precision_dtype"]
+
+
+def _as_read(row: Left, misread: Mapping[str, str]) -> Left:
+    """A value of another kind than theirs was not understood, so it cannot be said to be the default."""
+    if row.why is not Why.DEFAULT or row.key not in misread:
+        return row
+    return replace(row, why=Why.ABSENT, text=f"not read: {misread[row.key]} is expected there")
 
 
 def _shown(value: object) -> str:

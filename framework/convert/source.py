@@ -1,5 +1,6 @@
 """A recipe of another tool: each of its values with its line, references between them followed."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from framework.schema.params import parse_number
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 8
 """Of one value, through others; a recipe that needs more refers to itself."""
+LONGEST = 2**12
+"""Characters of a value whose references are followed; doubling them eight times over makes more than memory holds."""
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 """YAML 1.1, by which all five tools read their recipes, means booleans by these."""
 
@@ -31,6 +34,8 @@ class Source:
     def __init__(self, root: Node, label: str) -> None:
         self.label = label
         self.leaves = {dotted(path): leaf for path, leaf in _leaves(root, ())}
+        self.misread: dict[str, str] = {}
+        """Keys with a value of another kind than was asked for -> what was asked for."""
 
     def get(self, key: str) -> Any:
         """The value at a key; None where it is absent or empty. Words of YAML 1.1 for true and false are these."""
@@ -41,12 +46,18 @@ class Source:
     def text(self, key: str) -> str:
         """The value in lower case; empty where it is absent or no text."""
         value = self.get(key)
+        if isinstance(value, list | dict | int | float) and not isinstance(value, bool):
+            self.misread[key] = "a word"
         return value.lower() if isinstance(value, str) else ""
 
     def number(self, key: str) -> float | None:
-        """The value when it is a number in any spelling."""
+        """The value when it is a finite number in any spelling."""
         value = parse_number(self.get(key))
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return value
+        if value not in (None, False, "", [], {}):
+            self.misread[key] = "a number"
+        return None
 
     def strings(self, key: str) -> list[str]:
         """The texts of a list, or the one text that stands instead of a list."""
@@ -87,7 +98,10 @@ class Source:
             inside = self._followed(self.leaves[name].value, left - 1)
             if value == f"${{{name}}}":
                 return inside
-            value = value.replace(f"${{{name}}}", "" if inside is None else str(inside))
+            followed = value.replace(f"${{{name}}}", "" if inside is None else str(inside))
+            if len(followed) > LONGEST:
+                return value
+            value = followed
         return value
 
 

@@ -50,7 +50,7 @@ OPTIMIZERS = {
     "AdamW": "adamw_torch", "PagedAdamW": "paged_adamw_32bit", "PagedAdamW8bit": "paged_adamw_8bit",
     "AdamW8bit": "adamw_8bit", "SGD": "sgd", "Lion": "lion", "Lion8bit": "lion_8bit",
 }  # fmt: skip
-_DECAYING = ("AdamW", "PagedAdamW", "PagedAdamW8bit", "AdamW8bit")
+_DECAYING = ("AdamW", "PagedAdamW", "PagedAdamW8bit", "AdamW8bit", "AdamW4bit")
 """Their `weight_decay` is 0.01 where it is not written (torch 2.11, bitsandbytes 0.50)."""
 SOURCES = {
     "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
@@ -154,6 +154,8 @@ def _model(t: Translation) -> None:
 def _optimizer(t: Translation) -> None:
     source, kind = t.source, component(t, "optimizer")
     name = OPTIMIZERS.get(kind)
+    if source.text("optimizer._component_").startswith("torchao."):
+        name = {"AdamW8bit": "adamw_torchao_8bit", "AdamW4bit": "adamw_torchao_4bit"}.get(kind)
     if name == "adamw_torch" and source.get("optimizer.fused") is True:
         name = "adamw_torch_fused"
     if name:
@@ -164,6 +166,8 @@ def _optimizer(t: Translation) -> None:
         t.carry("optimizer.weight_decay", "training.weight_decay")
     elif kind in _DECAYING:
         t.put("training.weight_decay", 0.01, comment=f"the default of {kind}")
+    if kind in _DECAYING and source.get("optimizer.lr") is None:
+        t.put("training.learning_rate", 0.001, comment=f"the default of {kind}")
     betas = source.get("optimizer.betas")
     if isinstance(betas, list) and len(betas) == 2:
         t.put("training.adam_beta1", betas[0], "optimizer.betas")
@@ -261,7 +265,7 @@ def _data(t: Translation) -> None:
     if source.number("batch_size_val"):
         t.carry("batch_size_val", "training.per_device_eval_batch_size")
     partition = re.fullmatch(r"(\d+)-(\d+)/(\d+)", source.text("dataset.partition"))
-    if partition and t.has("data.train"):
+    if partition and int(partition[3]) and t.has("data.train"):
         first, last, parts = map(int, partition.groups())
         start, end = round(100 * first / parts), round(100 * (last + 1) / parts)
         one = t.entries["data.train"].value[0]

@@ -56,6 +56,15 @@ def carry_schedule(t: Translation, schedule: str, ratio: str, steps: str) -> Non
         t.leave(steps, Why.DEFAULT)
 
 
+def carry_steps(t: Translation, key: str) -> None:
+    """The length in steps; transformers writes -1 for none."""
+    steps = t.source.number(key)
+    if steps is not None and steps <= 0:
+        t.leave(key, Why.DEFAULT, "off: the epochs count")
+    else:
+        t.carry(key, "training.max_steps")
+
+
 def carry_attention(t: Translation, key: str) -> None:
     """The attention kernel; kernels that are fetched from a hub are those of the package of that name."""
     word = t.source.text(key)

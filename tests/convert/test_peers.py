@@ -1,5 +1,6 @@
 """The training files of other tools as they publish them: each is converted or refused, and no value of one is lost."""
 
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -75,7 +76,8 @@ def plain_leaves(value, key: str = "") -> set[str]:
 def problems(file: Path, found: Conversion, folder: Path) -> list[str]:
     recipe = folder / f"{file.stem}.yaml"
     recipe.write_text(found.recipe)
-    shared = ["gpu.count=8"] if "fsdp" in yaml.safe_load(found.recipe) else []
+    named = re.search(r"--nproc (\d+)", found.recipe)
+    shared = [f"gpu.count={named[1] if named else 8}"] if "fsdp" in yaml.safe_load(found.recipe) else []
     return [str(problem) for problem in check_request(recipe, ["gpu=h100_80gb", *shared]).problems]
 
 

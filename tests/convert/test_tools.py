@@ -355,3 +355,139 @@ def test_references_are_followed_and_endless_ones_end(converted) -> None:
     assert recipe["training"]["output_dir"] == "runs/x"
     found, _ = converted("base_model: a/b\nname: ${name}\noutput_dir: ${name}/${name}\n")
     assert "name" in {row.key for row in found.left}
+
+
+def test_references_that_double_are_not_followed_to_the_end(converted) -> None:
+    """Seven lines that would be 25 million characters."""
+    lines = [f"k{index + 1}: {('${k' + str(index) + '}') * 12}" for index in range(5)]
+    found, _ = converted("\n".join(["base_model: a/b", f"k0: {'x' * 99}", *lines, "output_dir: ${k5}"]))
+    assert len(found.recipe) < 10_000
+
+
+def test_what_a_reference_leads_nowhere_for_is_to_be_written(converted) -> None:
+    found, recipe = converted(TORCHTUNE.replace("/tmp/out", "${oc.env:HOME}/out"))
+    assert "output_dir" not in recipe["training"]
+    assert reasons(found, "output_dir") == [(Why.WRITE, "training.output_dir: the reference in it leads nowhere")]
+
+
+TINY_LITGPT = """\
+checkpoint_dir: checkpoints/some/model
+train: {{global_batch_size: {rows}, micro_batch_size: 4, max_seq_length: {length}}}
+optimizer: {{class_path: torch.optim.AdamW, init_args: {{}}}}
+data: {{class_path: litgpt.data.Alpaca2k}}
+devices: {devices}
+"""
+
+
+def test_litgpt_on_several_devices_shards_and_drops_the_rests_of_both_divisions(converted) -> None:
+    _, recipe = converted(TINY_LITGPT.format(rows=64, devices=4, length=512))
+    assert recipe["training"]["global_batch_size"] == 64
+    assert recipe["training"]["enable_gradient_checkpointing"] is True
+    assert recipe["fsdp"] == {"enable_fsdp": True}
+    found, recipe = converted(TINY_LITGPT.format(rows=20, devices=2, length=512))  # 20 // 2 // 4 = 2 of 4 rows on each
+    assert recipe["training"]["gradient_accumulation_steps"] == 2
+    assert "20 rows a step are 16" in found.recipe
+    _, recipe = converted(TINY_LITGPT.format(rows=64, devices=1, length=512))
+    assert "fsdp" not in recipe
+
+
+def test_litgpt_has_defaults_of_its_rows_and_its_optimizer(converted) -> None:
+    found, recipe = converted(TINY_LITGPT.format(rows=64, devices=1, length="null"))
+    assert recipe["data"]["eval_fraction"] == 0.05
+    assert (recipe["training"]["learning_rate"], recipe["training"]["weight_decay"]) == (0.001, 0.01)
+    assert reasons(found, "train.max_seq_length")[0][0] is Why.WRITE
+    _, recipe = converted(LITGPT)
+    assert recipe["training"]["optimizer"] == "paged_adamw_32bit"  # of a quantised base
+
+
+def test_defaults_of_the_others_that_differ_from_ours_are_written(converted) -> None:
+    axolotl = "base_model: some/model\nlearning_rate: 1e-4\n"
+    assert converted(axolotl)[1]["training"]["warmup_ratio"] == 0.03
+    assert converted(axolotl + "warmup_steps: 10\n")[1]["training"]["warmup_steps"] == 10
+    assert "warmup_ratio" not in converted(axolotl + "lr_scheduler: constant\n")[1]["training"]
+    assert converted(axolotl + "rl: simpo\n")[1]["training"]["preference"]["beta"] == 0.1
+    factory = "model_name_or_path: some/model\ndo_train: true\n"
+    assert converted(factory)[1]["model"]["torch_dtype_str"] == "bfloat16"
+    assert converted(factory + "stage: pt\n")[1]["data"]["packing"] is True
+    assert converted(factory + "stage: pt\npacking: false\n")[1].get("data") is None
+    assert converted(factory + "neat_packing: true\n")[1]["data"]["packing"] is True
+    simpo = converted(factory + "stage: dpo\npref_loss: simpo\n")[1]["training"]["preference"]
+    assert simpo == {"loss_type": "simpo", "beta": 0.1}
+    galore = converted(factory + "finetuning_type: full\nuse_galore: true\ngalore_scale: 4\n")[1]["training"]
+    assert (galore["projection_rank"], galore["projection_scale"]) == (16, 4)
+    oumi = "model: {model_name: some/model}\ntraining: {trainer_type: TRL_SFT, use_peft: true}\n"
+    assert converted(oumi)[1]["model"]["torch_dtype_str"] == "float32"
+    spelled = oumi.replace("model}", "model, torch_dtype_str: bf16}")
+    assert converted(spelled)[1]["model"]["torch_dtype_str"] == "bfloat16"
+
+
+def test_nothing_is_evaluated_in_between_unless_the_strategy_says_so(converted) -> None:
+    factory = "model_name_or_path: a/b\ndo_train: true\ndataset: x\nval_size: 0.1\neval_steps: 50\n"
+    oumi = OUMI.replace("save_steps: 0", "save_steps: 0, eval_steps: 50")
+    oumi = oumi.replace("  train:", "  validation: {datasets: [{dataset_name: a/b}]}\n  train:")
+    for text, key, more in (
+        (factory, "eval_steps", "eval_strategy: steps\n"),
+        (oumi, "training.eval_steps", "eval_strategy: steps"),
+    ):
+        found, recipe = converted(text)
+        assert "eval_steps" not in recipe["training"]
+        assert reasons(found, key)[0][0] is Why.DEFAULT
+        with_strategy = text + more if text is factory else text.replace("eval_steps", f"{more}, eval_steps")
+        assert converted(with_strategy)[1]["training"]["eval_steps"] == 50
+
+
+def test_torchtunes_optimizers_of_torchao_are_torchaos(converted) -> None:
+    text = TORCHTUNE.replace("torch.optim.AdamW, lr: 3e-4, fused: true", "torchao.optim.AdamW8bit")
+    _, recipe = converted(text)
+    assert recipe["training"]["optimizer"] == "adamw_torchao_8bit"
+    assert recipe["training"]["learning_rate"] == 0.001
+
+
+def test_minus_one_step_is_no_length(converted) -> None:
+    for text, key in (
+        (AXOLOTL + "max_steps: -1\n", "max_steps"),
+        (LLAMA_FACTORY + "max_steps: -1\n", "max_steps"),
+        (OUMI.replace("save_steps: 0", "save_steps: 0, max_steps: -1"), "training.max_steps"),
+    ):
+        found, recipe = converted(text)
+        assert reasons(found, key) == [(Why.DEFAULT, "off: the epochs count")]
+        assert "max_steps" not in recipe["training"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("base_model: a/b\nval_set_size: many\n", "val_set_size"),
+        ("base_model: a/b\nadapter: 7\n", "adapter"),
+        ("model_name_or_path: a/b\ndo_train: true\nstage: [dpo]\n", "stage"),
+        ("model_name_or_path: a/b\ndo_train: true\nval_size: 1e400\n", "val_size"),
+        ("model: {model_name: a/b}\ntraining: {trainer_type: 5}\n", "training.trainer_type"),
+        ("model: {model_name: a/b}\ntraining: {trainer_type: TRL_SFT, save_steps: soon}\n", "training.save_steps"),
+    ],
+)
+def test_a_value_of_another_kind_is_not_said_to_be_the_default(text, key, converted) -> None:
+    found, _ = converted(text)
+    ((why, said),) = reasons(found, key)
+    assert why is Why.ABSENT
+    assert said.startswith("not read: a ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TORCHTUNE.replace("alpaca_dataset", "alpaca_dataset, partition: 1-9/0"),
+        LITGPT.replace("checkpoint_dir: checkpoints/microsoft/phi-3", "model_name: tiny-llama-1.1b"),
+        AXOLOTL.replace("batch_size: 8", "batch_size: 1e400"),
+        LLAMA_FACTORY.replace("max_samples: 500", "max_samples: 1e400"),
+        LITGPT.replace("global_batch_size: 10", "global_batch_size: 1e400"),
+        OUMI.replace("dataset_kwargs:", "sample_count: 1e400\n        dataset_kwargs:"),
+    ],
+)
+def test_numbers_that_are_none_or_endless_are_no_fault_of_ours(text, converted) -> None:
+    assert converted(text)[0].recipe
+
+
+def test_a_shape_whose_name_is_a_list_is_refused(refusal) -> None:
+    text = "model_name: [x]\ntrain: {micro_batch_size: 8}\noptimizer: AdamW\n"
+    (problem,) = refusal(text).problems
+    assert problem.key == "model_name"
