@@ -157,6 +157,10 @@ same proportions, where 21 % of the weights are embeddings. Bytes are per traine
 - **published**: what the usual tables say of states (this project's seeds; the manuals of bitsandbytes and torchao).
 - `training.optimizer_in_backward` takes the gradients (2 or 4) away, but for one weight's. `training.optimizer_offload`
   takes the states off the device, unless they are codes or paged.
+- `muon`, `galore_adamw` and `apollo_adamw` are for two-dimensional weights inside the blocks, the last two for those
+  whose smaller side is above `projection_rank`; AdamW has the others, experts stacked in one tensor among them. The
+  table at the start of a run says how much is whose; where nothing is theirs, as with LoRA of rank 16 under the default
+  `projection_rank` of 128, the recipe is refused.
 
 | optimizer | states, bf16 | pure | states, fp32 | masters | published | what is kept |
 | --- | ---: | ---: | ---: | ---: | ---: | --- |

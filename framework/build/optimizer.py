@@ -13,7 +13,8 @@ from framework.build.optimizers.any_precision import AnyPrecisionAdamW, Kernel
 from framework.build.optimizers.lion import Lion
 from framework.build.optimizers.low_bit import LOW_BIT, RehearsedLowBit, low_bit_class
 from framework.build.optimizers.low_rank import LowRankAdamW
-from framework.build.optimizers.muon import MuonWithAdamW, hidden_matrices
+from framework.build.optimizers.matrices import matrices_apart
+from framework.build.optimizers.muon import MuonWithAdamW
 from framework.build.optimizers.parameter_wise import ParameterWise, StateStore
 from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
 from framework.build.optimizers.sophia import SophiaG
@@ -43,7 +44,8 @@ def build_optimizer(config: TrainingConfig, model: nn.Module, place: Place) -> t
 
     `adamw_torch` is the foreach implementation on CUDA (fast; temporaries as large as the parameters) and the plain
     loop on CPU. Two groups: weights that decay, and biases and norms that do not. When updates come during backward or
-    states live off the device, each parameter has an optimizer of its own.
+    states live off the device, each parameter has an optimizer of its own. Raises RequestError for an optimizer of
+    matrices where none is trained that it is for.
     """
     training = config.training
     groups = _groups(model, training.weight_decay)
@@ -51,7 +53,7 @@ def build_optimizer(config: TrainingConfig, model: nn.Module, place: Place) -> t
         groups = list(with_faster_b(groups, model, config.peft.lora_plus_lr_ratio))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(trained)}
-    facts = _Facts(place, numbers, hidden_matrices(model))
+    facts = _Facts(place, numbers, matrices_apart(training, model))
     offload = training.optimizer_offload
     if training.optimizer_in_backward is not True and offload is OptimizerOffload.NONE:
         return _make(training, groups, facts)

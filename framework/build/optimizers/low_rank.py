@@ -60,7 +60,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         state["step"] = state.get("step", 0) + 1
-        if parameter not in self._matrices or min(gradient.shape) <= self.rank:
+        if parameter not in self._matrices:
             return _adam(state, gradient, group)
         upright = gradient.shape[0] >= gradient.shape[1]
         tall = gradient.float() if upright else gradient.float().T

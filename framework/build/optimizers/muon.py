@@ -5,10 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from framework.build.heads import head_layers
-from framework.build.loss import causal_model
+from torch import Tensor
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -53,16 +50,3 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def _part(group: dict[str, Any], hidden: bool, matrices: frozenset[Tensor]) -> dict[str, Any]:
     chosen = [parameter for parameter in group["params"] if (parameter in matrices) == hidden]
     return {**group, "params": chosen}
-
-
-def hidden_matrices(model: nn.Module) -> frozenset[Tensor]:
-    """The trained matrices inside the blocks: two-dimensional, neither an embedding nor the head."""
-    ends = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    ends |= {parameter for layer in head_layers(causal_model(model)) for parameter in layer.parameters()}
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() == 2)
-    return frozenset(parameter for parameter in trained if parameter not in ends)

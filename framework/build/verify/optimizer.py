@@ -12,7 +12,8 @@ from framework.build.optimizers.any_precision import AnyPrecisionAdamW
 from framework.build.optimizers.lion import Lion
 from framework.build.optimizers.low_bit import LOW_BIT, LowBit, is_managed, low_bit_class, parts_of
 from framework.build.optimizers.low_rank import LowRankAdamW
-from framework.build.optimizers.muon import MuonWithAdamW, hidden_matrices
+from framework.build.optimizers.matrices import matrices_apart
+from framework.build.optimizers.muon import MuonWithAdamW
 from framework.build.optimizers.parameter_wise import ParameterWise, is_large
 from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
 from framework.build.optimizers.sophia import SophiaG
@@ -48,7 +49,18 @@ def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
     missing = sum(id(parameter) not in held for parameter in assembly.trained)
     if missing:
         found = f"{found} without {missing} of the trained tensors"
-    yield Reading("training.optimizer", str(asked), found, f"{type(parts[0]).__name__} groups")
+    source = f"{type(parts[0]).__name__} groups{_share_apart(assembly)}"
+    yield Reading("training.optimizer", str(asked), found, source)
+
+
+def _share_apart(assembly: Assembly) -> str:
+    """How much of what is trained an optimizer of matrices treats as such."""
+    apart = matrices_apart(assembly.config.training, assembly.model)
+    if not apart:
+        return ""
+    share = sum(matrix.numel() for matrix in apart) / sum(parameter.numel() for parameter in assembly.trained)
+    others = "; AdamW has the others" if len(apart) < len(assembly.trained) else ""
+    return f": {counted(len(apart), 'matrix', 'matrices')}, {share:.0%} of the trained weights{others}"
 
 
 def _name(asked: Optimizer, optimizer: torch.optim.Optimizer) -> str:
@@ -92,7 +104,8 @@ def read_optimizer_states(assembly: Assembly, step: FirstStep) -> Iterator[Readi
                 size += tensor.numel() * tensor.element_size()
                 if tensor.dim():
                     found[f"{name}.{inner}" if inner else name, _made_of(tensor.dtype, is_managed(tensor))] += 1
-    wanted = Counter(kind for parameter in assembly.trained for kind in _expected(assembly, parameter))
+    apart = matrices_apart(assembly.config.training, assembly.model)
+    wanted = Counter(kind for parameter in assembly.trained for kind in _expected(assembly, parameter, apart))
     per_parameter = f"{size / max(1, sum(item.numel() for item in assembly.trained)):.2f} bytes a trained parameter"
     yield Reading("optimizer states", _worded(wanted), _worded(found), per_parameter)
 
@@ -120,8 +133,8 @@ def _worded(counted: Counter[_Kind]) -> str:
     return ", ".join(f"{name} {kind} x {counted[name, kind]}" for name, kind in sorted(counted)) or "none"
 
 
-def _expected(assembly: Assembly, parameter: Tensor) -> Iterator[_Kind]:
-    """The states that one trained tensor should have after a step."""
+def _expected(assembly: Assembly, parameter: Tensor, apart: frozenset[Tensor]) -> Iterator[_Kind]:
+    """The states that one trained tensor should have after a step, `apart` being those treated as matrices."""
     training, own = assembly.config.training, _made_of(parameter.dtype)
     match Optimizer(training.optimizer):
         case Optimizer.SGD:
@@ -138,10 +151,9 @@ def _expected(assembly: Assembly, parameter: Tensor) -> Iterator[_Kind]:
             compensated = training.rounding is Rounding.KAHAN and parameter.dtype is torch.bfloat16
             own, names = "bfloat16", ["exp_avg", "exp_avg_sq", *(["compensation"] if compensated else [])]
         case Optimizer.MUON:
-            names = ["momentum_buffer"] if parameter in hidden_matrices(assembly.model) else ["exp_avg", "exp_avg_sq"]
+            names = ["momentum_buffer"] if parameter in apart else ["exp_avg", "exp_avg_sq"]
         case Optimizer.GALORE_ADAMW:
-            projected = parameter in hidden_matrices(assembly.model) and min(parameter.shape) > training.projection_rank
-            names = ["exp_avg", "exp_avg_sq", *(["projection"] if projected else [])]
+            names = ["exp_avg", "exp_avg_sq", *(["projection"] if parameter in apart else [])]
         case choice if choice in LOW_BIT:
             on_card = assembly.place.kind == "cuda"
             yield from _expected_codes(LOW_BIT[choice], parameter, on_card)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from framework.build.verify import FirstStep, verify, verify_first_step
-from framework.errors import VerificationFailed
+from framework.errors import RequestError, VerificationFailed
 from framework.run.step import train_step
 from tests.optimizers import BF16, ON_CPU, WIDE, eager, training  # noqa: F401
 from tests.tiny import tiny_assembly, tiny_config, unequal_rows
@@ -95,3 +95,31 @@ def test_a_recipe_names_it_by_its_group(optimizer):
 
     words = [f"optimizer={optimizer}", "model=smollm2_135m"]
     assert str(draft("quickstart", words).config.training.optimizer) == optimizer
+
+
+LORA = {"lora_r": 8, "lora_target_modules": ["all-linear"]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "more", "peft", "model", "said"),
+    [
+        ("galore_adamw", {"projection_rank": 64}, {}, {}, "above 64, and the widest that is trained has 64"),
+        ("apollo_adamw", {"projection_rank": 128}, {}, {}, "above 128, and the widest that is trained has 64"),
+        ("galore_adamw", {}, LORA, {}, "above 16, and the widest that is trained has 8"),
+        ("muon", {}, {}, {"freeze_layers": ["layers.*"]}, "none is trained"),
+        ("muon", {}, {"peft_method": "prompt"}, {}, "none is trained"),
+    ],
+)
+def test_an_optimizer_of_matrices_that_would_find_none_is_refused(choice, more, peft, model, said):
+    """It would have trained everything with AdamW under the name of another."""
+    settings = training(choice, use_peft=bool(peft), **more) if not more else {"optimizer": choice, **more}
+    with pytest.raises(RequestError, match=said):
+        tiny_assembly(tiny_config(WIDE, training=settings, model=model, peft=peft))
+
+
+def test_the_share_that_an_optimizer_treats_as_matrices_is_said():
+    """Embeddings and head: 2 x 128 x 64; a block: 2 x 64 x 64 + 2 x 32 x 64 + 3 x 128 x 64; five norms of 64."""
+    matrices = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    share = matrices / (matrices + 2 * 128 * 64 + 5 * 64)
+    [reading] = [item for item in verify(assembled("muon")) if item.key == "training.optimizer"]
+    assert reading.source.endswith(f"14 matrices, {share:.0%} of the trained weights; AdamW has the others")
