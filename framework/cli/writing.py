@@ -12,8 +12,10 @@ NOT_WRITTEN = RequestError.exit_code
 
 def check_writable(file: Path, option: str) -> None:
     """Raises RequestError where no such file can be written, before anything else takes time."""
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise RequestError([_unwritten(file, option, str(file.absolute()))])
+    folder = file.absolute().parent
+    reason = "it is a folder" if file.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
+    if reason:
+        raise RequestError([_unwritten(file, option, reason)])
 
 
 def written(file: Path | None, option: str, text: Callable[[], str]) -> list[Problem]:

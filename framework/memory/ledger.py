@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from framework.memory.allocator import Peak
+from framework.memory.declared import declared
 from framework.memory.trace import Kind
 
 PLAN_VERSION = 1
@@ -285,7 +286,7 @@ class Plan:
         """The plan that `to_json` wrote. Raises KeyError or TypeError for any other document."""
         step = document["step"]
         batch = {name: value for name, value in document["batch"].items() if name != "global"}
-        return cls(
+        plan = cls(
             device=Device(**document["device"]),
             peak=PeakUse(**document["peak"], terms=Terms(**document["terms"])),
             step_peak=PeakUse(**{**document["step_peak"], "terms": Terms(**document["step_peak"]["terms"])}),
@@ -302,6 +303,7 @@ class Plan:
             warnings=tuple(document["warnings"]),
             host=HostUse(**{name: value for name, value in document["host"].items() if name != "all_bytes"}),
         )
+        return declared(plan)
 
 
 def peak_use(peaks: Sequence[Peak], context: int, uncertainty: Uncertainty) -> PeakUse:

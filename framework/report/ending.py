@@ -129,7 +129,7 @@ def _steps(run: Run) -> str:
 
 def _passes(run: Run) -> tuple[str, ...]:
     epoch = run.metrics.steps[run.metrics.last_step].get("epoch") if run.metrics.steps else None
-    return () if epoch is None else (f"{epoch:g} passes over the training rows.",)
+    return () if epoch is None else (f"{epoch:g} {'pass' if epoch == 1 else 'passes'} over the training rows.",)
 
 
 def _what_is_left(run: Run) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from framework.beside import path_like
 from framework.compose import load
 from framework.errors import Problem, RequestError
+from framework.memory.declared import declared
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.run.comparison import last_line
@@ -174,13 +175,15 @@ def _read(file: Path, parse: Callable[[Any], T], lacks: list[str]) -> T | None:
         return parse(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         lacks.append(f"{file.name}: {error.strerror}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except RecursionError:
+        lacks.append(f"{file.name} cannot be read: it is nested too deep")
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         lacks.append(f"{file.name} cannot be read: {type(error).__name__} {error}")
     return None
 
 
 def _environment(document: Any) -> Environment:
-    return Environment(
+    environment = Environment(
         date=str(document["date"]),
         command=tuple(map(str, document["command"])),
         python=str(document["python"]),
@@ -189,13 +192,14 @@ def _environment(document: Any) -> Environment:
         git=document["git"],
         device=str(document["device"]),
     )
+    return declared(environment)
 
 
 def _memory(document: Any) -> Memory:
     predicted, measured = document["predicted"], document["measured"]
     error, growth = document["error"], document["growth"]
     errors = error["phases"] if error is not None else {}
-    return Memory(
+    memory = Memory(
         is_of_card=not measured["baseline_bytes"],
         device_name=measured.get("device_name"),
         phases=tuple(
@@ -213,6 +217,7 @@ def _memory(document: Any) -> Memory:
         last_step=document["floors"]["last_step"],
         growth_bytes=growth["per_step"] if growth is not None else None,
     )
+    return declared(memory)
 
 
 def _read_metrics(file: Path, lacks: list[str]) -> Metrics:
@@ -242,7 +247,7 @@ def _line(text: str) -> tuple[int, dict[str, float | None]] | None:
         step = values.pop("step")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    if type(step) is not int or step < 0:
+    if type(step) is not int or not 0 <= step < GREATEST:
         return None
     return step, {
         name: _number(value) for name, value in values.items() if value is None or type(value) in (int, float)

@@ -101,7 +101,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     batch, step = plan.batch, plan.step
     equation = Batch(batch.per_device, batch.accumulation, batch.world, batch.context, batch.tensor)
     share = "all trained"
-    if plan.trainable_parameters != plan.total_parameters:
+    if plan.trainable_parameters != plan.total_parameters > 0:
         share = f"{plan.trainable_parameters:,} trained ({plan.trainable_parameters / plan.total_parameters:.2%})"
     found = [
         ("parameters", f"{plan.total_parameters:,}, {share}"),

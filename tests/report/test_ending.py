@@ -34,7 +34,7 @@ def test_a_run_that_is_done(tmp_path):
     export(folder)
     found = ending_of(folder)
     assert (found.how, found.headline) == (How.DONE, "done, 10 of 10 steps made")
-    assert "1 passes over the training rows." in found.details
+    assert "1 pass over the training rows." in found.details
 
 
 def test_an_export_of_an_earlier_end_is_not_the_end(folder):

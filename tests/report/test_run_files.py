@@ -2,13 +2,15 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from framework.errors import RequestError
 from framework.report.run_files import Series, read_run
+from framework.report.run_page import run_page
 from tests.report.plans import GIB, PLAN
-from tests.report.runs import REPAIR, checkpoint, evaluation, export, make_run, step, write_memory
+from tests.report.runs import REPAIR, checkpoint, config, evaluation, export, make_run, step, write_memory
 
 
 def test_a_whole_run_lacks_nothing(tmp_path):
@@ -82,6 +84,45 @@ def test_a_file_that_cannot_be_read_is_said_and_the_others_are_read(tmp_path, na
     assert run.metrics.last_step == 1
     found = {"config": run.config, "plan": run.plan, "environment": run.environment, "memory": run.memory}
     assert [key for key, value in found.items() if value is None] == [name.partition(".")[0]]
+
+
+@pytest.mark.parametrize("name", ["plan.json", "memory.json", "environment.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "9" * 400, "1e308", '"many"', "[1]", '{"a": 1}', "null", "true", "-3", "0"]
+)
+def test_numbers_of_another_kind_cost_no_page(tmp_path, name, value, monkeypatch):
+    """Numbers of a file, one by one, are something else; the page says so, or has a gap there."""
+    folder = make_run(tmp_path / "mine", [step(1), step(2)])
+    write_memory(folder, 2)
+    text = (folder / name).read_text()
+    numbers = list(re.finditer(r"(?<=: )-?\d[\d.e-]*", text))
+    monkeypatch.setattr("framework.report.run_files.load", lambda file: config())
+    for found in numbers if name == "metrics.jsonl" else numbers[::7]:
+        (folder / name).write_text(text[: found.start()] + value + text[found.end() :])
+        page = run_page(read_run(folder))
+        assert page.endswith("</html>\n")
+        assert not re.search(r'="[^"]*\b(nan|inf)\b', page)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "memory.json", "environment.json", "metrics.jsonl"])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_a_file_that_is_nested_too_deep_is_said(tmp_path, name, text):
+    folder = make_run(tmp_path / "mine", [step(1)])
+    write_memory(folder, 1)
+    (folder / "oom.txt").write_text("phase: backward\nstep: 1\n\ntorch.OutOfMemoryError: CUDA out of memory.\n")
+    (folder / name).write_text(text)
+    run = read_run(folder)
+    assert [line.partition(" ")[0].rstrip(":") for line in run.lacks] == [name]
+    assert run_page(run)
+
+
+def test_what_a_file_says_instead_is_named(tmp_path):
+    folder = make_run(tmp_path / "mine", [step(1)])
+    document = json.loads((folder / "plan.json").read_text())
+    document["phases"][1]["terms"]["weights"] = "many"
+    (folder / "plan.json").write_text(json.dumps(document))
+    write_memory(folder, 1)
+    assert read_run(folder).lacks == ("plan.json cannot be read: TypeError phases.terms.weights is 'many'",)
 
 
 def test_what_is_no_run_names_the_run_that_was_meant(tmp_path):

@@ -120,7 +120,7 @@ def read_plan(folder: Path) -> Mapping[str, Any] | None:
     """The document of a run's `plan.json`; None where there is none that can be read."""
     try:
         document = json.loads((folder / "plan.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     whole = isinstance(document, dict) and {"phases", "step_peak", "host_bytes"} <= document.keys()
     return document if whole else None
