@@ -3,7 +3,6 @@ version. No torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,7 +20,7 @@ def declared(value: T) -> T:
 
 def _others(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The fields that hold something else than they declare, those of dataclasses inside included."""
-    hints = _hints(type(value))
+    hints = get_type_hints(type(value))
     for field in fields(value):
         inner = getattr(value, field.name)
         path = f"{name}.{field.name}".lstrip(".")
@@ -30,11 +29,6 @@ def _others(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         for part in inner if isinstance(inner, tuple) else (inner,):
             if is_dataclass(part):
                 yield from _others(part, path)
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _fits(value: Any, hint: Any) -> bool:
