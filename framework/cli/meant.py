@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+_TAKE_KEYS = ("train", "plan", "fit", "check", "data", "show", "diff")
+"""Verbs that compose a recipe."""
 _RECIPE = ("-c", "--config", "--recipe", "--config-file", "--config_file")
 
 
 def meant(message: str, words: Sequence[str]) -> str | None:
     """The words to type instead of the unknown option that `message` names; None where nothing is alike."""
-    if "No such option" not in message:
+    verb = next((word for word in words if not word.startswith("-")), "")
+    if "No such option" not in message or verb not in _TAKE_KEYS:
         return None
     option = next((word for word in words if word.startswith("-") and word.partition("=")[0] in message.split()), "")
     name, _, value = option.partition("=")

@@ -210,3 +210,22 @@ def test_a_reader_that_leaves_is_no_fault():
         done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, cwd=root, check=False)
         assert done.returncode in (0, 141)
         assert done.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["show quickstart", "list gpus --json", "plan none.yaml --json"])
+def test_a_full_disk_is_no_fault_of_ours(words):
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m framework {words} > /dev/full"],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error not all could be written: No space left on device\n"
+
+
+def test_a_verb_that_composes_nothing_is_offered_no_key(run):
+    code, _, err = run("predict", "runs/mine", "rows.jsonl", "--learning-rate", "1")
+    assert (code, err) == (2, "error No such option: --learning-rate\n")
