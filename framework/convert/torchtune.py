@@ -1,6 +1,7 @@
 """torchtune: each part names the code that builds it (`_component_`), whose defaults count too."""
 
 import re
+from typing import Any
 
 from framework.convert.translation import Translation, Why
 
@@ -65,9 +66,15 @@ _COLUMNS = {
     "gsm8k_sft": {"prompt": "question", "completion": "answer"},
 }
 _FORMS = {
-    "instruct_dataset": "prompt_completion", "chat_dataset": "messages", "text_completion_dataset": "text",
-    "preference_dataset": "preference",
+    "instruct_dataset": "prompt_completion", "text_completion_dataset": "text", "preference_dataset": "preference",
 }  # fmt: skip
+_STYLES = {"sharegpt": ("sharegpt", "conversations"), "openai": ("messages", "messages")}
+"""`conversation_style` of `chat_dataset` -> our form of its rows, and the column of it."""
+_NAMED = {
+    "instruct_dataset": {"prompt": ("column_map.input", "input"), "completion": ("column_map.output", "output")},
+    "text_completion_dataset": {"text": ("column", "text")},
+}
+"""Builder -> our column, their key that names it, and its name where none is written (torchtune/datasets, 2026-11)."""
 _MODULES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _LEARNS_PROMPTS = "torchtune's Alpaca learns the prompts too"
@@ -256,11 +263,13 @@ def _data(t: Translation) -> None:
         split = source.get(f"{section}.split")
         made |= {"split": split} if split not in (None, "train") else {}
         made |= {"format": form} if form else {}
-        made |= {"columns": _COLUMNS[kind]} if kind in _COLUMNS else {}
+        shape, named = _rows(t, section, kind)
         keys = [f"{section}.{name}" for name in ("_component_", "source", "data_files", "split")]
-        t.put(ours, [made], *keys)
-        if form == "alpaca" and source.get(f"{section}.train_on_input") is not False and section == "dataset":
-            t.put("data.supervise", "all", f"{section}.train_on_input", comment=_LEARNS_PROMPTS)
+        t.put(ours, [made | shape], *keys, *named)
+        learns = source.get(f"{section}.train_on_input")
+        if section == "dataset" and (learns is True or (form == "alpaca" and learns is None)):
+            comment = "" if learns else _LEARNS_PROMPTS
+            t.put("data.supervise", "all", f"{section}.train_on_input", comment=comment)
     t.carry("dataset.packed", "data.packing")
     if source.number("batch_size_val"):
         t.carry("batch_size_val", "training.per_device_eval_batch_size")
@@ -271,6 +280,22 @@ def _data(t: Translation) -> None:
         one = t.entries["data.train"].value[0]
         row = {**one, "split": f"{one.get('split', 'train')}[{start}%:{end}%]"}
         t.put("data.train", [row], *t.entries["data.train"].of, "dataset.partition")
+
+
+def _rows(t: Translation, section: str, kind: str) -> tuple[dict[str, Any], list[str]]:
+    """Columns of a source, with the form where that follows from them; and the keys that say so."""
+    if kind in _COLUMNS:
+        return {"columns": _COLUMNS[kind]}, []
+    pairs = {ours: (f"{section}.{key}", name) for ours, (key, name) in _NAMED.get(kind, {}).items()}
+    shape: dict[str, Any] = {}
+    style = _STYLES.get(t.source.text(f"{section}.conversation_style"))
+    if kind == "chat_dataset" and style is not None:
+        shape["format"], column = style
+        pairs[column] = (f"{section}.conversation_column", column)
+    columns = {ours: t.source.get(key) or name for ours, (key, name) in pairs.items()}
+    renamed = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    of = [f"{section}.conversation_style", *(key for key, _ in pairs.values())] if pairs else []
+    return shape | ({"columns": renamed} if renamed else {}), of
 
 
 def _sharding(t: Translation) -> None:

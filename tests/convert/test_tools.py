@@ -491,3 +491,35 @@ def test_a_shape_whose_name_is_a_list_is_refused(refusal) -> None:
     text = "model_name: [x]\ntrain: {micro_batch_size: 8}\noptimizer: AdamW\n"
     (problem,) = refusal(text).problems
     assert problem.key == "model_name"
+
+
+@pytest.mark.parametrize(
+    ("rows", "made", "supervise"),
+    [
+        (
+            "chat_dataset, source: a/b, conversation_column: turns, conversation_style: sharegpt",
+            {"format": "sharegpt", "columns": {"conversations": "turns"}},
+            None,
+        ),
+        (
+            "chat_dataset, source: a/b, conversation_column: messages, conversation_style: OpenAI, train_on_input: on",
+            {"format": "messages"},
+            "all",
+        ),
+        (
+            "instruct_dataset, source: a/b, column_map: {input: question}",
+            {"format": "prompt_completion", "columns": {"prompt": "question", "completion": "output"}},
+            None,
+        ),
+        (
+            "text_completion_dataset, source: a/b, column: body",
+            {"format": "text", "columns": {"text": "body"}},
+            None,
+        ),
+    ],
+)
+def test_torchtunes_builders_name_form_and_columns(rows, made, supervise, converted) -> None:
+    found, recipe = converted(TORCHTUNE.replace("alpaca_dataset", rows))
+    assert recipe["data"]["train"] == [{"path": "a/b", **made}]
+    assert recipe["data"].get("supervise") == supervise
+    assert not [row.key for row in found.left if row.key.startswith("dataset.") and row.why is Why.ABSENT]
