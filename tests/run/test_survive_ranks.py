@@ -250,7 +250,7 @@ def test_at_one_row_all_save_and_one_speaks(folder, gone):
     assert "overrides to paste" in first
     assert "memory" not in second
     [report] = (folder / "ended").glob("oom*.txt")  # named by its step once the run has gone on
-    assert "rank 1 of 2" in report.read_text()
+    assert "step: 3\n" in report.read_text()
 
 
 def test_and_the_run_goes_on_from_there(folder, told):
