@@ -79,6 +79,17 @@ def test_a_base_that_was_not_saved_is_made_again(run, peft, capsys):
     assert torch.allclose(logits(AutoModelForCausalLM.from_pretrained("out")), expected, atol=1e-5)
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_loaded(run, capsys, monkeypatch):
+    folder = run("peft=lora")
+    monkeypatch.setattr("framework.run.merge.load_base", None)
+    capsys.readouterr()
+    for output in (str(folder / "config.yaml" / "merged"), "/dev/full/merged"):
+        assert main(["merge", str(folder), "--output", output, "--json"]) == 2
+        [problem] = json.loads(capsys.readouterr().out)["errors"]
+        assert problem["key"] == "--output"
+        assert problem["message"].startswith(f"{output} cannot be made: ")
+
+
 def test_a_damaged_export_is_named(run, capsys):
     """Cut files and missing ones: the user's disk, not a fault of the program, and nothing is asked of a hub."""
     adapted, plain = run("peft=lora"), run("training.use_peft=false", folder="plain")
