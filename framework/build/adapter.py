@@ -26,14 +26,16 @@ from framework.build.heads import answers_for_rows, head_modules
 from framework.build.hub import nearest, one_line
 from framework.build.model import TORCH_DTYPES
 from framework.build.place import Place
-from framework.build.quantize import Factors
-from framework.build.targets import KEY, Targets, find_targets
+from framework.build.quantize import Factors, is_packed
+from framework.build.targets import KEY, Targets, find_targets, modules_within
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod, TorchDtype
 from framework.schema.peft import PeftParams
 
 PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
 """Kinds that are tokens before the row and touch no module."""
+NEVER_TIE = (PeftMethod.VERA, PeftMethod.IA3)
+"""Kinds that peft trains whole modules of a shared weight apart beside; of the others it trains them as one."""
 MOVES_WEIGHTS = {PeftMethod.PISSA: "pissa_niter_16", PeftMethod.OLORA: "olora"}
 """Kinds that take their start out of the base's weights, with peft's word for it. 16 iterations of the fast singular
 value decomposition are what the authors of PiSSA recommend (arXiv 2404.02948, table 4): seconds instead of minutes."""
@@ -77,7 +79,9 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
     if not is_prompt:
         _check_saved_modules(params, model)
         targets = replace(targets, cautions=(*targets.cautions, *_untied(params, model, targets)))
+    _refuse_whole(params, model, targets)
     _refuse_transposed(params, model, targets)
+    _refuse_moved_ties(params, model, targets)
     config = _config(params, model, targets, place)
     was_shared = ties_any(model, list(params.lora_modules_to_save))
     if params.peft_method is PeftMethod.PREFIX:
@@ -93,7 +97,7 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
     except (ValueError, TypeError, NotImplementedError) as error:
         key = "peft.peft_method" if is_prompt else KEY
         raise RequestError([Problem(key, f"peft cannot put {params.peft_method} there: {one_line(error)}")]) from None
-    if was_shared and params.peft_method not in (PeftMethod.VERA, PeftMethod.IA3):  # of which `_untied` has told
+    if was_shared and params.peft_method not in NEVER_TIE:  # of which `_untied` has told
         targets = replace(targets, cautions=(*targets.cautions, *_apart(model)))
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
@@ -218,6 +222,34 @@ def _refuse_transposed(params: PeftParams, model: PreTrainedModel, targets: Targ
         raise RequestError([Problem("peft.peft_method", message, expected="pissa, or lora")])
 
 
+def _refuse_moved_ties(params: PeftParams, model: PreTrainedModel, targets: Targets) -> None:
+    """What such a kind takes out of the head's weight at its start would be gone from the embedding too."""
+    head = model.get_output_embeddings()
+    tied = [name for name in targets.modules if model.get_submodule(name) is head]
+    if params.peft_method in MOVES_WEIGHTS and ties_any(model, tied):
+        message = (
+            f"{params.peft_method} moves a part of each weight into the adapter, and {tied[0]} shares its weight with "
+            "the embedding, which would lose that part"
+        )
+        expected = f"lora there, or {params.peft_method} on other modules"
+        raise RequestError([Problem("peft.peft_method", message, expected=expected)])
+
+
+def _refuse_whole(params: PeftParams, model: PreTrainedModel, targets: Targets) -> None:
+    """An adapter has no place on what is trained whole, of a shared weight under either name; packed weights are not
+    trained."""
+    whole = modules_within(model, params.lora_modules_to_save)
+    if packed := [name for name in sorted(whole) if any(map(is_packed, model.get_submodule(name).parameters(False)))]:
+        message = f"{packed[0]} is held in few bits (peft.q_lora), and cannot be trained whole"
+        raise RequestError([Problem("peft.lora_modules_to_save", message, expected="modules that stay unquantised")])
+    shared = [model.get_output_embeddings(), model.get_input_embeddings()]
+    if params.peft_method not in NEVER_TIE and ties_any(model, list(params.lora_modules_to_save)):
+        whole |= {name for name, module in model.named_modules() if any(module is other for other in shared)}
+    if both := [name for name in targets.modules if name in whole]:
+        message = f"{both[0]} is trained whole (peft.lora_modules_to_save), so that an adapter cannot be on it"
+        raise RequestError([Problem(KEY, message, expected="modules named in one of the two")])
+
+
 def _check_saved_modules(params: PeftParams, model: PreTrainedModel) -> None:
     names = [name for name, _ in model.named_modules()]
     last = dict.fromkeys(part for name in names if not (part := name.rsplit(".", 1)[-1]).isdigit())
@@ -263,7 +295,7 @@ def adapter_kind(adapter: Adapter) -> str:
 
 def _untied(params: PeftParams, model: PreTrainedModel, targets: Targets) -> Iterator[str]:
     """What comes apart that shared one weight: peft ties whole modules of LoRA's kinds, and nothing else."""
-    apart = list(params.lora_modules_to_save) if params.peft_method in (PeftMethod.VERA, PeftMethod.IA3) else []
+    apart = list(params.lora_modules_to_save) if params.peft_method in NEVER_TIE else []
     if ties_any(model, [*apart, *targets.modules]):
         yield (
             "head and embedding share one weight, and the adapter is trained apart from the other of the two: a merged "

@@ -117,11 +117,19 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
         _move_rest(model, place)
-    for module in model.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # evaluation would repack the weight in a form nobody trains on
+    keep_packing(model)
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line for each 8-bit product
     return lost
+
+
+def keep_packing(model: nn.Module) -> None:
+    """Leave 4-bit weights on a CPU as they are: bitsandbytes would repack them for evaluation in a form that nobody
+    trains on, which rows that are no multiple of its blocks have not (bitsandbytes 0.50)."""
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _fill(module: Any, weight: Tensor, place: Place) -> None:

@@ -70,6 +70,13 @@ def find_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
     return _split(params, model, names, cautions)
 
 
+def modules_within(model: nn.Module, named: Sequence[str]) -> set[str]:
+    """Full names of the modules that are meant by a name or its end, and of all inside them."""
+    names = [name for name, _ in model.named_modules() if name]
+    roots = [found for wanted in named for found in _named(wanted, names)]
+    return {name for name in names for root in roots if name == root or name.startswith(f"{root}.")}
+
+
 def _named(target: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if name == target or name.endswith(f".{target}")]
 
@@ -103,9 +110,11 @@ def _default(params: PeftParams, model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _all_linear(params: PeftParams, model: PreTrainedModel) -> Targets:
-    """Every linear layer but the head, and every stacked expert weight where the kind of adapter can reach them."""
-    experts = stacked_experts(model)
-    modules, cautions = _without_clashes(params, model, linear_modules(model))
+    """Every linear layer but the head and what is trained whole, and every stacked expert weight where the kind of
+    adapter can reach them."""
+    experts, whole = stacked_experts(model), modules_within(model, params.lora_modules_to_save)
+    linear = [name for name in linear_modules(model) if name not in whole]
+    modules, cautions = _without_clashes(params, model, linear)
     if experts and (reason := _unreachable(params)):
         cautions.append(f"{KEY}: the experts are not adapted: {reason}")
         experts = []

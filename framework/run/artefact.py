@@ -16,7 +16,7 @@ from framework.build.heads import ASSUMED, model_class, pad_like
 from framework.build.hub import UNLOADABLE, hub_is_reachable, one_line
 from framework.build.model import build_model, settle
 from framework.build.place import real_place
-from framework.build.quantize import quantize
+from framework.build.quantize import is_quantized, keep_packing, quantize
 from framework.compose import load
 from framework.errors import Problem, RequestError
 from framework.run.export import BASE_FOLDER
@@ -149,6 +149,8 @@ def load_model(artefact: Artefact) -> Any:
         model: Any = load_plain(str(artefact.folder), artefact.task)
     else:
         model = with_adapter(load_base(artefact)[0], artefact)
+    if is_quantized(model):
+        keep_packing(model)
     on_card = any(parameter.is_cuda for parameter in model.parameters())  # packed weights are there already
     return (model if on_card or not torch.cuda.is_available() else model.to("cuda")).eval()
 

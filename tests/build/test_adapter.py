@@ -21,6 +21,7 @@ MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
 }
+TIED = {**LLAMA, "tie_word_embeddings": True}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 METHODS = ("lora", "rslora", "dora", "pissa", "olora", "vera", "ia3", "prefix", "prompt")
 
@@ -244,3 +245,37 @@ def test_an_embedding_that_is_trained_apart_from_its_head_is_said(name, is_share
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_shared
     said = "lm_head in peft.lora_modules_to_save trains them as one"
     assert any(said in caution for caution in assembly.adapter.cautions) != is_shared
+
+
+@pytest.mark.parametrize(
+    ("architecture", "peft"),
+    [
+        (LLAMA, {"lora_target_modules": ["q_proj"], "lora_modules_to_save": ["q_proj"]}),
+        (LLAMA, {"lora_target_modules": ["up_proj"], "lora_modules_to_save": ["mlp"]}),
+        (GPT2, {"lora_target_modules": ["wte"], "lora_modules_to_save": ["wte"]}),
+        (GPT2, {"lora_target_modules": ["c_attn", "lm_head"], "lora_modules_to_save": ["wte"]}),
+        (TIED, {"lora_target_modules": ["embed_tokens"], "lora_modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_an_adapter_on_what_is_trained_whole_is_refused(architecture, peft):
+    with pytest.raises(RequestError, match="is trained whole") as error:
+        tiny_assembly(adapted(architecture=architecture, **peft))
+    assert error.value.problems[0].key == "peft.lora_target_modules"
+
+
+def test_all_linear_leaves_out_what_is_trained_whole():
+    assembly = tiny_assembly(adapted(lora_modules_to_save=["mlp"]))
+    assert {name.rsplit(".", 1)[-1] for name in assembly.adapter.targets.modules} == {
+        "q_proj", "k_proj", "v_proj", "o_proj",
+    }  # fmt: skip
+    verify(assembly)
+
+
+@pytest.mark.parametrize("method", ["pissa", "olora"])
+def test_a_start_taken_out_of_a_shared_head_is_refused(method):
+    """It would be gone from the embedding: on a head of its own the model begins as the base."""
+    targets = ["lm_head"]
+    with pytest.raises(RequestError, match="shares its weight"):
+        tiny_assembly(adapted(method, TIED, lora_target_modules=targets))
+    start = steps(tiny_assembly(adapted(method, lora_target_modules=targets)), 1)
+    assert start == pytest.approx(steps(tiny_assembly(tiny_config()), 1), rel=1e-5)

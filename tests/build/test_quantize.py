@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from framework.build.quantize import _best_factors, refuse_other_packing, scale_tensors
 from framework.build.verify import verify
 from framework.errors import RequestError
+from framework.run.artefact import Artefact, load_model
 from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.export import export
 from framework.run.rehearse import record
@@ -193,3 +194,28 @@ def test_weights_that_are_stored_packed_are_held_just_so_or_refused(stored, peft
     with pytest.raises(RequestError, match=word) as refused:
         refuse_other_packing(config, architecture)
     assert refused.value.problems[0].expected
+
+
+@pytest.mark.parametrize("mode", ["merged", "adapter_and_base_model"])
+def test_ia3_is_taken_off_a_packed_base(mode, tmp_path):
+    assembly = tiny_assembly(quantized(method="ia3", peft_save_mode=mode, lora_modules_to_save=["lm_head"]))
+    steps(assembly, 3)
+    expected = logits(assembly.model)
+    export(assembly, TOKENIZER, tmp_path / "final")
+    found = logits(load_model(Artefact(tmp_path / "final", None)))
+    close(found, expected)
+
+
+def test_a_base_of_fewer_columns_than_a_block_is_asked_on_a_cpu(tmp_path):
+    """bitsandbytes would repack it for evaluation, where the CPU multiplies bfloat16, and fail."""
+    assembly = tiny_assembly(quantized(LLAMA, peft_save_mode="adapter_and_base_model"))
+    steps(assembly, 3)
+    expected = logits(assembly.model)
+    export(assembly, TOKENIZER, tmp_path / "final")
+    close(logits(load_model(Artefact(tmp_path / "final", None))), expected)
+
+
+def test_a_packed_module_cannot_be_trained_whole():
+    with pytest.raises(RequestError, match="cannot be trained whole") as error:
+        tiny_assembly(quantized(lora_modules_to_save=["mlp"]))
+    assert error.value.problems[0].key == "peft.lora_modules_to_save"

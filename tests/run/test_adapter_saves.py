@@ -107,6 +107,36 @@ def test_a_trained_head_of_tied_embeddings(mode, method, modules, tmp_path):
     close(logits(model), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's, where the test loads
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=str)
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_an_update_of_one_of_two_that_share_a_weight_reaches_it_alone(method, targets, tmp_path):
+    """C04: added into the shared weight it would change the other of the two as well."""
+    assembly, expected, _ = trained(adapted(method, TIED, peft_save_mode="merged", lora_target_modules=targets))
+    export(assembly, TOKENIZER, tmp_path / "final")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
+    close(logits(model), expected)
+
+
+@pytest.mark.parametrize("mode", ["adapter_only", "adapter_and_base_model", "merged"])
+@pytest.mark.parametrize("modules", [["mlp"], ["norm", "lm_head"]], ids=str)
+@pytest.mark.parametrize("method", ["lora", "vera", "ia3"])
+def test_modules_trained_whole_of_any_size(method, modules, mode, tmp_path):
+    assembly, expected, base = trained(adapted(method, peft_save_mode=mode, lora_modules_to_save=modules))
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    export(assembly, TOKENIZER, tmp_path / "final")
+    if mode == "merged":
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    elif mode == "adapter_only":
+        model = PeftModel.from_pretrained(base, tmp_path / "final")
+    else:
+        beside = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "base_model")
+        assert all(torch.equal(tensor, before[name]) for name, tensor in beside.state_dict().items())
+        model = PeftModel.from_pretrained(beside, tmp_path / "final")
+    close(logits(model), expected)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_adapter_goes_on_as_if_it_had_not_stopped(method, tmp_path):
     config = adapted(method, lora_plus_lr_ratio=4 if method == "lora" else None)
