@@ -23,17 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130 (CONTRACT.md). No traceback without --debug."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(words)
-    except OSError as error:  # of what is printed: `_run` makes a fault of any other
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return READER_LEFT
-        complain(f"not all could be written: {error.strerror}", "--debug" in words)
-        return RequestError.exit_code
-
-
-def _run(words: list[str]) -> int:
-    try:
         code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -49,16 +38,28 @@ def _run(words: list[str]) -> int:
         complain(str(error), "--debug" in words)
         return error.exit_code
     except (BrokenPipeError, SystemExit):  # our reader has left, which typer may turn into an exit; say no more to it
-        raise BrokenPipeError from None
+        return _unprinted(BrokenPipeError(), words)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            raise
+            return _unprinted(error, words)
         detail = f"{type(error).__name__}: {error}".partition("\n")[0]
         complain(f"internal fault: {detail} (--debug shows where; please report it)", "--debug" in words)
         return 1
-    if "--json" in words:
-        print_json({"errors": [problem.to_json() for problem in problems]})
-        sys.stdout.flush()
-    else:
-        print_problems(problems)
+    try:
+        if "--json" in words:
+            print_json({"errors": [problem.to_json() for problem in problems]})
+            sys.stdout.flush()
+        else:
+            print_problems(problems)
+    except OSError as error:
+        return _unprinted(error, words)
     return code
+
+
+def _unprinted(error: OSError, words: Sequence[str]) -> int:
+    """The exit code where what was printed did not arrive; nothing more is written there."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return READER_LEFT
+    complain(f"not all could be written: {error.strerror}", "--debug" in words)
+    return RequestError.exit_code
