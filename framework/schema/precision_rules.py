@@ -35,19 +35,43 @@ def precision_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 SMALL_RATE = 4e-5
 """0.02 x 2^-9: half the last bit of a bfloat16 weight of 0.02, the usual spread at initialization. Adam moves a
 weight by about the learning rate, so a smaller one is rounded away."""
+NORM_RATE = 2**-9
+"""Half the last bit below a bfloat16 weight of 1.0, where norm weights begin."""
 
 
 def rounding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Updates that bfloat16 weights round away."""
-    training = config.training
-    is_pure = config.model.torch_dtype_str == TorchDtype.BFLOAT16 and not training.use_peft
-    if is_pure and training.learning_rate < SMALL_RATE and training.optimizer != Optimizer.ANYPRECISION_ADAMW:
+    """Updates that bfloat16 weights round away (P04)."""
+    training, rate = config.training, config.training.learning_rate
+    if training.optimizer == Optimizer.ANYPRECISION_ADAMW:
+        return
+    if training.use_peft:
+        adapter = config.peft.adapter_dtype
+        held = _stored(config) if adapter == TorchDtype.AUTO else adapter
+        if held == TorchDtype.BFLOAT16 and rate < SMALL_RATE:
+            message = (
+                f"a learning rate of {rate:g} is below {SMALL_RATE:g}: most updates of a bfloat16 adapter round away"
+            )
+            keys = ("peft.adapter_dtype", "training.learning_rate")
+            yield Conflict(keys, message, "peft.adapter_dtype unset: float32", is_warning=True)
+    elif _stored(config) == TorchDtype.BFLOAT16 and rate < NORM_RATE:
+        weights, limit = ("most updates of", SMALL_RATE) if rate < SMALL_RATE else ("small updates of", NORM_RATE)
         message = (
-            f"a learning rate of {training.learning_rate:g} is below {SMALL_RATE:g}: most updates of bfloat16 "
-            "weights round away, and norm weights of 1.0 never move"
+            f"a learning rate of {rate:g} is below {limit:.3g}: {weights} bfloat16 weights round away, and norm "
+            "weights of 1.0 never move"
         )
-        expected = "model.torch_dtype_str=float32 (masters: 8 bytes a parameter more with AdamW)"
+        masters = "model.torch_dtype_str=float32 (masters: 8 bytes a parameter more with AdamW)"
+        expected = f"{masters}, or training.optimizer=anyprecision_adamw (none more: rounds up or down at random)"
         yield Conflict(("model.torch_dtype_str", "training.learning_rate"), message, expected, is_warning=True)
+
+
+def _stored(config: TrainingConfig) -> str | None:
+    """The dtype of the weights as far as the recipe says it; `auto` is the checkpoint's."""
+    held = config.model.torch_dtype_str
+    if held != TorchDtype.AUTO:
+        return held
+    written = config.model.architecture
+    found = written and (written.get("dtype") or written.get("torch_dtype"))
+    return str(found) if found else None
 
 
 def fp8_conflicts(config: TrainingConfig) -> Iterator[Conflict]:

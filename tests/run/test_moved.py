@@ -8,6 +8,7 @@ import torch
 from framework.run import trainer
 from framework.run.moved import SPAN, Moved, MovedElements, caution
 from framework.schema.config import TrainingConfig
+from framework.schema.precision_rules import NORM_RATE
 from tests.tiny import LLAMA
 
 ARCHITECTURE = {key: value for key, value in LLAMA.items() if key != "vocab_size"} | {"tie_word_embeddings": True}
@@ -60,6 +61,12 @@ def test_small_updates_of_plain_bfloat16_round_away_and_it_is_said(run):
     assert share < 0.1
     assert norms == 0
     assert "trained elements and 0.0% of norms and biases changed in the last 50 steps; updates round away" in said
+
+
+def test_norm_weights_stand_still_at_every_rate_that_is_warned_about():
+    one = torch.ones((), dtype=torch.bfloat16)
+    assert one - 0.999 * NORM_RATE == 1
+    assert one - 1.01 * NORM_RATE < 1
 
 
 def test_stochastic_rounding_moves_them(run):

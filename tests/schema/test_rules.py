@@ -74,21 +74,41 @@ def test_bfloat16_on_a_card_without_it_is_refused_wherever_it_is_asked_for():
     )
 
 
+STORED = {**LLAMA, "dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
-    ("rate", "held", "peft", "warns"),
+    ("rate", "model", "said"),
     [
-        (6e-6, "bfloat16", False, True),
-        (1e-4, "bfloat16", False, False),
-        (6e-6, "float32", False, False),
-        (6e-6, "bfloat16", True, False),
+        (6e-6, {"torch_dtype_str": "bfloat16"}, "most updates of bfloat16 weights"),
+        (1e-4, {"torch_dtype_str": "bfloat16"}, "norm weights of 1.0 never move"),
+        (1e-4, {"torch_dtype_str": "auto", "architecture": STORED}, "norm weights of 1.0 never move"),
+        (6e-6, {"torch_dtype_str": "auto", "architecture": {**LLAMA, "torch_dtype": "bfloat16"}}, "most updates"),
+        (3e-3, {"torch_dtype_str": "bfloat16"}, None),
+        (6e-6, {"torch_dtype_str": "float32"}, None),
+        (6e-6, {"torch_dtype_str": "auto", "architecture": {**LLAMA, "dtype": "float32"}}, None),
+        (6e-6, {"architecture": STORED}, None),
     ],
 )
-def test_pure_bfloat16_at_a_small_rate_is_warned_about(rate, held, peft, warns):
-    found = conflicts(model={"torch_dtype_str": held}, training={"learning_rate": rate, "use_peft": peft})
-    assert warns == ("model.torch_dtype_str" in found)
-    assert not warns or (
-        found["model.torch_dtype_str"].is_warning and "8 bytes" in found["model.torch_dtype_str"].expected
-    )
+def test_pure_bfloat16_at_a_small_rate_is_warned_about(rate, model, said):
+    found = conflicts(model=model, training={"learning_rate": rate}).get("model.torch_dtype_str")
+    assert (found is not None) == (said is not None)
+    assert found is None or (found.is_warning and said in found.message and "8 bytes" in found.expected)
+    stochastic = {"learning_rate": rate, "optimizer": "anyprecision_adamw"}
+    others = conflicts(model=model, training=stochastic).get("model.torch_dtype_str")
+    assert others is None or "learning rate" not in others.message
+
+
+@pytest.mark.parametrize(
+    ("rate", "adapter", "warns"),
+    [(6e-6, "bfloat16", True), (6e-6, "auto", True), (1e-4, "bfloat16", False), (6e-6, None, False)],
+)
+def test_an_adapter_in_bfloat16_at_a_small_rate_is_warned_about(rate, adapter, warns):
+    model = {"torch_dtype_str": "bfloat16"}
+    found = conflicts(model=model, training={"learning_rate": rate, "use_peft": True}, peft={"adapter_dtype": adapter})
+    assert warns == ("peft.adapter_dtype" in found)
+    assert not warns or found["peft.adapter_dtype"].is_warning
+    assert "model.torch_dtype_str" not in found
 
 
 @pytest.mark.parametrize(
