@@ -144,6 +144,12 @@ IDLE = (
         lambda c: c.training.task is not Task.CLASSIFICATION,
         "only classification has classes",
     ),
+    Idle(
+        ("data.truncation",),
+        "training.task",
+        lambda c: c.training.task is Task.PRETRAIN,
+        "pretrain splits a long document into consecutive rows and loses nothing of it",
+    ),
     Idle(("data.shuffle_buffer",), "data.streaming", lambda c: not c.data.streaming, "data.streaming is off"),
     Idle(("data.eval_fraction",), "data.eval", lambda c: bool(c.data.eval), "data.eval is given"),
     Idle(

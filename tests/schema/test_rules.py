@@ -204,6 +204,7 @@ def test_a_memory_budget_needs_the_compiler_and_names_the_line_to_write():
         ({"training": {"warmup_ratio": 0.1, "warmup_steps": 3}}, "training.warmup_ratio"),
         ({"training": {"num_train_epochs": 1, "max_steps": 3}}, "training.num_train_epochs"),
         ({"data": {"eval_fraction": 0.1, "eval": [{"path": "a"}]}}, "data.eval_fraction"),
+        ({"data": {"truncation": "error"}, "training": {"task": "pretrain"}}, "data.truncation"),
         ({"model": {"model_revision": "main"}}, "model.model_revision"),
     ],
 )
