@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from framework.beside import path_like
 from framework.build.assembly import autocast_dtype
@@ -140,6 +141,8 @@ def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
     except UNLOADABLE as error:
         message = f"{artefact.folder} does not go on its base: {one_line(error)}"
         raise RequestError([Problem("RUN", message)]) from None
+    if (artefact.folder / GENERATION_CONFIG_NAME).exists():
+        base.generation_config = GenerationConfig.from_pretrained(str(artefact.folder))
     return adapted
 
 

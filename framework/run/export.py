@@ -148,6 +148,9 @@ def write_adapter(adapter: Adapter, tensors: dict[str, Tensor], folder: Path, ba
     if base is not None:
         config.base_model_name_or_path = base
     config.save_pretrained(str(folder))
+    base_model = adapter.model.get_base_model()
+    if base_model.can_generate():
+        base_model.generation_config.save_pretrained(folder)  # which says where its answers end
     seen: set[int] = set()
     for name, tensor in tensors.items():  # a tied pair is written twice, as peft does: it is one again when loaded
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor

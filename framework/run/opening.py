@@ -14,6 +14,8 @@ from transformers import set_seed
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
 from framework.build.given import NOTHING, Given
+from framework.build.learnt_ends import learnt_ends, stop_at
+from framework.build.loss import causal_model
 from framework.build.place import Place, real_place
 from framework.build.verify import (
     verify,
@@ -138,6 +140,7 @@ def _build(
     with explained_failures(watch, forecast, None):
         with HostWatch() as host:
             assembly = assemble(config, inputs.architecture, place, total, crew.ranks)
+        stop_at(causal_model(assembly.model), learnt_ends(inputs.data.train, inputs.tokenizer))
         seed_apart(config.training.seed, assembly.ranks)
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)

@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from framework.build.batches import GlobalBatches, MicroBatch
 from framework.build.chat import Chat, read_template
 from framework.build.labels import IGNORED, Encoded, encode_chats
+from framework.build.loss import causal_model
 from framework.errors import RequestError, SaveFailed
 from framework.run import trainer
+from framework.run.artefact import find_artefact, load_model
 from framework.run.export import write_tokenizer
 from framework.run.inputs import read_inputs
 from framework.run.training_batches import TrainingBatches, training_batches
@@ -151,3 +160,37 @@ def test_streamed_chats_are_those_that_are_held(tmp_path: Path) -> None:
             seen += [row[kept == 1].tolist() for row, kept in zip(batch["labels"], mask, strict=True)]
     assert sorted(seen) == sorted(row.labels.tolist() for row in wanted if isinstance(row, Encoded))
     assert len(read_inputs(some).data.train) == len(seen)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model whose end token is not the one that its template ends turns with."""
+    marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator([], trainers.BpeTrainer(vocab_size=300, special_tokens=marks, initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = read_template("chatml")
+    tokenizer.save_pretrained(tmp_path / "base")
+    shape = {**LLAMA, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape)).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("mode", [None, "adapter_only", "adapter_and_base_model", "merged"])
+def test_generation_stops_at_the_token_that_answers_learn_to_end_with(mode: str | None, base: Path) -> None:
+    """D04: not at the base's end token alone, which no answer has."""
+    some = config(base.parent, [{"messages": chat} for chat in CHATS]).model_dump()
+    some["model"] |= {"architecture": None, "model_name": str(base), "load_pretrained_weights": True, "tokenizer": None}
+    if mode is not None:
+        some["training"]["use_peft"] = True
+        some["peft"] = {"peft_save_mode": mode}
+    some = TrainingConfig.model_validate(some)
+    folder = trainer.train(some, planner=None, quiet=True).folder
+    told = json.loads((folder / "final" / "generation_config.json").read_text())["eos_token_id"]
+    assert told == [1, 3]
+    model = causal_model(load_model(find_artefact(folder)))
+    assert model.generation_config.eos_token_id == [1, 3]
+    assert model.config.eos_token_id == 1
