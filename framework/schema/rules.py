@@ -21,7 +21,7 @@ from framework.schema.idle_rules import idle_conflicts
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
 from framework.schema.model_rules import model_conflicts, tokenizer_conflicts
-from framework.schema.optimizer_rules import optimizer_conflicts, update_conflicts
+from framework.schema.optimizer_rules import matrix_conflicts, optimizer_conflicts, update_conflicts
 from framework.schema.precision_rules import (
     card_conflicts,
     fp8_conflicts,
@@ -92,6 +92,7 @@ RULES = (
     rounding_conflicts,
     wide_base_conflicts,
     optimizer_conflicts,
+    matrix_conflicts,
     update_conflicts,
     cache_conflicts,
     padding_conflicts,

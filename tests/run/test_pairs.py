@@ -93,7 +93,14 @@ def compose(folder: Path, *numbers: int, gpu: GPUParams = CPU) -> TrainingConfig
             beside["training.optimizer_offload_folder"] = str(folder)
         chosen.append((key, replace(setting, beside=beside)))
     tree = sections(*chosen)
-    base = {"task": "pretrain", "max_steps": 3, "save_steps": 2, "learning_rate": 1e-3, **LOW_RANK}
+    base = {
+        "task": "pretrain",
+        "max_steps": 3,
+        "save_steps": 2,
+        "learning_rate": 1e-3,
+        **LOW_RANK,
+        "projection_rank": 2,
+    }
     architecture = {name: value for name, value in WIDE.items() if name != "vocab_size"}
     if any(NAMES[number] == "model.sdpa_backend=efficient" for number in numbers):  # it takes no grouped heads
         architecture["num_key_value_heads"] = architecture["num_attention_heads"]

@@ -395,3 +395,23 @@ def test_a_default_that_is_written_without_its_switch_is_told(sections, idle):
     assert all(found.is_warning for found in idle_conflicts(config))
     whole = TrainingConfig.model_validate(TrainingConfig().model_dump())
     assert not list(idle_conflicts(whole))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "peft", "refused"),
+    [
+        ("muon", {"peft_method": "vera"}, "peft.peft_method"),
+        ("galore_adamw", {"peft_method": "ia3"}, "peft.peft_method"),
+        ("muon", {"peft_method": "ia3"}, None),
+        ("muon", {}, None),
+        ("apollo_adamw", {"lora_r": 8}, "training.projection_rank"),
+        ("apollo_adamw", {"lora_r": 200}, None),
+        ("galore_adamw", {"peft_method": "vera", "lora_modules_to_save": ["mlp"]}, None),
+        ("adamw_torch_fused", {"peft_method": "vera"}, None),
+    ],
+)
+def test_optimizers_of_matrices_are_refused_beside_adapters_that_have_none(optimizer, peft, refused):
+    training = {"optimizer": optimizer, "use_peft": True}
+    keys = set(conflicts(training=training, peft=peft)) & {"training.optimizer", "training.projection_rank"}
+    keys |= {key for key in conflicts(training=training, peft=peft) if key == "peft.peft_method"}
+    assert bool(keys) == (refused is not None)
