@@ -218,12 +218,11 @@ forward pass behind it; the fastest of these five that fits. A dash: none fits. 
 ship with, searches more than this (compiled blocks, every n-th checkpoint), so expect at least that speed.
 
 CI holds the table to this code: every shipped recipe and card is in it, the page is what the results
-(`benchmarks/results/verdicts.json`) give; of each recipe the plan that most cards of a class of kernels (before
-capability 8.0, or since; one class by lot) have their verdict from is made again, and its cards follow from it; one
-seeded verdict is computed from nothing, and of two the plan is made with the card's own facts
-(`tests/test_verdicts.py`; `make test-all` makes the plans of both classes, and more). The other verdicts are as they
-were committed.
-`finetune_local` and `finetune_hub` are not here: their models come from elsewhere.
+(`benchmarks/results/verdicts.json`) give; of each recipe up to 1.7B the plan that most cards of a class of kernels
+(before capability 8.0, or since; one class by lot) have their verdict from is made again, and its cards follow from
+it; one seeded verdict is computed from nothing, and of two the plan is made with the card's own facts
+(`tests/test_verdicts.py`; `make test-all` makes the plans of all recipes and both classes). The other verdicts are as
+they were committed. `finetune_local` and `finetune_hub` are not here: their models come from elsewhere.
 """
 
 
