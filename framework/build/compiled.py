@@ -139,9 +139,9 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
         # Every run has a compiler of its own, and torch keeps the code of eight for a function: what it compiled for
         # earlier runs of this process is forgotten.
         torch._dynamo.reset()
-    if is_static and not place.rehearsed:
-        limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro batches, and blocks of two kinds
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+        if is_static:
+            limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro batches, and blocks of two kinds
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for name, module in modules_to_compile(config, model):
         region = Region(name, module, compiler, _forward_of(module) if config.fsdp.is_sharded else module._call_impl)
         if not place.rehearsed:

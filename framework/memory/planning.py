@@ -83,7 +83,8 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
     context = (card.context_bytes or 0) + _nccl_bytes(config)
-    band = choose_band(config, {operation.name for operation in rehearsal.trace.operations})
+    operators = {operation.name for operation in rehearsal.trace.operations}
+    band = choose_band(config, operators)
     uncertainty = UNCERTAINTY[band]
     step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]
     peak = peak_use(peaks, context, uncertainty)
@@ -103,7 +104,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
         batch=batch_use(config),
         total_parameters=footprint.total_parameters,
         trainable_parameters=footprint.trainable_parameters,
-        assumptions=_assumptions(rehearsal, band),
+        assumptions=_assumptions(rehearsal, band, operators),
         warnings=(*rehearsal.cautions, *_warnings(config, peak)),
         host=host,
     )
@@ -165,10 +166,6 @@ def _has_int8_weights(config: TrainingConfig) -> bool:
     teacher = config.training.teacher
     is_packed = config.training.use_peft and config.peft.q_lora and config.peft.q_lora_bits == 8
     return is_packed or (teacher is not None and teacher.bits == 8)
-
-
-def _is_mathematical(trace: Trace) -> bool:
-    return any(item.name == _MATHEMATICAL for item in trace.operations)
 
 
 def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse]:
@@ -247,7 +244,7 @@ def _precision(config: TrainingConfig) -> str:
     return f"precision: {weights}, autocast {config.training.mixed_precision_dtype}"
 
 
-def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
+def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple[str, ...]:
     config, batch = rehearsal.config, batch_use(rehearsal.config)
     said = [
         f"every {'answer' if config.training.has_pairs else 'row'} is {batch.sequence_length} tokens long, "
@@ -262,9 +259,9 @@ def _assumptions(rehearsal: Rehearsal, band: Band) -> tuple[str, ...]:
         said.append("cpu: bytes are what tensors take of the process's resident memory; libraries come on top")
     said += _among_devices(config, batch)
     said += rehearsal.said
-    kernels = {operation.name for operation in rehearsal.trace.operations if "attention" in operation.name}
-    forward = sorted(name.strip("_") for name in kernels if not name.endswith("backward"))
-    forward += ["math"] if _is_mathematical(rehearsal.trace) else []
+    kernels = (name for name in operators if "attention" in name and not name.endswith("backward"))
+    forward = sorted(name.strip("_") for name in kernels)
+    forward += ["math"] if _MATHEMATICAL in operators else []
     said += [f"attention runs as {name}" for name in forward]
     if config.model.attn_implementation in PACKAGED_ATTENTION:
         said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")

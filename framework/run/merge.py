@@ -1,6 +1,5 @@
 """`tunesmith merge`: a trained adapter and its base become one plain Hugging Face folder."""
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from framework.errors import Problem, RequestError
 from framework.run.artefact import PROMPTS, Artefact, find_artefact, load_base, with_adapter
 from framework.run.checkpoint import written_aside
 from framework.run.export import write_model
+from framework.run.record import make_writable
 
 MERGED_FOLDER = "merged"
 
@@ -39,7 +39,7 @@ def merge_run(source: Path, output: Path | None = None) -> Merged:
     artefact = _adapter(source)
     if target.exists():
         raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])
-    _require_writable(target)
+    make_writable(target.parent, "--output", target)  # before any weight is loaded
     base, dtype = load_base(artefact)
     kinds = ", ".join(quantized_kinds(base))
     loader = "AutoModelForSequenceClassification" if answers_for_rows(base) else "AutoModelForCausalLM"
@@ -49,17 +49,6 @@ def merge_run(source: Path, output: Path | None = None) -> Merged:
         if (artefact.folder / "tokenizer_config.json").exists():
             artefact.tokenizer.save_pretrained(aside)
     return Merged(target, str(dtype).removeprefix("torch."), kinds, loader)
-
-
-def _require_writable(target: Path) -> None:
-    """Raises RequestError where no such folder can be made, before any weight is loaded."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-    except OSError as error:
-        message = f"{target} cannot be made: {error.strerror}"
-        raise RequestError([Problem("--output", message, expected="a folder where files can be written")]) from None
 
 
 def _adapter(source: Path) -> Artefact:

@@ -181,13 +181,18 @@ def _nothing_to_resume(path: Path) -> Problem:
 
 def make(folder: RunFolder) -> None:
     """Make the folder on disk. Raises RequestError when it cannot be made or written to."""
+    make_writable(folder.path, "training.output_dir", folder.path.absolute())
+
+
+def make_writable(folder: Path, key: str, meant: Path) -> None:
+    """Make a folder that files can be written to. Raises RequestError, under the key that asked for what is `meant`."""
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder.path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        message = f"{folder.path.absolute()} cannot be made or written to: {error.strerror}"
-        raise RequestError([Problem("training.output_dir", message)]) from None
+        message = f"{meant} cannot be made or written to: {error.strerror}"
+        raise RequestError([Problem(key, message, expected="a folder where files can be written")]) from None
 
 
 def default_path(name: str, resume: bool, overwrite: bool) -> Path:

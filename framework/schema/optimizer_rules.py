@@ -21,30 +21,27 @@ PAGED = BITSANDBYTES[2:]
 TORCHAO = (Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT)
 
 
-OF_MATRICES = (Optimizer.MUON, Optimizer.GALORE_ADAMW, Optimizer.APOLLO_ADAMW)
+PROJECTING = (Optimizer.GALORE_ADAMW, Optimizer.APOLLO_ADAMW)
+FOR_MATRICES = (Optimizer.MUON, *PROJECTING)
 """Optimizers that treat matrices of the blocks apart, and all else as AdamW does."""
-WITHOUT_MATRICES = (PeftMethod.VERA, PeftMethod.PROMPT, PeftMethod.PREFIX)
+_WITHOUT_MATRICES = (PeftMethod.VERA, PeftMethod.PROMPT, PeftMethod.PREFIX)
 
 
 def matrix_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Adapters that have no matrix for the optimizer: it would be AdamW under another name. Other models without one
     are found when the model is there (framework/build/optimizers/matrices.py)."""
     choice, peft, key = config.training.optimizer, config.peft, "training.optimizer"
-    if choice not in OF_MATRICES or not config.training.use_peft or peft.lora_modules_to_save:
+    if choice not in FOR_MATRICES or not config.training.use_peft or peft.lora_modules_to_save:
         return
-    works = str(Optimizer.ADAMW_TORCH_FUSED)
-    is_vectors = peft.peft_method is PeftMethod.IA3 and choice is not Optimizer.MUON
-    if peft.peft_method in WITHOUT_MATRICES or is_vectors:
+    works, projects = str(Optimizer.ADAMW_TORCH_FUSED), choice in PROJECTING
+    is_vectors = peft.peft_method is PeftMethod.IA3 and projects  # of shape (n, 1)
+    if peft.peft_method in _WITHOUT_MATRICES or is_vectors:
         message = f"{peft.peft_method} trains no matrix inside the blocks, and {choice} is for those"
         yield Conflict((key, "peft.peft_method"), message, works)
-    elif choice is not Optimizer.MUON and peft.peft_method is not PeftMethod.IA3:
-        rank, projected = peft.lora_r, config.training.projection_rank
-        if isinstance(rank, int) and projected >= rank:
-            message = (
-                f"{choice} projects matrices whose smaller side is above {projected}, and the adapter's have {rank}"
-            )
-            below = f"training.projection_rank of at most {rank - 1}, or {works}" if rank > 1 else works
-            yield Conflict(("training.projection_rank", "peft.lora_r", key), message, below)
+    elif projects and (projected := config.training.projection_rank) >= (rank := peft.lora_r):
+        message = f"{choice} projects matrices whose smaller side is above {projected}, and the adapter's have {rank}"
+        below = f"training.projection_rank of at most {rank - 1}, or {works}" if rank > 1 else works
+        yield Conflict(("training.projection_rank", "peft.lora_r", key), message, below)
 
 
 def optimizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:

@@ -6,9 +6,8 @@ from framework.build.heads import head_layers
 from framework.build.loss import causal_model
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Optimizer
+from framework.schema.optimizer_rules import FOR_MATRICES
 from framework.schema.training import TrainingParams
-
-LOW_RANK = (Optimizer.GALORE_ADAMW, Optimizer.APOLLO_ADAMW)
 
 
 def hidden_matrices(model: nn.Module) -> frozenset[Tensor]:
@@ -30,7 +29,7 @@ def matrices_apart(training: TrainingParams, model: nn.Module) -> frozenset[Tens
     Raises RequestError where such an optimizer would find none, and train everything as AdamW does.
     """
     choice = training.optimizer
-    if choice is not Optimizer.MUON and choice not in LOW_RANK:
+    if choice not in FOR_MATRICES:
         return frozenset()
     hidden = hidden_matrices(model)
     if not hidden:
