@@ -8,7 +8,7 @@ import typer
 from framework.cli.arguments import Json, Overrides, Recipe
 from framework.cli.plan import decided
 from framework.cli.printing import print_json, print_warnings, stdout
-from framework.cli.writing import as_document, told, written
+from framework.cli.writing import as_document, check_writable, told, written
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def data(
     print_warnings(report.warnings)
     if report.composition is None:
         raise RequestError(report.problems)
+    check_writable(html, "--html")
     composition, _ = decided(report.composition)
     from framework.run.preview import preview
 

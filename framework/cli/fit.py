@@ -9,7 +9,7 @@ import typer
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.plan import DOES_NOT_FIT, checked
 from framework.cli.printing import print_json, say, stdout
-from framework.cli.writing import as_document, told, written
+from framework.cli.writing import as_document, check_writable, told, written
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def fit(
     from framework.run.fit import measured_best
 
     composition = checked(recipe, overrides or (), nproc)
-    _check(output, allow)
+    _check(output, html, allow)
     inexact = INEXACT if allow == "inexact" else tuple(set_free or ())
     pins = _pins(composition, pin or ()) + (list(INEXACT) if allow == "exact" else [])
     judge = measured_best(say) if measure else None
@@ -72,11 +72,13 @@ def _page(title: str, found: "Found") -> str:
     return fit_page(title, found)
 
 
-def _check(output: Path | None, allow: str | None) -> None:
+def _check(output: Path | None, html: Path | None, allow: str | None) -> None:
     if allow not in (None, "exact", "inexact"):
         raise RequestError([Problem("--allow", f"cannot be {allow!r}", None, "inexact or exact")])
     if output is not None and output.suffix not in (".yaml", ".yml"):
         raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
+    check_writable(output, "--output")
+    check_writable(html, "--html")
 
 
 def _pins(composition: "Composition", words: list[str] | tuple[str, ...]) -> list[str]:

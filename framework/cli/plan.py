@@ -10,7 +10,7 @@ import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_warnings, say, stdout
-from framework.cli.writing import as_document, told, written
+from framework.cli.writing import as_document, check_writable, told, written
 from framework.errors import OutOfMemory, RequestError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def plan(
 
     with rehearsing_process() as process:
         composition = checked(recipe, overrides or (), nproc)
+        check_writable(html, "--html")
         composition, searched = decided(composition, runs_here=measure)
         measured, failure = _measured(composition) if measure else (None, None)
         made = searched or planned(composition, process)

@@ -18,8 +18,7 @@ def report(
     from framework.report.run_page import run_page
     from framework.run.record import PAGE
 
-    if output is not None:
-        check_writable(output, "--output")
+    check_writable(output, "--output")
     page, file = run_page(read_run(run)), output or run / PAGE
     if missed := written(file, "--output", lambda: page):
         raise RequestError(missed)

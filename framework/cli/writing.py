@@ -1,4 +1,5 @@
-"""Files that a verb writes beside its result, which is printed whether they can be written or not."""
+"""Files that a verb writes beside its result. One that has no place is refused before any work; where writing fails
+later, the result is printed all the same."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from framework.errors import Problem, RequestError
 NOT_WRITTEN = RequestError.exit_code
 
 
-def check_writable(file: Path, option: str) -> None:
-    """Raises RequestError where no such file can be written, before anything else takes time."""
+def check_writable(file: Path | None, option: str) -> None:
+    """Raises RequestError where there is no place for a file that is asked for, before anything else takes time."""
+    if file is None:
+        return
     folder = file.absolute().parent
     reason = "it is a folder" if file.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
     if reason:

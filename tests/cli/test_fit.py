@@ -113,13 +113,13 @@ def test_the_recipe_of_fit_composes_to_the_same_run(arithmetic, run, write, tmp_
 
 @pytest.mark.parametrize("card", [LITTLE, (*CARD, "gpu.usable_bytes=1000000")])
 def test_what_cannot_be_written_is_told_after_the_proposal(arithmetic, run, write, tmp_path, card, monkeypatch):
-    (tmp_path / "plots").mkdir()
-    (tmp_path / "full.yaml").symlink_to("/dev/full")
+    for name in ("full.yaml", "full.html"):
+        (tmp_path / name).symlink_to("/dev/full")
     monkeypatch.chdir(tmp_path)
     plain = run("fit", write(TINY), *card, *pinned())
-    code, out, err = run("fit", write(TINY), *card, *pinned(), "--output", "full.yaml", "--html", "plot/a.html")
+    code, out, err = run("fit", write(TINY), *card, *pinned(), "--output", "full.yaml", "--html", "full.html")
     lines = [
-        "error --html: plot/a.html cannot be written: No such file or directory; did you mean plots/a.html",
+        "error --html: full.html cannot be written: No space left on device",
     ]
     if plain[0] == 0:
         lines.insert(0, "error --output: full.yaml cannot be written: No space left on device")
@@ -127,9 +127,19 @@ def test_what_cannot_be_written_is_told_after_the_proposal(arithmetic, run, writ
     assert out.startswith(plain[1])
     assert "wrote" not in out
     assert err.splitlines()[-len(lines) :] == lines
-    document = json.loads(run("fit", write(TINY), *card, *pinned(), "--html", "plot/a.html", "--json")[1])
+    document = json.loads(run("fit", write(TINY), *card, *pinned(), "--html", "full.html", "--json")[1])
     assert document["fits"] == (plain[0] == 0)
-    assert document["errors"][0]["nearest"] == "plots/a.html"
+    assert document["errors"][0]["key"] == "--html"
+
+
+@pytest.mark.parametrize("option", ["--html", "--output"])
+def test_what_has_no_place_is_refused_before_the_search(run, write, tmp_path, monkeypatch, option):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plots").mkdir()
+    monkeypatch.setattr("framework.run.fit.fit", lambda *args, **kwargs: pytest.fail("searched"))
+    code, out, err = run("fit", write(TINY), *LITTLE, option, "plot/a.yaml")
+    assert (code, out) == (2, "")
+    assert "did you mean plots/a.yaml" in err
 
 
 def test_pinned_keys_stay(arithmetic, run, write):

@@ -216,15 +216,19 @@ def test_what_the_rehearsal_finds_gets_its_place(run, write, planner):
 
 @pytest.mark.parametrize(
     ("target", "why"),
-    [
-        ("gone/p.html", "No such file or directory"),
-        (".", "Is a directory"),
-        ("r.yaml/p.html", "Not a directory"),
-        ("/dev/full", "No space left on device"),
-    ],
+    [("gone/p.html", "there is no folder"), (".", "it is a folder"), ("r.yaml/p.html", "there is no")],
 )
-def test_a_page_that_cannot_be_written_is_told_after_the_plan(run, write, planner, target, why):
+def test_a_page_that_has_no_place_is_told_before_planning(run, write, planner, target, why):
+    configs = planner(PLAN)
+    code, out, err = run("plan", write(RECIPE), "--html", target)
+    assert (code, out) == (2, "")
+    assert f"--html: {target} cannot be written: {why}" in err
+    assert not configs
+
+
+def test_a_page_that_cannot_be_written_is_told_after_the_plan(run, write, planner):
     planner(PLAN)
+    target, why = "/dev/full", "No space left on device"
     code, out, err = run("plan", write(RECIPE), "--html", target)
     assert (code, out) == (2, run("plan", "r.yaml")[1])
     assert err == f"error --html: {target} cannot be written: {why}\n"

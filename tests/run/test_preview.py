@@ -198,20 +198,21 @@ class TestVerb:
     def test_a_page_that_cannot_be_written_is_told_after_the_rows(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        for page in ("/nowhere/at/all.html", "/dev/full"):
-            assert main(["data", self.recipe(tmp_path), "--html", page]) == 2
-            said = capsys.readouterr()
-            assert "It is four" in said.out
-            assert said.err.splitlines()[-1].startswith(f"error --html: {page} cannot be written: No s")
-            assert main(["data", self.recipe(tmp_path), "--html", page, "--json"]) == 2
-            document = json.loads(capsys.readouterr().out)
-            assert document["rows"]
-            assert document["errors"][0]["key"] == "--html"
+        page = ["--html", "/dev/full"]
+        assert main(["data", self.recipe(tmp_path), *page]) == 2
+        said = capsys.readouterr()
+        assert "It is four" in said.out
+        assert said.err.splitlines()[-1].startswith("error --html: /dev/full cannot be written: No s")
+        assert main(["data", self.recipe(tmp_path), *page, "--json"]) == 2
+        document = json.loads(capsys.readouterr().out)
+        assert document["rows"]
+        assert document["errors"][0]["key"] == "--html"
 
     @pytest.mark.parametrize(
         ("words", "part"),
         [
             (["--split", "test"], "there is no split 'test'"),
+            (["--html", "/nowhere/at/all.html"], "cannot be written"),
             (["data.supervise=completion"], "needs rows that say where the prompt ends"),
         ],
     )
