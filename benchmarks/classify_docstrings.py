@@ -20,8 +20,8 @@ import yaml
 
 from framework.build.assembly import assemble
 from framework.build.batches import full_batch
-from framework.build.model import settle
 from framework.build.place import real_place
+from framework.build.settle import settle
 from framework.run.child import plan_in_subprocess
 from framework.run.step import train_step
 from framework.run.trainer import train

@@ -23,9 +23,9 @@ from benchmarks.sharded_rows import CURVES, ROWS, curve_config, step_config
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
 from framework.build.loss import Batch
-from framework.build.model import settle
 from framework.build.place import real_place
 from framework.build.ranks import ALONE, Ranks
+from framework.build.settle import settle
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 

@@ -118,8 +118,8 @@ def steps_here(config: TrainingConfig) -> dict[str, Any]:
     import torch
 
     from framework.build.assembly import assemble
-    from framework.build.model import settle
     from framework.build.place import real_place
+    from framework.build.settle import settle
     from framework.run.measure import synthetic_batches, with_random_weights
     from framework.run.step import train_step
 

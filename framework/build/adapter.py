@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.dtypes import TORCH_DTYPES
 from framework.build.heads import answers_for_rows, head_modules
 from framework.build.hub import nearest, one_line
-from framework.build.model import TORCH_DTYPES
 from framework.build.place import Place
 from framework.build.quantize import Factors, is_packed
 from framework.build.targets import KEY, Targets, find_targets, modules_within

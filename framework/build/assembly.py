@@ -15,6 +15,7 @@ from framework.build.arrival import await_weights
 from framework.build.compiled import compile_regions
 from framework.build.context import Context, share_rows
 from framework.build.device_cache import DeviceCache
+from framework.build.dtypes import autocast_dtype
 from framework.build.float8 import convert_products
 from framework.build.freeze import Frozen, freeze
 from framework.build.gradient_buckets import GradientBuckets
@@ -22,37 +23,31 @@ from framework.build.liger import use_liger_kernels
 from framework.build.loss import Batch, Observe
 from framework.build.model import build_model
 from framework.build.optimizer import build_optimizer
+from framework.build.parallelize import parallelize
 from framework.build.place import Place
 from framework.build.products import choose_float32_products
 from framework.build.quantize import Factors, quantize, require_bitsandbytes
-from framework.build.ranks import ALONE, Parallel, Ranks, parallelise
+from framework.build.ranks import ALONE, Parallel, Ranks
 from framework.build.ring_attention import in_parts
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.build.streamed_base import StreamedBase, loading_place
 from framework.build.tasks import build_companion, build_objective
 from framework.build.tasks.objective import Objective
-from framework.schema.choices import MixedPrecision, SdpaBackend
+from framework.schema.choices import SdpaBackend
 from framework.schema.config import TrainingConfig
-from framework.schema.training import TrainingParams
 
 if TYPE_CHECKING:
     from framework.build.adapter import Adapter
     from framework.build.shard import Sharding
     from framework.build.tensor_parallel import TensorParallel
 
-AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16}
 SDPA_BACKENDS = {
     SdpaBackend.CUDNN: SDPBackend.CUDNN_ATTENTION,
     SdpaBackend.FLASH: SDPBackend.FLASH_ATTENTION,
     SdpaBackend.EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
     SdpaBackend.MATH: SDPBackend.MATH,
 }
-
-
-def autocast_dtype(training: TrainingParams) -> torch.dtype | None:
-    """The dtype that products are computed in where it is not the weights' own."""
-    return AUTOCAST_DTYPES.get(MixedPrecision(training.mixed_precision_dtype or "none"))
 
 
 @dataclass(frozen=True)
@@ -197,7 +192,7 @@ def assemble(
     streamed = StreamedBase(model, place) if streams else None
     objective = build_objective(config, model, companion)
     compile_regions(config, model, place)
-    parallel = parallelise(config, model, place, ranks, arrival, tensor)
+    parallel = parallelize(config, model, place, ranks, arrival, tensor)
     return Assembly(
         config=config,
         place=place,

@@ -7,15 +7,13 @@ which are sent as they are: the same memory, no copies. What is lost is that the
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from framework.build.place import Place
-
-if TYPE_CHECKING:
-    from framework.build.ranks import Ranks
+from framework.build.ranks import Ranks
 
 BUCKET_BYTES = 1 << 28
 """Most bytes of a bucket of several gradients: an exchange of that size takes a thousand times as long as its start."""
@@ -26,7 +24,7 @@ _ALIGNMENT = 512
 class GradientBuckets:
     """The model as all ranks train it, a `Parallel`; `ranks` of a rehearsal are one. `hold` comes before training."""
 
-    def __init__(self, model: nn.Module, place: Place, ranks: "Ranks") -> None:
+    def __init__(self, model: nn.Module, place: Place, ranks: Ranks) -> None:
         self._model, self._place, self._ranks = model, place, ranks
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._trained = sorted(trained, key=lambda parameter: str(parameter.dtype))

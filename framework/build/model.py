@@ -10,64 +10,20 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from framework.build.dtypes import TORCH_DTYPES
 from framework.build.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.flex_attention import know_flex_attention
-from framework.build.heads import fit_head, is_new, model_class, read_by_model, refuse_without_attention
+from framework.build.heads import fit_head, is_new, model_class, read_by_model
 from framework.build.hub import UNLOADABLE, hub_is_reachable, nearest, one_line
-from framework.build.isolation import refuse_leaks
-from framework.build.liger import refuse_unknown_to_liger
 from framework.build.place import Place
 from framework.build.quantize import quantization, refuse_other_packing
 from framework.build.ring_attention import NAME as RING_ATTENTION
 from framework.build.ring_attention import know_ring_attention
-from framework.build.token_mixing import refuse_mixing
 from framework.build.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
-from framework.memory.resolve import resolve
-from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import PeftMethod, Task, TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.model_rules import too_long
-from framework.schema.rules import find_derived_conflicts
 from framework.schema.wording import counted
-
-TORCH_DTYPES = {
-    TorchDtype.FLOAT32: torch.float32,
-    TorchDtype.BFLOAT16: torch.bfloat16,
-    TorchDtype.FLOAT16: torch.float16,
-}
-
-
-def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
-    """The config with everything derived written out, and the model's own config that it was derived from.
-
-    Raises RequestError as `read_architecture` does, for rows longer than the model has positions, for a checkpoint's
-    dtype that cannot be trained as it is, or not on this card, where packed documents would see each other, where
-    matrices cannot be shared as asked, and for a teacher that is not one for this model.
-    """
-    architecture = read_architecture(config)
-    settings = architecture.get_text_config().to_dict()
-    resolved = resolve(config, settings)
-    length, positions = resolved.model.model_max_length, position_count(settings)
-    found = find_derived_conflicts(resolved)
-    if isinstance(length, int) and positions is not None and not scales_positions(settings):
-        found = list(too_long(resolved, length, positions)) or found
-    derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in found]
-    if derived:
-        raise RequestError(derived)
-    refuse_without_attention(resolved, architecture)
-    refuse_unknown_to_liger(resolved.model, architecture)
-    refuse_leaks(resolved, architecture)
-    refuse_mixing(resolved, architecture)
-    if resolved.fsdp.tensor_parallel_size > 1:
-        from framework.build.tensor_parallel import refuse_unplanned  # torch's tensors in parts take seconds to import
-
-        refuse_unplanned(resolved, architecture)
-    if resolved.training.task is Task.DISTILLATION:
-        from framework.build.teacher import read_teacher  # which builds its model here
-
-        read_teacher(resolved, architecture)
-    return resolved, architecture
 
 
 def read_architecture(config: TrainingConfig) -> PretrainedConfig:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from framework.build.activations import transformer_blocks
 from framework.build.arrival import Arrival
 from framework.build.compiled import compiled_regions
+from framework.build.dtypes import autocast_dtype
 from framework.build.ends import ends_of
 from framework.build.hub import nearest
 from framework.build.loss import causal_model
@@ -200,8 +201,6 @@ def precision(config: TrainingConfig) -> MixedPrecisionPolicy:
     That takes the place of autocast, which would gather float32 and cast every weight again on every card. Gradients
     are then summed in float32. Activations between two blocks are in the lower dtype, where autocast leaves float32.
     """
-    from framework.build.assembly import autocast_dtype
-
     lower = autocast_dtype(config.training)
     return MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=torch.float32) if lower else MixedPrecisionPolicy()
 

@@ -12,12 +12,13 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from framework.beside import path_like
-from framework.build.assembly import autocast_dtype
+from framework.build.dtypes import autocast_dtype
 from framework.build.heads import ASSUMED, model_class, pad_like
 from framework.build.hub import UNLOADABLE, hub_is_reachable, one_line
-from framework.build.model import build_model, settle
+from framework.build.model import build_model
 from framework.build.place import real_place
 from framework.build.quantize import is_quantized, keep_packing, quantize
+from framework.build.settle import settle
 from framework.compose import load
 from framework.errors import Problem, RequestError
 from framework.run.export import BASE_FOLDER

@@ -24,6 +24,7 @@ from framework.build.fingerprints import fixed_fingerprint
 from framework.build.ranks import Ranks
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
+from framework.run.checkpoint_layout import PARTS
 from framework.run.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.random_state import parsed, random_state, restore_random_state
 from framework.run.trained import trained_state
@@ -37,9 +38,6 @@ _ALWAYS = {"step", "optimizer", "random", "config"}
 """Of the state, what every version has written."""
 
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
-
-PARTS = "parts"
-"""Folder of a checkpoint of sharded weights, into which every rank has written its part."""
 
 
 def forget_halves(folder: Path) -> None:

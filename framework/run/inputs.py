@@ -9,7 +9,7 @@ from framework.build.classes import Targets
 from framework.build.data import Data, prepare_data, training_texts
 from framework.build.given import NOTHING, Given
 from framework.build.heads import fit_head, pad_like
-from framework.build.model import settle
+from framework.build.settle import settle
 from framework.build.teacher import refuse_other_words
 from framework.build.tokenizer import build_tokenizer
 from framework.errors import Problem, RequestError

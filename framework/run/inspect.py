@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from framework.build.assembly import assemble
-from framework.build.model import settle
 from framework.build.place import rehearsal_place
+from framework.build.settle import settle
 from framework.build.targets import KEY
 from framework.errors import Problem, RequestError
 from framework.run.inputs import read_rows_for, read_tokenizer, with_labels

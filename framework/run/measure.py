@@ -20,8 +20,8 @@ from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
 from framework.build.loss import Batch, causal_model
-from framework.build.model import settle
 from framework.build.place import Place, real_place
+from framework.build.settle import settle
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.run.meter import Meter
 from framework.run.step import reference_step, train_step

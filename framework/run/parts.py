@@ -39,7 +39,7 @@ from torch.futures import Future
 from framework.build.assembly import Assembly
 from framework.build.ranks import whole
 from framework.errors import Problem, RequestError, SaveFailed
-from framework.run.checkpoint import PARTS
+from framework.run.checkpoint_layout import PARTS
 from framework.run.crew import WAIT
 from framework.run.optimizer_state import SEPARATOR, placed
 from framework.run.trained import trained_state

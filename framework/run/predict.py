@@ -15,9 +15,9 @@ from framework.build.batches import collate
 from framework.build.heads import answers
 from framework.build.labels import Encoded
 from framework.build.loss import causal_model, full_loss, ignore_phases, model_inputs
-from framework.build.model import settle
 from framework.build.questions import read_answered, read_prompts, read_texts
 from framework.build.rows import Row, join_rows
+from framework.build.settle import settle
 from framework.build.tokenizer import padding_id
 from framework.errors import Problem, RequestError
 from framework.run.artefact import MODEL_FILE, PROMPTS, Artefact, find_artefact, load_model

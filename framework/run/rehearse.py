@@ -19,10 +19,10 @@ from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
 from framework.build.heads import reads_both_ways, said_of_answers
 from framework.build.loss import Batch, Observe
-from framework.build.model import settle
 from framework.build.place import Place, rehearsal_place
 from framework.build.ranks import ALONE, Ranks, local_part
 from framework.build.refuse import refuse_impossible
+from framework.build.settle import settle
 from framework.build.tasks import said_of_companion
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan

@@ -6,7 +6,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from framework.build.convolutions import NormedConvolution
-from framework.build.model import settle
+from framework.build.settle import settle
 from framework.build.verify import verify
 from framework.errors import RequestError
 from framework.run.step import train_step

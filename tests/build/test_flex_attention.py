@@ -11,8 +11,8 @@ from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from framework.build import flex_attention as flex
 from framework.build.assembly import assemble
-from framework.build.model import settle
 from framework.build.place import real_place
+from framework.build.settle import settle
 from framework.run.step import train_step
 from tests.card import own_card
 from tests.tiny import LLAMA, tiny_config

@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import flex_attention
 
 from framework.build.assembly import assemble
-from framework.build.model import settle
 from framework.build.place import real_place
+from framework.build.settle import settle
 from framework.build.verify import verify
 from tests.tiny import LLAMA, tiny_config
 

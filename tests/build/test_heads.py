@@ -9,8 +9,9 @@ from framework.build.assembly import Assembly, assemble
 from framework.build.coverage import coverage
 from framework.build.heads import head_modules, reads_both_ways
 from framework.build.loss import model_inputs
-from framework.build.model import build_model, read_architecture, settle
+from framework.build.model import build_model, read_architecture
 from framework.build.place import real_place
+from framework.build.settle import settle
 from framework.build.verify import verify
 from framework.errors import RequestError
 from framework.schema.config import TrainingConfig

@@ -7,9 +7,10 @@ import torch
 
 from framework.build import shard
 from framework.build.optimizers.parameter_wise import StateStore
+from framework.build.parallelize import Root
 from framework.build.pinned import pinning
 from framework.build.place import Place
-from framework.build.ranks import Ranks, Root
+from framework.build.ranks import Ranks
 from framework.memory.explain import explain
 from framework.run.out_of_memory import is_memory_failure
 from framework.schema.fsdp import FSDPParams

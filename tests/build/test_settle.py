@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.build.model import settle
+from framework.build.settle import settle
 from framework.errors import RequestError
 from framework.schema.choices import MixedPrecision, TorchDtype
 from framework.schema.config import TrainingConfig

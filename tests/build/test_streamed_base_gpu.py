@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from framework.build.assembly import assemble
-from framework.build.model import settle
 from framework.build.place import real_place
+from framework.build.settle import settle
 from framework.build.verify import verify
 from framework.run.child import plan_in_subprocess
 from framework.run.step import train_step

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from framework.build.model import settle
+from framework.build.settle import settle
 from framework.errors import RequestError
 from tests.tiny import GPT2, LLAMA, tiny_config
 

@@ -29,7 +29,7 @@ _CODE = """
 import json, sys, threading, time
 import torch
 from framework.build.assembly import assemble
-from framework.build.model import settle
+from framework.build.settle import settle
 from framework.build.place import real_place
 from framework.schema.config import TrainingConfig
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from framework.build.assembly import Assembly, autocast_dtype
+from framework.build.assembly import Assembly
+from framework.build.dtypes import autocast_dtype
 from framework.build.loss import Batch, causal_model, ignore_phases, token_logits
 
 _TOLERANCE = {torch.float32: 1e-3}
