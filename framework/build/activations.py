@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model, transformer_blocks
 from framework.build.offload import Offload
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
@@ -67,11 +67,6 @@ def keeps(policy: CheckpointingPolicy, operator: str) -> bool:
 
 def _keep_or_recompute(policy: CheckpointingPolicy, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     return CheckpointPolicy.MUST_SAVE if keeps(policy, operator.name()) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def transformer_blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The repeated blocks of the model, in the order they run."""
-    return [module for module in causal_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from framework.build.hub import one_line
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.place import Place
 from framework.errors import Problem, RequestError, VerificationFailed
 from framework.schema.choices import CompileScope

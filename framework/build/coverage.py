@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from framework.build.adapter import still_zero
 from framework.build.assembly import Assembly
 from framework.build.heads import head_layers
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.quantize import is_packed, quantized_kinds, unquantized, weight_count
 from framework.schema.wording import counted
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from framework.build.heads import head_layers
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Fp8
 from framework.schema.training import TrainingParams

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from framework.build.activations import transformer_blocks
+from framework.build.model_parts import transformer_blocks
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
 from framework.schema.wording import counted

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from framework.build.documents import mark_documents, on_device
 from framework.build.hub import one_line
-from framework.build.loss import causal_model, model_inputs
+from framework.build.loss import model_inputs
+from framework.build.model_parts import causal_model
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig

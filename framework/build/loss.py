@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from framework.build.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
 from framework.build.documents import MARKS, keep_apart
 from framework.build.heads import reads_both_ways
+from framework.build.model_parts import causal_model
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
 
@@ -78,12 +78,6 @@ def chunk_size(params: ModelParams, model: nn.Module, key: str = "model.chunked_
         message = f"chunks need a plain linear head; this model's is {type(head).__name__}"
         raise RequestError([Problem(key, message, expected="model.chunked_loss: false, or no adapter on the head")])
     return DEFAULT_CHUNK if params.chunked_loss is True else int(params.chunked_loss)
-
-
-def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, without the adapter's wrapper."""
-    unwrapped: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return unwrapped
 
 
 def next_tokens(batch: Batch) -> Tensor:

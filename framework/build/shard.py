@@ -20,13 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from framework.build.activations import transformer_blocks
 from framework.build.arrival import Arrival
 from framework.build.compiled import compiled_regions
 from framework.build.dtypes import autocast_dtype
-from framework.build.ends import ends_of
 from framework.build.hub import nearest
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model, ends_of, transformer_blocks
 from framework.build.pinned import pinning
 from framework.build.place import Place
 from framework.build.quantize import is_packed, is_quantized

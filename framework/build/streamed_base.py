@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.build.activations import transformer_blocks
+from framework.build.model_parts import transformer_blocks
 from framework.build.pinned import could_not_pin
 from framework.build.place import Place
 from framework.errors import Problem, RequestError

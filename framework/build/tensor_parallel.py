@@ -23,9 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from transformers import PretrainedConfig
 
-from framework.build.activations import transformer_blocks
-from framework.build.ends import ends_of
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model, ends_of, transformer_blocks
 from framework.build.place import Place
 from framework.build.ranks import Ranks, local_part, whole
 from framework.errors import Problem, RequestError

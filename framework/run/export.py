@@ -14,8 +14,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from framework.build.adapter import Adapter, adapter_state
 from framework.build.assembly import Assembly
-from framework.build.loss import causal_model
 from framework.build.merge import detach, merge
+from framework.build.model_parts import causal_model
 from framework.build.optimizers.schedule_free import take_average
 from framework.errors import SaveFailed
 from framework.run.checkpoint import written_aside

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.arrival import is_sent, needs_whole_model
 from framework.build.assembly import Assembly
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.quantize import packed_state, scale_tensors, weight_count
 from framework.build.ranks import local_part

@@ -11,11 +11,10 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from framework.build.activations import transformer_blocks
 from framework.build.arrival import needs_whole_model
 from framework.build.assembly import Assembly
-from framework.build.ends import ends_of
 from framework.build.model import is_packed_when_loaded
+from framework.build.model_parts import ends_of, transformer_blocks
 from framework.build.quantize import packed_state, weight_count
 from framework.build.ranks import local_part
 from framework.build.streamed_base import StreamedBase

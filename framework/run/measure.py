@@ -19,7 +19,8 @@ from transformers.initialization import no_init_weights
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
-from framework.build.loss import Batch, causal_model
+from framework.build.loss import Batch
+from framework.build.model_parts import causal_model
 from framework.build.place import Place, real_place
 from framework.build.settle import settle
 from framework.errors import OutOfMemory, Problem, RequestError

@@ -15,7 +15,7 @@ from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
 from framework.build.given import NOTHING, Given
 from framework.build.learnt_ends import learnt_ends, stop_at
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.place import Place, real_place
 from framework.build.verify import (
     verify,

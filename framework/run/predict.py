@@ -14,7 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from framework.build.batches import collate
 from framework.build.heads import answers
 from framework.build.labels import Encoded
-from framework.build.loss import causal_model, full_loss, ignore_phases, model_inputs
+from framework.build.loss import full_loss, ignore_phases, model_inputs
+from framework.build.model_parts import causal_model
 from framework.build.questions import read_answered, read_prompts, read_texts
 from framework.build.rows import Row, join_rows
 from framework.build.settle import settle

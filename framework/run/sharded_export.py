@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from framework.build.adapter import adapter_state
 from framework.build.assembly import Assembly
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.optimizers.schedule_free import take_average
 from framework.build.ranks import whole
 from framework.run.checkpoint import written_aside

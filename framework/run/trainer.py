@@ -16,7 +16,7 @@ from framework.build.fingerprints import take_fingerprints
 from framework.build.given import Given, PythonRows, take_rows
 from framework.build.heads import model_class
 from framework.build.labels import IGNORED
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.refuse import refuse_impossible
 from framework.build.rows import Row
 from framework.build.streamed_batches import StreamedBatches

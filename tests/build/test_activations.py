@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from framework.build.activations import Recompute, recomputing, transformer_blocks
+from framework.build.activations import Recompute, recomputing
 from framework.build.compiled import CHECKPOINTS_IN_FORWARD
+from framework.build.model_parts import transformer_blocks
 from framework.build.verify import missing_gradients, verify
 from framework.errors import RequestError, VerificationFailed
 from framework.memory.rehearsal import Rehearsal

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from framework.build import offload as module
-from framework.build.activations import offloading, transformer_blocks
+from framework.build.activations import offloading
+from framework.build.model_parts import transformer_blocks
 from framework.build.offload import Handle, Offload
 from framework.build.place import real_place
 from framework.build.verify import FirstStep, verify, verify_first_step

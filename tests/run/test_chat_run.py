@@ -18,7 +18,7 @@ from transformers import (
 from framework.build.batches import GlobalBatches, MicroBatch
 from framework.build.chat import Chat, read_template
 from framework.build.labels import IGNORED, Encoded, encode_chats
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.errors import RequestError, SaveFailed
 from framework.run import trainer
 from framework.run.artefact import find_artefact, load_model

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from framework.build import assembly as assembling
-from framework.build.loss import causal_model, model_inputs, next_tokens
+from framework.build.loss import model_inputs, next_tokens
+from framework.build.model_parts import causal_model
 from framework.compose import compose
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from framework.build.activations import keeps, offloading, recomputing, transformer_blocks
+from framework.build.activations import keeps, offloading, recomputing
 from framework.build.assembly import Assembly
 from framework.build.convolutions import CONVOLUTIONAL
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model, transformer_blocks
 from framework.build.offload import LEAST_BYTES
 from framework.build.ring_attention import NAME as RING_ATTENTION
 from framework.build.verify.probe import PROBE_TOKENS, probe

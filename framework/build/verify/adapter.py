@@ -12,7 +12,7 @@ from peft.utils import ModulesToSaveWrapper
 from framework.build.adapter import adapter_dtype, adapter_kind, ties_any
 from framework.build.assembly import Assembly
 from framework.build.coverage import coverage_line
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.optimizer import RATE_FACTOR
 from framework.build.quantize import is_packed, kind_name, quantized_kinds, unquantized
 from framework.build.ranks import local_part

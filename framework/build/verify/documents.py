@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from framework.build.assembly import Assembly
 from framework.build.compiled import plain_code
 from framework.build.isolation import find_leak, joining_key
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.wording import counted
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.build.activations import transformer_blocks
 from framework.build.assembly import Assembly
 from framework.build.batches import full_batch
 from framework.build.compiled import plain_code
 from framework.build.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.hub import one_line
 from framework.build.loss import Batch, model_inputs
+from framework.build.model_parts import transformer_blocks
 
 PROBE_TOKENS = 16
 

@@ -9,7 +9,7 @@ from torch import nn
 from framework.build.assembly import Assembly
 from framework.build.dtypes import AUTOCAST_DTYPES, TORCH_DTYPES
 from framework.build.freeze import still_frozen
-from framework.build.loss import causal_model
+from framework.build.model_parts import causal_model
 from framework.build.quantize import is_packed
 from framework.build.verify.reading import Reading
 from framework.schema.choices import MixedPrecision, TorchDtype

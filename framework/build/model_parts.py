@@ -1,10 +1,21 @@
-"""What a language model runs before its blocks and after them."""
+"""Parts of a model: itself without an adapter's wrapper, its blocks, and what runs before and after them."""
 
 from collections.abc import Sequence
 
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from framework.build.loss import causal_model
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, without the adapter's wrapper."""
+    unwrapped: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return unwrapped
+
+
+def transformer_blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The repeated blocks of the model, in the order they run."""
+    return [module for module in causal_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def ends_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
