@@ -3,16 +3,16 @@
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from framework.errors import Problem, RequestError, TunesmithError
 from framework.memory.ledger import Plan
+from framework.run.python_process import python_command
 from framework.schema.config import TrainingConfig
 
-_CODE = "import gc, sys; gc.disable(); from framework.run.rehearse import main; sys.exit(main())"
-_COMMAND = (sys.executable, "-W", "ignore", "-c", _CODE)
+_CODE = "import gc; gc.disable(); from framework.run.rehearse import main; sys.exit(main())"
+_COMMAND = python_command(_CODE, flags=("-W", "ignore"))
 """Without garbage collection the imports of torch and transformers take a fifth less time, and a plan lives shortly."""
 _TAIL = 2000
 

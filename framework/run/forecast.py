@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -14,10 +13,10 @@ from typing import IO, Any
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.ledger import Plan
 from framework.run.child import failed
+from framework.run.python_process import python_command
 from framework.schema.config import TrainingConfig
 
-_CODE = "import sys; from framework.run.savings import main; sys.exit(main())"
-_COMMAND = (sys.executable, "-W", "ignore", "-c", _CODE)
+_COMMAND = python_command("from framework.run.savings import main; sys.exit(main())", flags=("-W", "ignore"))
 
 Keep = Callable[[Mapping[str, Any]], None]
 """Stores the document of `plan.json`."""

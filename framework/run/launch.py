@@ -24,6 +24,7 @@ from framework.run.child import plan_in_subprocess
 from framework.run.crew import FAILED, GRACE, HERE, PARENT
 from framework.run.fit import decide_or_refuse
 from framework.run.interrupt import noted_signals
+from framework.run.python_process import train_command
 from framework.run.record import open_folder
 from framework.run.resume import check_allowed
 from framework.run.room import require_room, too_large
@@ -52,7 +53,7 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
         recipe = Path(folder) / f"{name}.yaml"
         recipe.write_text(to_yaml(config))
-        command = [sys.executable, "-m", "framework", "train", str(recipe), *options]
+        command = train_command(str(recipe), *options)
         ranks: list[subprocess.Popen[bytes]] = []
         with noted_signals() as noted:
             try:

@@ -1,7 +1,5 @@
 """`plan --measure`: the real step on this machine, on synthetic tokens of the planned shape, in a fresh process.
 
-    python -m framework.run.measure < config.json
-
 Weights are random (their values do not change what a step costs), so nothing is downloaded.
 """
 
@@ -25,6 +23,7 @@ from framework.build.place import Place, real_place
 from framework.build.settle import settle
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.run.meter import Meter
+from framework.run.python_process import python_command
 from framework.run.step import reference_step, train_step
 from framework.schema.config import TrainingConfig
 
@@ -145,7 +144,7 @@ def _synthetic_batch(assembly: Assembly, rows: int) -> Batch:
 
 def measure_in_subprocess(config: TrainingConfig) -> Measured:
     """`measure` in a fresh interpreter, so that nothing of this process sits on the card. Raises as `measure` does."""
-    command = [sys.executable, "-m", "framework.run.measure"]
+    command = python_command("from framework.run.measure import main; main()")
     done = subprocess.run(command, input=config.model_dump_json(), capture_output=True, text=True, check=False)
     try:
         document = json.loads(done.stdout)
@@ -167,7 +166,3 @@ def main() -> None:
     except OutOfMemory as error:
         document = {"out_of_memory": str(error)}
     print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Circumstances
 from framework.memory.explain.evidence import EARLIER, REPORT, STOPPED, read_circumstances, write_circumstances
+from framework.run.revision import describe_revision
 from framework.schema.config import TrainingConfig
 from framework.text import to_yaml
 
@@ -225,7 +225,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "packages": {name: _version(name) for name in _PACKAGES},
-        "git": _commit(),
+        "git": describe_revision(),
     }
 
 
@@ -233,12 +233,4 @@ def _version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    try:
-        asked = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
         return None

@@ -23,14 +23,15 @@ from framework.memory.rehearsal import Rehearsal
 from framework.run import plan_cache
 from framework.run.block_settings import shared_rehearsal, shared_work
 from framework.run.child import failed
+from framework.run.python_process import python_command
 from framework.schema.config import TrainingConfig
 
 PROCESSES = 2
 """Rehearsals at a time. Each takes a processor and up to a few GiB."""
 CAPTURE_COST = 8
 """Rehearsals of few layers that take as long as to capture the blocks of one."""
-_CODE = "import gc, sys; gc.disable(); from framework.run.rehearsals import serve; sys.exit(serve())"
-_COMMAND = (sys.executable, "-W", "ignore", "-c", _CODE)
+_CODE = "import gc; gc.disable(); from framework.run.rehearsals import serve; sys.exit(serve())"
+_COMMAND = python_command(_CODE, flags=("-W", "ignore"))
 
 
 class Rehearsals:

@@ -22,6 +22,7 @@ from framework.compose.sweep import Job, Sweep, quoted
 from framework.run.interrupt import passing_signals_on
 from framework.run.launched import launched
 from framework.run.own_cards import own_cards
+from framework.run.python_process import train_command
 
 INTERRUPTED = 130
 KILLED = 4
@@ -95,7 +96,7 @@ class SweptRun:
 
     def command(self, job: Job) -> list[str]:
         """What is run."""
-        return [sys.executable, "-m", "framework", "train", *self.arguments(job)]
+        return train_command(*self.arguments(job))
 
     def _cards(self, job: Job) -> int:
         """How many cards of this machine the run is for. It composes anew, since the machine is part of it."""

@@ -51,8 +51,8 @@ sys.exit(0 if seed < 10 else seed - 10)
 def command(write, capsys, monkeypatch):
     """Runs `train r.yaml -m` with a stand-in for each run; gives exit code, stdout and stderr."""
     write(GOOD)
-    real = SweptRun.command
-    monkeypatch.setattr(SweptRun, "command", lambda run, job: [sys.executable, "-c", STAND_IN, *real(run, job)[5:]])
+    stand_in = [sys.executable, "-c", STAND_IN]
+    monkeypatch.setattr(SweptRun, "command", lambda run, job: [*stand_in, *run.arguments(job)[1:]])
 
     def run_command(*words: str):
         code = main(["train", "r.yaml", "-m", "gpu=cpu", *words])
