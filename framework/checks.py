@@ -10,7 +10,7 @@ from framework.compose import Composition, Origin, draft
 from framework.compose.paths import leads_somewhere, looks_local
 from framework.errors import Problem, RequestError
 from framework.memory.installed import detect
-from framework.memory.requirements import unmet_requirements
+from framework.memory.requirements import missing_trackers, unmet_requirements
 from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
@@ -106,7 +106,9 @@ def _unmet_requirements(config: TrainingConfig, needs: Needs) -> Iterator[Confli
     """What card and machine lack. A package is needed by what trains, on the machine that has the card: a look at a
     request for the card of another one warns."""
     of_card = set(unmet_requirements(config, runs_here=False))
-    found = list(unmet_requirements(config, runs_here=True)) if needs.devices == "one" else list(of_card)
+    found = list(of_card)
+    if needs.devices == "one":
+        found = [*unmet_requirements(config, runs_here=True), *missing_trackers(config)]
     is_elsewhere = needs.data != "required" and set(found) != of_card and config.gpu.name not in ("cpu", detect())
     for conflict in found:
         yield replace(conflict, is_warning=True) if is_elsewhere and conflict not in of_card else conflict

@@ -14,6 +14,9 @@ from framework.errors import Interrupted, Problem, RequestError, TunesmithError
 
 __all__ = ["app", "main"]
 
+_VERBS = tuple(
+    str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback
+)
 READER_LEFT = 141
 """What a shell makes of SIGPIPE."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems, code = error.problems, error.exit_code
     except TyperException as error:
         message = error.format_message()
-        problems, code = (Problem("", message, nearest=meant(message, words)),), 2
+        problems, code = (Problem("", message, nearest=meant(message, words, _VERBS)),), 2
     except Interrupted as error:  # asked for, and no error
         say(str(error))
         return error.exit_code

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -22,17 +23,27 @@ from framework.errors import Interrupted
 
 app = typer.Typer(
     no_args_is_help=True,
+    suggest_commands=False,  # `meant` knows more names
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Fine-tune language models from YAML, within the memory of your GPU.",
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(version("tunesmith"))
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
-    """Options of every verb. `main` reads them; here they are for the help text."""
+    """Options of every verb. `main` reads `--debug`; here it is for the help text."""
 
 
 def _told(verb: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,16 +1,22 @@
-"""What was meant by an option that no verb has: most often a key or a group, which take no dashes."""
+"""What was intended by a verb or an option that does not exist; an option is most often a key or a group, which take no
+dashes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 
 _TAKE_KEYS = ("train", "plan", "fit", "check", "data", "show", "diff")
 """Verbs that compose a recipe."""
+_OTHER_VERBS = {"version": "--version", "help": "--help", "generate": "predict", "infer": "predict", "export": "merge"}
+"""What other tools call it -> what it is here."""
 _RECIPE = ("-c", "--config", "--recipe", "--config-file", "--config_file")
 
 
-def meant(message: str, words: Sequence[str]) -> str | None:
-    """The words to type instead of the unknown option that `message` names; None where nothing is alike."""
+def meant(message: str, words: Sequence[str], verbs: Iterable[str]) -> str | None:
+    """The words to type instead of the unknown verb or option that `message` names; None where nothing is alike."""
     verb = next((word for word in words if not word.startswith("-")), "")
+    if "No such command" in message:
+        return _OTHER_VERBS.get(verb) or next(iter(get_close_matches(verb, verbs, 1)), None)
     if "No such option" not in message or verb not in _TAKE_KEYS:
         return None
     option = next((word for word in words if word.startswith("-") and word.partition("=")[0] in message.split()), "")

@@ -48,7 +48,9 @@ def find_recipe(recipe: str | File) -> tuple[str, File, str]:
     known = shipped.recipes()
     if not is_path and word in known:
         return word, known[word], f"recipes/{word}.yaml"
-    nearest = (_file_like(word) if is_path else None) or shipped.nearest(path.stem if is_path else word, known)
+    is_path = is_path or "/" in word
+    beside = f"{word}.yaml" if exists(f"{word}.yaml") else _file_like(word) if is_path else None
+    nearest = beside or shipped.nearest(path.stem if is_path else word, known)
     message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
     raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
@@ -41,22 +42,27 @@ class Words:
     choices: dict[str, Choice | None]
     """None: the recipe's choice of that group is dropped."""
     writes: list[Write]
+    replaced: list[Problem]
+    """Values that a later word gives another: the last counts, and it is a warning."""
 
 
 def parse(words: Sequence[str], problems: list[Problem]) -> Words:
-    """Group choices and writes, in the order typed; a problem for each word that is neither.
+    """Group choices and writes, in the order typed; a problem for each word that is neither, and for a second choice
+    of a group.
 
     `+key=` and `++key=` mean `key=`. Nothing may reach Hydra's own namespace, and a list of values is a sweep, which
     is refused, except that `gpu=a,b` names unlike cards of one machine.
     """
     choices: dict[str, Choice | None] = {}
     writes: list[Write] = []
-    for word in words:
+    typed: dict[str, str] = {}
+    replaced: list[Problem] = []
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         key, equals, raw = word.strip().partition("=")
         key, appends = (key[:-1], True) if key.endswith("+") else (key, False)
         deletes = key.startswith("~")
         path = path_of(key.lstrip("+~"))
-        problem = fault(word, path, bool(equals), deletes)
+        problem = fault(word, path, bool(equals), deletes, following)
         value: object = None
         if not problem and not deletes:
             value, problem = _value(path, raw, word)
@@ -68,10 +74,18 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
             writes.append(Write(path, None))
         if group:
             names = value if isinstance(value, tuple) else (str(value),)
-            choices[group] = None if deletes else Choice(names, origin)
+            chosen = None if deletes else Choice(names, origin)
+            if choices.setdefault(group, chosen) != chosen:
+                message = f"is chosen twice, by `{typed[group]}` and by `{_shown(word)}`"
+                problems.append(Problem(group, message, COMMAND_LINE, "one choice of a group"))
         elif not deletes:
             writes.append(Write(path, node_of({"append": value} if appends else value, origin)))
-    return Words(choices, writes)
+        earlier = typed.setdefault(dotted(path), _shown(word))
+        if not (group or appends) and earlier != _shown(word):
+            message = f"`{earlier}` has no effect: `{_shown(word)}` stands after it"
+            replaced.append(Problem(dotted(path), message, COMMAND_LINE))
+            typed[dotted(path)] = _shown(word)
+    return Words(choices, writes, replaced)
 
 
 def group_of(path: Path) -> str | None:
@@ -85,8 +99,8 @@ def path_of(key: str) -> Path:
     return tuple(int(part) if re.fullmatch(r"\d{1,4}", part) else part for part in parts)
 
 
-def fault(word: str, path: Path, has_value: bool, deletes: bool) -> Problem | None:
-    """What is wrong with the word before its value is looked at."""
+def fault(word: str, path: Path, has_value: bool, deletes: bool, following: str = "") -> Problem | None:
+    """What is wrong with the word before its value is looked at. `following` is the word typed after it."""
     shown = _shown(word)
     name = str(path[0])
     if name == "hydra" or name.startswith(("hydra/", "hydra:", "hydra@")):
@@ -97,11 +111,14 @@ def fault(word: str, path: Path, has_value: bool, deletes: bool) -> Problem | No
     if group_of(path) is None and key_at(path) is None:
         message, nearest = unknown(path)
         beside = None if nearest else keys_beside(path)
-        if not (has_value or nearest or deletes):
+        if path == ("",) or not (has_value or nearest or deletes):
             message, beside = f"`{shown}` is no `key=value`", "`key=value`, without spaces around the `=`"
         return Problem(shown.partition("=")[0], message, COMMAND_LINE, beside, nearest)
     if not has_value and not deletes:
-        return Problem(shown, "the `=` is missing", COMMAND_LINE, f"`{shown}=value`, without spaces around the `=`")
+        value = following.lstrip("=")
+        is_value = value and "=" not in value and key_at(path_of(value)) is None
+        expected = f"`{shown}=value`, without spaces around the `=`"
+        return Problem(shown, "the `=` is missing", COMMAND_LINE, expected, f"{shown}={value}" if is_value else None)
     if deletes and isinstance(path[-1], int):
         return Problem(shown, "`~` takes a whole key, not one item", COMMAND_LINE, f"`~{dotted(path[:-1])}`")
     if has_value and deletes:
@@ -125,7 +142,10 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
             return None, Problem(shown, "nothing stands before or after a comma", COMMAND_LINE, None, nearest)
         detail = str(error).partition("\n")[0][:80]
         expected = "special characters in quotes, and those kept from the shell: key='\"a=b\"'"
-        return None, Problem(shown, f"the value cannot be read: {detail}", COMMAND_LINE, expected)
+        nearest = (
+            f"""{word.partition("=")[0]}='"{raw}"'""" if not set("'\"\\[{(") & set(raw) and len(raw) < 80 else None
+        )
+        return None, Problem(shown, f"the value cannot be read: {detail}", COMMAND_LINE, expected, nearest)
     if names:
         return names, None
     if override.is_sweep_override():

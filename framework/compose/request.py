@@ -21,7 +21,7 @@ from framework.compose.layers import Layer, find_recipe, gather, highest, list_w
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
 from framework.compose.paths import made_absolute
-from framework.compose.validation import shown, validate, version_problem
+from framework.compose.validation import shown, validate
 from framework.errors import Problem, RequestError
 from framework.memory.installed import detect
 from framework.schema.config import TrainingConfig
@@ -81,22 +81,23 @@ def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None =
     """As `compose`, but problems are returned. Raises RequestError only when the recipe cannot be read."""
     problems: list[Problem] = []
     name, file, label = find_recipe(recipe)
-    layers = gather(file, label, parse(overrides, problems), detect, problems)
-    layers = _with_world(layers, world, problems)
+    words = parse(overrides, problems)
+    layers = gather(file, label, words, detect, problems)
+    layers = _with_world(layers, world)
     layers = _allowed(layers, problems)
     written = _resolved(_merged(layers), layers, problems)
     absolute = made_absolute(written)
     as_written = _changes(written, absolute)
     place = partial(_place, layers)
-    problem = version_problem(absolute, place)
     config, invalid = validate(absolute, place, problems)
-    problems += [problem] if problem else []
+    if world not in (None, config.gpu.count) and "gpu.count" not in invalid:
+        problems.append(_other_world(config.gpu.count, int(world or 0), place(("gpu", "count"))))
     origins = {dotted(path): _origin(layers, path) for path, _ in values(config)}
     if not _is_referred_to(layers, MICRO_BATCH):
         config, derived = with_derived(config, origins)
         origins |= derived
     problems = [_with_current_value(problem, config) for problem in problems]
-    return Draft(name, config, origins, tuple(problems), tuple(list_warnings(layers)), invalid, as_written)
+    return Draft(name, config, origins, tuple(problems), (*words.replaced, *list_warnings(layers)), invalid, as_written)
 
 
 def _with_current_value(problem: Problem, config: TrainingConfig) -> Problem:
@@ -107,17 +108,18 @@ def _with_current_value(problem: Problem, config: TrainingConfig) -> Problem:
     return replace(problem, message=f"{problem.message}; {problem.nearest} is now {shown(current[problem.nearest])}")
 
 
-def _with_world(layers: list[Layer], world: int | None, problems: list[Problem]) -> list[Layer]:
-    """A given number of processes is the number of cards; a written one that differs is a problem."""
-    if world is None:
+def _with_world(layers: list[Layer], world: int | None) -> list[Layer]:
+    """A given number of processes is the number of cards where none is written."""
+    if world is None or highest(layers, ("gpu", "count")):
         return layers
     origin = Origin("command line", f"--nproc {world}")
-    found = highest(layers, ("gpu", "count"))
-    if found and found.value != world:
-        started = counted(world, "process is", "processes are")
-        message = f"{counted(int(found.value), 'card is', 'cards are')} written, but {started} started"
-        problems.append(Problem("gpu.count", message, found.origin.place, str(world)))
     return [*layers, Layer(len(layers), node_of({"gpu": {"count": world}}, origin))]
+
+
+def _other_world(count: int, world: int, where: str | None) -> Problem:
+    started = counted(world, "process is", "processes are")
+    message = f"{counted(count, 'card is', 'cards are')} written, but {started} started"
+    return Problem("gpu.count", message, where, str(world))
 
 
 def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:

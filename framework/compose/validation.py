@@ -15,6 +15,7 @@ from framework.schema.keys import Path, dotted, key_at, up_to_list
 _BOOLEANS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 """Words for true and false in YAML 1.1; and both where they stand in quotes."""
 _BOOLEANS |= {"true": "true, without quotes", "false": "false, without quotes"}
+_VERSIONS = "1" if SCHEMA_VERSION == 1 else f"1 to {SCHEMA_VERSION}"
 _PREFERENCE = "preference, with training.preference.loss_type"
 _MEANT = {
     "training.task": {
@@ -49,17 +50,6 @@ def validate(
     return config, more | {dotted(path) for path in bad}
 
 
-def version_problem(written: Mapping[str, Any], place: Callable[[Path], str | None]) -> Problem | None:
-    """A recipe written for a schema that this version does not have."""
-    version = written.get("schema_version", SCHEMA_VERSION)
-    if not isinstance(version, int) or isinstance(version, bool) or 1 <= version <= SCHEMA_VERSION:
-        return None
-    message = f"this recipe needs schema version {version}, you have {SCHEMA_VERSION}: upgrade tunesmith"
-    if version < 1:
-        message = f"there is no schema version {version}; the newest is {SCHEMA_VERSION}"
-    return Problem("schema_version", message, place(("schema_version",)), f"1 to {SCHEMA_VERSION}")
-
-
 def shown(value: object) -> str:
     """A value as it is quoted in a message, cut when long."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
@@ -87,6 +77,10 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
     if detail["type"] == "missing":
         return Problem(dotted(path), "is missing", where, expected)
     value = detail["input"]
+    if path == ("schema_version",):
+        expected = _VERSIONS
+    if path == ("schema_version",) and detail["type"] in ("less_than_equal", "greater_than_equal"):
+        return Problem("schema_version", _other_version(int(float(value))), where, expected)
     nearest = None
     if isinstance(value, str) and key:
         word = value.lower()
@@ -95,11 +89,18 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
         nearest = _MEANT.get(dotted(path), {}).get(word, nearest)
         if expected and "true or false" in expected:
             nearest = _BOOLEANS.get(word, nearest)
-    if isinstance(value, str) and key and key.is_list and value:
+    if isinstance(value, str) and key and key.is_list and value and not isinstance(path[-1], int):
         nearest = f"[{value}]"
     if expected == "text" and isinstance(value, int | float):
         expected = "text, in quotes"
     return Problem(dotted(path), f"cannot be {shown(value)}", where, expected, nearest)
+
+
+def _other_version(version: int) -> str:
+    """Of a recipe written for a schema that this version does not have."""
+    if version < 1:
+        return f"there is no schema version {version}; the newest is {SCHEMA_VERSION}"
+    return f"this recipe needs schema version {version}, you have {SCHEMA_VERSION}: upgrade tunesmith"
 
 
 def _without(written: Mapping[str, Any], path: Path) -> dict[str, Any]:

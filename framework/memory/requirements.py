@@ -1,5 +1,6 @@
 """What the chosen settings need of card and machine, by the levers table: found before anything is loaded. No torch."""
 
+import importlib.util
 import os
 import re
 import shutil
@@ -37,6 +38,14 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
     if runs_here and packs_teacher(config) and not is_installed("bitsandbytes"):
         message = "a packed teacher needs bitsandbytes, not installed here"
         yield Conflict(("training.teacher.bits",), message, "pip install bitsandbytes, or unset")
+
+
+def missing_trackers(config: TrainingConfig) -> Iterator[Conflict]:
+    """A conflict for each tracker whose package is not installed here. A plan needs none of them."""
+    for index, tracker in enumerate(config.training.trackers):
+        if importlib.util.find_spec(str(tracker)) is None:
+            message = f"the package {tracker} is not installed"
+            yield Conflict((f"training.trackers[{index}]",), message, f"pip install {tracker}, or no such tracker")
 
 
 def packs_teacher(config: TrainingConfig) -> bool:

@@ -1,23 +1,17 @@
-"""Metric trackers besides `metrics.jsonl`: whether they are installed, and a config as they take it."""
+"""Metric trackers in addition to `metrics.jsonl`: whether they are installed, and a config as they take it."""
 
-import importlib.util
 from typing import Any
 
 from framework.errors import Problem, RequestError
+from framework.memory.requirements import missing_trackers
 from framework.schema.config import TrainingConfig
 
 
 def check_trackers(config: TrainingConfig) -> None:
     """Raises RequestError naming every tracker whose package is not installed."""
-    problems = [
-        Problem(
-            f"training.trackers[{index}]", f"the package {tracker} is not installed", expected=f"pip install {tracker}"
-        )
-        for index, tracker in enumerate(config.training.trackers)
-        if importlib.util.find_spec(str(tracker)) is None
-    ]
-    if problems:
-        raise RequestError(problems)
+    missing = list(missing_trackers(config))
+    if missing:
+        raise RequestError([Problem(found.keys[0], found.message, expected=found.expected) for found in missing])
 
 
 def flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

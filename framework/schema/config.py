@@ -2,6 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from framework.schema.choices import Attention, OnOutOfMemory
 from framework.schema.data import DataParams
@@ -50,7 +53,7 @@ class Batch:
 class TrainingConfig(Params):
     """A whole run, composed and typed. Any subset constructs; what a verb needs is checked by that verb."""
 
-    schema_version: Integer = SCHEMA_VERSION
+    schema_version: Annotated[Integer, Field(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
     """Version of the schema that the recipe was written for."""
     training: TrainingParams = TrainingParams()
     """How to train."""

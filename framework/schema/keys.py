@@ -91,6 +91,8 @@ def unknown(path: Path) -> tuple[str, str | None]:
     """Why there is no such key, and the key that was probably meant."""
     names = [str(part).replace("-", "_") for part in path if isinstance(part, str)]
     written, spelled = dotted(path), ".".join(names)
+    if not spelled:
+        return f"there is no key `{written}`", None
     if spelled in every_key():
         if "-" in written:
             return "keys are written with underscores, not hyphens", spelled

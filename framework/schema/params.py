@@ -1,10 +1,11 @@
 """The one base of every section, and the number types that accept each spelling a person writes."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 Auto = Literal["auto"]
@@ -22,7 +23,8 @@ class Params(BaseModel):
 def parse_number(value: object) -> object:
     """`1e-5`, `2E-5`, `'1e-5'` and `1_000` are numbers; anything else is handed on to be refused by the type."""
     if isinstance(value, str) and len(value) < 64 and _NUMBER.fullmatch(value.strip()):
-        return float(value.replace("_", ""))
+        number = float(value.replace("_", ""))
+        return number if math.isfinite(number) else value
     return value
 
 
@@ -40,7 +42,8 @@ def parse_sequence(value: object) -> object:
 
 
 Integer = Annotated[int, BeforeValidator(parse_integer)]
-Number = Annotated[float, BeforeValidator(parse_number)]
+Number = Annotated[float, BeforeValidator(parse_number), Field(allow_inf_nan=False)]
+"""Finite: `1e999` and NaN are refused."""
 Strings = Annotated[tuple[str, ...], BeforeValidator(parse_sequence)]
 
 

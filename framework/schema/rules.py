@@ -60,7 +60,7 @@ def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
 
 
 def _finite(config: TrainingConfig) -> Iterator[Conflict]:
-    """Numbers that are none, and those that are too large."""
+    """Numbers of an architecture that are not finite, and integers that are too large."""
     for path, value in values(config):
         if isinstance(value, float) and not math.isfinite(value):
             yield Conflict((dotted(path),), f"cannot be {value}", "a finite number")

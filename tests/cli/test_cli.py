@@ -229,3 +229,15 @@ def test_a_full_disk_is_no_fault_of_ours(words):
 def test_a_verb_that_composes_nothing_is_offered_no_key(run):
     code, _, err = run("predict", "runs/mine", "rows.jsonl", "--learning-rate", "1")
     assert (code, err) == (2, "error No such option: --learning-rate\n")
+
+
+@pytest.mark.parametrize(
+    ("verb", "nearest"), [("version", "--version"), ("plam", "plan"), ("generate", "predict"), ("xyz", None)]
+)
+def test_an_unknown_verb_names_the_nearest(run, verb, nearest):
+    code, out, _ = run(verb, "--json")
+    assert (code, json.loads(out)["errors"][0]["nearest"]) == (2, nearest)
+
+
+def test_the_version_is_printed(run):
+    assert run("--version")[:2] == (0, "0.1.0\n")

@@ -1,11 +1,15 @@
 """Keys that do not exist, in files (Y02) and on the command line (Y03), and recipes of another schema (Y07)."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 
-from framework.compose import compose
+from framework.compose import compose, load
 from framework.errors import RequestError
 from framework.schema import keys
 from framework.schema.renamed import OldName
+from framework.text import to_yaml
 
 
 def problems_of(recipe, *words):
@@ -73,7 +77,9 @@ def test_a_misspelt_override_names_the_nearest_key_and_its_value_and_never_sugge
         ("~training.seed=3", "takes no value"),
         ("training._target_=os.system", "no key"),
         ("gpu@model=h100_80gb", "no key"),
-        ("=3", "no key"),
+        ("=3", "is no `key=value`"),
+        ("3", "is no `key=value`"),
+        ("=", "is no `key=value`"),
         ("training.seed.0=3", "is not a list"),
         ("~data.train.0", "whole key"),
         ("training.seed=" + "1" * 10_000, "longer than"),
@@ -95,7 +101,28 @@ def test_a_newer_schema_says_what_is_needed(write):
     problem = problems_of(write("schema_version: 9\n"))["schema_version"]
     assert problem.message == "this recipe needs schema version 9, you have 1: upgrade tunesmith"
     assert problem.where == "r.yaml:1"
-    assert "no schema version 0" in problems_of(write("schema_version: 0\n"))["schema_version"].message
+    assert problem.expected == "1"
+
+
+@pytest.mark.parametrize("spelling", ["2", "2.0", '"2"', "99", "99.0", '"99"', "9.9e1"])
+def test_a_newer_schema_is_refused_in_every_spelling(write, spelling):
+    for problems in (
+        problems_of(write(f"schema_version: {spelling}\n")),
+        problems_of(write("model: {model_name: a}\n"), f"schema_version={spelling}"),
+    ):
+        assert "upgrade tunesmith" in problems["schema_version"].message
+
+
+@pytest.mark.parametrize("spelling", ["0", "0.0", '"0"', "-0", "-1.0"])
+def test_there_is_no_schema_before_the_first(write, spelling):
+    assert "no schema version" in problems_of(write(f"schema_version: {spelling}\n"))["schema_version"].message
+
+
+@pytest.mark.parametrize("spelling", ["1", "1.0", '"1"'])
+def test_this_schema_is_accepted_in_every_spelling_and_saved_as_a_number(write, spelling):
+    saved = to_yaml(load(write(f"schema_version: {spelling}\n")))
+    assert load(write(saved)).schema_version == 1
+    assert saved.startswith("schema_version: 1\n")
 
 
 def test_a_removed_key_says_when_and_what_to_use(write, monkeypatch):
@@ -162,6 +189,46 @@ def test_where_nothing_is_near_the_keys_of_the_section_are_named(write, name):
 def test_a_word_that_is_neither_key_nor_value_is_told_so(write):
     [problem] = problems_of(write("model: {model_name: a}\n"), "1e-5").values()
     assert (problem.message, problem.nearest) == ("`1e-5` is no `key=value`", None)
+
+
+@pytest.mark.parametrize("value", ["3", "=3", "a/b", "1e-5"])
+def test_a_value_after_a_key_without_an_equals_sign_is_joined_to_it(write, value):
+    problem = problems_of(write("model: {model_name: a}\n"), "training.max_steps", value)["training.max_steps"]
+    assert problem.nearest == f"training.max_steps={value.lstrip('=')}"
+
+
+def test_a_key_after_a_key_without_an_equals_sign_is_no_value(write):
+    problems = problems_of(write("model: {model_name: a}\n"), "training.max_steps", "training.seed")
+    assert [problem.nearest for problem in problems.values()] == [None, None]
+
+
+@pytest.mark.parametrize("value", ["a=b", "a#b", "x;y", "a&b"])
+def test_a_value_with_special_characters_is_shown_in_the_quotes_that_it_needs(write, value):
+    [problem] = problems_of(write("model: {model_name: a}\n"), f"training.run_name={value}").values()
+    [word] = shlex.split(problem.nearest)
+    assert load(write("model: {model_name: a}\n"), [word]).training.run_name == value
+
+
+def test_a_group_chosen_twice_on_the_command_line_is_refused(write):
+    problem = problems_of(write("model: {model_name: a}\n"), "gpu=t4_16gb", "gpu=h100_80gb")["gpu"]
+    assert problem.message == "is chosen twice, by `gpu=t4_16gb` and by `gpu=h100_80gb`"
+
+
+def test_a_key_written_twice_on_the_command_line_takes_the_last_and_is_warned_about(write):
+    words = ["training.seed=1", "training.seed=2", "model.freeze_layers+=[a]", "model.freeze_layers+=[b]"]
+    found = compose(write("model: {model_name: a}\n"), words)
+    assert (found.config.training.seed, found.config.model.freeze_layers) == (2, ("a", "b"))
+    [warning] = found.warnings
+    assert "`training.seed=1` has no effect: `training.seed=2` stands after it" in warning
+    assert not compose(write("model: {model_name: a}\n"), ["training.seed=1", "training.seed=1"]).warnings
+
+
+@pytest.mark.parametrize("name", ["r", "./r", "r.yml"])
+def test_a_recipe_without_its_ending_is_told_with_it(write, name):
+    write("")
+    with pytest.raises(RequestError) as caught:
+        compose(name)
+    assert Path(caught.value.problems[0].nearest) == Path("r.yaml")
 
 
 @pytest.mark.parametrize("name", ["gone.yaml", "nowhere/gone.yml", "quickstrat", "folder"])

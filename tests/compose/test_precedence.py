@@ -158,6 +158,27 @@ def test_the_number_of_processes_is_the_number_of_cards(write):
 
 
 @pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        ("x", "cannot be 'x'"),
+        ("null", "cannot be null"),
+        ("[2]", "cannot be"),
+        ("1.5", "cannot be 1.5"),
+        ("3.0", "3 cards"),
+    ],
+)
+def test_a_number_of_cards_that_is_none_is_told_beside_a_number_of_processes(write, count, message):
+    with pytest.raises(RequestError) as caught:
+        compose(write("gpu: {name: t4}\n"), [f"gpu.count={count}"], world=2)
+    assert any(message in problem.message for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("count", ["2", "2.0", "'2'", "${training.seed}"])
+def test_a_number_of_cards_in_any_spelling_agrees_with_the_processes(write, count):
+    assert compose(write("training: {seed: 2}\n"), [f"gpu.count={count}"], world=2).config.gpu.count == 2
+
+
+@pytest.mark.parametrize(
     ("defaults", "word"),
     [
         ("{training: low_memory}", "not a list"),

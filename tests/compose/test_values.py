@@ -6,6 +6,7 @@ import pytest
 
 from framework.compose import compose, load
 from framework.errors import RequestError
+from framework.schema.keys import every_key, key_at
 
 
 def problems_of(recipe, *words):
@@ -61,6 +62,22 @@ def test_a_wrong_value_is_told_with_key_line_and_what_was_expected(write, sectio
     assert problem.where == "r.yaml:2"
     assert problem.nearest == nearest
     assert expected in problem.expected
+
+
+def test_an_unknown_item_of_a_list_is_not_told_to_be_a_list(write):
+    problem = problems_of(write("training: {trackers: [comet]}\n"))["training.trackers[0]"]
+    assert (problem.nearest, problem.expected) == (None, "one of: tensorboard, wandb, mlflow")
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999", "'1e999'", "9" * 400 + ".0"])
+def test_no_key_takes_a_number_that_is_not_finite(write, value):
+    """Every key that takes a number, infinite or not: found through its schema, so that a new one is among them."""
+    numbers = [key for key in every_key() if "a number" in key_at(tuple(key.split("."))).expected]
+    assert len(numbers) > 25
+    for key in (key for key in numbers if not key.startswith("data.train") and not key.startswith("data.eval.")):
+        section, _, name = key.rpartition(".")
+        text = ": {".join(section.split(".")) + f": {{{name}: {value}" + "}" * (section.count(".") + 1)
+        assert key in problems_of(write(text))
 
 
 def test_all_wrong_values_are_told_at_once_with_the_index_in_lists(write):

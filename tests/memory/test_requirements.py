@@ -138,3 +138,14 @@ def test_ligers_kernels_need_a_card_and_two_packages(monkeypatch):
     monkeypatch.setattr(requirements, "is_installed", lambda name: False)
     assert "needs liger-kernel and triton" in unmet(here=True, model=model, gpu=card("7.0"))[key].message
     assert key not in unmet(model=model, gpu=card("7.0"))
+
+
+def test_a_tracker_that_is_not_installed_is_found_by_check_and_not_needed_by_a_plan(monkeypatch):
+    monkeypatch.setattr(requirements.importlib.util, "find_spec", {"tensorboard": True}.get)
+    sections = {"gpu": CPU, "model": LLAMA, "training": {"trackers": ["tensorboard", "wandb"]}}
+    config = TrainingConfig.model_validate(sections)
+    with pytest.raises(RequestError) as caught:
+        check(config, CHECK)
+    [problem] = caught.value.problems
+    assert (problem.key, problem.message) == ("training.trackers[1]", "the package wandb is not installed")
+    check(config, PLAN)
