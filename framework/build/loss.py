@@ -61,8 +61,8 @@ def build_loss(params: ModelParams, model: nn.Module) -> Loss:
 def chunk_size(params: ModelParams, model: nn.Module, key: str = "model.chunked_loss") -> int | None:
     """Tokens whose logits may exist at a time; None for all.
 
-    Raises RequestError, about `key`, when the model's head is more than one linear layer, or caps or scales its output,
-    which chunks cannot repeat.
+    Raises RequestError, about `key`, when the model's head is more than one linear layer, caps or scales its output,
+    which chunks cannot repeat, or when the model below its head cannot be called apart.
     """
     if params.chunked_loss is False:
         return None
@@ -72,6 +72,9 @@ def chunk_size(params: ModelParams, model: nn.Module, key: str = "model.chunked_
     ]
     if after:
         message = f"this model changes its logits after the head ({', '.join(after)}), so a chunk's would differ"
+        raise RequestError([Problem(key, message, expected="model.chunked_loss: false")])
+    if causal_model(model).base_model is causal_model(model):  # Llama 4 in transformers 5.24
+        message = f"{causal_model(model).config.model_type} cannot be called without its head, so there are no chunks"
         raise RequestError([Problem(key, message, expected="model.chunked_loss: false")])
     head = causal_model(model).get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -105,7 +108,14 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     tokens = {name: tensor for name, tensor in batch.items() if name not in left_out}
     if "positions" in batch:  # of a part of each row
         tokens["position_ids"] = batch["positions"]
-    return {**tokens, **keep_apart(causal_model(model), batch)}
+    # A model would compute its router loss anew, from whatever mask it is given; ours is in framework/build/routers.py.
+    without = {"output_router_logits": False} if asks_for_router_logits(model) else {}
+    return {**tokens, **without, **keep_apart(causal_model(model), batch)}
+
+
+def asks_for_router_logits(model: nn.Module) -> bool:
+    """Whether the model's own config has it add a router auxiliary loss to the loss that it computes."""
+    return getattr(causal_model(model).config.get_text_config(), "output_router_logits", False) is True
 
 
 class _Whole:

@@ -67,8 +67,8 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
         raise RequestError(unknown_keys)
     try:
         return AutoConfig.for_model(**written)
-    except (TypeError, ValueError) as error:
-        raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {error}")]) from None
+    except Exception as error:  # config classes check themselves, by errors of their own kinds
+        raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {one_line(error)}")]) from None
 
 
 def _is_older_name(model_type: str, name: str, value: Any) -> bool:
@@ -77,7 +77,7 @@ def _is_older_name(model_type: str, name: str, value: Any) -> bool:
     try:
         own = deepcopy(value)  # which transformers fills in place
         return name not in vars(AutoConfig.for_model(model_type, **{name: own}))
-    except (TypeError, ValueError):
+    except Exception:
         return True  # it knows enough of it to refuse it, which is told below
 
 

@@ -6,6 +6,7 @@ from framework.build.heads import refuse_without_attention
 from framework.build.isolation import refuse_leaks
 from framework.build.liger import refuse_unknown_to_liger
 from framework.build.model import read_architecture
+from framework.build.routers import refuse_other_terms
 from framework.build.teacher import read_teacher
 from framework.build.token_mixing import refuse_mixing
 from framework.errors import Problem, RequestError
@@ -22,7 +23,8 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
 
     Raises RequestError as `read_architecture` does, for rows longer than the model has positions, for a checkpoint's
     dtype that cannot be trained as it is, or not on this card, where packed documents would see each other, where
-    matrices cannot be shared as asked, and for a teacher that is not one for this model.
+    matrices cannot be shared as asked, for terms of the model's own loss that are not built, and for a teacher that is
+    not one for this model.
     """
     architecture = read_architecture(config)
     settings = architecture.get_text_config().to_dict()
@@ -35,6 +37,7 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     if derived:
         raise RequestError(derived)
     refuse_without_attention(resolved, architecture)
+    refuse_other_terms(resolved, architecture)
     refuse_unknown_to_liger(resolved.model, architecture)
     refuse_leaks(resolved, architecture)
     refuse_mixing(resolved, architecture)

@@ -22,6 +22,7 @@ from framework.build.loss import Batch, Observe
 from framework.build.place import Place, rehearsal_place
 from framework.build.ranks import ALONE, Ranks, local_part
 from framework.build.refuse import refuse_impossible
+from framework.build.routers import said_of_routers
 from framework.build.settle import settle
 from framework.build.tasks import said_of_companion
 from framework.errors import Problem, RequestError
@@ -108,7 +109,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     covered = said_of_adapter(assembly) if is_adapted else ()
     split = tuple(map(str, filter(None, (assembly.tensor, assembly.sharding))))
     said = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
-    said += said_of_companion(config, assembly.companion)
+    said += (*said_of_companion(config, assembly.companion), *said_of_routers(config, architecture))
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 

@@ -44,6 +44,7 @@ RISKY = {
     "training.warmup_ratio",
     "training.weight_decay",
     "training.max_grad_norm",
+    "training.router_aux_loss_coef",
     "training.max_steps",
     "training.num_train_epochs",
     "training.mixed_precision_dtype",

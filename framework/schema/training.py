@@ -61,6 +61,10 @@ class TrainingParams(Params):
     """The model that `task: distillation` learns from; its weights stay on the device beside the trained ones."""
     distillation: DistillationParams = DistillationParams()
     """The loss of `task: distillation`."""
+    router_aux_loss_coef: Annotated[Number, Field(ge=0)] | None = None
+    """What the router auxiliary loss of a mixture of experts is multiplied by in the loss; 0 trains without it. Unset:
+    the model's own coefficient where its config has `output_router_logits: true`, else 0, as in transformers. Keeps
+    the router logits for backward: 4 bytes a token, expert and layer."""
     max_steps: Positive | None = None
     """Optimizer steps to make; wins over `num_train_epochs`. No memory."""
     num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0

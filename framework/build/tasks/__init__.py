@@ -5,6 +5,7 @@ from torch import nn
 
 from framework.build.loss import build_loss, chunk_size
 from framework.build.place import Place
+from framework.build.routers import build_router_loss
 from framework.build.tasks.distillation import Distillation
 from framework.build.tasks.next_token import NextToken
 from framework.build.tasks.objective import Objective
@@ -62,7 +63,7 @@ def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Modu
     if training.task is Task.PREFERENCE:
         rule = PairLoss(training.preference) if training.has_pairs else SingleLoss(training.preference)
         return build_preference(loss, build_reference(config, loss, companion), rule)
-    return NextToken(loss)
+    return NextToken(loss, build_router_loss(config, model))
 
 
 def reference_of(objective: Objective) -> Reference | None:

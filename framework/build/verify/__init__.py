@@ -44,7 +44,7 @@ from framework.build.verify.documents import (
 )
 from framework.build.verify.head import read_head
 from framework.build.verify.liger import read_liger_kernels
-from framework.build.verify.loss import read_chunked_loss
+from framework.build.verify.loss import read_chunked_loss, read_own_loss, read_router_loss
 from framework.build.verify.offloaded_base import read_offloaded_base, read_offloaded_base_again
 from framework.build.verify.optimizer import (
     read_offloaded_states,
@@ -99,6 +99,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "shared_matrices": read_shared_matrices,
     "liger_kernels": read_liger_kernels,
     "chunked_loss": read_chunked_loss,
+    "router_loss": read_router_loss,
+    "own_loss": read_own_loss,
     "isolation": read_isolation,
     "reference": read_reference,
     "teacher": read_teacher,
@@ -116,9 +118,9 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "prefetch": read_prefetch,
     "adapter_saved_modules": read_adapter_saved_modules,
 }
-"""Before step 1, in the order of the printed table. `head`, `parameters`, `keeping_blocks`, `reference` and `teacher`
-are no levers: they are said for every run they are about; `isolation` is of every lever that puts several documents in
-a row."""
+"""Before step 1, in the order of the printed table. `head`, `parameters`, `keeping_blocks`, `router_loss`, `own_loss`,
+`reference` and `teacher` are no levers: they are said for every run they are about; `isolation` is of every lever that
+puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,

@@ -1,15 +1,28 @@
-"""Whether the loss is computed as it was asked for."""
+"""Whether the loss is computed as it was asked for, and as the model itself would."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
-from framework.build.loss import head_is_last
+from framework.build.hub import one_line
+from framework.build.loss import Batch, asks_for_router_logits, head_is_last, model_inputs
+from framework.build.model_parts import causal_model
+from framework.build.routers import KEY, RouterLoss, has_routers, load_balancing_loss, router_coefficient
+from framework.build.tasks.next_token import NextToken
 from framework.build.verify.reading import Reading
+from framework.schema.wording import counted
 
+T = TypeVar("T")
 CHANGED, SOURCE = "no: this model changes its logits after the head", "logits with the head's output replaced"
+PROBE_TOKENS = 8
+TOLERANCE = 1e-4
+"""Relative difference of two cross entropies of the same logits, computed in float32: rounding is a hundredth of it."""
 
 
 def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
@@ -35,3 +48,94 @@ def _is_apart(assembly: Assembly, model: nn.Module) -> bool:
     if assembly.sharding is not None:
         assembly.sharding.free_gathered()  # no backward follows
     return bool(apart)
+
+
+def read_router_loss(assembly: Assembly) -> Iterator[Reading]:
+    """Of a mixture of experts: what its routers add to the loss, and in how many layers their logits arrive there."""
+    causal, written, routers = (
+        causal_model(assembly.model),
+        assembly.config.training.router_aux_loss_coef,
+        _routers(assembly),
+    )
+    settings = causal.config.get_text_config().to_dict()
+    if assembly.config.training.task.is_of_rows or not has_routers(settings) or load_balancing_loss(causal) is None:
+        return
+    if not router_coefficient(assembly.config, settings) and routers is None:
+        off = ("switched off", "the recipe")
+        why, source = off if written == 0 else ("output_router_logits is false", "the model's config")
+        yield Reading(KEY, None, f"not in the loss: {why}", source)
+        return
+    seen = _of_few_tokens(assembly, partial(_router_logits, routers)) if routers is not None else []
+    reached = routers is not None and any(logits.requires_grad for logits in seen)
+    found = f"{routers.coefficient:g}" if routers is not None and reached else "no router's logits are in the loss"
+    asked = f"{router_coefficient(assembly.config, settings):g}"
+    yield Reading(KEY, asked, found, f"router logits of {PROBE_TOKENS} tokens, {counted(len(seen), 'layer')}")
+
+
+def _router_logits(routers: RouterLoss, model: nn.Module, batch: Batch) -> list[Tensor]:
+    with routers.watched(model) as seen, torch.enable_grad():
+        model(**model_inputs(model, batch), use_cache=False)
+    return seen
+
+
+def read_own_loss(assembly: Assembly) -> Iterator[Reading]:
+    """That the loss which the model computes of its logits itself has no term that is missing here.
+
+    A few tokens go forward once; what the model makes of their logits is compared with the next tokens' cross entropy.
+    The router loss is read apart. Left out where a rank sees a part of the rows or the matrices: what such a family
+    adds is seen on one device.
+    """
+    if assembly.config.training.task.is_of_rows or assembly.config.sharing > 1:
+        return
+    if "labels" not in inspect.signature(type(causal_model(assembly.model)).forward).parameters:
+        return
+    is_known = assembly.config.training.router_aux_loss_coef is not None or _routers(assembly) is not None
+    key, asked = "terms of the loss", "those of the model's own"
+    source = f"its loss of {PROBE_TOKENS} tokens"
+    try:
+        beyond = float(_of_few_tokens(assembly, partial(_beyond, routed=not is_known)))
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        yield Reading(key, None, f"not compared: it computes none of labels alone ({one_line(error)})", source)
+        return
+    missing = f"the model's own loss is {beyond:+.3g} off: it has a term that is not built here"
+    yield Reading(key, asked, asked if abs(beyond) < TOLERANCE else missing, source)
+
+
+def _beyond(model: nn.Module, batch: Batch, routed: bool) -> float:
+    """How far the model's own loss is from the cross entropy of its logits, relative to it; 0 where it computes none.
+
+    `routed`: with its router loss, if it has any. Families that are no decoders of their own (BART) take labels as they
+    are, others the next tokens'.
+    """
+    causal, ids = causal_model(model), batch["input_ids"]
+    without = {"output_router_logits": False} if asks_for_router_logits(model) and not routed else {}
+    with torch.no_grad():
+        output = causal(input_ids=ids, labels=ids, use_cache=False, **without)
+    if output.loss is None or output.logits is None:
+        return 0.0
+    own = float(output.loss)
+    pairs = ((output.logits[0, :-1], ids[0, 1:]), (output.logits[0], ids[0]))
+    usual = [float(F.cross_entropy(of, to)) for logits, to in pairs for of in (logits.float(), logits)]
+    return min((own - loss for loss in usual), key=abs) / max(1.0, abs(own))
+
+
+def _routers(assembly: Assembly) -> RouterLoss | None:
+    return assembly.objective.routers if isinstance(assembly.objective, NextToken) else None
+
+
+def _of_few_tokens(assembly: Assembly, look: Callable[[nn.Module, Batch], T]) -> T:
+    """What `look` finds in the model as it is evaluated, of a row of a few tokens."""
+    vocabulary = causal_model(assembly.model).config.get_text_config().vocab_size
+    ids = torch.arange(1, PROBE_TOKENS + 1, device=assembly.place.device).remainder(vocabulary).unsqueeze(0)
+    was_training = assembly.model.training
+    assembly.model.eval()
+    try:
+        with assembly.keeping_gradients(is_last=False), assembly.autocast:
+            found: T = assembly.through(look, {"input_ids": ids, "labels": ids})
+    finally:
+        assembly.model.train(was_training)
+        if assembly.sharding is not None:
+            assembly.sharding.free_gathered()  # no backward follows
+    return found
