@@ -35,6 +35,7 @@ from framework.run.meter import Meter
 from framework.run.out_of_memory import Watch, explained_failures
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder, clear, environment, make
+from framework.run.reference import ask_before_resuming
 from framework.run.resume import check_resume
 from framework.run.room import require_room, too_large
 from framework.run.same_rows import check_read, read_digests
@@ -123,13 +124,13 @@ def _build(
     if forecast is not None:
         _require_room(forecast, folder, config, crew)
     newest = checkpoints(folder.path)[-1] if resume else None
+    state = read_state(newest) if newest is not None else None
     repairs, changes, read = list[Repair](), list[str](), read_digests(inputs)
-    if newest is not None:
-        state = read_state(newest)
+    if state is not None:
         config, repairs = remembered(config, state.get("repairs", []), allow)
         changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
         changes += check_read(state.get("read", {}), read, allow)
-    batches = training_batches(config, inputs, read_state(newest) if newest is not None else None, crew.ranks.rank)
+    batches = training_batches(config, inputs, state, crew.ranks.rank)
     total = _total_steps(config, batches)
     agree(crew, digest(inputs, total))  # before the first collective, which starts the device
     accelerator, device = _start_device(config, folder, crew)
@@ -145,12 +146,12 @@ def _build(
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
         _empty_cache(place)
-        step = _resumed(newest, assembly, meter)
+    step = int(state["step"]) if state is not None else 0
     quiet = quiet or not crew.ranks.is_main
     progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
     for line in (*said_of_load(crew, assembly, host.grown), *(f"resumed with {change}" for change in changes)):
         progress.say(line)
-    return Session(
+    session = Session(
         config,
         folder,
         inputs,
@@ -167,6 +168,11 @@ def _build(
         read=read,
         repairs=repairs,
     )
+    if newest is not None and state is not None:
+        ask_before_resuming(session, state["config"])
+        with explained_failures(watch, forecast, None):
+            _load(newest, assembly, meter)
+    return session
 
 
 def _total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
@@ -197,14 +203,10 @@ def _start_device(config: TrainingConfig, folder: RunFolder, crew: Crew) -> tupl
     return accelerator, device or accelerator.device  # which it numbers where there are several, also a CPU
 
 
-def _resumed(checkpoint: Path | None, assembly: Assembly, meter: Meter) -> int:
-    """The last step of the checkpoint that was loaded, 0 without one."""
-    if checkpoint is None:
-        return 0
+def _load(checkpoint: Path, assembly: Assembly, meter: Meter) -> None:
     meter.observe("resume")
-    step = load_checkpoint(checkpoint, assembly)
+    load_checkpoint(checkpoint, assembly)
     _empty_cache(assembly.place)
-    return step
 
 
 def _empty_cache(place: Place) -> None:

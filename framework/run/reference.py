@@ -5,9 +5,10 @@ The answers belong to the run: they are written to its folder, and a resumed run
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,18 +39,26 @@ def know_reference(session: Session) -> None:
     """
     if not session.config.training.asks_reference_once:
         return
-    data, file = session.inputs.data, session.folder.path / FILE
-    splits = {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})
-    if session.step:
-        known = _read(file)
-    else:
-        known = _ask(session, splits)
-        if session.folder.is_written:
-            _write(file, known)
+    data, file, splits = session.inputs.data, session.folder.path / FILE, _splits(session)
+    known = session.reference_answers or (_read(file) if session.step else _ask(session, splits))
+    if session.folder.is_written and (session.reference_answers or not session.step):
+        _write(file, known)
     told = {name: _told(rows, known, name, file) for name, rows in splits.items()}
     session.inputs = replace(session.inputs, data=replace(data, train=told["train"], eval=told.get("eval")))
     assert isinstance(session.batches, GlobalBatches), "the schema refuses streaming"
     session.batches = replace(session.batches, rows=told["train"])
+
+
+def ask_before_resuming(session: Session, saved: Mapping[str, Any]) -> None:
+    """Ask the reference of a run that asks it once from here on, before the weights of its checkpoint are in place."""
+    was_asked = saved["training"].get("preference", {}).get("precompute_reference", False)
+    if session.config.training.asks_reference_once and not was_asked:
+        session.reference_answers = _ask(session, _splits(session))
+
+
+def _splits(session: Session) -> dict[str, Rows | Packs]:
+    data = session.inputs.data
+    return {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})
 
 
 def _ask(session: Session, splits: dict[str, Rows | Packs]) -> dict[str, np.ndarray]:

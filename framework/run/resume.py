@@ -5,13 +5,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from framework.errors import Problem, RequestError
+from framework.memory.levers import LEVERS
 from framework.run.same_rows import WHAT
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key
 from framework.schema.wording import counted
 
-HARMLESS = {
+FREE = {
     "schema_version",
     "training.eval_steps",
     "training.save_steps",
@@ -19,24 +20,24 @@ HARMLESS = {
     "training.async_save",
     "training.logging_steps",
     "training.output_dir",
+    "training.fallback_dir",
     "training.run_name",
     "training.trackers",
-    "training.per_device_eval_batch_size",
     "training.on_oom",
-    "training.empty_device_cache_steps",
-    "training.allocator.expandable_segments",
-    "training.allocator.max_split_size_mb",
-    "training.allocator.garbage_collection_threshold",
+    "training.optimizer_offload_folder",
     "data.workers",
     "data.cache",
-    "training.activation_offload",
+    *(row.key for row in LEVERS if row.bitwise),
 }
-"""Keys that change neither the weights nor the order of the rows."""
+"""Keys that change neither the weights nor the order of the rows, not by one bit."""
+
+EXACT = {row.key for row in LEVERS if row.exact} | {"training.gradient_checkpointing_kwargs.use_reentrant"}
+"""Keys that change results by rounding alone: `--allow` lets them differ."""
 
 SIZES = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
 """Keys that go with the number of devices: their product with it is what a step learns from."""
 
-RISKY = {
+STEERING = {
     "training.learning_rate",
     "training.lr_scheduler_type",
     "training.min_learning_rate",
@@ -48,33 +49,20 @@ RISKY = {
     "training.max_steps",
     "training.num_train_epochs",
     "training.mixed_precision_dtype",
-    "training.enable_gradient_checkpointing",
-    "training.gradient_checkpointing_every",
-    "training.gradient_checkpointing_policy",
-    "training.gradient_checkpointing_kwargs.use_reentrant",
-    "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
-    "model.attn_implementation",
-    "model.sdpa_backend",
-    "model.offload_frozen_base",
     "training.tf32",
     "training.fp8",
-    "model.chunked_loss",
-    "data.padding_free",
-    "data.pad_to_multiple_of",
-    "training.compile",
-    "training.compile_scope",
-    "training.activation_memory_budget",
 }
-"""Keys that change what is learnt from here on, but leave the checkpoint loadable. Everything else is refused."""
+"""Keys that change what is learned from here on, but leave the checkpoint loadable: `--allow` lets them differ too.
+Every other key is refused."""
 
 
 def check_allowed(allow: Sequence[str]) -> None:
     """Raises RequestError for each word of `--allow` that lets nothing differ."""
-    takes = (*sorted({*RISKY, *WHAT}),)
+    takes = (*sorted({*EXACT, *STEERING, *WHAT}),)
     problems = list[Problem]()
     for word in allow:
-        if word in takes or word in HARMLESS or word.startswith(("gpu.", "fsdp.")):
+        if word in takes or word in FREE or word.startswith(("gpu.", "fsdp.")):
             continue
         if word in every_key():
             problems.append(Problem("--allow", f"no checkpoint can go on with another {word}", None, ", ".join(takes)))
@@ -87,7 +75,7 @@ def check_allowed(allow: Sequence[str]) -> None:
 
 
 def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> list[str]:
-    """One line for each harmless or allowed difference.
+    """One line for each free or allowed difference.
 
     Raises RequestError listing every difference that needs `--allow KEY`, or that no checkpoint can survive.
     """
@@ -95,12 +83,14 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
     known = _with_defaults(saved, TrainingConfig().model_dump(mode="json"))
     problems = list(_other_global_batch(known, config, allow))
     is_cut_otherwise = known["gpu"]["count"] != config.gpu.count or _world(known) != config.batch.world
-    harmless = {*HARMLESS, *(SIZES if is_cut_otherwise else ())}
+    free = {*FREE, *(SIZES if is_cut_otherwise else ())}
     for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
-        if key in harmless or key.startswith(("gpu.", "fsdp.")) or (key in allow and key in RISKY):
+        if key in free or key.startswith(("gpu.", "fsdp.")) or (key in allow and key in (EXACT | STEERING)):
             lines.append(f"{key} {change}")
-        elif key in RISKY:
+        elif key in EXACT:
+            problems.append(Problem(key, f"{change}: the results differ by rounding", expected=f"--allow {key}"))
+        elif key in STEERING:
             problems.append(Problem(key, f"{change}: the run would learn something else", expected=f"--allow {key}"))
         else:
             problems.append(Problem(key, f"{change}: the checkpoint is of another run", expected=f"{before}"))

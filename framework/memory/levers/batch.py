@@ -39,6 +39,7 @@ BATCH = (
         ("logits_and_loss", "temporaries"),
         "eval_batches",
         "Rows per forward pass of evaluation, which keeps no activations but builds one batch's logits.",
+        bitwise=True,
     ),
     Lever(
         "model.model_max_length",

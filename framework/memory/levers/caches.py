@@ -43,6 +43,7 @@ CACHES = (
         ("fragmentation",),
         "allocator_settings",
         "One growing segment a pool instead of many of fixed sizes: less is reserved beyond what is allocated.",
+        bitwise=True,
     ),
     Lever(
         "training.allocator.max_split_size_mb",
@@ -50,6 +51,7 @@ CACHES = (
         ("fragmentation",),
         "allocator_settings",
         "Blocks from this size on are not split. Helps where small tensors pin large blocks, else reserves more.",
+        bitwise=True,
     ),
     Lever(
         "training.allocator.garbage_collection_threshold",
@@ -57,6 +59,7 @@ CACHES = (
         ("fragmentation",),
         "allocator_settings",
         "Above this share of the card, cached blocks that were not used lately are returned. Planned as without it.",
+        bitwise=True,
     ),
     Lever(
         "training.empty_device_cache_steps",
@@ -68,5 +71,6 @@ CACHES = (
         ("fragmentation",),
         "emptied_cache",
         "Returns blocks that nothing uses, between steps. The allocated peak is the same; reserved may even rise.",
+        bitwise=True,
     ),
 )

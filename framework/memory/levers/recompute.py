@@ -69,6 +69,7 @@ RECOMPUTE = (
         ("activations",),
         "offloaded_activations",
         "What blocks keep goes to pinned host memory and comes back for backward; with checkpointing, their inputs.",
+        bitwise=True,
     ),
     Lever(
         "training.activation_memory_budget",

@@ -37,6 +37,8 @@ class Lever:
     reader: str
     """Name in `framework.build.verify.READERS`."""
     line: str
+    bitwise: bool = False
+    """Whether no bit of a run's weights depends on it, so that a resumed run may change it without `--allow`."""
 
     @property
     def values(self) -> tuple[Any, ...]:
