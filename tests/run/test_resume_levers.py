@@ -74,9 +74,7 @@ def test_a_run_goes_on_with_another_exact_lever(full, tmp_path, key, value):
 
 
 def test_a_frozen_base_goes_to_the_host_at_a_resume(corpus, tmp_path):  # noqa: F811
-    run = config(
-        corpus, tmp_path / "whole", architecture=LLAMA, training={**STEPS, "use_peft": True}, peft=dict(LORA)
-    )
+    run = config(corpus, tmp_path / "whole", architecture=LLAMA, training={**STEPS, "use_peft": True}, peft=dict(LORA))
     train(run)
     kept = begun(run, tmp_path / "kept")
     changed = with_key(run, "model.offload_frozen_base", True)
@@ -89,9 +87,7 @@ def test_a_reference_is_asked_anew_before_the_checkpoint_takes_its_place(files, 
     train(run)
     kept = begun(run, tmp_path / "kept")
     key = "training.preference.precompute_reference"
-    once = preference(
-        files, tmp_path / "run", adapted=adapted, training=dict(STEPS), precompute_reference=True
-    )
+    once = preference(files, tmp_path / "run", adapted=adapted, training=dict(STEPS), precompute_reference=True)
     with pytest.raises(RequestError, match=key):
         go_on(once, kept, tmp_path / "refused", ())
     assert go_on(once, kept, tmp_path / "run", [key]) == pytest.approx(metrics(tmp_path / "whole"), rel=2e-5)
