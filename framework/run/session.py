@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -79,7 +79,7 @@ class Session:
     step: int = 0
     read: dict[str, str] = field(default_factory=dict)
     """What the tokenizer and the rows were, for a run that goes on from a checkpoint."""
-    reference_answers: Mapping[str, Any] | None = None
+    reference_answers: dict[str, Any] | None = None
     """Log-probabilities of a reference that a resumed run has asked anew, as arrays by split."""
     repairs: list[Repair] = field(default_factory=list)
     interrupt: Interrupt = field(default_factory=Interrupt)
