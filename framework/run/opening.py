@@ -1,7 +1,8 @@
 """Before the first step: what a run reads, plans, builds and verifies, and the first files that it writes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,10 @@ def _build(
     folder = find_folder(crew, config, name, resume, overwrite)
     if forecast is not None:
         _require_room(forecast, folder, config, crew)
-    newest = checkpoints(folder.path)[-1] if resume else None
-    state = read_state(newest) if newest is not None else None
-    repairs, changes, read = list[Repair](), list[str](), read_digests(inputs)
-    if state is not None:
-        config, repairs = remembered(config, state.get("repairs", []), allow)
-        changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
-        changes += check_read(state.get("read", {}), read, allow)
-    batches = training_batches(config, inputs, state, crew.ranks.rank)
+    read = read_digests(inputs)
+    origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
+    config = origin.config
+    batches = training_batches(config, inputs, origin.state, crew.ranks.rank)
     total = _total_steps(config, batches)
     agree(crew, digest(inputs, total))  # before the first collective, which starts the device
     accelerator, device = _start_device(config, folder, crew)
@@ -146,10 +143,9 @@ def _build(
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
         _empty_cache(place)
-    step = int(state["step"]) if state is not None else 0
     quiet = quiet or not crew.ranks.is_main
-    progress = ProgressLine(assembly.schedule.total, step, config.training.logging_steps, quiet)
-    for line in (*said_of_load(crew, assembly, host.grown), *(f"resumed with {change}" for change in changes)):
+    progress = ProgressLine(assembly.schedule.total, origin.step, config.training.logging_steps, quiet)
+    for line in (*said_of_load(crew, assembly, host.grown), *(f"resumed with {change}" for change in origin.changes)):
         progress.say(line)
     session = Session(
         config,
@@ -164,15 +160,41 @@ def _build(
         forecast,
         watch,
         crew,
-        step=step,
+        step=origin.step,
         read=read,
-        repairs=repairs,
+        repairs=[*origin.repairs],
     )
-    if newest is not None and state is not None:
-        ask_before_resuming(session, state["config"])
+    if origin.checkpoint is not None and origin.state is not None:
+        ask_before_resuming(session, origin.state["config"])
         with explained_failures(watch, forecast, None):
-            _load(newest, assembly, meter)
+            _load(origin.checkpoint, assembly, meter)
     return session
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a run begins with. One that is resumed has the checkpoint, its JSON part, and what differs from it."""
+
+    config: TrainingConfig
+    checkpoint: Path | None = None
+    state: Mapping[str, Any] | None = None
+    repairs: Sequence[Repair] = ()
+    changes: Sequence[str] = ()
+
+    @property
+    def step(self) -> int:
+        """The last optimizer step that was made."""
+        return int(self.state["step"]) if self.state is not None else 0
+
+
+def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, str], allow: Sequence[str]) -> _Origin:
+    """The newest checkpoint of the folder. Raises RequestError where it cannot go on under this config."""
+    newest = checkpoints(folder.path)[-1]
+    state = read_state(newest)
+    config, repairs = remembered(config, state.get("repairs", []), allow)
+    changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
+    changes += check_read(state.get("read", {}), read, allow)
+    return _Origin(config, newest, state, repairs, changes)
 
 
 def _total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
