@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.build.chunked_loss import add_product, chunk_scores, chunks, product_dtype
+from framework.build.chunked_loss import HeadGradients, chunk_logits, chunks, product_dtype
 from framework.schema.choices import Divergence
 from framework.schema.distillation import DistillationParams
 
@@ -63,8 +63,8 @@ def chunked_comparison(student: Head, teacher: Head, targets: Tensor, rule: Dist
     with torch.autocast(kind, enabled=False):
         weights = student.weight.to(dtype), teacher.weight.to(_teachers(teacher, dtype))
         for part in chunks(student.hidden, chunk):
-            scores = chunk_scores(student.hidden[part].to(dtype), weights[0], student.bias)
-            others = chunk_scores(teacher.hidden[part].to(weights[1].dtype), weights[1], teacher.bias)
+            scores = chunk_logits(student.hidden[part].to(dtype), weights[0], student.bias)
+            others = chunk_logits(teacher.hidden[part].to(weights[1].dtype), weights[1], teacher.bias)
             found.append(compare(scores, others, targets[part], rule))
             del scores, others
     return Compared(*(torch.stack(sums).sum() for sums in zip(*found, strict=True)))
@@ -91,27 +91,20 @@ class _Distillation(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         computed, teachers = weight.to(dtype), teacher.weight.to(_teachers(teacher, dtype))
-        hidden_grad = torch.empty_like(hidden) if of_hidden else None
-        weight_grad = torch.zeros_like(weight) if of_weight else None
-        bias_grad = torch.zeros_like(bias) if bias is not None and of_bias else None
+        gradients = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for part in chunks(hidden, chunk):
             rows = hidden[part].to(dtype)
-            scores = chunk_scores(rows, computed, bias)
-            others = chunk_scores(teacher.hidden[part].to(teachers.dtype), teachers, teacher.bias)
+            scores = chunk_logits(rows, computed, bias).float()
+            others = chunk_logits(teacher.hidden[part].to(teachers.dtype), teachers, teacher.bias).float()
             total += _chunk(scores, others, targets[part], rule)
             del others
-            if bias_grad is not None:
-                bias_grad += scores.sum(0)
             grad = scores.to(dtype)
             del scores
-            if hidden_grad is not None:
-                hidden_grad[part] = grad @ computed
-            add_product(weight_grad, grad, rows)
+            gradients.add(part, grad, rows, computed)
             del grad
-        ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
+        ctx.save_for_backward(*gradients.all())
         return total
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Linear head and what is made of its logits, a chunk of tokens at a time.
 
-The logits of one chunk exist, never all of them: for 8,192 tokens and 128,256 words that is 0.5 GiB instead of the
-11.7 GiB that float32 logits and their gradient take (SPEED.md section 4). Of a cross entropy the gradients are computed
-in forward, and backward only scales them; log-probabilities by token do not know what will be made of them, so their
-backward computes each chunk's logits again.
+The logits of one chunk exist, never all of them, and their gradient is written over them: for 8,192 tokens and 128,256
+words that is 0.25 GiB instead of the 11.7 GiB that float32 logits and their gradient take. Of a cross entropy the
+gradients are computed in forward, and backward only scales them; log-probabilities by token do not know what will be
+made of them, so their backward computes each chunk's logits again.
 Source of the idea: Liger's fused linear cross entropy (Hsu et al. 2024); this is our own code.
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from framework.build.token_losses import token_losses
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
@@ -42,16 +44,15 @@ def chunked_counts(
 ) -> tuple[Tensor, Tensor]:
     """The same sum of cross entropies, and how many targets are the likeliest token: float32 and int64 scalars."""
     kind, dtype = product_dtype(hidden, weight)
-    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    losses = new_losses(hidden, targets)
+    hits = torch.empty_like(targets, dtype=torch.bool)
     with torch.autocast(kind, enabled=False):
         computed = weight.to(dtype)
         for part in chunks(hidden, chunk):
-            scores = chunk_scores(hidden[part].to(dtype), computed, bias)
-            loss += _chunk(scores, targets[part], with_grad=False)
-            correct += (scores.argmax(1) == targets[part]).sum()
-            del scores
-    return loss, correct
+            logits = chunk_logits(hidden[part].to(dtype), computed, bias)
+            token_losses(logits, targets[part], losses[part], hits=hits[part])
+            del logits
+    return losses.sum(), hits.sum()
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> tuple[str, torch.dtype]:
@@ -65,12 +66,53 @@ def chunks(hidden: Tensor, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, hidden.shape[0], chunk))
 
 
-def chunk_scores(rows: Tensor, computed: Tensor, bias: Tensor | None) -> Tensor:
-    """Float32 logits of one chunk."""
-    scores = rows @ computed.t()
+def chunk_logits(rows: Tensor, computed: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits of one chunk, in the dtype of the product."""
+    logits = rows @ computed.t()
     if bias is not None:
-        scores += bias
-    return scores.float()
+        logits += bias
+    return logits
+
+
+def new_losses(hidden: Tensor, targets: Tensor) -> Tensor:
+    """Room for a loss of each token: float32, of float64 hidden states float64."""
+    return torch.empty(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+
+
+def adds_wider(total: Tensor, grad: Tensor) -> bool:
+    """Whether a product of `grad` can be added to a float32 total inside cuBLAS, without a half-precision product."""
+    return total.dtype == torch.float32 and grad.device.type == "cuda" and torch.version.hip is None
+
+
+class HeadGradients:
+    """Gradients of what a linear head reads and of its weights, added up a chunk at a time; None where not needed."""
+
+    def __init__(self, needed: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        of_hidden, of_weight, of_bias = needed
+        self.hidden = torch.empty_like(hidden) if of_hidden else None
+        self.weight = torch.zeros_like(weight) if of_weight else None
+        self.bias = torch.zeros_like(bias) if bias is not None and of_bias else None
+
+    def add(self, part: slice, grad: Tensor, rows: Tensor, computed: Tensor) -> None:
+        """One chunk: the gradient of its logits, what the head read in the dtype of the product, and the weight."""
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=self.bias.dtype)
+        if self.hidden is not None and self.hidden.dtype == grad.dtype:
+            torch.mm(grad, computed, out=self.hidden[part])
+        elif self.hidden is not None:
+            self.hidden[part] = grad @ computed
+        if self.weight is None:
+            return
+        if self.weight.dtype == grad.dtype:  # without a product as large as the weight
+            self.weight.addmm_(grad.t(), rows)
+        elif adds_wider(self.weight, grad):
+            torch.addmm(self.weight, grad.t(), rows, out_dtype=self.weight.dtype, out=self.weight)
+        else:
+            self.weight += grad.t() @ rows
+
+    def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """In the order of the head's arguments."""
+        return self.hidden, self.weight, self.bias
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -84,28 +126,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        computed = weight.to(dtype)
-        hidden_grad = torch.empty_like(hidden) if of_hidden else None
-        weight_grad = torch.zeros_like(weight) if of_weight else None
-        bias_grad = torch.zeros_like(bias) if bias is not None and of_bias else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        needed = ctx.needs_input_grad[:3]
+        computed, losses = weight.to(dtype), new_losses(hidden, targets)
+        gradients = HeadGradients(needed, hidden, weight, bias)
         for part in chunks(hidden, chunk):
             rows = hidden[part].to(dtype)
-            scores = chunk_scores(rows, computed, bias)
-            total += _chunk(scores, targets[part], of_hidden or of_weight)
-            if bias_grad is not None:
-                bias_grad += scores.sum(0)
-            if not (of_hidden or of_weight):
-                continue
-            grad = scores.to(dtype)
-            del scores
-            if hidden_grad is not None:
-                hidden_grad[part] = grad @ computed
-            add_product(weight_grad, grad, rows)
-            del grad
-        ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
-        return total
+            logits = chunk_logits(rows, computed, bias)
+            token_losses(logits, targets[part], losses[part], with_grad=any(needed))
+            gradients.add(part, logits, rows, computed)
+            del logits
+        ctx.save_for_backward(*gradients.all())
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
@@ -124,60 +155,25 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        computed = weight.to(dtype)
-        found = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
-        log_sums = torch.empty_like(found)
+        computed, losses = weight.to(dtype), new_losses(hidden, targets)
         for part in chunks(hidden, chunk):
-            scores = chunk_scores(hidden[part].to(dtype), computed, bias)
-            log_sums[part] = scores.logsumexp(1)
-            picked = scores.gather(1, targets[part].clamp_min(0).unsqueeze(1)).squeeze(1)
-            found[part] = (picked - log_sums[part]) * (targets[part] != -100)
-            del scores
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums)
+            logits = chunk_logits(hidden[part].to(dtype), computed, bias)
+            token_losses(logits, targets[part], losses[part])
+            del logits
+        ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.chunk, ctx.dtype = chunk, dtype
-        return found
+        return losses.neg_()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_sums = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        dtype, computed = ctx.dtype, weight.to(ctx.dtype)
-        hidden_grad = torch.empty_like(hidden) if of_hidden else None
-        weight_grad = torch.zeros_like(weight) if of_weight else None
-        bias_grad = torch.zeros_like(bias) if bias is not None and of_bias else None
+        hidden, weight, bias, targets = ctx.saved_tensors
+        computed, scale = weight.to(ctx.dtype), scale.neg()
+        losses = new_losses(hidden, targets)
+        gradients = HeadGradients(ctx.needs_input_grad[:3], hidden, weight, bias)
         for part in chunks(hidden, ctx.chunk):
-            rows, picked = hidden[part].to(dtype), targets[part].clamp_min(0).unsqueeze(1)
-            scores = chunk_scores(rows, computed, bias)
-            scores.sub_(log_sums[part].unsqueeze(1)).exp_().neg_()
-            scores.scatter_add_(1, picked, torch.ones_like(picked, dtype=scores.dtype))
-            scores.mul_((scale[part] * (targets[part] != -100)).unsqueeze(1))
-            if bias_grad is not None:
-                bias_grad += scores.sum(0)
-            grad = scores.to(dtype)
-            del scores
-            if hidden_grad is not None:
-                hidden_grad[part] = grad @ computed
-            add_product(weight_grad, grad, rows)
-            del grad
-        return hidden_grad, weight_grad, bias_grad, None, None, None
-
-
-def add_product(weight_grad: Tensor | None, grad: Tensor, rows: Tensor) -> None:
-    """One chunk's part of the gradient of the head's weight."""
-    if weight_grad is not None and weight_grad.dtype == grad.dtype:
-        weight_grad.addmm_(grad.t(), rows)  # without a product as large as the weight
-    elif weight_grad is not None:
-        weight_grad += grad.t() @ rows
-
-
-def _chunk(scores: Tensor, targets: Tensor, with_grad: bool) -> Tensor:
-    """Loss sum of one chunk. Its float32 logits become d loss / d logits, in place."""
-    supervised = targets != -100
-    picked = targets.clamp_min(0).unsqueeze(1)
-    log_sum = scores.logsumexp(1)
-    loss: Tensor = ((log_sum - scores.gather(1, picked).squeeze(1)) * supervised).sum()
-    if with_grad:
-        scores.sub_(log_sum.unsqueeze(1)).exp_()
-        scores.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=scores.dtype))
-        scores.mul_(supervised.unsqueeze(1))
-    return loss
+            rows = hidden[part].to(ctx.dtype)
+            logits = chunk_logits(rows, computed, bias)
+            token_losses(logits, targets[part], losses[part], scales=scale[part], with_grad=True)
+            gradients.add(part, logits, rows, computed)
+            del logits
+        return (*gradients.all(), None, None, None)

@@ -34,6 +34,15 @@ def count_bytes(tensor: torch.Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
+def count_moved(packet: Any, args: Sequence[Any], operands: Sequence[torch.Tensor]) -> int:
+    """Bytes that a call moves: each operand and result once. Our kernel of token losses reads the logits twice and
+    writes their gradient over them."""
+    moved = sum(map(count_bytes, operands))
+    if packet.__name__ == "token_losses_" and args[5]:
+        moved += 2 * count_bytes(args[0])
+    return moved
+
+
 def count_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor]) -> int:
     """Floating-point operations: ours for attention, else by torch's formulas (torch.utils.flop_counter) or 0.
 
@@ -41,6 +50,8 @@ def count_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     """
     if packet is aten._grouped_mm:
         return _grouped_flops(args[0], args[1])
+    if packet is aten.addmm:
+        args, kwargs = args[:3], {}  # torch's formula takes no dtype of the result
     formula = flop_registry.get(packet)
     if formula is None or not results:
         return 0

@@ -31,12 +31,13 @@ def operations_of(
 ) -> list[Operation]:
     """The operations that a call is on a card: one, or one for each group of a product that runs group by group."""
     operands = [*kernels.tensors_in(args), *(kernels.tensors_in(tuple(kwargs.values())) if kwargs else ())]
-    floating = next((tensor.dtype for tensor in operands if tensor.dtype.is_floating_point), None)
+    multiplied = operands[1:] if packet is aten.addmm else operands  # what it adds to may be wider
+    floating = next((tensor.dtype for tensor in multiplied if tensor.dtype.is_floating_point), None)
     operation = Operation(
         name=packet.__name__,
         phase=phase,
         flops=kernels.count_flops(packet, args, kwargs, results),
-        bytes=sum(kernels.count_bytes(tensor) for tensor in (*operands, *results)),
+        bytes=kernels.count_moved(packet, args, [*operands, *results]),
         dtype=_DTYPE_NAMES.get(floating, ""),
         shape=kernels.product_shape(packet, args),
         compiled=compiled,

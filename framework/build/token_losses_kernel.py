@@ -1,0 +1,87 @@
+"""The kernel of `token_losses`: one program a token, which reads its logits twice and writes their gradient once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 8192, 8
+"""Logits a program reads at once, and its warps."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _token_losses(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    losses,
+    hits,
+    scales,
+    vocabulary,
+    GRAD: tl.constexpr,
+    HITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + token)
+    row = logits + token * vocabulary
+    columns = tl.arange(0, BLOCK)
+    if target == -100:
+        tl.store(losses + token, 0.0)
+        if HITS:
+            tl.store(hits + token, 0)
+        if GRAD:
+            nothing = tl.zeros([BLOCK], dtype=row.dtype.element_ty)
+            for start in range(0, vocabulary, BLOCK):
+                tl.store(row + start + columns, nothing, mask=start + columns < vocabulary)
+        return
+    # a target that is no token gives NaN, which stops the run
+    said = tl.load(row + target, mask=(target >= 0) & (target < vocabulary), other=float("nan")).to(tl.float32)
+    highest = -float("inf")
+    total = 0.0
+    likeliest = 0
+    for start in range(0, vocabulary, BLOCK):
+        score = tl.load(row + start + columns, mask=start + columns < vocabulary, other=-float("inf")).to(tl.float32)
+        if HITS:
+            high, at = tl.max(score, 0, return_indices=True)
+            likeliest = tl.where(high > highest, start + at, likeliest)
+        else:
+            high = tl.max(score, 0)
+        high = tl.maximum(highest, high)
+        shift = tl.where(high == -float("inf"), 0.0, high)  # of a block without any finite logit
+        total = total * tl.exp(highest - shift) + tl.sum(tl.exp(score - shift), 0)
+        highest = high
+    log_sum = highest + tl.log(total)
+    tl.store(losses + token, log_sum - said)
+    if HITS:
+        tl.store(hits + token, (likeliest == target).to(tl.int8))
+    if GRAD:
+        scale = 1.0
+        if SCALED:
+            scale = tl.load(scales + token)
+        tl.debug_barrier()  # every thread has read the target's logit
+        for start in range(0, vocabulary, BLOCK):
+            inside = start + columns < vocabulary
+            score = tl.load(row + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            slope = tl.exp(score - log_sum) - tl.where(start + columns == target, 1.0, 0.0)
+            tl.store(row + start + columns, (slope * scale).to(row.dtype.element_ty), mask=inside)
+
+
+def token_losses_on_gpu(
+    logits: Tensor, targets: Tensor, losses: Tensor, hits: Tensor | None, scales: Tensor | None, with_grad: bool
+) -> None:
+    """Launch the kernel over one chunk. All tensors contiguous; float32 sums, whatever the dtype of the logits."""
+    tokens, vocabulary = logits.shape
+    _token_losses[(tokens,)](
+        logits,
+        targets,
+        losses,
+        losses if hits is None else hits.view(dtype=torch.int8),
+        losses if scales is None else scales,
+        vocabulary,
+        GRAD=with_grad,
+        HITS=hits is not None,
+        SCALED=scales is not None,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,51 @@
+"""Compares the kernel of token losses, which triton's interpreter runs on the CPU, with plain torch.
+
+Prints a line of JSON a case: what it was, and the largest errors of losses and gradients. A process of its own
+(`test_token_losses.py` starts it): TRITON_INTERPRET must be set before the kernel is defined.
+"""
+
+import itertools
+import json
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from framework.build import token_losses_kernel
+from framework.build.token_losses import token_losses
+
+token_losses_kernel.BLOCK = 64
+TOKENS = 9
+
+
+def compare(dtype: str, words: int, hits: bool, scaled: bool) -> tuple[float, float]:
+    """Largest errors of losses and of gradients. Hits are compared too, and a target that is no token gives NaN."""
+    logits = (torch.randn(TOKENS, words) * 5).to(getattr(torch, dtype))
+    logits[4] = logits[4].round()  # several are the likeliest
+    logits[5, : min(words - 1, 100)] = -float("inf")  # a block without any finite logit
+    targets = torch.randint(0, words, (TOKENS,))
+    targets[2], targets[4], targets[5] = -100, logits[4].argmax(), words - 1
+    scales = torch.randn(TOKENS) if scaled else None
+    expected, found = logits.clone(), logits.clone()
+    losses = [torch.full((TOKENS,), 7.0) for _ in range(2)]
+    counted = [torch.ones(TOKENS, dtype=torch.bool) if hits else None for _ in range(2)]
+    token_losses(expected, targets, losses[0], hits=counted[0], scales=scales, with_grad=True)
+    token_losses_kernel.token_losses_on_gpu(found, targets, losses[1], counted[1], scales, True)
+    assert counted[0] is None or torch.equal(counted[0], counted[1])
+    read = logits.clone()
+    token_losses_kernel.token_losses_on_gpu(read, targets, losses[1], None, None, False)
+    assert torch.equal(read, logits)
+    targets[3] = words
+    strange = torch.empty(TOKENS)
+    token_losses_kernel.token_losses_on_gpu(read, targets, strange, None, None, False)
+    assert strange.isnan().nonzero().flatten().tolist() == [3]
+    size = expected.abs().max()
+    return float((losses[0] - losses[1]).abs().max()), float((expected.float() - found.float()).abs().max() / size)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for case in itertools.product(("float32", "bfloat16", "float16"), (63, 64, 200), (False, True), (False, True)):
+        print(json.dumps([case, *compare(*case)]), flush=True)
