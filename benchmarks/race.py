@@ -1,0 +1,304 @@
+"""Training steps of one card, ours next to other trainers: tokens a second and memory over the same shapes.
+
+python benchmarks/race.py run OUT.jsonl [--only WORD ...] [--steps N]    a CUDA card; a process a case, a line a case
+python benchmarks/race.py summary OUT.jsonl results/race_h200.json       ratios to Trainer's pure bfloat16 of a shape
+python benchmarks/race.py plot results/race_h200.json race.svg           tokens a second against memory
+python benchmarks/race.py cases                                          names of the cases
+
+Shapes: m1 is Llama 3.2 1B in full, 4 rows of 2,048 tokens; m2 Llama 3.1 8B, LoRA of rank 16 on all linear layers, 4 x
+2,048; m3 Qwen3 0.6B in full, 1 x 8,192; s1 SmolLM2 135M and s2 SmolLM2 360M in full, 8 x 512. Weights are random, all
+rows have one length, nothing is padded. A CUDA event is recorded at the end of each step, nothing else waits for the
+card; the median of the steps after the first WARM is kept. Rivals are in rivals.py; the package imports none of them.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WARM, STEPS, TIMEOUT = 5, 25, 240
+ROWS = 64
+"""Different rows, taken in turn."""
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "liger-kernel", "trl", "unsloth", "torchao", "triton")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of `conf/model` and the batch of a step; `rank` of the adapter, 0 for training in full."""
+
+    model: str
+    rows: int
+    length: int
+    rank: int = 0
+
+
+SHAPES = {
+    "m1": Shape("llama3.2_1b", 4, 2048),
+    "m2": Shape("llama3.1_8b", 4, 2048, rank=16),
+    "m3": Shape("qwen3_0.6b", 1, 8192),
+    "s1": Shape("smollm2_135m", 8, 512),
+    "s2": Shape("smollm2_360m", 8, 512),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One trainer over a shape. `options`: overrides of a recipe for ours, keywords of a rival's function."""
+
+    system: str
+    shape: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+BF16 = {"model.torch_dtype_str": "bfloat16", "training.mixed_precision_dtype": "none"}
+PURE = BF16 | {"training.optimizer": "anyprecision_adamw", "training.rounding": "stochastic"}
+MASTERS = {"model.torch_dtype_str": "float32", "training.mixed_precision_dtype": "bf16"}
+FAST = {"training.compile": True, "model.chunked_loss": True}
+CHECKPOINTS = {"training.enable_gradient_checkpointing": True}
+FLOOR = {"training.optimizer": "adamw_8bit", "training.optimizer_in_backward": True, "training.max_grad_norm": 0}
+CASES: dict[str, Case] = {
+    "m1 trainer": Case("trainer", "m1"),
+    "m1 trainer checkpoints": Case("trainer", "m1", {"checkpoints": True}),
+    "m1 trainer liger": Case("trainer", "m1", {"liger": True}),
+    "m1 unsloth": Case("unsloth", "m1"),
+    "m1 trl": Case("trl", "m1"),
+    "m1 ours": Case("ours", "m1", PURE | FAST),
+    "m1 ours masters": Case("ours", "m1", MASTERS | FAST | {"training.optimizer": "adamw_torch_fused"}),
+    "m1 ours eager": Case("ours", "m1", PURE | {"model.chunked_loss": True}),
+    "m1 ours fp8": Case("ours", "m1", PURE | FAST | {"training.fp8": "tensorwise"}),
+    "m1 ours floor": Case("ours", "m1", BF16 | FAST | CHECKPOINTS | FLOOR),
+    "m1 ours 16 rows": Case("ours", "m1", PURE | FAST | {"training.per_device_train_batch_size": 16}),
+    "m2 trainer": Case("trainer", "m2", {"checkpoints": True}),
+    "m2 trainer liger": Case("trainer", "m2", {"checkpoints": True, "liger": True}),
+    "m2 unsloth": Case("unsloth", "m2", {"checkpoints": True}),
+    "m2 ours checkpoints": Case("ours", "m2", BF16 | FAST | CHECKPOINTS),
+    "m2 ours": Case("ours", "m2", BF16 | FAST),
+    "m2 ours fp8": Case("ours", "m2", BF16 | FAST | {"training.fp8": "rowwise"}),
+    "m2 ours fp8 checkpoints": Case("ours", "m2", BF16 | FAST | CHECKPOINTS | {"training.fp8": "rowwise"}),
+    "m3 trainer": Case("trainer", "m3"),
+    "m3 trainer liger": Case("trainer", "m3", {"liger": True}),
+    "m3 unsloth": Case("unsloth", "m3"),
+    "m3 ours": Case("ours", "m3", PURE | FAST),
+    "s1 trainer liger": Case("trainer", "s1", {"liger": True}),
+    "s1 ours": Case("ours", "s1", PURE | FAST),
+    "s2 trainer liger": Case("trainer", "s2", {"liger": True}),
+    "s2 ours": Case("ours", "s2", PURE | FAST),
+}
+
+
+class Clock:
+    """Events at the ends of steps, and the allocator's peaks since `start`."""
+
+    def __init__(self) -> None:
+        self.events: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        """Everything is built: peaks are counted from here."""
+        torch.cuda.reset_peak_memory_stats()
+        self.tick()
+
+    def tick(self) -> None:
+        """The end of a step, as the card sees it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.events.append(event)
+
+    def document(self, tokens: int) -> dict[str, Any]:
+        """Median of the steps after the first WARM, in seconds; peaks in bytes."""
+        torch.cuda.synchronize()
+        spans = [before.elapsed_time(after) / 1000 for before, after in zip(self.events, self.events[1:], strict=False)]
+        seconds = statistics.median(spans[WARM:])
+        return {
+            "step_seconds": seconds,
+            "slowest_step_seconds": max(spans[WARM:]),
+            "first_step_seconds": spans[0],
+            "tokens_per_second": tokens / seconds,
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
+
+
+def architecture_of(shape: Shape) -> dict[str, Any]:
+    """The Hugging Face config that `conf/model` has for the model."""
+    import yaml
+
+    from framework.shipped import shipped
+
+    preset = yaml.safe_load((shipped("conf") / "model" / f"{shape.model}.yaml").read_text())
+    architecture: dict[str, Any] = preset["model"]["architecture"]
+    return architecture
+
+
+def rows_of(shape: Shape, vocabulary: int) -> torch.Tensor:
+    """The same random tokens for every trainer: int64 `[ROWS, length]`."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, vocabulary, (ROWS, shape.length), generator=generator)
+
+
+def ours(shape: Shape, options: dict[str, Any], steps: int, clock: Clock) -> int:
+    """Train as `tunesmith train` does, without its log. Returns the tokens of a step."""
+    from framework import load
+    from framework.build.allocator import choose_allocator
+    from framework.build.assembly import assemble
+    from framework.build.batches import full_batch
+    from framework.build.place import real_place
+    from framework.build.settle import settle
+    from framework.run.step import train_step
+
+    adapter = {"peft.lora_r": shape.rank, "peft.lora_alpha": 2 * shape.rank, "peft.lora_target_modules": "[all-linear]"}
+    base = {
+        "model.load_pretrained_weights": False,
+        "model.model_max_length": shape.length,
+        "training.per_device_train_batch_size": shape.rows,
+        "training.max_steps": 1000,
+        "training.learning_rate": 1e-5,
+    }
+    flat = base | (adapter if shape.rank else {}) | options
+    written = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in flat.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "race.yaml"
+        recipe.write_text("training: {task: sft}\n")
+        groups = [f"model={shape.model}", *(["peft=lora"] if shape.rank else [])]
+        config, architecture = settle(load(str(recipe), [*groups, *written]))
+    choose_allocator(config)
+    place = real_place(torch.device("cuda", 0))
+    torch.manual_seed(0)
+    assembly = assemble(config, architecture, place, total_steps=1000)
+    rows = rows_of(shape, architecture.get_text_config().vocab_size).cuda()
+    count = config.batch.per_device
+    clock.start()
+    for step in range(1, steps + 1):
+        chosen = torch.arange((step - 1) * count, step * count) % ROWS
+        train_step(assembly, [full_batch(config, rows[chosen])], step)
+        clock.tick()
+    return count * shape.length
+
+
+def run_case(name: str, steps: int) -> dict[str, Any]:
+    """One case, in this process."""
+    case = CASES[name]
+    shape, clock = SHAPES[case.shape], Clock()
+    started = time.perf_counter()
+    if case.system == "ours":
+        tokens = ours(shape, case.options, steps, clock)
+    else:
+        import rivals
+
+        architecture = architecture_of(shape)
+        rows = rows_of(shape, architecture["vocab_size"])
+        train = getattr(rivals, f"by_{case.system}")
+        train(rivals.Job(architecture, rows, shape.rows, shape.rank, steps, clock), **case.options)
+        tokens = shape.rows * shape.length
+    found = clock.document(tokens)
+    return found | {"process_seconds": time.perf_counter() - started, "machine": torch.cuda.get_device_name()}
+
+
+def run(out: Path, only: list[str], steps: int) -> None:
+    """Each case in a fresh process; its line is written as it ends."""
+    for name in CASES:
+        if only and not any(word in name for word in only):
+            continue
+        command = [sys.executable, __file__, "case", name, "--steps", str(steps)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+            line = done.stdout.strip().splitlines()[-1:] or ["{}"]
+            document = json.loads(line[0]) if done.returncode == 0 else {"error": done.stderr.strip()[-900:]}
+        except subprocess.TimeoutExpired:
+            document = {"error": f"no end in {TIMEOUT} s"}
+        case = CASES[name]
+        row = {"name": name, "system": case.system, "shape": case.shape, "options": case.options, **document}
+        row |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "packages": _packages()}
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = {key: document.get(key) for key in ("tokens_per_second", "allocated_bytes", "error") if key in document}
+        print(name, json.dumps(shown), flush=True)
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def summary(measured: Path, out: Path) -> None:
+    """The rows of one call and their ratios to Trainer's and Unsloth's rows of the same shape."""
+    rows = [json.loads(line) for line in measured.read_text().splitlines()]
+    speeds = {row["name"]: row["tokens_per_second"] for row in rows if "error" not in row}
+    for row in rows:
+        for rival in ("trainer", "unsloth", "trainer liger"):
+            base = speeds.get(f"{row['shape']} {rival}")
+            if base and "error" not in row:
+                row[f"over_{rival.replace(' ', '_')}"] = round(row["tokens_per_second"] / base, 3)
+    some = next(row for row in rows if "error" not in row)
+    document = {"machine": some["machine"], "date": some["date"], "packages": some["packages"], "rows": rows}
+    out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def plot(results: Path, out: Path) -> None:
+    """Tokens a second against allocated GiB, a panel a shape; rivals as crosses, ours as dots with their frontier."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in json.loads(results.read_text())["rows"] if "error" not in row]
+    shapes = [shape for shape in SHAPES if any(row["shape"] == shape for row in rows)]
+    figure, axes = plt.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        for row in (row for row in rows if row["shape"] == shape):
+            x, y = row["allocated_bytes"] / 2**30, row["tokens_per_second"] / 1000
+            axis.scatter(x, y, marker="o" if row["system"] == "ours" else "x")
+            axis.annotate(row["name"].partition(" ")[2], (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+        best, frontier = 0.0, []
+        for row in sorted((r for r in rows if r["shape"] == shape and r["system"] == "ours"), key=_bytes):
+            if row["tokens_per_second"] > best:
+                best = row["tokens_per_second"]
+                frontier.append((row["allocated_bytes"] / 2**30, best / 1000))
+        axis.plot(*zip(*frontier, strict=True), linewidth=0.8) if frontier else None
+        axis.set(title=shape, xlabel="allocated GiB", ylabel="thousand tokens/s")
+    figure.tight_layout()
+    figure.savefig(out)
+
+
+def _bytes(row: dict[str, Any]) -> int:
+    allocated: int = row["allocated_bytes"]
+    return allocated
+
+
+def main() -> None:
+    """The four verbs of the docstring, and `case`, which `run` starts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["run", "case", "summary", "plot", "cases"])
+    parser.add_argument("paths", nargs="*")
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    asked = parser.parse_args()
+    match asked.verb:
+        case "run":
+            run(Path(asked.paths[0]), asked.only, asked.steps)
+        case "case":
+            print(json.dumps(run_case(asked.paths[0], asked.steps)))
+        case "summary":
+            summary(Path(asked.paths[0]), Path(asked.paths[1]))
+        case "plot":
+            plot(Path(asked.paths[0]), Path(asked.paths[1]))
+        case _:
+            print("\n".join(CASES))
+
+
+if __name__ == "__main__":
+    main()
