@@ -109,7 +109,7 @@ CALIBRATED = Efficiency(
 )
 """Fitted to step times on an H100 80GB HBM3 (torch 2.11+cu130, driver 580, 2026-11): the rows of
 tests/calibration/h100_plain_step.json and the seeded half of h100_product_step.json; judged on the other half
-(docs/planner.md). One process on an otherwise idle machine; a slower processor makes the host's times longer.
+(docs/evidence/planner.md). One process on an otherwise idle machine; a slower processor makes the host's times longer.
 The three times of compiled code are fitted to six steps that wait for the host: 256 tokens a micro batch of the 0.6B,
 1B and 8B (LoRA) beside an H200 (2026-11-28; tests/calibration/h200_host_step.json), which they leave within 5 %."""
 

@@ -1,4 +1,4 @@
-"""docs/many_gpus.md: its job files are what the cluster reads, and their commands are ours."""
+"""The pages about several GPUs: job files are what the cluster reads, and what they say of batches is so."""
 
 import re
 import subprocess
@@ -10,7 +10,9 @@ import yaml
 from framework.schema.config import TrainingConfig
 from framework.schema.ranks_rules import ranks_conflicts
 
-PAGE = (Path(__file__).parents[2] / "docs" / "many_gpus.md").read_text()
+PAGES = ("many_gpus", "clusters", "sharding", "context_and_tensor_parallel")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n".join((DOCS / f"{name}.md").read_text() for name in PAGES)
 
 
 def blocks(language: str) -> list[str]:
