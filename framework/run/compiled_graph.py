@@ -2,8 +2,8 @@
 
 Inductor writes to memory what a library kernel reads or returns, what a reduction returns, and what leaves the graph;
 everything elementwise in between is computed inside the kernel that needs it, as often as it is needed. The rule was
-compared with an H100: docs/evidence/planner.md. Fusion of independent kernels side by side is left out: it can only free
-operands later, and leaving it out predicted the one measured row that shows it 0.9 % high instead of 1.5 % low.
+compared with an H100: docs/evidence/planner.md. Fusion of independent kernels side by side is left out: it can only
+free operands later, and leaving it out predicted the one measured row that shows it 0.9 % high instead of 1.5 % low.
 """
 
 import contextlib
