@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from framework.beside import path_like
 from framework.build.hub import nearest, one_line
 from framework.errors import Problem, RequestError
+from framework.regular_files import read_regular
 
 Message: TypeAlias = dict[str, Any]
 """`role` and `content`; a turn may also have what framework/build/messages.py keeps: tool calls, reasoning, a name."""
@@ -76,7 +77,7 @@ def read_template(written: str) -> str:
         return written
     path = Path(written).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
         problem = Problem(

@@ -130,9 +130,15 @@ def is_new(model: PreTrainedModel, name: str) -> bool:
 
 def reads_both_ways(architecture: PretrainedConfig) -> bool:
     """Whether each token sees those behind it, padding too unless a mask hides it."""
-    if not AutoModelForCausalLM._model_mapping.get(type(architecture), None):
+    if not _has_causal_model(architecture):
         return True
     return getattr(architecture, "is_decoder", None) is False and read_by_model(architecture, "is_decoder")
+
+
+def _has_causal_model(architecture: PretrainedConfig) -> bool:
+    """Whether transformers has a decoder of the kind, or the model brings the code of one."""
+    brought = getattr(architecture, "auto_map", None) or {}
+    return AutoModelForCausalLM._model_mapping.get(type(architecture), None) or "AutoModelForCausalLM" in brought
 
 
 def read_by_model(architecture: PretrainedConfig, key: str) -> bool:
@@ -155,7 +161,7 @@ def _reads(kind: Any, key: str) -> bool:
 
 def _refuse_encoder(architecture: PretrainedConfig) -> None:
     """Tasks of tokens predict the next one, which a model that reads both ways would simply see."""
-    if not AutoModelForCausalLM._model_mapping.get(type(architecture), None):
+    if not _has_causal_model(architecture):
         message = f"{architecture.model_type} is not a causal language model"
         expected = "a decoder, such as llama; or training.task=classification"
         raise RequestError([Problem(f"{_KEY}.model_type", message, expected=expected)])

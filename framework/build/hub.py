@@ -10,6 +10,9 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants
 from safetensors import SafetensorError
 
+from framework.errors import Problem, RequestError
+from framework.regular_files import special_files
+
 UNLOADABLE = (ImportError, OSError, ValueError, RuntimeError, SafetensorError)
 """What libraries raise where weights are missing, damaged, or of something else."""
 
@@ -50,3 +53,15 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """The beginning of a library's message on one line, for use inside a message of ours."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def require_regular_files(folder: Path, key: str) -> None:
+    """Raise RequestError for a folder with a FIFO or a device in it, which a library would wait for or act on."""
+    if found := special_files(folder):
+        message = f"{folder} has in it what is no regular file: {', '.join(found)}"
+        raise RequestError([Problem(key, message, expected="regular files, and links to them")])
+
+
+def leave_to_run_code(error: BaseException, leave: str = "model.trust_remote_code=true") -> str | None:
+    """What to write where a library asks for it, because the model comes with Python code; None for other errors."""
+    return f"{leave}, if you trust the code that comes with it" if "trust_remote_code" in str(error) else None

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from framework.build.dtypes import TORCH_DTYPES
 from framework.build.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.flex_attention import know_flex_attention
 from framework.build.heads import fit_head, is_new, model_class, read_by_model
-from framework.build.hub import UNLOADABLE, hub_is_reachable, nearest, one_line
+from framework.build.hub import (
+    UNLOADABLE,
+    hub_is_reachable,
+    leave_to_run_code,
+    nearest,
+    one_line,
+    require_regular_files,
+)
 from framework.build.place import Place
 from framework.build.quantize import quantization, refuse_other_packing
 from framework.build.ring_attention import NAME as RING_ATTENTION
@@ -82,7 +90,8 @@ def _is_older_name(model_type: str, name: str, value: Any) -> bool:
 
 
 def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
-    model = config.model
+    model, key = config.model, "model.model_name"
+    require_regular_files(Path(str(model.model_name)).expanduser(), key)
     try:
         read: PretrainedConfig = AutoConfig.from_pretrained(
             model.model_name,
@@ -92,7 +101,10 @@ def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
         )
     except Exception as error:  # the hub client and its cache raise many kinds, of which none is a fault of ours
         message = f"the config.json of {model.model_name!r} could not be read: {one_line(error)}"
-        raise RequestError([Problem("model.model_name", message)]) from None
+        raise RequestError([Problem(key, message, expected=leave_to_run_code(error))]) from None
+    if "/" in (kernel := str(read._attn_implementation)):  # which transformers would fetch and run
+        message = f"the config.json of {model.model_name!r} names code of a hub as its attention: {kernel}"
+        raise RequestError([Problem(key, message, expected="a config.json without it")])
     return read
 
 
@@ -118,7 +130,7 @@ def build_model(
     if config.model.load_pretrained_weights and not place.rehearsed:
         model, new = _pretrained(config, architecture, dtype, attention, place, packed)
     else:
-        model, new = _random(config.training.task, architecture, dtype, attention, place), ()
+        model, new = _random(config, architecture, dtype, attention, place), ()
     if config.model.sdpa_backend is not None and model.config._attn_implementation not in ("sdpa", RING_ATTENTION):
         message = f"{architecture.model_type} does not use torch's attention here"
         raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
@@ -141,11 +153,12 @@ def is_packed_when_loaded(config: TrainingConfig) -> bool:
 
 
 def _random(
-    task: Task, architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
+    config: TrainingConfig, architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
 ) -> PreTrainedModel:
+    settings = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": config.model.trust_remote_code}
     try:
         with torch.device(place.device), no_init_weights() if place.rehearsed else contextlib.nullcontext():
-            model = model_class(task).from_config(architecture, dtype=dtype, attn_implementation=attention)
+            model = model_class(config.training.task).from_config(architecture, **settings)
     except (ImportError, ValueError, RuntimeError, TypeError) as error:
         raise RequestError([_refused(architecture, attention, error)]) from None
     built: PreTrainedModel = model

@@ -8,7 +8,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from framework.beside import path_like
 from framework.build.chat import read_template
-from framework.build.hub import cached_models, hub_host, hub_is_reachable, nearest, one_line
+from framework.build.hub import (
+    cached_models,
+    hub_host,
+    hub_is_reachable,
+    leave_to_run_code,
+    nearest,
+    one_line,
+    require_regular_files,
+)
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
@@ -106,6 +114,7 @@ def _load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
         raise RequestError([Problem("model.tokenizer_name", "there is no tokenizer", expected=expected)])
     folder = Path(name).expanduser()
     if folder.is_dir():
+        require_regular_files(folder, key)
         _require_tokenizer_files(folder, key)
     elif folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise RequestError([_missing_folder(name, folder, key)])
@@ -142,7 +151,8 @@ def _missing_folder(name: str, folder: Path, key: str) -> Problem:
 
 def _not_loaded(name: str, folder: Path, key: str, error: Exception) -> Problem:
     if folder.is_dir():
-        return Problem(key, f"the tokenizer in {folder.absolute()} does not load: {one_line(error)}")
+        message = f"the tokenizer in {folder.absolute()} does not load: {one_line(error)}"
+        return Problem(key, message, expected=leave_to_run_code(error))
     tried = f"no folder {folder.absolute()}"
     if hub_is_reachable():
         tried += f"; {hub_host()} answered: {one_line(error)}"

@@ -10,4 +10,10 @@ Overrides = Annotated[
     typer.Argument(help="group=preset, section.key=value, section.list+=[item], ~section.key", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python code that comes with the model; a run's config cannot say so."
+    ),
+]
 Processes = Annotated[int | None, typer.Option("--nproc", min=1, help="Number of processes; sets gpu.count.")]

@@ -5,19 +5,23 @@ from typing import Annotated
 
 import typer
 
-from framework.cli.arguments import Json
-from framework.cli.printing import print_json
+from framework.cli.arguments import Json, Trust
+from framework.cli.printing import print_json, say
 
 
 def merge(
     run: Annotated[Path, typer.Argument(help="A run folder, or a folder with an adapter.")],
     output: Annotated[Path | None, typer.Option("--output", help="Where to write; else RUN/merged.")] = None,
+    trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Adapter and base into a plain Hugging Face folder."""
+    from framework.run.artefact import code_that_runs
     from framework.run.merge import merge_run
 
-    merged = merge_run(run, output)
+    for line in code_that_runs(run) if trust_remote_code else ():
+        say(line)
+    merged = merge_run(run, output, trust_remote_code)
     if as_json:
         print_json({"folder": str(merged.folder), "dtype": merged.dtype, "dequantized": merged.dequantized or None})
         return

@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from framework.cli.arguments import Trust
+from framework.cli.printing import say
+
 
 def predict(
     run: Annotated[Path, typer.Argument(help="A run folder, or a folder with a model or an adapter.")],
@@ -17,10 +20,14 @@ def predict(
     score: Annotated[
         bool, typer.Option("--score", help="How likely the answers of the rows are, instead of new ones.")
     ] = False,
+    trust_remote_code: Trust = False,
 ) -> None:
     """One JSON object a row, in the order of the rows: a class, numbers, a completion, or a score."""
+    from framework.run.artefact import code_that_runs
     from framework.run.predict import Request
     from framework.run.predict import predict as ask
 
-    for answer in ask(run, file, Request(new_tokens, score)):
+    for line in code_that_runs(run) if trust_remote_code else ():
+        say(line)
+    for answer in ask(run, file, Request(new_tokens, score, trust_remote_code)):
         print(json.dumps(answer, ensure_ascii=False))

@@ -14,6 +14,7 @@ import yaml
 from framework.beside import path_like
 from framework.compose.origins import Kind, Node, Origin
 from framework.errors import Problem
+from framework.regular_files import open_regular
 from framework.schema.keys import Path, dotted
 from framework.text import scalar
 
@@ -53,7 +54,7 @@ def read(path: File, label: str, kind: Kind, problems: list[Problem]) -> Node | 
 
 def _text(path: File, label: str, problems: list[Problem]) -> str | None:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         nearest = None if path.exists() else path_like(path, File.is_file)

@@ -21,6 +21,7 @@ from framework.compose.layers import Layer, find_recipe, gather, highest, list_w
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
 from framework.compose.paths import made_absolute
+from framework.compose.trust import refuse_trust_of_runs, without_trust
 from framework.compose.validation import shown, validate
 from framework.errors import Problem, RequestError
 from framework.memory.installed import detect
@@ -77,8 +78,24 @@ def load(recipe: str | File, overrides: Sequence[str] = ()) -> TrainingConfig:
     return compose(recipe, overrides).config
 
 
-def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None = None) -> Draft:
-    """As `compose`, but problems are returned. Raises RequestError only when the recipe cannot be read."""
+def load_of_run(file: File) -> TrainingConfig:
+    """The config that a run has written, for a caller that decides itself whether code of its model may run.
+
+    Raises RequestError as `compose` does.
+    """
+    request = draft(file, trusts_runs=True)
+    if request.problems:
+        raise RequestError(request.problems)
+    return request.config
+
+
+def draft(
+    recipe: str | File, overrides: Sequence[str] = (), world: int | None = None, trusts_runs: bool = False
+) -> Draft:
+    """As `compose`, but problems are returned. Raises RequestError only when the recipe cannot be read.
+
+    Unless `trusts_runs`, the leave to run a model's own code is a problem where a run's file gives it.
+    """
     problems: list[Problem] = []
     name, file, label = find_recipe(recipe)
     words = parse(overrides, problems)
@@ -96,6 +113,8 @@ def draft(recipe: str | File, overrides: Sequence[str] = (), world: int | None =
     if not _is_referred_to(layers, MICRO_BATCH):
         config, derived = with_derived(config, origins)
         origins |= derived
+    if not trusts_runs and (refused := refuse_trust_of_runs(config, file, origins)):
+        config, problems = without_trust(config), [*problems, *refused]
     problems = [_with_current_value(problem, config) for problem in problems]
     return Draft(name, config, origins, tuple(problems), (*words.replaced, *list_warnings(layers)), invalid, as_written)
 

@@ -4,15 +4,17 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TypeVar
 
 from framework.beside import path_like
-from framework.compose import load
+from framework.compose import load_of_run
 from framework.errors import Problem, RequestError
 from framework.memory.declared import declared
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
+from framework.regular_files import open_regular, read_regular
 from framework.run.comparison import last_line
 from framework.schema.config import TrainingConfig
 
@@ -158,12 +160,12 @@ def _is_run(folder: Path) -> bool:
 def _read_config(file: Path, lacks: list[str]) -> tuple[TrainingConfig | None, str]:
     """The resolved config, and its text, which is there for a config of another version too."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(file, "replace")
     except OSError as error:
         lacks.append(f"{file.name}: {error.strerror}")
         return None, ""
     try:
-        return load(file), text
+        return load_of_run(file), text
     except RequestError as error:
         lacks.append(f"{file.name}: {' '.join(str(error.problems[0]).split())}")
         return None, text
@@ -172,7 +174,7 @@ def _read_config(file: Path, lacks: list[str]) -> tuple[TrainingConfig | None, s
 def _read(file: Path, parse: Callable[[Any], T], lacks: list[str]) -> T | None:
     """What `parse` makes of a JSON document; None, said in `lacks`, where there is none of that shape."""
     try:
-        return parse(json.loads(file.read_text(encoding="utf-8")))
+        return parse(json.loads(read_regular(file)))
     except OSError as error:
         lacks.append(f"{file.name}: {error.strerror}")
     except RecursionError:
@@ -225,7 +227,7 @@ def _read_metrics(file: Path, lacks: list[str]) -> Metrics:
     evals: dict[int, Mapping[str, float | None]] = {}
     unread = 0
     try:
-        with file.open(encoding="utf-8", errors="replace") as lines:
+        with TextIOWrapper(open_regular(file), encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 read = _line(line)
                 if read is None:

@@ -14,19 +14,23 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from framework.beside import path_like
 from framework.build.dtypes import autocast_dtype
 from framework.build.heads import ASSUMED, model_class, pad_like
-from framework.build.hub import UNLOADABLE, hub_is_reachable, one_line
+from framework.build.hub import UNLOADABLE, hub_is_reachable, leave_to_run_code, one_line, require_regular_files
 from framework.build.model import build_model
 from framework.build.place import real_place
 from framework.build.quantize import is_quantized, keep_packing, quantize
 from framework.build.settle import settle
-from framework.compose import load
+from framework.compose import load_of_run
+from framework.compose.trust import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
+from framework.regular_files import read_regular
 from framework.run.export import BASE_FOLDER
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
+from framework.schema.model_rules import remote_code, remote_code_conflicts
 
 ADAPTER_FILE, CONFIG_FILE, MODEL_FILE, FINAL = "adapter_config.json", "config.yaml", "config.json", "final"
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_WEIGHTS, PICKLED_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
+TRUST = "--trust-remote-code"
 PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
 """peft's names of adapters that are tokens before the row."""
 
@@ -37,6 +41,8 @@ class Artefact:
 
     folder: Path
     config: TrainingConfig | None
+    trusts_code: bool = False
+    """Whether Python code that comes with the model, or its base, may run."""
 
     @property
     def adapter_kind(self) -> str | None:
@@ -64,7 +70,9 @@ class Artefact:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that was saved with it. Raises RequestError."""
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=self.trusts_code
+            )
         except (OSError, ValueError) as error:
             message = f"the tokenizer of {self.folder} does not load: {one_line(error)}"
             raise RequestError([Problem("RUN", message)]) from None
@@ -73,17 +81,21 @@ class Artefact:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = json.loads(file.read_text())
+        settings: dict[str, Any] = json.loads(read_regular(file))
     except (OSError, ValueError) as error:
         raise RequestError([Problem("RUN", f"{file} cannot be read: {error}")]) from None
     return settings
 
 
-def find_artefact(source: Path) -> Artefact:
-    """What a run folder, or a folder with a model or an adapter, holds. Raises RequestError saying what there is."""
+def find_artefact(source: Path, trusts_code: bool = False) -> Artefact:
+    """What a run folder, or a folder with a model or an adapter, holds.
+
+    Raises RequestError saying what there is, and where the run's model comes with code that is not trusted.
+    """
     for folder in (source / FINAL, source):
         if (folder / ADAPTER_FILE).exists() or (folder / MODEL_FILE).exists():
-            return Artefact(folder, _config_of(folder))
+            require_regular_files(folder, "RUN")
+            return Artefact(folder, _config_of(folder, trusts_code), trusts_code)
     if (source / CONFIG_FILE).exists():
         message = f"{source} is a run that has not finished: it has no {FINAL}/"
         raise RequestError([Problem("RUN", message, expected=f"tunesmith train {source / CONFIG_FILE} --resume")])
@@ -93,19 +105,39 @@ def find_artefact(source: Path) -> Artefact:
     raise RequestError([Problem("RUN", f"{source} {what}", expected=expected, nearest=nearest)])
 
 
-def _config_of(folder: Path) -> TrainingConfig | None:
+def code_that_runs(source: Path) -> list[str]:
+    """Which Python code the model of a run or folder, once trusted, runs: a sentence each. Raises RequestError."""
+    artefact = find_artefact(source, trusts_code=True)
+    if artefact.config is None:
+        return [remote_code(str(artefact.folder), None)]
+    return [conflict.message for conflict in remote_code_conflicts(artefact.config)]
+
+
+def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
     written = folder.absolute().parent / CONFIG_FILE
-    return load(str(written)) if written.exists() else None
+    if not written.exists():
+        return None
+    config = load_of_run(written)
+    if not trusts_code and (keys := trusted_keys(config)):
+        expected = f"{TRUST}, if you trust the code that comes with {config.model.model_name}"
+        raise RequestError([untrusted(key, str(written), expected) for key in keys])
+    return config
 
 
-def load_plain(name: str, task: Task) -> PreTrainedModel:
+def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
     """A plain model of the task's class, in the dtype it was written in. Raises RequestError."""
+    require_regular_files(Path(name), "RUN")
     try:
         model: PreTrainedModel = model_class(task).from_pretrained(
-            name, dtype="auto", local_files_only=not hub_is_reachable()
+            name,
+            dtype="auto",
+            local_files_only=not hub_is_reachable(),
+            trust_remote_code=trusts_code,
+            use_safetensors=True,
         )
     except UNLOADABLE as error:
-        raise RequestError([Problem("RUN", f"{name} does not load: {one_line(error)}")]) from None
+        message = f"{name} does not load: {one_line(error)}"
+        raise RequestError([Problem("RUN", message, expected=leave_to_run_code(error, TRUST))]) from None
     return model
 
 
@@ -123,16 +155,17 @@ def load_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
     if not name:
         message = f"{artefact.folder} does not say which base it belongs on"
         raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
-    model = load_plain(name, artefact.task)
+    model = load_plain(name, artefact.task, artefact.trusts_code)
     return model, model.dtype
 
 
 def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
     """The base with the adapter on it. Raises RequestError where it does not go there."""
-    if not any((artefact.folder / name).exists() for name in ADAPTER_WEIGHTS):  # else peft looks for them on a hub
-        raise RequestError(
-            [Problem("RUN", f"{artefact.folder} has no {ADAPTER_WEIGHTS[0]}", expected="the whole folder")]
-        )
+    if not (artefact.folder / ADAPTER_WEIGHTS).exists():  # else peft looks for them on a hub
+        is_pickled = (artefact.folder / PICKLED_WEIGHTS).exists()
+        message = f"{artefact.folder} has no {ADAPTER_WEIGHTS}"
+        message += f", and {PICKLED_WEIGHTS} is pickled, which is not read" if is_pickled else ""
+        raise RequestError([Problem("RUN", message, expected="weights in safetensors")])
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
@@ -150,7 +183,7 @@ def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
 def load_model(artefact: Artefact) -> Any:
     """Model, or base and adapter, to be asked: in evaluation mode, on the GPU where there is one."""
     if artefact.adapter_kind is None:
-        model: Any = load_plain(str(artefact.folder), artefact.task)
+        model: Any = load_plain(str(artefact.folder), artefact.task, artefact.trusts_code)
     else:
         model = with_adapter(load_base(artefact)[0], artefact)
     if is_quantized(model):
@@ -163,7 +196,7 @@ def _base_of_run(config: TrainingConfig, artefact: Artefact) -> tuple[PreTrained
     config, architecture = settle(config)
     stated = architecture.dtype  # building writes the training dtype over it
     if (artefact.folder / BASE_FOLDER).exists():
-        model = load_plain(str(artefact.folder / BASE_FOLDER), artefact.task)
+        model = load_plain(str(artefact.folder / BASE_FOLDER), artefact.task, artefact.trusts_code)
     else:
         if config.training.task.is_of_rows:
             pad_like(architecture, artefact.tokenizer)

@@ -28,15 +28,16 @@ class Merged:
     loader: str
 
 
-def merge_run(source: Path, output: Path | None = None) -> Merged:
+def merge_run(source: Path, output: Path | None = None, trusts_code: bool = False) -> Merged:
     """Write the model that a run's adapter and its base are together, to `output` (else `merged/` in `source`).
 
     `source` is a run folder, or a folder with an adapter whose base can be loaded by its name. The weights are in the
-    dtype that the run would export. Raises RequestError when there is no adapter to merge, saying what the folder is.
+    dtype that the run would export. Code that comes with the base runs where `trusts_code` says so. Raises RequestError
+    when there is no adapter to merge, saying what the folder is.
     """
     transformers.utils.logging.disable_progress_bar()  # it would be drawn into pipes too
     target = output if output is not None else source / MERGED_FOLDER
-    artefact = _adapter(source)
+    artefact = _adapter(source, trusts_code)
     if target.exists():
         raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])
     make_writable(target.parent, "--output", target)  # before any weight is loaded
@@ -51,9 +52,9 @@ def merge_run(source: Path, output: Path | None = None) -> Merged:
     return Merged(target, str(dtype).removeprefix("torch."), kinds, loader)
 
 
-def _adapter(source: Path) -> Artefact:
+def _adapter(source: Path, trusts_code: bool) -> Artefact:
     """The folder with the adapter. Raises RequestError saying what there is instead."""
-    artefact = find_artefact(source)
+    artefact = find_artefact(source, trusts_code)
     folder, kind = artefact.folder, artefact.adapter_kind
     if kind is None:
         raise RequestError([Problem("RUN", f"{folder} is a plain model already: there is no adapter to merge")])

@@ -42,10 +42,12 @@ Answer = dict[str, Any]
 @dataclass(frozen=True)
 class Request:
     """`new_tokens` is how long a completion may be, unset `NEW_TOKENS`, or half of the positions where those are fewer;
-    `score`: rows have answers, tell how likely they are."""
+    `score`: rows have answers, tell how likely they are; `trusts_code`: Python code that comes with the model
+    may run."""
 
     new_tokens: int | None = None
     score: bool = False
+    trusts_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     """
     request = request or Request()
     disable_progress_bar()  # results go to a pipe, and a bar is none of them
-    artefact = find_artefact(source)
+    artefact = find_artefact(source, request.trusts_code)
     config = _reading(artefact)
     tokenizer = artefact.tokenizer
     task = config.training.task
@@ -99,11 +101,11 @@ def _reading(artefact: Artefact) -> TrainingConfig:
     config = artefact.config
     if artefact.adapter_kind is not None:
         return settle(config)[0] if config is not None else TrainingConfig(model=ModelParams(model_max_length=1 << 30))
-    model = ModelParams(model_name=str(artefact.folder))
+    model = ModelParams(model_name=str(artefact.folder), trust_remote_code=artefact.trusts_code)
     if config is None:
         config = TrainingConfig(training=TrainingParams(task=artefact.task), data=_labels(artefact), model=model)
     else:
-        kept = {"model_max_length": config.model.model_max_length, "trust_remote_code": config.model.trust_remote_code}
+        kept = {"model_max_length": config.model.model_max_length}
         config = config.model_copy(update={"model": model.model_copy(update=kept)})
         if config.training.use_peft:  # a merged model, or one that was saved merged
             training = config.training.model_copy(update={"use_peft": False})

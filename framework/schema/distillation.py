@@ -25,7 +25,8 @@ class TeacherParams(Params):
     attn_implementation: Attention | None = None
     """Its attention kernel. Unset: `sdpa` where it supports it, else `eager`. It keeps no activations."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the teacher. Only for models you would also install as a program."""
+    """Run Python code that comes with the teacher, said with its revision. Only for models you would also install as a
+    program. Counts in a recipe and on the command line: where a run's config says it, the command line repeats it."""
     model_revision: str | None = None
     """Branch, tag or commit of a hub model."""
 

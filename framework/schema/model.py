@@ -61,6 +61,7 @@ class ModelParams(Params):
     """Jinja template of a chat: `chatml`, `gemma`, `llama3`, `mistral` or `plain`, a path to a file, or its text. Saved
     with the tokenizer. Unset: the tokenizer's own."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for models you would also install as a program."""
+    """Run Python code that comes with the model, said with its revision. Only for models you would also install as a
+    program. Counts in a recipe and on the command line: where a run's config says it, the command line repeats it."""
     model_revision: str | None = None
     """Branch, tag or commit of a hub model."""

@@ -22,6 +22,20 @@ def model_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         yield from too_long(config, length, positions)
 
 
+def remote_code_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Code that is run because this request says so: which, and of what day."""
+    for section, model in (("model", config.model), ("training.teacher", config.training.teacher)):
+        if model is not None and model.trust_remote_code and model.model_name is not None:
+            message = remote_code(model.model_name, model.model_revision)
+            yield Conflict((f"{section}.trust_remote_code",), message, is_warning=True)
+
+
+def remote_code(name: str, revision: str | None) -> str:
+    """The warning before code of a model's repository or folder runs."""
+    of = f"revision {revision}" if revision else "no revision is named: whatever it holds today"
+    return f"Python code that comes with {name} runs with your rights ({of})"
+
+
 def too_long(config: TrainingConfig, length: int, positions: int) -> Iterator[Conflict]:
     """Rows of `length` tokens, and what they are padded to, against the positions that a model has."""
     padded = config.padded(length)

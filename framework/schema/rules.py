@@ -20,7 +20,7 @@ from framework.schema.device_rules import cache_conflicts, streamed_base_conflic
 from framework.schema.idle_rules import idle_conflicts
 from framework.schema.keys import dotted, values
 from framework.schema.liger_rules import find_liger_conflicts
-from framework.schema.model_rules import model_conflicts, tokenizer_conflicts
+from framework.schema.model_rules import model_conflicts, remote_code_conflicts, tokenizer_conflicts
 from framework.schema.optimizer_rules import matrix_conflicts, optimizer_conflicts, update_conflicts
 from framework.schema.precision_rules import (
     card_conflicts,
@@ -115,6 +115,7 @@ RULES = (
     batch_conflicts,
     step_conflicts,
     model_conflicts,
+    remote_code_conflicts,
     tokenizer_conflicts,
     data_conflicts,
     adapter_conflicts,

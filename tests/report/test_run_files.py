@@ -96,7 +96,7 @@ def test_numbers_of_another_kind_cost_no_page(tmp_path, name, value, monkeypatch
     write_memory(folder, 2)
     text = (folder / name).read_text()
     numbers = list(re.finditer(r"(?<=: )-?\d[\d.e-]*", text))
-    monkeypatch.setattr("framework.report.run_files.load", lambda file: config())
+    monkeypatch.setattr("framework.report.run_files.load_of_run", lambda file: config())
     for found in numbers if name == "metrics.jsonl" else numbers[::7]:
         (folder / name).write_text(text[: found.start()] + value + text[found.end() :])
         page = run_page(read_run(folder))

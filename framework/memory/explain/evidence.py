@@ -12,6 +12,7 @@ from framework.beside import path_like
 from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Circumstances, Repair
 from framework.memory.explain.messages import read_message, weight
+from framework.regular_files import open_regular, read_regular
 
 REPORT, STOPPED = "oom.txt", "stopped.txt"
 """What a run writes where memory ran out, and where it stopped at a value that is not finite."""
@@ -52,7 +53,7 @@ def _text_of(folder: Path) -> str:
         return read_text(max(reports, key=lambda file: file.stat().st_mtime))
     earlier = earlier_reports(folder)
     texts_here = (file for pattern in _LOGS for file in sorted(folder.rglob(pattern)))
-    logs = [file for file in texts_here if file not in earlier and _is_log(file.relative_to(folder))]
+    logs = [file for file in texts_here if file not in earlier and file.is_file() and _is_log(file.relative_to(folder))]
     texts = [read_text(file) for file in logs]
     told = [(weight(found[0]), text) for text in texts if (found := read_message(text)) is not None]
     if not told:
@@ -81,7 +82,7 @@ def read_text(file: Path) -> str:
     Raises RequestError when it cannot be read.
     """
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             first = opened.read(_MOST_BYTES)
             text = _decoded(first)
             if len(first) < _MOST_BYTES or read_message(text) is not None:
@@ -89,7 +90,8 @@ def read_text(file: Path) -> str:
             opened.seek(-min(_MOST_BYTES, file.stat().st_size - _MOST_BYTES), 2)
             return _decoded(first[:2] + opened.read())
     except OSError as error:
-        raise RequestError([Problem("", f"{file} cannot be read: {error.strerror}")]) from None
+        message = f"{file} cannot be read: {error.strerror}"
+        raise RequestError([Problem("", message, expected="a log file, or `-` for standard input")]) from None
 
 
 def _decoded(data: bytes) -> str:
@@ -119,7 +121,7 @@ def _is_run(folder: Path) -> bool:
 def read_plan(folder: Path) -> Mapping[str, Any] | None:
     """The document of a run's `plan.json`; None where there is none that can be read."""
     try:
-        document = json.loads((folder / "plan.json").read_text())
+        document = json.loads(read_regular(folder / "plan.json"))
     except (OSError, ValueError, RecursionError):
         return None
     whole = isinstance(document, dict) and {"phases", "step_peak", "host_bytes"} <= document.keys()

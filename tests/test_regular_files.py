@@ -1,0 +1,131 @@
+"""What is no regular file is told within the time of a look, and never waited for or opened."""
+
+import errno
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from framework.cli import main
+from framework.regular_files import open_regular, read_regular, special_files
+
+pytestmark = pytest.mark.timeout(60)  # a FIFO without a writer is waited for without end
+GOOD = "model: {model_name: ./base}\ndata: {train: [{path: user/set}]}\n"
+
+
+@pytest.fixture
+def refused(write, capsys):
+    """Runs a command that exits 2; gives what it said on one line."""
+
+    def run(*words: str) -> str:
+        capsys.readouterr()
+        assert main([*words]) == 2, words
+        return " ".join(capsys.readouterr().err.split())
+
+    return run
+
+
+def fifo(path: str) -> str:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    return path
+
+
+def test_kinds_of_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_bytes("é".encode())
+    Path("link").symlink_to("file")
+    assert read_regular(Path("link")) == "é"
+    assert read_regular(Path("file"), most=2) == "é"
+    with pytest.raises(OSError, match="larger than 1 bytes") as found:
+        read_regular(Path("file"), most=1)
+    assert found.value.errno == errno.EFBIG
+    fifo("pipe")
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("socket")
+    for name, kind in (("pipe", "a FIFO"), ("socket", "a socket"), ("/dev/null", "a character device")):
+        with pytest.raises(OSError, match=kind):
+            open_regular(Path(name))
+    with pytest.raises(IsADirectoryError):
+        open_regular(Path("."))
+    with pytest.raises(FileNotFoundError):
+        open_regular(Path("nothing"))
+    Path("broken").symlink_to("nowhere")
+    assert special_files(Path(".")) == ["pipe (a FIFO)", "socket (a socket)"]
+    assert special_files(Path("nothing")) == []
+
+
+def test_a_file_that_becomes_a_fifo_between_two_looks_is_not_waited_for(tmp_path, monkeypatch):
+    pipe = fifo(str(tmp_path / "pipe"))
+    (tmp_path / "file").write_text("x")
+    real, looks = os.stat, []
+
+    def stat(path, **options):
+        looks.append(path)
+        return real(tmp_path / "file" if str(path) == pipe else path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(OSError, match="a FIFO"):
+        open_regular(Path(pipe))
+    assert looks
+
+
+@pytest.mark.parametrize("verb", ["show", "check", "plan", "train", "convert"])
+def test_a_recipe_is_a_regular_file(refused, verb):
+    assert "it is a FIFO, not a regular file" in refused(verb, fifo("r.yaml"))
+    Path("device.yaml").symlink_to("/dev/zero")
+    assert "it is a character device" in refused(verb, "device.yaml")
+    Path("folder.yaml").mkdir()
+    assert "Is a directory" in refused(verb, "folder.yaml")
+    with Path("huge.yaml").open("wb") as file:
+        file.truncate(2**40)
+    assert "is larger than" in refused(verb, "huge.yaml")
+
+
+def test_presets_and_templates_are_too(refused, write):
+    write(GOOD)
+    fifo("card.yaml")
+    assert "it is a FIFO" in refused("show", "r.yaml", "gpu=./card.yaml")
+    from framework.build.chat import read_template
+    from framework.errors import RequestError
+
+    with pytest.raises(RequestError, match="cannot be read"):
+        read_template(fifo("chat.jinja"))
+
+
+def test_explain_reads_logs_and_plans_that_are_files(refused, capsys):
+    assert "it is a FIFO" in refused("explain", fifo("run.log"))
+    fifo("run/plan.json")
+    fifo("run/some.log")
+    Path("run/other.log").write_text("all is well\n")
+    assert "holds no report of a failure" in refused("explain", "run")
+    fifo("run/oom.txt")
+    assert "it is a FIFO" in refused("explain", "run")
+    assert "holds no plan.json that can be read" in refused("explain", "run/other.log", "--run", "run")
+    Path("run/plan.json").unlink()
+    with Path("run/plan.json").open("wb") as file:
+        file.truncate(2**40)
+    assert "holds no plan.json that can be read" in refused("explain", "run/other.log", "--run", "run")
+
+
+def test_a_report_says_which_of_its_files_are_none(write, capsys):
+    for name in ("plan.json", "metrics.jsonl", "memory.json", "config.yaml"):
+        fifo(f"run/{name}")
+    Path("run/environment.json").write_text("{}")
+    assert main(["report", "run"]) == 0
+    page = Path("run/report.html").read_text()
+    assert page.count("it is a FIFO, not a regular file") >= 4
+
+
+def test_a_folder_with_a_fifo_is_given_to_no_library(refused, write, tmp_path):
+    write(GOOD)
+    fifo("base/config.json")
+    said = refused("check", "r.yaml", "gpu=cpu")
+    assert "has in it what is no regular file: config.json (a FIFO)" in said
+    shutil.rmtree("base")
+    Path("base").mkdir()
+    Path("base/config.json").write_text("{}")
+    fifo("base/tokenizer.json")
+    assert "tokenizer.json (a FIFO)" in refused("predict", "base", "rows.jsonl")
