@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 8192, 8
-"""Logits a program reads at once, and its warps."""
+"""Logits a program reads at once, and its warps: of 18 pairs, as fast as any over 128,256 and 151,936 words on an H200
+(benchmarks/results/token_losses_h200.json)."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

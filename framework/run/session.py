@@ -44,7 +44,7 @@ from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder
 from framework.run.saving import Saving
 from framework.run.sizes import EVAL, shrunk
-from framework.run.step import StepResult
+from framework.run.step import LaunchedStep, StepResult
 from framework.run.survive import tries
 from framework.run.together import plan_of_all
 from framework.run.trackers import flattened
@@ -59,9 +59,23 @@ LAST_SECONDS = 10.0
 """How long a run that is done waits for what the levers would have saved: small models are rehearsed by then."""
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """A step that the device makes while the host is at the next: what is to be logged of it once it is known."""
+
+    step: int
+    launched: LaunchedStep
+    epoch: float
+    rows: Sequence[int | str]
+    """Its training rows, of a stream, which forgets them; else none."""
+    allocated: int
+    reserved: int
+
+
 @dataclass
 class Session:
-    """One run between its first and its last step. `step` is the last optimizer step that was made."""
+    """One run between its first and its last step. `step` is the last optimizer step that is known to be made; the
+    device may be at the next one."""
 
     config: TrainingConfig
     folder: RunFolder
@@ -86,6 +100,7 @@ class Session:
     evals: list[dict[str, float]] = field(default_factory=list)
     _clock: float = 0.0
     _seen: FirstStep | None = None
+    _unread: _Unread | None = None
     _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
     has_stepped: bool = False
     """Whether this process has changed weights."""
@@ -158,6 +173,7 @@ class Session:
         try:
             made = next(self._stream)
         except RequestError as error:
+            self.settle()
             after = self.step if self.assembly.ranks.world == 1 else self.saving.newest()
             kept = f"the state after step {after} is saved" if after else "no state is saved"
             raise BrokenRows(f"the rows of step {step} cannot be had; {kept}\n{error}") from None
@@ -167,8 +183,10 @@ class Session:
         return [on_device(self.assembly.place.device, batch) for batch in made]
 
     def _rows_at_work(self) -> Sequence[int | str]:
-        """The training rows of the step at work, on all ranks; of a stream on this one."""
+        """The training rows of the step that is not known to be made, on all ranks; of a stream on this one."""
         batches = self.batches
+        if self._unread is not None and self._unread.rows:
+            return self._unread.rows
         return batches.all_rows_of(self.step) if isinstance(batches, GlobalBatches) else batches.rows_of(self.step)
 
     def rows_in_hand(self) -> Sequence[int | str]:
@@ -236,24 +254,54 @@ class Session:
                 without = counted(len(absent), "trained tensor")
                 raise VerificationFailed(f"{without} got no gradient from the first backward pass, first {absent[0]}")
 
-    def after_step(self, step: int, result: StepResult) -> None:
-        """Log, evaluate, save; leave when the user has asked to. Raises Interrupted, after saving."""
-        if not result.skipped:  # a skipped step has made no optimizer states
-            self._verify_first_step(step)
+    def after_step(self, step: int, launched: LaunchedStep) -> None:
+        """Log the step before, which is known by now; evaluate, save; leave when the user has asked to.
+
+        Raises NonFinite, and Interrupted after saving.
+        """
+        self.settle()
+        self._unread = self._launched(step, launched)
         self._verify_emptied_cache(step)
-        self.step, training = step, self.config.training
+        training, is_last = self.config.training, step == self.total
         if (growth := self.watch.end()) is not None:
             self.progress.say(f"warning   step {step}: {growth}")
-        self._log(result)
-        if training.eval_steps and step % training.eval_steps == 0 and step < self.total:
+        evaluates = _is_due(step, training.eval_steps) and not is_last
+        saves = _is_due(step, training.save_steps)
+        looks = (step - self._began + 1) % SPAN == 0
+        if launched.is_known or not self.has_stepped or evaluates or saves or looks or is_last:
+            self.settle()
+        if evaluates:
             self.evaluate()
-        if training.save_steps and step % training.save_steps == 0:
-            self.save(beside=step < self.total)
+        if saves:
+            self.save(beside=not is_last)
         for line in newly_plain(self.assembly.model):
             self.progress.say(f"warning   step {step}: {line}")
-        if self._is_asked_to_end() and step < self.total:
+        if self._is_asked_to_end() and not is_last:
+            self.settle()
             self.save()  # raises what the writer has failed with
             raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
+
+    def settle(self) -> None:
+        """Wait for the step that the device is at, and log it: weights and `step` are of one moment. Raises
+        NonFinite."""
+        if self._unread is None:
+            return
+        unread, self._unread = self._unread, None
+        try:
+            result = unread.launched.result()
+        except NonFinite:
+            self._unread = unread  # whose rows are told
+            raise
+        if not result.skipped:  # a skipped step has made no optimizer states
+            self._verify_first_step(unread.step)
+        self.step = unread.step
+        self._log(result, unread)
+
+    def _launched(self, step: int, launched: LaunchedStep) -> _Unread:
+        batches = self.batches
+        rows = [] if isinstance(batches, GlobalBatches) else batches.rows_of(step - 1)
+        epoch = round(batches.epochs(step), 4)
+        return _Unread(step, launched, epoch, rows, self.meter.allocated, self.meter.reserved)
 
     def _is_asked_to_end(self) -> bool:
         """Whether some rank was asked to, or cannot write: all of them stop after the same step."""
@@ -275,13 +323,13 @@ class Session:
             for reading in verify_first_step(self.assembly, first):
                 self.progress.say(f"after step {self.step + 1}: {reading.key} = {reading.found} ({reading.source})")
 
-    def _log(self, result: StepResult) -> None:
+    def _log(self, result: StepResult, unread: _Unread) -> None:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         speed = result.tokens / seconds
         values: dict[str, float | None] = {
             "step": self.step,
-            "epoch": round(self.batches.epochs(self.step), 4),
+            "epoch": unread.epoch,
             "loss": result.loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
@@ -289,8 +337,8 @@ class Session:
             self.assembly.objective.unit.replace(" ", "_"): result.terms,
             "tokens_per_second": speed,
             "step_seconds": seconds,
-            "peak_allocated_bytes": self.meter.allocated,
-            "peak_reserved_bytes": self.meter.reserved,
+            "peak_allocated_bytes": unread.allocated,
+            "peak_reserved_bytes": unread.reserved,
         }
         if self._moved_elements is not None and (self.step - self._began + 1) % SPAN == 0:
             values |= self._look_at_moved(self._moved_elements)
@@ -305,7 +353,7 @@ class Session:
             self.progress.say(again)
         self.folder.append_metrics(values)
         self.accelerator.log({name: value for name, value in values.items() if value is not None}, step=self.step)
-        self.progress.step(self.step, result.loss, result.learning_rate, speed, self.meter.allocated)
+        self.progress.step(self.step, result.loss, result.learning_rate, speed, unread.allocated)
 
     def _look_at_moved(self, elements: MovedElements) -> dict[str, float | None]:
         """The shares of elements that changed, for the metrics; said when they are tiny. No part of a step's time."""
@@ -349,3 +397,7 @@ class Session:
         """A checkpoint of the step just made, as `Saving.save` has it. Raises SaveFailed."""
         self.saving.save(beside)
         self._clock = time.perf_counter()
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return step % every == 0 if every else False

@@ -13,6 +13,7 @@ from torch import Tensor
 from framework.build.assembly import Assembly
 from framework.build.loss import Batch, Observe, ignore_phases
 from framework.build.optimizer import RATE_FACTOR
+from framework.build.optimizers.found_inf import found_inf_of, takes_found_inf
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.ranks import whole
 from framework.build.tasks import Precomputed, reference_of
@@ -40,6 +41,37 @@ def keep_nothing() -> None:
     """Prepare for no way back."""
 
 
+class LaunchedStep:
+    """An optimizer step whose update the device has been given; its figures are on their way to the host."""
+
+    def __init__(self, assembly: Assembly, figures: Tensor, step: int, rate: float, known: StepResult | None) -> None:
+        """`figures` as `_figures` gives them; `known` if they were waited for."""
+        self._assembly, self._figures, self._step, self._rate, self._known = assembly, figures, step, rate, known
+        self._arrived: torch.cuda.Event | None = None
+        if known is None and assembly.place.kind == "cuda" and not assembly.place.rehearsed:
+            on_host = torch.empty(figures.shape, dtype=figures.dtype, device="cpu", pin_memory=True)
+            self._figures = on_host.copy_(figures, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `result` has nothing to wait for."""
+        return self._arrived is None
+
+    def result(self) -> StepResult:
+        """What the step reports, once the device has made it. Raises NonFinite; nothing has changed in it or since."""
+        if self._known is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            try:
+                self._known = _read(self._assembly, self._figures, self._step, self._rate)
+            except NonFinite:
+                found_inf_of(self._assembly.optimizer, self._assembly.place.device).zero_()
+                raise
+        return self._known
+
+
 def train_step(
     assembly: Assembly,
     micro_batches: Sequence[Batch],
@@ -47,13 +79,25 @@ def train_step(
     observe: Observe = ignore_phases,
     before_update: Callable[[], None] = keep_nothing,
 ) -> StepResult:
+    """`launch_step`, waiting for what it reports. Raises NonFinite as `LaunchedStep.result` does."""
+    return launch_step(assembly, micro_batches, step, observe, before_update).result()
+
+
+def launch_step(
+    assembly: Assembly,
+    micro_batches: Sequence[Batch],
+    step: int,
+    observe: Observe = ignore_phases,
+    before_update: Callable[[], None] = keep_nothing,
+) -> LaunchedStep:
     """One optimizer step over the micro batches of a global batch. `step` counts from 1.
 
     The loss is the mean over the terms (supervised tokens, pairs) of the whole global batch, however it is split.
     `observe` is told when each phase begins: forward, loss, backward, optimizer_step, end; `before_update` is called
-    right before weights change. Gradients that overflow only because float16
-    autocast scaled the loss skip the step. Raises NonFinite, before the weights change, when the loss or the gradient
-    norm is otherwise not finite; with `optimizer_in_backward` a gradient is known only after its weight has changed.
+    right before weights change. A loss or a gradient norm that is not finite reaches neither weights nor states. Where
+    the optimizer takes that from the device (`takes_found_inf`), the host does not wait to see it, and no later step
+    changes anything until it has; else NonFinite is raised here. Gradients that overflow only because float16 autocast
+    scaled the loss skip the step. With `optimizer_in_backward` a gradient is known only after its weight has changed.
     """
     micro_batches = [assembly.part_of(batch) for batch in micro_batches]
     terms = _terms(assembly, micro_batches)
@@ -69,22 +113,47 @@ def train_step(
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
     norm = squares.sqrt() if squares is not None else _clip(assembly, assembly.config.training.max_grad_norm)
-    norm = norm.to(total.device)  # offloaded gradients are on the host
-    figures = torch.stack([total, norm.float(), terms.float()])
-    assembly.ranks.sum(figures[0])
-    mean_loss, grad_norm, counted = figures.tolist()
-    skipped = _finite(mean_loss) and not _finite(grad_norm) and assembly.loss_scale.skip()
-    if not skipped and not (_finite(mean_loss) and _finite(grad_norm)):
-        raise NonFinite(_non_finite_report(assembly, mean_loss, grad_norm, step, counted))
-    if not skipped and not in_backward:  # the scaler's own step would wait for the device once more to learn the same
-        before_update()
+    figures = _figures(assembly, micro_batches, total, norm, terms)
+    known = _read(assembly, figures, step, rate) if in_backward or waits_for_figures(assembly) else None
+    if known is None:
+        found_inf = found_inf_of(assembly.optimizer, assembly.place.device)
+        torch.maximum(found_inf, figures.isfinite().all().logical_not(), out=found_inf)
+    if not in_backward and not (known is not None and known.skipped):
+        before_update()  # the scaler's own step would wait for the device once more to learn the same
         assembly.optimizer.step()
         assembly.loss_scale.scaler.update()
     assembly.drop_gradients()
     observe("end")
     assembly.cache.after_step(step)
-    tokens = assembly.ranks.count(sum(batch["input_ids"].numel() for batch in micro_batches), assembly.place.device)
-    return StepResult(mean_loss, grad_norm, rate, tokens, int(counted), skipped)
+    return LaunchedStep(assembly, figures, step, rate, known)
+
+
+def waits_for_figures(assembly: Assembly) -> bool:
+    """Whether the host has to know that a step is finite before it can launch the update.
+
+    float16's scaler decides on the host whether an overflow is its own. Of weights in parts or in host memory the
+    update runs where `found_inf` is not.
+    """
+    elsewhere = assembly.is_in_parts or assembly.config.fsdp.is_on_host
+    return assembly.loss_scale.enabled or elsewhere or not takes_found_inf(assembly.optimizer)
+
+
+def _figures(assembly: Assembly, micro_batches: Sequence[Batch], total: Tensor, norm: Tensor, terms: Tensor) -> Tensor:
+    """Loss, tokens, gradient norm and terms of all ranks: float64 `[4]` on the device, which is not waited for."""
+    tokens = torch.full((), sum(batch["input_ids"].numel() for batch in micro_batches), device=total.device)
+    norm = norm.to(total.device)  # offloaded gradients are on the host
+    figures = torch.stack([part.double() for part in (total, tokens, norm, terms)])
+    assembly.ranks.sum(figures[:2])
+    return figures
+
+
+def _read(assembly: Assembly, figures: Tensor, step: int, rate: float) -> StepResult:
+    """Wait for the figures of a step. Raises NonFinite unless they are finite or float16's scaler skips the step."""
+    loss, tokens, norm, terms = figures.tolist()
+    skipped = _finite(loss) and not _finite(norm) and assembly.loss_scale.skip()
+    if not skipped and not (_finite(loss) and _finite(norm)):
+        raise NonFinite(_non_finite_report(assembly, loss, norm, step, terms))
+    return StepResult(loss, norm, rate, int(tokens), int(terms), skipped)
 
 
 def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Observe = ignore_phases) -> None:

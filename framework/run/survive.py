@@ -58,6 +58,7 @@ class Try:
         self.succeeded = found is None
         if found is None or not (isinstance(found, OutOfMemoryElsewhere) or _is_own(found)):
             return False
+        self._session.settle()  # the step before this one was made
         failure = Failure(self._session, self._key, self._way_back, found)
         release(found)
         if failure.can_be_undone:

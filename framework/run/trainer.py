@@ -32,7 +32,7 @@ from framework.run.reference import know_reference
 from framework.run.resume import check_allowed
 from framework.run.session import LAST_SECONDS, Planner, Session
 from framework.run.sizes import TRAIN
-from framework.run.step import train_step
+from framework.run.step import launch_step
 from framework.run.survive import tries
 from framework.run.together import decided_by_main
 from framework.run.trial import try_longest_rows
@@ -111,8 +111,8 @@ def train(
                             with attempt as way_back:
                                 batches = session.take(step)
                                 update = way_back.before_update
-                                result = train_step(session.assembly, batches, step, session.observe, update)
-                        session.after_step(step, result)
+                                launched = launch_step(session.assembly, batches, step, session.observe, update)
+                        session.after_step(step, launched)
                     session.save()
                     verify_unmoved(session.assembly, before)
                     finished = _finish(session)

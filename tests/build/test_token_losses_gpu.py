@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 TOKENS, WORDS = 300, 50_257
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_the_kernel_against_float64(dtype, close):
     torch.manual_seed(0)
     logits = (5 * torch.randn(TOKENS, WORDS, device="cuda")).to(dtype)
@@ -45,6 +45,6 @@ def test_chunks_of_a_head_in_half_precision(weights, autocast):
         plain = torch.autograd.grad(whole, (hidden, weight))
         chunked = chunked_cross_entropy(hidden, weight, None, targets, 64)
         found = torch.autograd.grad(chunked, (hidden, weight))
-    assert float(chunked) == pytest.approx(float(whole), rel=1e-4)
+    assert float(chunked.detach()) == pytest.approx(float(whole.detach()), rel=1e-4)
     for mine, other, right in zip(found, plain, expected, strict=True):
         assert (mine.double() - right).norm() < 2 * (other.double() - right).norm() + 1e-3 * right.norm()

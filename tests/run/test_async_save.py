@@ -193,8 +193,8 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
             raise OSError(28, "No space left on device")
         original(tensors, file, **options)
 
-    def until_failed(self, result):
-        log(self, result)
+    def until_failed(self, *arguments):
+        log(self, *arguments)
         if self.step == 9:
             while not self.saving.writer.has_failed:
                 time.sleep(0.01)

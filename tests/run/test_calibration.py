@@ -35,7 +35,7 @@ FRESH_QUICK = ("smollm2_135m-32-512-fused-amp-gc", "falcon-4-1024-fused-bf16", "
 FRESH_PARAMETERS = [pytest.param(name, marks=() if name in FRESH_QUICK else pytest.mark.slow) for name in FRESH_ROWS]
 PARAMETERS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ROWS]
 
-OLDER = "measured when the chunked loss held float32 logits; h200_chunked_step.json has such rows again"
+OLDER = "measured when the chunked loss held float32 logits; five such rows of the H200 were measured again"
 
 ALLOCATED = {"gpt2": 0.0006, "bert": 0.0012, "other": 0.0001}
 """By family. GPT-2 and BERT drop out: which free block of a few MiB is taken is not always exact."""
@@ -50,10 +50,12 @@ SECONDS_KNOWN = {"gemma3_1b-2-1024-fused-amp": 0.40, "qwen2.5_0.5b-2-2048-fused-
 FRESH_RESERVED_KNOWN = {
     "falcon-4-1024-fused-bf16": -0.058,
     "qwen2.5_3b-1-2048-fused-bf16-gc-chunk": -0.0235,
-    "smollm2_360m-8-1024-foreach-amp-chunk": -0.0105,
+    "smollm2_135m-8-2048-fused-amp-chunk": -0.0122,
 }
 """Falcon: attention by plain products, one block of the size of the float32 logits is not found again. None of the
 three is understood."""
+FRESH_RESERVED = 0.017
+"""Of `llama3.2_3b-2-2048-lora-bf16-gc-chunk`; the others are below RESERVED."""
 
 
 def plan_row(name: str) -> Plan:
@@ -97,7 +99,7 @@ def test_fresh_row(name: str) -> None:
     use = make_plan(record(FRESH_CONFIGS[name])).step_peak
     assert use.allocated_bytes == pytest.approx(row["allocated_bytes"], rel=0.0012)
     error = use.reserved_bytes / row["reserved_bytes"] - 1
-    assert FRESH_RESERVED_KNOWN.get(name, RESERVED[0]) < error < RESERVED[1]
+    assert FRESH_RESERVED_KNOWN.get(name, RESERVED[0]) < error < FRESH_RESERVED
     assert use.device_bytes_upper >= row["device_bytes"], "the band covers the measurement"
     assert use.terms.total == use.device_bytes
 

@@ -57,6 +57,6 @@ def fails(*_, **__):
 @pytest.mark.parametrize("what", [PreTrainedTokenizerBase, GenerationConfig])
 def test_a_run_that_could_not_be_exported_makes_no_step(corpus, tmp_path, monkeypatch, what):  # noqa: F811
     monkeypatch.setattr(what, "save_pretrained", fails)
-    monkeypatch.setattr(trainer, "train_step", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(trainer, "launch_step", lambda *_: pytest.fail("trained"))
     with pytest.raises(SaveFailed, match=r"would end without .*final.*ValueError: no such thing can be written"):
         train(config(corpus, tmp_path / "run"), planner=None, quiet=True)

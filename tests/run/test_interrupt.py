@@ -44,13 +44,13 @@ def test_while_rows_are_read_nothing_is_written(corpus, tmp_path, monkeypatch): 
 @pytest.mark.parametrize("at", ["know_reference", "try_longest_rows"])
 def test_before_the_first_step_nothing_is_waited_for(corpus, tmp_path, monkeypatch, at):  # noqa: F811
     monkeypatch.setattr(trainer, at, press)
-    monkeypatch.setattr(trainer, "train_step", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(trainer, "launch_step", lambda *_: pytest.fail("went on"))
     with pytest.raises(Interrupted, match=r"left before the first step, and nothing was saved; .*--overwrite"):
         train(config(corpus, tmp_path / "run"), planner=None, quiet=True)
 
 
 def test_a_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint(corpus, tmp_path, monkeypatch):  # noqa: F811
-    real, steps = trainer.train_step, []
+    real, steps = trainer.launch_step, []
 
     def pressed_twice(*arguments):
         steps.append(arguments[2])
@@ -59,18 +59,18 @@ def test_a_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint(corpus, 
             press()
         return real(*arguments)
 
-    monkeypatch.setattr(trainer, "train_step", pressed_twice)
+    monkeypatch.setattr(trainer, "launch_step", pressed_twice)
     made = config(corpus, tmp_path / "run", training={"max_steps": 6, "save_steps": 2})
     with pytest.raises(Interrupted, match="left after step 3; go on with --resume from step 2"):
         train(made, planner=None, quiet=True)
 
 
 def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch):  # noqa: F811
-    train_step, eval_step, steps, seen = trainer.train_step, evaluate.eval_step, [], []
+    launch_step, eval_step, steps, seen = trainer.launch_step, evaluate.eval_step, [], []
 
     def counted(*arguments):
         steps.append(arguments[2])
-        return train_step(*arguments)
+        return launch_step(*arguments)
 
     def pressed(*arguments):
         if steps:
@@ -78,7 +78,7 @@ def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch): 
             press()
         return eval_step(*arguments)
 
-    monkeypatch.setattr(trainer, "train_step", counted)
+    monkeypatch.setattr(trainer, "launch_step", counted)
     monkeypatch.setattr(evaluate, "eval_step", pressed)
     training = {"max_steps": 6, "eval_steps": 2, "per_device_eval_batch_size": 1}
     made = config(corpus, tmp_path / "run", training=training)

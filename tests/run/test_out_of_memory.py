@@ -41,9 +41,9 @@ FULL = (
 @contextmanager
 def failing(monkeypatch, phase: str, step: int, error: Exception):
     """The step raises when the phase of that step begins."""
-    original = step_module.train_step
+    original = step_module.launch_step
 
-    def train_step(assembly, micro_batches, number, observe, before_update):
+    def launch_step(assembly, micro_batches, number, observe, before_update):
         def watch(name):
             observe(name)
             if (name, number) == (phase, step):
@@ -51,7 +51,7 @@ def failing(monkeypatch, phase: str, step: int, error: Exception):
 
         return original(assembly, micro_batches, number, watch, before_update)
 
-    monkeypatch.setattr("framework.run.trainer.train_step", train_step)
+    monkeypatch.setattr("framework.run.trainer.launch_step", launch_step)
     yield
 
 
@@ -68,7 +68,7 @@ def test_the_phase_and_the_step_are_kept_and_explained(corpus, tmp_path, monkeyp
     assert (found.phase, found.circumstances.step, found.cause) == (phase, 3, "capacity")
     assert found.message.request_bytes == 2 * 2**30
     assert len(found.circumstances.floors) == 2
-    assert "train_step" in (folder / "oom.txt").read_text()
+    assert "launch_step" in (folder / "oom.txt").read_text()
 
 
 def test_the_first_optimizer_step_is_named(corpus, tmp_path, monkeypatch):  # noqa: F811

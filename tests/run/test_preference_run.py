@@ -135,7 +135,7 @@ def test_a_lost_answer_of_the_reference_is_not_made_up(files, tmp_path, monkeypa
 
 
 def test_a_reference_that_moves_stops_the_run(files, tmp_path, monkeypatch):
-    original = trainer.train_step
+    original = trainer.launch_step
 
     def step(assembly, *args):
         result = original(assembly, *args)
@@ -143,7 +143,7 @@ def test_a_reference_that_moves_stops_the_run(files, tmp_path, monkeypatch):
             next(assembly.companion.parameters()).view(-1)[0] += 1
         return result
 
-    monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr(trainer, "launch_step", step)
     with pytest.raises(VerificationFailed, match="asked unmoved, in effect moved"):
         train(config(files, tmp_path / "run", training={"max_steps": 2}))
     assert checkpoints(tmp_path / "run"), "what was learnt is not lost"

@@ -164,8 +164,8 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
     train(dropping(corpus, folder / "straight"))
     original = session_module.Session._log
 
-    def log(self, result):
-        original(self, result)
+    def log(self, *arguments):
+        original(self, *arguments)
         if self.step == 5 and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -192,14 +192,14 @@ def failing_as_rank(corpus, folder) -> None:  # noqa: F811
     from framework.errors import TunesmithError
     from framework.run import trainer
 
-    original = trainer.train_step
+    original = trainer.launch_step
 
     def step_with(assembly, micro_batches, step, *others):
         if step == 8 and assembly.ranks.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return original(assembly, micro_batches, step, *others)
 
-    trainer.train_step = step_with
+    trainer.launch_step = step_with
     try:
         train(plain(corpus, Path(folder) / "failing", 2))
     except TunesmithError as error:

@@ -31,7 +31,7 @@ from framework.run.forecast import Forecast
 from framework.run.inputs import read_inputs
 from framework.run.rehearse import record
 from framework.run.sizes import next_size, shrunk
-from framework.run.step import train_step
+from framework.run.step import launch_step, train_step
 from framework.schema.config import Batch, TrainingConfig
 from tests.run.test_trainer import config, corpus, final_weights, interrupt_after, metrics, same, train  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_config
@@ -72,9 +72,9 @@ def failing(monkeypatch):
                 before_update()
 
             with mode:
-                return train_step(assembly, micro_batches, step, observe, note)
+                return launch_step(assembly, micro_batches, step, observe, note)
 
-        monkeypatch.setattr(trainer, "train_step", step_with)
+        monkeypatch.setattr(trainer, "launch_step", step_with)
         return modes
 
     return install
@@ -336,7 +336,7 @@ def test_another_error_is_no_reason_to_shrink(corpus, tmp_path, monkeypatch):  #
     def fail(*_):
         raise ValueError("mine")
 
-    monkeypatch.setattr(trainer, "train_step", fail)
+    monkeypatch.setattr(trainer, "launch_step", fail)
     with pytest.raises(ValueError, match="mine"):
         run(corpus, tmp_path / "run")
 
@@ -364,7 +364,7 @@ def test_sizes_go_down_so_that_they_divide_the_global_batch(micro, accumulation,
 
 def test_every_generator_goes_back(corpus, tmp_path, monkeypatch):  # noqa: F811
     """What a try has drawn from torch, Python and numpy is drawn again by the next."""
-    drawn, original = [], train_step
+    drawn, original = [], launch_step
 
     def step_with(*args):
         drawn.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
@@ -372,7 +372,7 @@ def test_every_generator_goes_back(corpus, tmp_path, monkeypatch):  # noqa: F811
             raise torch.OutOfMemoryError(MESSAGE)
         return original(*args)
 
-    monkeypatch.setattr(trainer, "train_step", step_with)
+    monkeypatch.setattr(trainer, "launch_step", step_with)
     run(corpus, tmp_path / "run", steps=1)
     assert drawn[0] == drawn[1]
 
@@ -448,9 +448,9 @@ def test_compiled_blocks_run_the_smaller_shape(phase, corpus, tmp_path, monkeypa
                 failures.append(name)
                 raise torch.OutOfMemoryError(MESSAGE)
 
-        return train_step(assembly, micro_batches, step, watch, before_update)
+        return launch_step(assembly, micro_batches, step, watch, before_update)
 
-    monkeypatch.setattr(trainer, "train_step", step_with)
+    monkeypatch.setattr(trainer, "launch_step", step_with)
     found = _weights(tmp_path / "run", corpus, 4, options)
     assert failures == [phase]
     assert all(torch.equal(found[name], expected[name]) for name in found)

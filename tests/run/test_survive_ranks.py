@@ -20,7 +20,7 @@ from framework.memory.planning import make_plan
 from framework.run import evaluate, trainer, trial
 from framework.run.forecast import Forecast
 from framework.run.rehearse import record
-from framework.run.step import train_step
+from framework.run.step import launch_step
 from tests.run.several import ended, start
 from tests.run.test_survive import MESSAGE, Failing
 from tests.run.test_trainer import config, corpus, final_weights, metrics, same, train  # noqa: F401
@@ -69,15 +69,15 @@ def failing(step=None, point=0):
         Ranks.check_in = met
         try:
             with mode:
-                return train_step(assembly, micro_batches, number, observe, note)
+                return launch_step(assembly, micro_batches, number, observe, note)
         finally:
             Ranks.check_in = check_in
 
-    trainer.train_step = step_with
+    trainer.launch_step = step_with
     try:
         yield modes
     finally:
-        trainer.train_step = train_step
+        trainer.launch_step = launch_step
 
 
 def settings(corpus, folder, **training):  # noqa: F811

@@ -12,7 +12,7 @@ from framework.memory.explain.causes import growth_per_step
 from framework.run import out_of_memory, trainer
 from framework.run.meter import Meter
 from framework.run.out_of_memory import Growth, Watch
-from framework.run.step import train_step
+from framework.run.step import launch_step
 from tests.run.test_trainer import config, corpus, train  # noqa: F401
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -109,9 +109,9 @@ def test_a_run_that_really_keeps_memory_is_warned_and_its_folder_says_so(
 
     def leaking(*arguments):
         kept.append(torch.ones(4 * MIB))
-        return train_step(*arguments)
+        return launch_step(*arguments)
 
-    monkeypatch.setattr(trainer, "train_step", leaking)
+    monkeypatch.setattr(trainer, "launch_step", leaking)
     train(config(corpus, tmp_path / "run", training={"max_steps": STEPS}), quiet=False)
     warned = re.search(
         r"warning   step (\d+): what stays allocated grows by ([\d.]+) MiB a step", capsys.readouterr().err
