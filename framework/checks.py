@@ -10,7 +10,7 @@ from framework.compose import Composition, Origin, draft
 from framework.compose.paths import leads_somewhere, looks_local
 from framework.errors import Problem, RequestError
 from framework.memory.installed import detect
-from framework.memory.requirements import missing_trackers, unmet_requirements
+from framework.memory.requirements import missing_trackers, unmet_requirements, workers_over_cores
 from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
@@ -112,6 +112,8 @@ def _unmet_requirements(config: TrainingConfig, needs: Needs) -> Iterator[Confli
     is_elsewhere = needs.data != "required" and set(found) != of_card and config.gpu.name not in ("cpu", detect())
     for conflict in found:
         yield replace(conflict, is_warning=True) if is_elsewhere and conflict not in of_card else conflict
+    if needs.devices == "one" and (needs.data == "required" or config.gpu.name in ("cpu", detect())):
+        yield from workers_over_cores(config)
 
 
 def _covers(bad: str, key: str) -> bool:

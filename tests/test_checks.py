@@ -78,6 +78,23 @@ def test_missing_files_show_the_written_and_the_absolute_path_to_verbs_that_need
     assert problems["model.model_name"].where == "r.yaml:1"
 
 
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("s3://b/x.jsonl", "s3:// is remote storage, which is neither read nor written; expected a local copy"),
+        ("gs://b/x/*.parquet", "gs:// is remote storage"),
+        ("https://huggingface.co/datasets/owner/name", "expected owner/name"),
+        ("hf://datasets/owner/name@main/a.parquet", "expected owner/name"),
+        ("file:///a/x.jsonl", "expected /a/x.jsonl"),
+    ],
+)
+def test_a_url_is_not_taken_for_a_path(write, written, message):
+    recipe = f'model: {{model_name: "{written}"}}\ndata: {{train: [{{path: "{written}"}}]}}\n'
+    problems, _ = report(write(recipe + f'training: {{output_dir: "{written}"}}\n'))
+    assert set(problems) == {"model.model_name", "data.train[0].path", "training.output_dir"}
+    assert all(message in str(problem) for problem in problems.values())
+
+
 def test_a_glob_is_there_when_a_file_matches_it(write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("rows_1.jsonl", "rows_2.csv.gz"):

@@ -1,19 +1,23 @@
 """Chat templates: where they come from, how a conversation is rendered, and whether a tokenizer can do it."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from framework.beside import path_like
+from framework.build.cpu_limit import OutOfTime, cpu_limit
 from framework.build.hub import nearest, one_line
+from framework.build.remarks import REASONING
 from framework.errors import Problem, RequestError
 from framework.regular_files import read_regular
 
@@ -29,10 +33,14 @@ class Chat:
     tools: Sequence[dict[str, Any]] = ()
     prompt: int = 0
     """Messages at the beginning that are the prompt, where the row says so."""
+    left_out: frozenset[int] = frozenset()
+    """Numbers of the messages that the row says are not supervised."""
+    asks_others: bool = False
+    """Whether it says that turns are supervised which are not the assistant's."""
 
     def through(self, count: int) -> "Chat":
         """Its first messages."""
-        return Chat(self.messages[:count], self.tools, self.prompt)
+        return replace(self, messages=self.messages[:count])
 
     def answers(self) -> list[int]:
         """Numbers of the messages that the assistant writes."""
@@ -42,15 +50,16 @@ class Chat:
 Span: TypeAlias = tuple[int, int]
 """First character and the one after the last."""
 
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError)
-"""What rendering raises: Jinja's own, and what a template's arithmetic on a message may cause."""
+T = TypeVar("T")
+
+
+class TemplateFault(ValueError):
+    """Why a template does not render a conversation: whatever Jinja, or the template's own arithmetic, has raised."""
+
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 ASSISTANT = "assistant"
-
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names that a thought has in a message; a template is given it under the one that it reads."""
 
 _PLAIN = frozenset({"role", "content", "name"})
 """Fields of a message that hold a text and mean the same to every template."""
@@ -59,6 +68,13 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ROWS_CHECKED = 3
 """Rows that `check_chat` renders (case D07)."""
+
+RENDER_SECONDS = 1.0
+"""Processor time that one rendering may take. Public templates take 0.1 to 5 ms, and a conversation of 1 MB 50 ms."""
+
+SLOWEST, TRIED_SECONDS = 50_000, 1.0
+"""Characters a second that a template has to write, and the processor time after which that is looked at. Eight public
+templates write 590,000 or more of conversations of a few words (EPYC, jinja2 3.1, 2026-11)."""
 
 
 def template_names() -> list[str]:
@@ -97,42 +113,108 @@ def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": thought, **message, "reasoning_content": thought}
 
 
+MOST_ADDED, MOST_TIMES = 50_000, 20
+"""Characters that a template may write of its own, and how often what it is given: longer texts come of its loops."""
+
+
 @dataclass(frozen=True)
 class Template:
     """A tokenizer's template, with what every rendering reads of the tokenizer read once: for a batch of rows."""
 
     tokenizer: PreTrainedTokenizerBase
+    effort: "Effort" = field(default_factory=lambda: Effort(), compare=False)
 
     def render(self, chat: Chat, generation_prompt: bool = False) -> str:
         """The conversation as text; with `generation_prompt`, up to where the model would begin to write.
 
-        Raises one of TEMPLATE_ERRORS when the template refuses it.
+        Raises TemplateFault when the template refuses it, RequestError when it takes too long.
         """
-        if _is_plain(chat):
+
+        def plain(messages: Sequence[Message]) -> str:
             said = {**self._named, "add_generation_prompt": generation_prompt}
-            return cast(str, self._plain.render(messages=chat.messages, tools=None, documents=None, **said))
-        text = self.tokenizer.apply_chat_template(
-            [_with_thought(message) for message in chat.messages],
-            list(chat.tools) or None,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-        )
-        return cast(str, text)
+            return cast(str, self._plain.render(messages=messages, tools=None, documents=None, **said))
+
+        def prepared(messages: Sequence[Message]) -> str:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                list(chat.tools) or None,
+                chat_template=self._text(chat),
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+            return cast(str, text)
+
+        if _is_plain(chat):
+            return self._timed(plain, chat, chat.messages, str)
+        return self._with_arguments(prepared, chat, str)
 
     def render_marked(self, chat: Chat) -> tuple[str, list[Span]]:
         """The conversation as text, and the spans that the template's `{% generation %}` blocks wrote.
 
-        Raises one of TEMPLATE_ERRORS when the template refuses it.
+        Raises TemplateFault when the template refuses it, RequestError when it takes too long.
         """
-        rendered = render_jinja_template(
-            [[_with_thought(message) for message in chat.messages]],
-            tools=list(chat.tools) or None,
-            chat_template=self._text(chat),
-            return_assistant_tokens_mask=True,
-            **self._named,
-        )
-        texts, spans = cast(tuple[list[str], list[list[Span]]], rendered)
-        return texts[0], spans[0]
+
+        def rendered(messages: Sequence[Message]) -> tuple[str, list[Span]]:
+            found = render_jinja_template(
+                [list(messages)],
+                tools=list(chat.tools) or None,
+                chat_template=self._text(chat),
+                return_assistant_tokens_mask=True,
+                **self._named,
+            )
+            texts, spans = cast(tuple[list[str], list[list[Span]]], found)
+            return texts[0], spans[0]
+
+        return self._with_arguments(rendered, chat, lambda made: made[0])
+
+    def _with_arguments(self, render: Callable[[Sequence[Message]], T], chat: Chat, text: Callable[[T], str]) -> T:
+        """What `render` makes, with the arguments of calls as objects; or as JSON text, where the template adds them to
+        a text (DeepSeek's does) or would write an object as Python prints it."""
+        messages = [_with_thought(message) for message in chat.messages]
+        if not any(message.get("tool_calls") for message in messages):
+            return self._timed(render, chat, messages, text)
+        made: T | TemplateFault
+        try:
+            made = self._timed(render, chat, messages, text)
+            if not any(_is_printed(call, text(made)) for call in _calls(messages)):
+                return made
+        except TemplateFault as fault:
+            made = fault
+        try:
+            return self._timed(render, chat, [_with_text_arguments(message) for message in messages], text)
+        except TemplateFault:
+            if isinstance(made, TemplateFault):
+                raise made from None
+            return made
+
+    def _timed(
+        self,
+        render: Callable[[Sequence[Message]], T],
+        chat: Chat,
+        messages: Sequence[Message],
+        text: Callable[[T], str],
+    ) -> T:
+        """What `render` makes. A template is a program that came with a model: it may raise anything, or not end."""
+        started = time.thread_time()
+        try:
+            with cpu_limit(RENDER_SECONDS):
+                made = render(messages)
+        except OutOfTime:
+            took = f"more than {RENDER_SECONDS:g} s"
+        except Exception as error:
+            raise TemplateFault(one_line(error)) from error
+        else:
+            written = len(text(made))
+            given = 0 if written <= MOST_ADDED else len(str(messages)) + len(str(chat.tools))
+            if written > MOST_ADDED + MOST_TIMES * given:
+                raise TemplateFault(f"it writes {written:,} characters for {given:,} of the conversation")
+            self.effort.add(time.thread_time() - started, written)
+            if not self.effort.is_too_slow:
+                return made
+            took = f"{self.effort.seconds / self.effort.times:.2g} s"
+        begin = next((message["content"] for message in messages if message["content"]), "")[:40]
+        message = f"the chat template takes {took} to render the conversation that begins with {begin!r}"
+        raise RequestError([Problem("model.chat_template", message, expected="a template that ends in milliseconds")])
 
     def marks_generation(self, chat: Chat) -> bool:
         """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
@@ -150,7 +232,7 @@ class Template:
 
     @cached_property
     def _without_tools(self) -> str:
-        return cast(str, self.tokenizer.get_chat_template())
+        return self._read(None)
 
     @cached_property
     def _plain(self) -> Any:
@@ -158,9 +240,61 @@ class Template:
 
     def _text(self, chat: Chat) -> str:
         """The text of the template for this chat: a tokenizer may have another one for chats with tools."""
-        if not chat.tools:
-            return self._without_tools
-        return cast(str, self.tokenizer.get_chat_template(tools=list(chat.tools)))
+        return self._read(list(chat.tools)) if chat.tools else self._without_tools
+
+    def _read(self, tools: list[dict[str, Any]] | None) -> str:
+        try:
+            text = cast(str, self.tokenizer.get_chat_template(tools=tools))
+            _refuse_powers(text)
+        except (ValueError, TemplateError) as error:
+            raise TemplateFault(one_line(error)) from error
+        return text
+
+
+@dataclass
+class Effort:
+    """The processor time that renderings took, and the characters that they wrote."""
+
+    seconds: float = 0.0
+    characters: int = 0
+    times: int = 0
+
+    def add(self, seconds: float, characters: int) -> None:
+        self.seconds += seconds
+        self.characters += characters
+        self.times += 1
+
+    @property
+    def is_too_slow(self) -> bool:
+        return self.seconds > TRIED_SECONDS and self.characters < SLOWEST * self.seconds
+
+
+def _calls(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            yield call.get("function", call)
+
+
+def _is_printed(call: Mapping[str, Any], text: str) -> bool:
+    """Whether the arguments stand in the text as Python prints an object, which no model was made to write."""
+    arguments = call["arguments"]
+    printed = repr(arguments)
+    return bool(arguments) and printed != _as_text(arguments) and printed in text
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    made = []
+    for call in message["tool_calls"]:
+        inner = call.get("function", call)
+        inner = {**inner, "arguments": _as_text(inner["arguments"])}
+        made.append({**call, "function": inner} if "function" in call else inner)
+    return {**message, "tool_calls": made}
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str:
@@ -174,6 +308,17 @@ def _compiled(template: str) -> Any:
     compiled = _compile_jinja_template(template)
     compiled.globals = dict(compiled.globals)
     return compiled
+
+
+@cache
+def _refuse_powers(template: str) -> None:
+    """Raises ValueError for `a ** b`: no template needs it, and of large numbers it takes for ever, in one step that
+    cannot be interrupted. `f(**names)` is another thing."""
+    before = ""
+    for _, kind, value in Environment().lex(template):
+        if value == "**" and kind == "operator" and before not in ("(", ","):
+            raise ValueError("it uses `**`, which may compute for ever")
+        before = before if kind == "whitespace" else value
 
 
 def _is_plain(chat: Chat) -> bool:
@@ -213,8 +358,8 @@ def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tup
     for number, chat in enumerate(islice(chats, ROWS_CHECKED), 1):
         try:
             warnings.update(dict.fromkeys(_doubts(template, chat)))
-        except TEMPLATE_ERRORS as error:
-            message = f"the chat template does not render chat {number}: {one_line(error)}"
+        except TemplateFault as error:
+            message = f"the chat template does not render chat {number}: {error}"
             raise RequestError([Problem("model.chat_template", message)]) from error
     return tuple(warnings)
 
@@ -243,20 +388,9 @@ def _doubts(template: Template, chat: Chat) -> list[str]:
             f"the generation block of the template leaves out {token!r}, the end of the turn, "
             "so the model does not learn to stop"
         )
-    found.extend(_unwritten(template, chat, whole))
-    return [f"model.chat_template: {doubt}" for doubt in found]
-
-
-def _unwritten(template: Template, chat: Chat, whole: str) -> list[str]:
-    """What the rows have and the template leaves out of them: tools, and the last thought."""
-    found = []
     if chat.tools and whole == template.render(replace(chat, tools=())):
         found.append("the template does not write the `tools` of the rows; the model is not told of them")
-    last = chat.messages[max(chat.answers())]
-    thoughts = [name for name in REASONING if (last.get(name) or "").strip() and last[name].strip() not in whole]
-    if thoughts:
-        found.append(f"the template does not write `{thoughts[0]}`, the thought before an answer, which is not learnt")
-    return found
+    return [f"model.chat_template: {doubt}" for doubt in found]
 
 
 def _unmarked_end(template: Template, chat: Chat) -> str | None:

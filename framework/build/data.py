@@ -12,7 +12,15 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from framework.build.classes import Targets, WrongLabel, coarse_values, find_classes, find_values
-from framework.build.data_report import ERROR_SHARE, WARNING_SHARE, DataReport, Drawn, SplitReport
+from framework.build.data_report import (
+    ERROR_SHARE,
+    DataReport,
+    Drawn,
+    SplitReport,
+    cautions,
+    loss_message,
+    merged_names,
+)
 from framework.build.encode import Encoding, encode_batch, row_texts
 from framework.build.files import Fault
 from framework.build.given import NOTHING, Given, PythonRows
@@ -25,7 +33,7 @@ from framework.build.row_progress import row_progress
 from framework.build.rows import Rows
 from framework.build.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.stream import Stream, columns_of, in_parts
-from framework.build.tally import EMPTY, SAME, RowPolicy, Tally
+from framework.build.tally import RowPolicy, Tally
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig
@@ -61,6 +69,13 @@ class Splits:
     sources: tuple[Source, ...]
     counts: tuple[int, ...]
     """Training rows of each training source, which stand one after the other."""
+
+    @property
+    def unread(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """What the forms do not read of the training rows, and of the evaluation rows, by path."""
+        train, held_out = self.sources[: len(self.counts)], self.sources[len(self.counts) :]
+        found = merged_names(source.unread for source in train)
+        return found, merged_names(source.unread for source in held_out) if held_out else found
 
 
 def prepare_data(
@@ -101,13 +116,16 @@ def _fit(
 ) -> Fitted:
     """Read, check, tokenise and fit all rows."""
     splits = read_splits(config, given)
+    of_train, of_eval = splits.unread
     encoding, warnings = _encoding(splits, config, tokenizer)
     policy = _policy(config, vocab_size)
     train, train_report, kept = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts, console)
     held_out, eval_report = None, None
     if splits.eval is not None:
         held_out, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
-    warnings = (*warnings, *_losses(train_report, eval_report))
+        eval_report = replace(eval_report, unread=of_eval)
+    train_report = replace(train_report, unread=of_train)
+    warnings = (*warnings, *_cautions(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     notes = _padding_note(tokenizer)
     return Fitted(train, train_report, kept, held_out, eval_report, descriptions, warnings, notes, encoding.targets)
@@ -126,8 +144,9 @@ def _prepare_stream(
     held_out, eval_report = cast(Rows | Packs | None, None), None
     if splits.eval is not None:
         rows, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
+        eval_report = replace(eval_report, unread=splits.unread[1])
         held_out, eval_report = _arrange(rows, eval_report, config)
-    warnings = (*warnings, *_losses(train_report, eval_report))
+    warnings = (*warnings, *_cautions(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     report = DataReport(descriptions, train_report, eval_report, _padding_note(tokenizer), warnings)
     return Data(train, held_out, report, encoding.targets, stream)
@@ -157,22 +176,8 @@ def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
     )
 
 
-_LEFT_OUT = {
-    EMPTY: "a column that they need is absent or empty in them",
-    SAME: "both answers of a pair are the same",
-}
-"""Reasons to drop a row that may be a mistake in the file, in words."""
-
-
-def _losses(*reports: SplitReport | None) -> list[str]:
-    known = [report for report in reports if report is not None]
-    left_out = [
-        f"{each.dropped[reason] / each.read:.0%} of the rows of {each.name} are left out: {what}"
-        for each in known
-        for reason, what in _LEFT_OUT.items()
-        if each.dropped.get(reason, 0) > WARNING_SHARE * each.read
-    ]
-    return left_out + [_loss_message(each) for each in known if each.supervised_lost_share > WARNING_SHARE]
+def _cautions(*reports: SplitReport | None) -> list[str]:
+    return [caution for report in reports if report is not None for caution in cautions(report)]
 
 
 def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -282,7 +287,8 @@ def _prepare_split(
                 encoded = encode_batch(batch, encoding)
                 are_known = tally.all_are_known(encoded)
                 for place, row in zip(places, encoded, strict=True):
-                    tally.take(place, row, are_known)
+                    if not tally.is_full_of_problems:
+                        tally.take(place, row, are_known)
                 done(len(batch["row"]))
                 if tally.is_full_of_problems:
                     break
@@ -301,7 +307,7 @@ def _require_little_lost(report: SplitReport, task: Task) -> None:
         expected = f"at least {report.lengths['0.95']}, which keeps 95 % of the rows whole"
         if task is Task.SFT:
             expected += "; or training.task=pretrain, which splits long texts instead"
-        raise RequestError([Problem("model.model_max_length", _loss_message(report), expected=expected)])
+        raise RequestError([Problem("model.model_max_length", loss_message(report), expected=expected)])
 
 
 def _arrange(
@@ -383,13 +389,6 @@ def _nothing_left(report: SplitReport, first: str | None, config: TrainingConfig
         f"{message}. The first: {first}",
         expected="rows with a value in each column that they need, and an answer to learn that begins within "
         "model.model_max_length",
-    )
-
-
-def _loss_message(split: SplitReport) -> str:
-    return (
-        f"{split.supervised_lost_share:.1%} of the supervised tokens of {split.name} are lost to the limit of "
-        f"{split.limit} tokens ({split.cut} of {counted(split.read, 'row')} cut, {sum(split.dropped.values())} dropped)"
     )
 
 

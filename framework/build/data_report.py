@@ -1,12 +1,13 @@
 """What became of the rows: read, dropped, cut, kept. Always printed, so that no limit works unseen."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from framework.build.remarks import Remark
 from framework.schema.wording import counted
 
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
@@ -80,6 +81,11 @@ class SplitReport:
     stream: str | None = None
     """Which part of a stream was counted; None where all rows were."""
 
+    remarks: dict[str, int] = field(default_factory=dict)
+    """What may be a mistake (`Remark`) -> rows that have it, dropped ones among them."""
+    unread: dict[str, list[str]] = field(default_factory=dict)
+    """Path of a source -> columns and fields of turns that its form does not read."""
+
     first_cut: str | None = None
     """The first row of which a part was kept: where it stands, and its tokens."""
     first_dropped: str | None = None
@@ -106,7 +112,10 @@ class SplitReport:
                 f"  {counted(self.split, 'long document was', 'long documents were')} split into consecutive rows; "
                 f"nothing is lost{unpacked}"
             )
-        lines.extend(f"  dropped {counted(count, 'row')}: {reason}" for reason, count in self.dropped.items())
+        lines.extend(
+            f"  dropped {counted(count, 'row')} ({_percent(count, self.read)}): {reason}"
+            for reason, count in self.dropped.items()
+        )
         if self.first_dropped:
             lines.append(f"    the first: {self.first_dropped}")
         lines.append(
@@ -116,6 +125,8 @@ class SplitReport:
         )
         if self.first_cut:
             lines.append(f"    the first: {self.first_cut}")
+        lines.extend(f"  {counted(count, 'row')} with {remark}" for remark, count in self.remarks.items())
+        lines.extend(f"  not read of {path}: {', '.join(names)}" for path, names in self.unread.items())
         if self.mixture:
             lines.append(
                 f"  mixed by weight, {self.mixing}: {counted(sum(each.drawn for each in self.mixture), 'row')} an epoch"
@@ -143,7 +154,9 @@ class Account:
         self.lengths.update(lengths)
         both = [report] if self.report is None else [self.report, report]
         sums: dict[str, Any] = {name: sum(getattr(each, name) for each in both) for name in _COUNTS}
-        sums["dropped"] = dict(sum((Counter(each.dropped) for each in both), Counter()))
+        for name in ("dropped", "remarks"):
+            sums[name] = dict(sum((Counter(getattr(each, name)) for each in both), Counter()))
+        sums["unread"] = merged_names(each.unread for each in both)
         for name in ("first_cut", "first_dropped"):
             sums[name] = next((getattr(each, name) for each in both if getattr(each, name)), None)
         sums["packs"] = None if report.packs is None else sum(each.packs or 0 for each in both)
@@ -154,6 +167,55 @@ _COUNTS = (
     *("read", "cut", "split", "kept", "tokens", "tokens_lost", "supervised", "supervised_lost", "packed_tokens"),
 )
 """Fields of a report that add up over blocks."""
+
+
+def merged_names(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """All names of each path, each of them once."""
+    merged: dict[str, dict[str, None]] = {}
+    for each in found:
+        for path, names in each.items():
+            merged.setdefault(path, {}).update(dict.fromkeys(names))
+    return {path: list(names) for path, names in merged.items()}
+
+
+def cautions(report: SplitReport) -> list[str]:
+    """Warnings about what became of the rows: what was left out, lost to the limit, or may be a mistake."""
+    name, read = report.name, max(report.read, 1)
+    found = [
+        f"{count / read:.0%} of the rows of {name} are left out: {what}"
+        for reason, what in _LEFT_OUT.items()
+        if (count := report.dropped.get(reason, 0)) > WARNING_SHARE * read
+    ]
+    if report.supervised_lost_share > WARNING_SHARE:
+        found.append(loss_message(report))
+    for remark in Remark:
+        if (count := report.remarks.get(remark, 0)) and count >= remark.least_share * read:
+            found.append(
+                f"{count:,} of {counted(report.read, 'row')} of {name} ({_percent(count, read)}) have {remark}"
+            )
+    return found
+
+
+def loss_message(report: SplitReport) -> str:
+    """What the limit costs."""
+    return (
+        f"{report.supervised_lost_share:.1%} of the supervised tokens of {report.name} are lost to the limit of "
+        f"{report.limit} tokens ({report.cut:,} of {counted(report.read, 'row')} cut, "
+        f"{sum(report.dropped.values()):,} dropped)"
+    )
+
+
+EMPTY = "empty"
+"""Why a row is dropped that lacks a value in a column which its form needs."""
+
+SAME = "the same answer twice"
+"""Why a pair is dropped from which nothing is learnt: no loss of pairs tells its answers apart."""
+
+_LEFT_OUT = {
+    EMPTY: "a column that they need is absent or empty in them",
+    SAME: "both answers of a pair are the same",
+}
+"""Reasons to drop a row that may be a mistake in the file, in words."""
 
 
 @dataclass(frozen=True)

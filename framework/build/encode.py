@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.chat import Chat, has_template
+from framework.build.chat import Chat, Message, has_template
 from framework.build.classes import Targets, WrongLabel
 from framework.build.labels import (
     Encoded,
@@ -19,6 +19,7 @@ from framework.build.labels import (
     encode_texts,
     encode_tokens,
 )
+from framework.build.messages import SUPERVISED
 from framework.schema.choices import RowFormat, Supervise
 
 Result: TypeAlias = Encoded | UnsuitedChat | None
@@ -86,7 +87,7 @@ def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tup
     if form in (RowFormat.MESSAGES, RowFormat.SHAREGPT):
         return _conversation(row)
     if form is RowFormat.ALPACA:
-        return _alpaca_chat(row) if has_template(tokenizer) else _alpaca_text(row)
+        return _alpaca(row, tokenizer)
     if form is RowFormat.PREFERENCE:
         return _answered(row, "chosen")
     return _answered(row, "completion") if form in (RowFormat.PROMPT_COMPLETION, RowFormat.UNPAIRED) else None
@@ -107,13 +108,10 @@ def row_question(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | s
     if row["prompt"] is None:
         return None
     if form is RowFormat.ALPACA:
-        unanswered = {**row, "completion": '""'}
-        if not has_template(tokenizer):
-            return _alpaca_text(unanswered)[0]
-        chat = _alpaca_chat(unanswered)
-        return chat.through(chat.prompt)
+        asked = _alpaca({**row, "completion": '""'}, tokenizer)
+        return asked.through(asked.prompt) if isinstance(asked, Chat) else asked[0]
     prompt = json.loads(row["prompt"])
-    return prompt if isinstance(prompt, str) else Chat(prompt, _tools(row))
+    return prompt if isinstance(prompt, str) else _chat(prompt, row)
 
 
 def _before_answer(chat: Chat) -> Chat:
@@ -160,6 +158,7 @@ def _texts_in(value: Any) -> Iterator[str]:
             value[name] for name in ("content", "instruction", "input", "system", "reasoning_content") if name in value
         ]
         yield from (text for text in texts if text)
+        yield from _texts_in(value.get("history", []))
     elif isinstance(value, list):
         for each in value:
             yield from _texts_in(each)
@@ -175,9 +174,7 @@ def _conversations(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result
 
 
 def _alpacas(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    if has_template(encoding.tokenizer):
-        return _answers([_alpaca_chat(row) for row in rows], encoding)
-    return _answers([_alpaca_text(row) for row in rows], encoding)
+    return _answers([_alpaca(row, encoding.tokenizer) for row in rows], encoding)
 
 
 def _completions(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
@@ -250,12 +247,17 @@ def _answers(rows: Sequence[Chat | tuple[str, str]], encoding: Encoding) -> list
 
 
 def _conversation(row: StoredRow) -> Chat:
-    return Chat(json.loads(row["messages"]), _tools(row))
+    return _chat(json.loads(row["messages"]), row)
 
 
-def _tools(row: StoredRow) -> Sequence[dict[str, Any]]:
-    tools: list[dict[str, Any]] = json.loads(row["tools"]) if row.get("tools") else []
-    return tools
+def _chat(messages: Sequence[Message], row: StoredRow, prompt: int = 0) -> Chat:
+    """The conversation with the tools of the row; which turns are supervised is no part of what templates are given."""
+    said = {index: message[SUPERVISED] for index, message in enumerate(messages) if SUPERVISED in message}
+    if said:
+        messages = [{name: value for name, value in each.items() if name != SUPERVISED} for each in messages]
+    left_out = frozenset(index for index, is_supervised in said.items() if not is_supervised)
+    tools = json.loads(row["tools"]) if row.get("tools") else ()
+    return Chat(messages, tools, prompt, left_out, any(said.values()))
 
 
 def _answered(row: StoredRow, column: str) -> Chat | tuple[str, str]:
@@ -263,19 +265,26 @@ def _answered(row: StoredRow, column: str) -> Chat | tuple[str, str]:
     if isinstance(answer, str):
         return (prompt, answer)
     prompt = prompt or []
-    return Chat([*prompt, *answer], _tools(row), len(prompt))
+    return _chat([*prompt, *answer], row, len(prompt))
 
 
-def _alpaca_chat(row: StoredRow) -> Chat:
+def _alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str]:
+    """A conversation where there is a template, or where there are earlier turns, which need one; else a text."""
     asked = json.loads(row["prompt"])
+    is_chat = has_template(tokenizer) or asked.get("history")
+    return _alpaca_chat(asked, row) if is_chat else _alpaca_text(asked, row)
+
+
+def _alpaca_chat(asked: dict[str, Any], row: StoredRow) -> Chat:
     question = asked["instruction"] + (f"\n{asked['input']}" if asked["input"] else "")
     system = [{"role": "system", "content": asked["system"]}] if asked["system"] else []
-    answer = {"role": "assistant", "content": json.loads(row["completion"])}
-    return Chat([*system, {"role": "user", "content": question}, answer], prompt=len(system) + 1)
+    turns = [text for pair in asked.get("history", []) for text in pair] + [question, json.loads(row["completion"])]
+    roles = ("user", "assistant") * (len(turns) // 2)
+    messages = [*system, *({"role": role, "content": text} for role, text in zip(roles, turns, strict=True))]
+    return Chat(messages, prompt=len(messages) - 1)
 
 
-def _alpaca_text(row: StoredRow) -> tuple[str, str]:
-    asked = json.loads(row["prompt"])
+def _alpaca_text(asked: dict[str, Any], row: StoredRow) -> tuple[str, str]:
     start = asked["system"] or (ALPACA_WITH_INPUT if asked["input"] else ALPACA_WITHOUT_INPUT)
     middle = f"\n\n### Input:\n{asked['input']}" if asked["input"] else ""
     prompt = f"{start}\n\n### Instruction:\n{asked['instruction']}{middle}\n\n### Response:\n"

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from framework.build.arrow_values import python_rows
 from framework.build.compressed import BROKEN, COMPRESSED, ending, open_bytes
 from framework.build.hub import one_line
 from framework.schema.wording import counted
@@ -129,7 +130,8 @@ def _read_batches(kind: str, path: Path, batches: Callable[[Path], Iterator[pa.R
             if not number and (twice := _twice(batch.schema.names)):
                 yield 0, Fault(f"the schema names a column twice: {twice}")
                 return
-            for record in batch.to_pylist():
+            batch.validate(full=True)  # a damaged offset would be followed to anywhere
+            for record in python_rows(batch):
                 number += 1
                 yield number, record
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ from framework.build.files import endings, is_read
 from framework.build.hub import nearest
 from framework.errors import Problem, RequestError
 from framework.schema.split import Split
+from framework.schema.urls import url_problem
 
 STANDARD_LIBRARY = "python_stdlib"
 """The path that means the embedded source."""
@@ -36,9 +37,12 @@ def find_files(written: str, split: Split, key: str) -> list[Path]:
     In a folder whose files are named for splits (`train.jsonl`, `data/test-00000.parquet`), only those of the split
     are meant; in one that `save_to_disk` wrote, the files that it lists.
     """
+    if url := url_problem(written):
+        message, instead = url
+        raise RequestError([Problem(key, message, expected=instead)])
     path = Path(written).expanduser()
     if path.is_dir():
-        return _files_of(path, split, key)
+        return _regular(_files_of(path, split, key), key)
     if not path.exists() and glob.has_magic(written):
         found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
     else:
@@ -49,7 +53,17 @@ def find_files(written: str, split: Split, key: str) -> list[Path]:
     if unread:
         message = f"{unread[0]} is of a kind that is not read (it ends in {''.join(unread[0].suffixes) or 'nothing'!r})"
         raise RequestError([Problem(key, message, expected=endings())])
-    return found
+    return _regular(found, key)
+
+
+def _regular(files: list[Path], key: str) -> list[Path]:
+    """The files. Raises RequestError where one is a pipe, a socket or a device: rows are read more than once, and
+    opening a pipe that nobody writes to waits for ever."""
+    odd = [file for file in files if file.exists() and not file.is_file()]
+    if odd:
+        message = f"{odd[0]} is not a regular file, and rows are read more than once"
+        raise RequestError([Problem(key, message, expected="a file on disk: write the rows to one first")])
+    return files
 
 
 def nearest_path(path: Path, written: str) -> str | None:

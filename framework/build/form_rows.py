@@ -10,12 +10,16 @@ from framework.build.classes import HIGHEST
 from framework.build.messages import (
     Fault,
     describe,
+    read_functions,
+    read_history,
     read_messages,
     read_sharegpt,
     read_text,
     read_tools,
+    read_turns,
     shared_messages,
     stored,
+    with_system,
 )
 from framework.schema.choices import RowFormat
 from framework.schema.wording import counted
@@ -39,6 +43,8 @@ def faults_as_values(read: Callable[[Mapping[str, Any]], Values]) -> Callable[[M
             return read(record)
         except Fault as fault:
             return str(fault)
+        except RecursionError:
+            return "its values are nested too deeply"
 
     return guarded
 
@@ -65,12 +71,15 @@ def _some_text(column: str, record: Mapping[str, Any]) -> str:
 
 
 def _text_or_messages(value: object) -> str | list[dict[str, Any]]:
-    return read_messages(value) if isinstance(value, list) else read_text(value)
+    return read_turns(value) if isinstance(value, (list, dict)) else read_text(value)
 
 
 def _tools(record: Mapping[str, Any]) -> str | None:
     tools = _optional("tools", read_tools, record)
-    return stored(tools) if tools else None
+    functions = _optional("functions", read_functions, record)
+    if tools and functions:
+        raise Fault("columns `tools` and `functions` both have tools")
+    return stored(tools or functions) if tools or functions else None
 
 
 def text_row(record: Mapping[str, Any]) -> Values:
@@ -80,19 +89,17 @@ def text_row(record: Mapping[str, Any]) -> Values:
 
 def messages_row(record: Mapping[str, Any]) -> Values:
     """Of `messages`."""
-    messages = _optional("messages", read_messages, record)
-    return {"form": str(RowFormat.MESSAGES), "messages": stored(messages) if messages else None} | {
-        "tools": _tools(record)
-    }
+    return _conversation(RowFormat.MESSAGES, _optional("messages", read_messages, record), record)
 
 
 def sharegpt_row(record: Mapping[str, Any]) -> Values:
     """Of `conversations`, as messages."""
-    turns = _optional("conversations", read_sharegpt, record)
-    system = _some_text("system", record)
-    if turns and system:
-        turns = [{"role": "system", "content": system}, *turns]
-    return {"form": str(RowFormat.SHAREGPT), "messages": stored(turns) if turns else None, "tools": _tools(record)}
+    return _conversation(RowFormat.SHAREGPT, _optional("conversations", read_sharegpt, record), record)
+
+
+def _conversation(form: RowFormat, messages: list[dict[str, Any]] | None, record: Mapping[str, Any]) -> Values:
+    messages = with_system(_some_text("system", record), messages) if messages else None
+    return {"form": str(form), "messages": stored(messages) if messages else None, "tools": _tools(record)}
 
 
 def prompt_completion_row(record: Mapping[str, Any]) -> Values:
@@ -100,8 +107,17 @@ def prompt_completion_row(record: Mapping[str, Any]) -> Values:
     prompt = _optional("prompt", _text_or_messages, record)
     completion = _optional("completion", _text_or_messages, record)
     prompt, completion = _alike(prompt, completion)
+    prompt = _behind_system(prompt, record, "messages, or columns: {instruction: prompt, output: completion}")
     kept = {"prompt": _stored(prompt), "completion": _stored(completion), "tools": _tools(record)}
     return {"form": str(RowFormat.PROMPT_COMPLETION), **kept}
+
+
+def _behind_system(prompt: Any, record: Mapping[str, Any], instead: str) -> Any:
+    """The prompt behind the system prompt of another column. Raises Fault where it is a text, which has no turns."""
+    system = _some_text("system", record)
+    if system and isinstance(prompt, str):
+        raise Fault(f"column `system`: a prompt that is a text has no system turn; write {instead}")
+    return prompt if prompt is None else with_system(system, prompt) if system else prompt
 
 
 def _stored(value: object) -> str | None:
@@ -120,7 +136,13 @@ def _alike(prompt: Any, answer: Any) -> tuple[Any, Any]:
 def alpaca_row(record: Mapping[str, Any]) -> Values:
     """Of `instruction` and `output`, as prompt and completion."""
     instruction, output = (_optional(column, read_text, record) for column in ("instruction", "output"))
-    asked = {"instruction": instruction, "input": _some_text("input", record), "system": _some_text("system", record)}
+    asked: Values = {
+        "instruction": instruction,
+        "input": _some_text("input", record),
+        "system": _some_text("system", record),
+    }
+    if history := _optional("history", read_history, record):
+        asked |= {"history": history}
     return {
         "form": str(RowFormat.ALPACA),
         "prompt": None if instruction is None else stored(asked),
@@ -129,10 +151,13 @@ def alpaca_row(record: Mapping[str, Any]) -> Values:
 
 
 def preference_row(record: Mapping[str, Any]) -> Values:
-    """Of a better and a worse answer to one prompt."""
+    """Of a better and a worse answer to one prompt, which an Alpaca row has in `instruction` and `input`."""
     prompt, chosen, rejected = (
         _optional(column, _text_or_messages, record) for column in ("prompt", "chosen", "rejected")
     )
+    if prompt is None and (asked := _some_text("instruction", record)):
+        prompt = [{"role": "user", "content": "\n".join(filter(None, (asked, _some_text("input", record))))}]
+        chosen, rejected = (_alike(prompt, answer)[1] for answer in (chosen, rejected))
     if chosen is not None and rejected is not None:
         if isinstance(chosen, str) and isinstance(rejected, str):
             prompt, chosen, rejected = _split_texts(prompt, chosen, rejected)
@@ -140,6 +165,7 @@ def preference_row(record: Mapping[str, Any]) -> Values:
             prompt, chosen, rejected = _split_chats(prompt, chosen, rejected)
         else:
             raise Fault("`chosen` and `rejected` are of different kinds: one is a text, one a list of messages")
+    prompt = _behind_system(prompt, record, "prompt and answers as messages")
     kept = {"prompt": _stored(prompt), "chosen": _stored(chosen), "rejected": _stored(rejected)}
     margin = _answer("margin", _read_margin, record)
     return {"form": str(RowFormat.PREFERENCE), **kept, "tools": _tools(record), "margin": _stored(margin)}
@@ -172,7 +198,7 @@ def _split_chats(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[A
     if isinstance(prompt, str):
         said = any(message["role"] == "user" and message["content"].strip() == prompt.strip() for message in shared)
         prompt = [] if said or not prompt else [{"role": "user", "content": prompt}]
-    elif prompt and shared[: len(prompt)] == prompt:
+    elif prompt and chosen[: len(prompt)] == prompt:
         prompt = []
     return [*(prompt or []), *shared], chosen[length:], rejected[length:]
 

@@ -22,6 +22,7 @@ from framework.build.form_rows import (
 )
 from framework.build.hub import nearest
 from framework.build.kinds import KINDS, wrong_kind
+from framework.build.unread import CONVERSATIONS, unread_columns, unread_fields
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Task
 from framework.schema.data import DatasetParams
@@ -69,6 +70,12 @@ class Form:
         """The columns that this form reads, under our names."""
         names = _names_in(self.name, tuple(record), tuple(mapping.items()))
         return {column: record.get(name) for column, name in zip(self.columns, names, strict=True)}
+
+    def unread(self, record: Mapping[str, Any], mapping: Mapping[str, str]) -> list[str]:
+        """Columns of the record, and fields of its turns, that this form does not read."""
+        names = _names_in(self.name, tuple(record), tuple(mapping.items()))
+        turns = (record.get(name) for column, name in zip(self.columns, names, strict=True) if column in CONVERSATIONS)
+        return [*unread_columns(record, frozenset(names)), *unread_fields(turns)]
 
 
 @lru_cache(maxsize=64)
@@ -174,24 +181,37 @@ _ALL = (
     _form(
         RowFormat.PREFERENCE,
         ("chosen", "rejected"),
-        ("prompt", "tools", "margin"),
+        ("prompt", "instruction", "input", "system", "tools", "functions", "margin"),
         ("prompt", "chosen", "rejected", "tools", "margin"),
         preference_row,
+        prompt=("conversations", "messages"),
     ),
     _form(
         RowFormat.UNPAIRED,
         ("prompt", "completion", "label"),
-        ("tools",),
+        ("system", "tools", "functions"),
         ("prompt", "completion", "label", "tools"),
         unpaired_row,
     ),
-    _form(RowFormat.MESSAGES, ("messages",), ("tools",), ("messages", "tools"), messages_row),
-    _form(RowFormat.SHAREGPT, ("conversations",), ("system", "tools"), ("messages", "tools"), sharegpt_row),
-    _form(RowFormat.ALPACA, ("instruction", "output"), ("input", "system"), ("prompt", "completion"), alpaca_row),
+    _form(RowFormat.MESSAGES, ("messages",), ("system", "tools", "functions"), ("messages", "tools"), messages_row),
+    _form(
+        RowFormat.SHAREGPT,
+        ("conversations",),
+        ("system", "tools", "functions"),
+        ("messages", "tools"),
+        sharegpt_row,
+    ),
+    _form(
+        RowFormat.ALPACA,
+        ("instruction", "output"),
+        ("input", "system", "history"),
+        ("prompt", "completion"),
+        alpaca_row,
+    ),
     _form(
         RowFormat.PROMPT_COMPLETION,
         ("prompt", "completion"),
-        ("tools",),
+        ("system", "tools", "functions"),
         ("prompt", "completion", "tools"),
         prompt_completion_row,
     ),

@@ -10,15 +10,15 @@ import numpy.typing as npt
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from framework.build.boundaries import own_end, own_start, without_end, without_start
 from framework.build.chat import (
-    REASONING,
-    TEMPLATE_ERRORS,
     Chat,
     Message,
     Span,
     Template,
+    TemplateFault,
 )
-from framework.build.hub import one_line
+from framework.build.remarks import REASONING, Remark, is_empty, thoughts
 from framework.schema.choices import Supervise
 
 IGNORED = -100
@@ -49,6 +49,8 @@ class Encoded:
     parts: tuple[Span, ...] = ()
     """Where the text stands, or both of a pair, in a row that is learnt as a whole; none in any other row. What the
     tokenizer put around them stays when the row is cut."""
+    remarks: frozenset[Remark] = frozenset()
+    """What may be a mistake in it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Marked:
 
     text: str
     spans: Sequence[Span]
+    remarks: frozenset[Remark]
 
 
 class UnsuitedChat(ValueError):
@@ -64,8 +67,11 @@ class UnsuitedChat(ValueError):
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
-    """Whole texts, every token learnt, with the tokenizer's own start token if it adds one and its end token."""
-    batch = tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    """Whole texts, every token learnt, with the tokenizer's own start token if it adds one and its end token; one of
+    each where the text has them written out."""
+    start, last = own_start(tokenizer), tokenizer.eos_token or ""
+    bare = [without_end(without_start(text, start), last) for text in texts]
+    batch = tokenizer(bare, return_attention_mask=False, return_token_type_ids=False, verbose=False)
     end = tokenizer.eos_token_id
     rows = []
     for ids in cast(list[list[int]], batch["input_ids"]):
@@ -91,7 +97,10 @@ def encode_chats(
     if not texts:
         return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
     tokens = iter(_tokens(tokenizer, texts))
-    return [_learn_between(next(tokens), mark.spans) if isinstance(mark, Marked) else mark for mark in marked]
+    return [
+        replace(_learn_between(next(tokens), mark.spans), remarks=mark.remarks) if isinstance(mark, Marked) else mark
+        for mark in marked
+    ]
 
 
 def encode_completions(
@@ -99,29 +108,39 @@ def encode_completions(
 ) -> list[Encoded]:
     """Texts as prompt and completion, end to end; learnt is the completion with the end token, or `everything`.
 
-    The tokenizer adds its own start token; a token that has characters of both is learnt.
+    The tokenizer adds its own start token, and one that is written out is no second one; nor is an end token. A token
+    that has characters of both is learnt.
     """
     if not rows:
         return []
-    texts = [prompt + completion for prompt, completion in rows]
+    bare = [_bare(tokenizer.eos_token or "", own_start(tokenizer), *row) for row in rows]
+    texts = [prompt + completion for prompt, completion in bare]
     batch = tokenizer(texts, return_offsets_mapping=True, verbose=False)
     end = tokenizer.eos_token_id
     found = []
-    for ids, offsets, (prompt, completion) in zip(batch["input_ids"], batch["offset_mapping"], rows, strict=True):
-        own_end = isinstance(end, int) and bool(completion)
-        if own_end and ids[-1:] != [end]:
+    for number, (ids, offsets) in enumerate(zip(batch["input_ids"], batch["offset_mapping"], strict=True)):
+        prompt, completion = bare[number]
+        is_ended = isinstance(end, int) and bool(rows[number][1])
+        if is_ended and ids[-1:] != [end]:
             ids, offsets = [*ids, end], [*offsets, (0, 0)]
         row = _learn_spans(ids, offsets, [(0 if everything else len(prompt), len(prompt) + len(completion))])
-        if own_end:
+        if is_ended:
             row.labels[-1:] = end
-        found.append(row)
+        found.append(row if completion.strip() else replace(row, remarks=frozenset({Remark.EMPTY_ANSWER})))
     return found
+
+
+def _bare(end: str, start: str, prompt: str, completion: str) -> tuple[str, str]:
+    """Prompt and completion without a start and an end token that are written out."""
+    completion = without_end(completion, end)
+    return (without_start(prompt, start), completion) if prompt else ("", without_start(completion, start))
 
 
 def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str | None]]) -> list[Encoded]:
     """Texts, or pairs of them, with the tokenizer's own special tokens; no token is learnt."""
-    found = []
-    for text, pair in texts:
+    found, start, end = [], own_start(tokenizer), own_end(tokenizer)
+    for written in texts:
+        text, pair = (each and (without_end(without_start(each, start), end) or each) for each in written)
         batch = tokenizer(text, pair, return_attention_mask=False, return_token_type_ids=False, verbose=False)
         ids = np.array(batch["input_ids"], dtype=np.int32)
         owners = np.array([-1 if owner is None else owner for owner in batch.sequence_ids(0)])
@@ -164,19 +183,56 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
         is_marked = learnt is not Supervise.ALL and template.marks_generation(chat)
         whole, spans = template.render_marked(chat) if is_marked else (template.render(chat), [])
         _require_calls(chat, whole)
-        if learnt is Supervise.ALL:
-            return Marked(whole, [(0, len(whole))])
         answers = _learnt_answers(chat, learnt)
+        remarks = _remarks(chat, whole, answers)
+        if learnt is Supervise.ALL:
+            remarks -= {Remark.OTHER_TURN}
+            return Marked(whole, list(_around(_left_out_spans(template, chat, whole), len(whole))), remarks)
         if is_marked and answers == chat.answers():
-            return Marked(whole, spans)
+            return Marked(whole, spans, remarks)
         turns = answer_spans(template, chat, whole, answers)
-        if not is_marked:
-            return Marked(whole, turns)
-        return Marked(whole, [span for span in spans if any(span[0] < end and span[1] > start for start, end in turns)])
+        if is_marked:
+            turns = [span for span in spans if any(span[0] < end and span[1] > start for start, end in turns)]
+        return Marked(whole, turns, remarks)
     except UnsuitedChat as unsuited:
         return unsuited
-    except TEMPLATE_ERRORS as error:
-        return UnsuitedChat(f"the chat template does not render it: {one_line(error)}")
+    except TemplateFault as fault:
+        return UnsuitedChat(f"the chat template does not render it: {fault}")
+
+
+def _remarks(chat: Chat, whole: str, answers: Sequence[int]) -> frozenset[Remark]:
+    written = (text for index in chat.answers() for text in thoughts(chat.messages[index]))
+    seen = {
+        Remark.EMPTY_ANSWER: any(is_empty(chat.messages[index]) for index in answers),
+        Remark.LOST_THOUGHT: any(text not in whole for text in written),
+        Remark.OTHER_TURN: chat.asks_others,
+    }
+    return frozenset(remark for remark, is_so in seen.items() if is_so)
+
+
+def _left_out_spans(template: Template, chat: Chat, whole: str) -> list[Span]:
+    """Where the turns stand that the row says are not supervised. Raises UnsuitedChat where one cannot be found."""
+    own = [index for index in chat.answers() if index in chat.left_out]
+    spans = answer_spans(template, chat, whole, own)
+    for index in sorted(chat.left_out.difference(own)):
+        before = _render_or_none(template, chat.through(index)) or ""
+        through = _render_or_none(template, chat.through(index + 1))
+        if through is None or not through.startswith(before) or not whole.startswith(through):
+            what = "is not supervised, by the row, and cannot be found in what the chat template renders"
+            raise UnsuitedChat(f"message {index + 1} {what}")
+        spans.append((len(before), len(through)))
+    return spans
+
+
+def _around(spans: Sequence[Span], length: int) -> Iterator[Span]:
+    """What lies between the spans, before the first and behind the last."""
+    at = 0
+    for start, end in sorted(spans):
+        if start > at:
+            yield (at, start)
+        at = max(at, end)
+    if at < length:
+        yield (at, length)
 
 
 def _require_calls(chat: Chat, whole: str) -> None:
@@ -190,8 +246,10 @@ def _require_calls(chat: Chat, whole: str) -> None:
 def _learnt_answers(chat: Chat, learnt: Supervise) -> list[int]:
     answers = chat.answers()
     if learnt is Supervise.LAST:
-        return answers[-1:]
-    return [index for index in answers if learnt is Supervise.ASSISTANT or index >= chat.prompt]
+        answers = answers[-1:]
+    if learnt is Supervise.COMPLETION:
+        answers = [index for index in answers if index >= chat.prompt]
+    return [index for index in answers if index not in chat.left_out]
 
 
 _CALLED = ("__call__", "_encode_plus", "_batch_encode_plus")
@@ -250,7 +308,7 @@ def _render_or_none(template: Template, chat: Chat, generation_prompt: bool = Fa
     """Templates may refuse a part of a conversation that they render as a whole."""
     try:
         return template.render(chat, generation_prompt) if chat.messages else None
-    except TEMPLATE_ERRORS:
+    except TemplateFault:
         return None
 
 

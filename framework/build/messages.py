@@ -13,6 +13,12 @@ from framework.build.hub import nearest
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Texts that a message may have besides role and content. A template decides whether it writes them."""
 
+SWITCHES = ("weight", "train", "training", "loss")
+"""Names under which a turn says whether it is supervised: OpenAI's, Axolotl's (two), ms-swift's."""
+
+SUPERVISED = "supervised"
+"""Our name for it in what is kept; absent where nothing is said, or what holds for an assistant's turn anyway."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that templates know. Some know others; what is nearly one of these is a slip: its turns would not be learnt."""
 
@@ -65,6 +71,37 @@ def read_sharegpt(value: object) -> list[dict[str, Any]]:
     return _each(value, _read_turn, "turn")
 
 
+def read_turns(value: object) -> list[dict[str, Any]]:
+    """A conversation as messages: a list of `{role, content}` or of `{from, value}`, or one of them. Raises Fault."""
+    turns = [value] if isinstance(value, dict) else value
+    is_sharegpt = isinstance(turns, list) and any(isinstance(turn, dict) and "from" in turn for turn in turns)
+    return read_sharegpt(turns) if is_sharegpt else read_messages(turns)
+
+
+def read_functions(value: object) -> list[dict[str, Any]]:
+    """Descriptions of functions, as OpenAI had them before tools, as tools. Raises Fault."""
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in read_tools(value)]
+
+
+def read_history(value: object) -> list[list[str]]:
+    """Earlier turns of an Alpaca row: pairs of a question and its answer. Raises Fault."""
+    turns = _parsed(value, "earlier turns") if isinstance(value, str) and value.strip() else value or []
+    if not isinstance(turns, list) or not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in turns):
+        raise Fault(f"expected a list of [question, answer], not {describe(value)}")
+    return [[read_text(text) for text in turn] for turn in turns]
+
+
+def with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages behind a system prompt from another column. Raises Fault where they have another one."""
+    if not system:
+        return messages
+    if not messages or messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"].strip() != system.strip():
+        raise Fault("column `system`: the first message is another system prompt")
+    return messages
+
+
 def read_tools(value: object) -> list[dict[str, Any]]:
     """Descriptions of tools, a list or its JSON text; without any, an empty list. Raises Fault."""
     tools = _parsed(value, "a list of tools") if isinstance(value, str) and value.strip() else value or []
@@ -77,7 +114,7 @@ def stored(value: object) -> str:
     """The value as JSON text. Raises Fault when it has no such text."""
     try:
         text = _JSON.encode(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise Fault(f"has no JSON form: {error}") from None
     return read_text(text)
 
@@ -106,7 +143,22 @@ def _read_message(message: object) -> dict[str, Any]:
         kept["content"] = _content(message)
     if len(message) > 2:  # most have role and content alone
         kept |= {name: _field(message, name) for name in TEXT_FIELDS if message.get(name) is not None}
+        kept |= _switch(message, kept["role"])
     return kept
+
+
+def _switch(turn: Mapping[str, Any], role: str) -> dict[str, bool]:
+    """Whether the turn is supervised, where it says other than its role does."""
+    said = {name: turn[name] for name in SWITCHES if turn.get(name) is not None}
+    for name, value in said.items():
+        if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+            raise Fault(f"`{name}`: expected 0 or 1, false or true, not {describe(value)}")
+    if len(set(map(bool, said.values()))) > 1:
+        raise Fault(f"{' and '.join(f'`{name}`' for name in said)} say different things")
+    if not all(said.values()):
+        return {SUPERVISED: False}
+    # OpenAI's `weight` is for the assistant's turns, and 1 is its default; the others ask for any turn.
+    return {SUPERVISED: True} if role != "assistant" and said.keys() - {"weight"} else {}
 
 
 def _role(message: Mapping[str, Any]) -> str:
@@ -160,11 +212,12 @@ def _read_turn(turn: object) -> dict[str, Any]:
     who, value = _field(turn, "from"), _field(turn, "value")
     if who not in SHAREGPT_ROLES:
         raise Fault(f"`from`: {who!r} is nobody known; known are {', '.join(SHAREGPT_ROLES)}")
+    role = SHAREGPT_ROLES[who]
     if who != "function_call":
-        return {"role": SHAREGPT_ROLES[who], "content": value}
+        return {"role": role, "content": value, **_switch(turn, role)}
     call = _parsed(value, "a function call")
     calls = call if isinstance(call, list) else [call]
-    return {"role": "assistant", "content": "", "tool_calls": _read_calls(calls)}
+    return {"role": role, "content": "", "tool_calls": _read_calls(calls), **_switch(turn, role)}
 
 
 def _parsed(text: str, what: str) -> Any:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.chat import TEMPLATE_ERRORS, Chat, render
+from framework.build.boundaries import own_start, without_start
+from framework.build.chat import Chat, TemplateFault, render
 from framework.build.data import ENCODE_BATCH
 from framework.build.encode import Encoding, StoredRow, encode_batch, row_question
 from framework.build.files import Fault, read_records
 from framework.build.finding import find_files, is_local
 from framework.build.forms import FORMS, Form, detect_form
-from framework.build.hub import nearest, one_line
+from framework.build.hub import nearest
 from framework.build.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
 from framework.build.rows import row_length, truncate
 from framework.build.sources import PROBLEM_LIMIT, Place, read_source
@@ -209,10 +210,10 @@ def _prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None
     if isinstance(asked, Chat):
         try:
             ids = tokenizer(render(tokenizer, asked, generation_prompt=True), add_special_tokens=False)["input_ids"]
-        except TEMPLATE_ERRORS as error:
-            return f"the chat template does not render it: {one_line(error)}"
+        except TemplateFault as fault:
+            return f"the chat template does not render it: {fault}"
     elif isinstance(asked, str):
-        ids = tokenizer(asked, verbose=False)["input_ids"]
+        ids = tokenizer(without_start(asked, own_start(tokenizer)), verbose=False)["input_ids"]
         ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1 else ids
     else:
         ids = list(asked)

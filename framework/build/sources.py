@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import datasets
 import pyarrow as pa
 
+from framework.build.arrow_values import without_nulls
 from framework.build.docstrings import standard_docstrings
 from framework.build.files import Fault, Record, read_records, stream_records
 from framework.build.finding import (
@@ -41,6 +42,9 @@ PROBLEM_LIMIT = 10
 CHUNK = 10_000
 """Rows that become one piece of the Arrow table."""
 
+UNREAD = "unread"
+"""Beside the columns that a row keeps: names of what its form does not read."""
+
 T = TypeVar("T")
 
 Files: TypeAlias = Iterable[tuple[str, Iterator[Record]]]
@@ -65,6 +69,8 @@ class Source:
     dataset: datasets.Dataset
     form: RowFormat
     description: str
+    unread: Mapping[str, Sequence[str]]
+    """The path -> columns and fields of turns that the form does not read."""
 
 
 def join_sources(sources: Sequence[Source]) -> datasets.Dataset:
@@ -119,16 +125,22 @@ class OpenSource:
                 yield place, record
                 continue
             values = self.form.read(self.form.take(record, self.params.columns))
-            yield place, Fault(values) if isinstance(values, str) else values
+            if isinstance(values, str):
+                yield place, Fault(values)
+                continue
+            if unread := [*self.form.unread(record, self.params.columns), *self.reach.never_read]:
+                values[UNREAD] = unread
+            yield place, values
 
     def read(self, most: int | None = None) -> Source:
         """All rows, or the first `most` of them for a look ahead. Raises RequestError."""
         table = _Table(self.form)
-        problems: list[Problem] = []
+        problems, unread = list[Problem](), dict[str, None]()
         for place, values in islice(self.rows(), most):
             if isinstance(values, Fault):
                 problems.append(Problem(self.key, values.message, where=str(place)))
             else:
+                unread |= dict.fromkeys(values.get(UNREAD, ()))
                 table.add(values, place)
             if len(problems) == PROBLEM_LIMIT:
                 problems.append(Problem(self.key, f"reading stopped after {PROBLEM_LIMIT} broken rows"))
@@ -137,7 +149,8 @@ class OpenSource:
             raise RequestError(problems)
         many = f"{counted(table.size, 'row')}" if most is None else "a stream"
         description = f"{self.params.path}: {many} of `{self.form.name}` ({self.found})"
-        return Source(table.finish(), self.form.name, description)
+        names = {self.params.path: tuple(unread)} if unread else {}
+        return Source(table.finish(), self.form.name, description, names)
 
 
 def open_source(
@@ -152,8 +165,7 @@ def open_source(
     A source that is `streamed` is never held as a whole, neither here nor by the hub's client.
     """
     _check_request(source, key)
-    files = _opener(source, key, given, streamed)
-    reach = _Reach(files, _slice_of(source, streamed))
+    reach = _Reach(*_opener(source, key, given, streamed), _slice_of(source, streamed))
     head = list(_through_first_record(reach.records()))
     if not head:
         message = f"`{source.split}` holds none: the source has {counted(reach.count, 'row')}"
@@ -166,6 +178,8 @@ class _Reach:
     """The records of a source that a slice leaves, as often as they are asked for."""
 
     files: Callable[[], Files]
+    never_read: Sequence[str]
+    """Columns that are not even decoded."""
     split: Split
 
     @cached_property
@@ -180,23 +194,37 @@ class _Reach:
         return islice(located, *self.split.rows(self.count if self.split.needs_count else None))
 
 
-def _opener(source: DatasetParams, key: str, given: PythonRows | None, streamed: bool) -> Callable[[], Files]:
+def _opener(
+    source: DatasetParams, key: str, given: PythonRows | None, streamed: bool
+) -> tuple[Callable[[], Files], Sequence[str]]:
+    """What opens the files, and columns that are left behind there."""
     if source.path == STANDARD_LIBRARY:
-        return standard_library
+        return standard_library, ()
     if source.path == STANDARD_DOCSTRINGS:
-        return standard_docstrings
+        return standard_docstrings, ()
     if source.path == PYTHON_ROWS:
         if given is None:
             message = "these rows came from Python, and none are given now"
             argument = "eval_rows" if key.startswith("data.eval") else "train_rows"
             raise RequestError([Problem(key, message, expected=f"framework.train(config, {argument}=...)")])
-        return lambda: [(PYTHON_ROWS, python_records(given))]
+        return lambda: [(PYTHON_ROWS, python_records(given))], ()
     if is_local(source.path):
         paths = find_files(source.path, parse_split(source.split), key)
         read = stream_records if streamed else read_records
-        return lambda: ((str(path), read(path)) for path in paths)
+        return lambda: ((str(path), read(path)) for path in paths), ()
     dataset = _hub_dataset(source, key, streamed)
-    return lambda: [(source.path, _dataset_records(dataset))]
+    columns = dataset.column_names or []
+    readable = _readable(columns, source)
+    left = [f"`{column}`" for column in columns if column not in readable]
+    kept = dataset.select_columns(readable) if left else dataset
+    return lambda: [(source.path, _dataset_records(kept))], left
+
+
+def _readable(columns: Sequence[str], source: DatasetParams) -> list[str]:
+    """Columns that some form may read; all where there is none. Decoding pictures or sound only to drop them would take
+    most of the time."""
+    wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
+    return [column for column in columns if column in wanted] or list(columns)
 
 
 def _is_on_hub(source: DatasetParams) -> bool:
@@ -347,12 +375,7 @@ def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> datasets.Da
     except Exception as error:  # datasets and the hub client raise many kinds, all of them about the request
         message = f"no file or folder {local}; {hub_host()} answered: {one_line(error)}"
         raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))]) from error
-    if streamed and dataset.column_names is None:
-        return dataset
-    wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
-    # Decoding pictures or sound only to drop them would take most of the time.
-    readable = [column for column in dataset.column_names if column in wanted] or dataset.column_names
-    return dataset.select_columns(readable)
+    return dataset
 
 
 def _streamed_split(source: DatasetParams, key: str) -> Split:
@@ -370,6 +393,7 @@ def _dataset_records(dataset: datasets.Dataset | datasets.IterableDataset) -> It
     for batch in dataset.iter(batch_size=1000):
         for column, names in classes.items():
             batch[column] = [_named_class(value, names) for value in batch[column]]
+        batch = {column: without_nulls(values) for column, values in batch.items()}  # structs have them as in Arrow
         for values in zip(*batch.values(), strict=True):
             number += 1
             yield number, dict(zip(batch, values, strict=True))

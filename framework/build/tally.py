@@ -6,20 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from framework.build.data_report import SplitReport, length_quantiles
+from framework.build.data_report import EMPTY, SAME, SplitReport, length_quantiles
 from framework.build.labels import Encoded, UnsuitedChat
+from framework.build.remarks import Remark
 from framework.build.rows import Rows, join_rows, row_length, split_document, supervised_count, truncate
 from framework.build.sources import PROBLEM_LIMIT, Place
 from framework.errors import Problem
 from framework.schema.choices import Truncation
 from framework.schema.wording import counted
-
-EMPTY = "empty"
-"""Why a row is dropped that lacks a value in a column which its form needs."""
-
-
-SAME = "the same answer twice"
-"""Why a pair is dropped from which nothing is learnt: no loss of pairs tells its answers apart."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +39,7 @@ class Tally:
     """Where the rows were asked for, such as `data.train`; for problems."""
     kept: list[Encoded] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[Remark] = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)
     cut: int = 0
     split: int = 0
@@ -72,6 +67,8 @@ class Tally:
         """Count the row and keep of it what the policy allows. None is a row with nothing in it; `is_known`: that the
         model has its tokens was found before."""
         self.read += 1
+        if isinstance(row, Encoded):
+            self.remarks.update(row.remarks if row.rejected is None else row.remarks | row.rejected.remarks)
         if isinstance(row, UnsuitedChat):
             self.problems.append(Problem(self.key, str(row), where=str(place)))
         elif row is None or not len(row.input_ids):
@@ -96,6 +93,7 @@ class Tally:
             kept=len(self.kept),
             first_cut=self.first_cut,
             first_dropped=self.first_dropped,
+            remarks={str(remark): count for remark, count in self.remarks.items()},
             lengths=length_quantiles(self.lengths),
             tokens=sum(self.lengths),
             tokens_lost=self.tokens_lost,

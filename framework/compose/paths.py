@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from framework.schema.urls import is_url
+
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md")
 """What a data path ends in when it must be a file, not a hub id."""
 
@@ -56,7 +58,7 @@ def _has_path(item: Any) -> bool:
 
 
 def _absolute(value: Any, key: str) -> Any:
-    if not isinstance(value, str) or not value or "\n" in value or "\0" in value:
+    if not isinstance(value, str) or not value or "\n" in value or "\0" in value or is_url(value):
         return value
     if key == "output_dir" or exists(value) or (key != "chat_template" and looks_local(value)):
         return os.path.abspath(os.path.expanduser(value))

@@ -93,6 +93,8 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
         nearest = f"[{value}]"
     if expected == "text" and isinstance(value, int | float):
         expected = "text, in quotes"
+    if expected == "text" and detail["type"] == "value_error":  # it is a text, of which the key's own check says more
+        return Problem(dotted(path), str(detail["ctx"]["error"]), where, None, nearest)
     return Problem(dotted(path), f"cannot be {shown(value)}", where, expected, nearest)
 
 

@@ -13,6 +13,7 @@ from framework.memory.levers import LEVERS, Lever, Setting
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
 from framework.schema.gpu import GPUParams
+from framework.schema.wording import counted
 
 
 def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conflict]:
@@ -46,6 +47,17 @@ def missing_trackers(config: TrainingConfig) -> Iterator[Conflict]:
         if importlib.util.find_spec(str(tracker)) is None:
             message = f"the package {tracker} is not installed"
             yield Conflict((f"training.trackers[{index}]",), message, f"pip install {tracker}, or no such tracker")
+
+
+def workers_over_cores(config: TrainingConfig) -> Iterator[Conflict]:
+    """A warning where `data.workers` are more processes than this machine has cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers, ranks = config.data.workers, config.gpu.count if isinstance(config.gpu.count, int) else 1
+    if workers * ranks > cores:
+        many = f"{workers} a device on {ranks} devices are {workers * ranks}" if ranks > 1 else f"{workers}"
+        message = f"{many} processes for {counted(cores, 'core')}: they slow each other and the training down"
+        most = f"at most {max(0, (cores - ranks) // ranks)}"
+        yield Conflict(("data.workers",), message, most, is_warning=True)
 
 
 def packs_teacher(config: TrainingConfig) -> bool:

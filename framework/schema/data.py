@@ -8,12 +8,13 @@ from framework.schema.choices import Mixing, RowFormat, Supervise, Truncation
 from framework.schema.params import FrozenMapping, Number, Params, parse_sequence
 from framework.schema.split import check_split
 from framework.schema.training import Count, Positive
+from framework.schema.urls import NoURL
 
 
 class DatasetParams(Params):
     """One source of rows."""
 
-    path: str
+    path: NoURL
     """Local file (JSONL, JSON, CSV, text, each also as .gz, .bz2, .xz or .zst; Parquet, Arrow), a folder of them, one
     that `save_to_disk` wrote, a glob, a hub id, `python_stdlib` or `python_docstrings`, which every Python has, or
     `python_rows`, rows that a program hands to `framework.train`."""

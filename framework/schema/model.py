@@ -7,6 +7,7 @@ from pydantic import Field
 from framework.schema.choices import Attention, SdpaBackend, TorchDtype
 from framework.schema.params import Auto, FrozenMapping, Integer, Params, Strings
 from framework.schema.training import Count, Positive
+from framework.schema.urls import NoURL
 
 
 class TokenizerTraining(Params):
@@ -21,7 +22,7 @@ class TokenizerTraining(Params):
 class ModelParams(Params):
     """Which model to train."""
 
-    model_name: str | None = None
+    model_name: NoURL | None = None
     """Hub id or local folder. With `architecture` beside it, planning needs no network."""
     architecture: FrozenMapping | None = None
     """A Hugging Face config written out: `{model_type: llama, hidden_size: 2048, ...}`."""
@@ -53,7 +54,7 @@ class ModelParams(Params):
     freeze_first_blocks: Count = 0
     """The first n transformer blocks are not trained. With `freeze_layers: [embeddings]` beside it they keep no
     activations either."""
-    tokenizer_name: str | None = None
+    tokenizer_name: NoURL | None = None
     """Hub id or folder of the tokenizer. Unset: the model's."""
     tokenizer: TokenizerTraining | None = None
     """Build a tokenizer on the training text: `{train: bpe, vocab_size: 4096}`."""

@@ -21,6 +21,7 @@ from framework.schema.choices import (
 from framework.schema.distillation import DistillationParams, TeacherParams
 from framework.schema.params import Auto, Integer, Number, Params, parse_sequence
 from framework.schema.preference import WITHOUT_REFERENCE, PreferenceParams
+from framework.schema.urls import NoURL
 
 Positive = Annotated[Integer, Field(ge=1)]
 Count = Annotated[Integer, Field(ge=0)]
@@ -178,7 +179,7 @@ class TrainingParams(Params):
     """Optimizer steps between progress lines; `metrics.jsonl` gets every step."""
     seed: Count = 42
     """Seeds weights, data order and dropout."""
-    output_dir: str | None = None
+    output_dir: NoURL | None = None
     """Run folder. Unset: `runs/<recipe>`, numbered when taken."""
     run_name: str | None = None
     """Name shown by trackers. Unset: the run folder's name."""

@@ -1,3 +1,6 @@
+import itertools
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -5,6 +8,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from framework.build.chat import Chat, check_chat, read_template, render, template_names
+from framework.build.cpu_limit import OutOfTime, cpu_limit
+from framework.build.labels import encode_chats
+from framework.build.messages import read_messages
 from framework.errors import RequestError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -86,6 +92,19 @@ def test_no_template_is_refused_with_what_to_write(make_tokenizer: MakeTokenizer
         ("{% for m in messages %}", "Unexpected end of template"),
         ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
         ("{{ raise_exception('only user and assistant') }}", "only user and assistant"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ 'a' * 10000000000000000 }}", "MemoryError"),
+        ("{{ '%c' % 99999999 }}", "not in range"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{{ 9 ** 9 ** 9 ** 9 }}", "it uses `\\*\\*`"),
+        (
+            "{% for i in range(300) %}{% for j in range(300) %}{{ 'x' }}{% endfor %}{% endfor %}",
+            "it writes 90,000 char",
+        ),
+        (
+            "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+            "takes more than 1 s to render",
+        ),
     ],
 )
 def test_template_that_does_not_render_is_refused(template: str, message: str, make_tokenizer: MakeTokenizer) -> None:
@@ -116,3 +135,46 @@ def test_warns_when_generation_blocks_leave_the_end_out(make_tokenizer: MakeToke
     )
     (warning,) = check_chat(make_tokenizer(template, CHATML_TOKENS), [CHAT])
     assert "leaves out '<|im_end|>'" in warning
+
+
+def test_a_template_that_is_slow_for_each_row_ends_after_a_second(make_tokenizer: MakeTokenizer) -> None:
+    slow = "{% for i in range(300) %}{% for j in range(300) %}{% set x = j %}{% endfor %}{% endfor %}"
+    tokenizer = make_tokenizer(slow + read_template("chatml"), CHATML_TOKENS)
+    started = time.thread_time()
+    with pytest.raises(RequestError, match="to render the conversation that begins with 'Be brief"):
+        encode_chats(tokenizer, [CHAT] * 10_000)
+    assert time.thread_time() - started < 4
+
+
+def test_the_limit_leaves_the_signal_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(OutOfTime), cpu_limit(0.05):
+        sum(1 for _ in itertools.count())
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+WRITES_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}ARGUMENTS{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{{ call.function.name + call.function.arguments }}", 'f{"city": "K\u00f6ln"}'),  # adds them, as DeepSeek's do
+        ("{{ call.function.name }}{{ call.function.arguments }}", 'f{"city": "K\u00f6ln"}'),  # would print Python
+        ("{{ call.function.name }}{{ call.function.arguments | tojson }}", 'f{"city": "K\u00f6ln"}'),
+        ("f{% for name, value in call.function.arguments.items() %}{{ name + value }}{% endfor %}", "fcityK\u00f6ln"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("arguments", [{"city": "K\u00f6ln"}, '{"city":"K\\u00f6ln"}'])
+def test_arguments_are_a_text_or_an_object_as_the_template_wants(
+    written: str, expected: str, arguments: object, make_tokenizer: MakeTokenizer
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = read_messages([MESSAGES[1], {"role": "assistant", "content": None, "tool_calls": [call]}])
+    tokenizer = make_tokenizer(WRITES_CALLS.replace("ARGUMENTS", written), CHATML_TOKENS)
+    assert f"assistant\n{expected}<|im_end|>" in render(tokenizer, Chat(messages))

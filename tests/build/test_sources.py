@@ -1,4 +1,5 @@
 import bz2
+import contextlib
 import gzip
 import hashlib
 import json
@@ -226,6 +227,27 @@ class TestRefusals:
         (problem,) = problems(str(tmp_path / "a.xlsx"))
         assert ".xlsx" in problem.message
         assert ".jsonl" in str(problem.expected)
+
+    def test_what_is_no_regular_file_is_not_waited_for(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "a.jsonl")
+        (problem,) = problems(str(tmp_path / "a.jsonl"))
+        assert problem.message == f"{tmp_path / 'a.jsonl'} is not a regular file, and rows are read more than once"
+        (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
+        assert texts(str(tmp_path)) == texts(str(tmp_path / "*.jsonl")) == ["x"]
+
+    @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+    def test_damaged_offsets_are_told_and_not_followed(self, name: str, tmp_path: Path) -> None:
+        table, path = pa.table({"text": ["a" * 40, "b" * 40, "c" * 40]}), tmp_path / name
+        if name == "a.parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+        whole = path.read_bytes()
+        for at in range(len(whole)):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x81]) + whole[at + 1 :])
+            with contextlib.suppress(RequestError):
+                texts(str(path))
 
     def test_broken_lines_are_named_all_at_once(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl"

@@ -16,6 +16,7 @@ from transformers.utils import chat_template_utils
 from framework.build import labels
 from framework.build.chat import Chat, check_chat, read_template, render
 from framework.build.labels import IGNORED, Encoded, UnsuitedChat, encode_chats
+from framework.build.remarks import Remark
 from framework.schema.choices import Supervise
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -235,13 +236,13 @@ def test_a_call_that_is_not_written_is_no_empty_answer(name: str, tokenizer_of: 
 
 def test_what_a_template_leaves_out_is_told(tokenizer_of: TokenizerOf) -> None:
     with_tools = Chat(TURNS.messages, TOOLS)
-    thinking = Chat([user("two?"), answer("Four.", thinking="Easy.")])
     (warning,) = check_chat(tokenizer_of("chatml"), [with_tools])
     assert "does not write the `tools`" in warning
-    (warning,) = check_chat(tokenizer_of("chatml"), [thinking])
-    assert "does not write `thinking`" in warning
-    for name in ("harmony", "qwen3"):
-        assert check_chat(tokenizer_of(name), [thinking]) == ()
+    thinking = Chat([user("two?"), answer("Four.", thinking="Easy.")])
+    for name, lost in (("chatml", {Remark.LOST_THOUGHT}), ("harmony", set()), ("qwen3", set())):
+        (row,) = encode_chats(tokenizer_of(name), [thinking])
+        assert isinstance(row, Encoded)
+        assert row.remarks == lost
     assert check_chat(tokenizer_of("qwen25"), [with_tools]) == ()
 
 

@@ -1,6 +1,7 @@
 """What a setting needs of card and machine is found from the text alone, everything at once."""
 
 import contextlib
+import os
 
 import pytest
 
@@ -8,7 +9,7 @@ from framework import checks
 from framework.checks import CHECK, PLAN, TRAIN, check
 from framework.errors import RequestError
 from framework.memory import requirements
-from framework.memory.requirements import suits, unmet_requirements
+from framework.memory.requirements import suits, unmet_requirements, workers_over_cores
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 
@@ -24,6 +25,17 @@ def card(capability):
 def unmet(here=False, **sections):
     found = unmet_requirements(TrainingConfig.model_validate(sections), here)
     return {conflict.keys[0]: conflict for conflict in found}
+
+
+@pytest.mark.parametrize(("workers", "ranks", "expected"), [(2, 1, None), (3, 1, "at most 1"), (2, 2, "at most 0")])
+def test_more_workers_than_cores_are_a_warning(workers, ranks, expected, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    sections = {"data": {"workers": workers}, "gpu": {"name": "cpu", "count": ranks}}
+    found = list(workers_over_cores(TrainingConfig.model_validate(sections)))
+    assert [(each.expected, each.is_warning) for each in found] == ([(expected, True)] if expected else [])
+    assert all("processes for 2 cores" in each.message for each in found)
+    warnings = check(TrainingConfig.model_validate({**sections, "model": LLAMA, "gpu": CPU}), CHECK)
+    assert [each.key for each in warnings if each.key == "data.workers"] == (["data.workers"] if workers > 2 else [])
 
 
 @pytest.mark.parametrize(
