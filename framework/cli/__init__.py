@@ -36,24 +36,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problems, code = (Problem("", message, nearest=meant(message, words, _VERBS)),), 2
     except Interrupted as error:  # asked for, and no error
         say(str(error))
-        return error.exit_code
+        return _documented(str(error), error.exit_code, words)
     except TunesmithError as error:
         complain(str(error), "--debug" in words)
-        return error.exit_code
+        return _documented(str(error), error.exit_code, words)
     except (BrokenPipeError, SystemExit):  # our reader has left, which typer may turn into an exit; say no more to it
         return _unprinted(BrokenPipeError(), words)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             return _unprinted(error, words)
-        detail = f"{type(error).__name__}: {error}".partition("\n")[0]
-        complain(f"internal fault: {detail} (--debug shows where; please report it)", "--debug" in words)
-        return 1
+        detail = f"internal fault: {type(error).__name__}: {error}".partition("\n")[0]
+        complain(f"{detail} (--debug shows where; please report it)", "--debug" in words)
+        return _documented(detail, 1, words)
+    if "--json" not in words:
+        print_problems(problems)
+        return code
+    return _documented(problems, code, words)
+
+
+def _documented(found: Sequence[Problem] | str, code: int, words: Sequence[str]) -> int:
+    """The exit code, after the one document of --json of what kept a verb from its own."""
+    problems = [Problem("", found)] if isinstance(found, str) else found
     try:
         if "--json" in words:
             print_json({"errors": [problem.to_json() for problem in problems]})
             sys.stdout.flush()
-        else:
-            print_problems(problems)
     except OSError as error:
         return _unprinted(error, words)
     return code

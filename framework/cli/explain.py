@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from framework.cli.arguments import Json
-from framework.cli.printing import print_json
+from framework.cli.printing import print_json, print_warnings
 
 
 def explain(
@@ -25,6 +25,7 @@ def explain(
     else:
         evidence = gather(Path(source), run)
     explanation = explain_evidence(evidence)
+    print_warnings([evidence.unread] if evidence.unread else [])
     if as_json:
         print_json(explanation.to_json())
     else:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import print_json, print_warnings, say, stdout
+from framework.cli.printing import complain, print_json, print_warnings, say, stdout
 from framework.cli.writing import as_document, check_writable, told, written
-from framework.errors import OutOfMemory, RequestError
+from framework.errors import OutOfMemory, Problem, RequestError
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -44,12 +44,14 @@ def plan(
         made = searched or planned(composition, process)
     missed = written(html, "--html", lambda: _page(composition.recipe, made, measured))
     if as_json:
-        print_json({**_document(made, measured, composition.warnings), **as_document(missed)})
+        kept_from = [*missed, *([Problem("--measure", str(failure))] if failure is not None else [])]
+        print_json({**_document(made, measured, composition.warnings), **as_document(kept_from)})
     else:
         _print(composition.recipe, made, measured)
     code = told(missed, 0 if made.fits else DOES_NOT_FIT)
     if failure is not None:
-        raise failure
+        complain(str(failure), with_traceback=False)
+        return failure.exit_code
     return code
 
 

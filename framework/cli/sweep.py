@@ -41,11 +41,11 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
         forget_results(folder)
         failures = _launch(run, folder)
         results = _completed(outline, results_of(folder))
-        refused = [Problem("", f"run {one.number}: {reason_of(folder, one)}") for one in results if one.exit_code == 2]
+        failed = [Problem("", f"run {one.number}: {reason_of(folder, one)}") for one in results if one.exit_code]
         codes = [INTERRUPTED] if is_stopped(folder) else [*failures, *(result.exit_code for result in results)]
     code = worst(codes)
     if as_json:
-        added = {"errors": [problem.to_json() for problem in refused]} if code == 2 else {}
+        added = {"errors": [problem.to_json() for problem in failed]} if failed else {}
         print_json({"folder": str(outline.folder), "exit_code": code, "runs": [*map(asdict, results)], **added})
     else:
         _print(outline, results)

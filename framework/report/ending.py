@@ -12,9 +12,9 @@ from framework.memory.explain.evidence import (
     Evidence,
     gather,
     read_circumstances,
-    read_plan,
     read_text,
 )
+from framework.memory.explain.saved_plan import read_plan
 from framework.memory.explain.shapes import Kind
 from framework.memory.ledger import STEP_PHASES
 from framework.report.run_files import Run
@@ -78,7 +78,7 @@ def _failure(run: Run) -> Explanation | None:
             circumstances = read_circumstances(text)
             if _was_repaired(run, circumstances):
                 return None
-            return explain_evidence(Evidence(text, circumstances, read_plan(run.folder)))
+            return explain_evidence(Evidence(text, circumstances, read_plan(run.folder)[0]))
         return None if _is_done(run) else explain_evidence(gather(run.folder))
     except RequestError:
         return None

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from framework.build.refuse import refuse_impossible
-from framework.errors import DoesNotFit, Problem, RequestError
+from framework.errors import DoesNotFit, Problem, RequestError, TrainingStopped
 from framework.run.child import plan_in_subprocess
 from framework.run.crew import FAILED, GRACE, HERE, PARENT
 from framework.run.fit import decide_or_refuse
@@ -128,16 +128,25 @@ def _watched(ranks: Sequence["subprocess.Popen[bytes]"], crew: Store, noted: lis
 
 
 def _ended(ranks: Sequence["subprocess.Popen[bytes]"], failed: int, crew: Store) -> int:
-    """Leave a note for a rank that was killed, let the others go, and say what nobody else can. The run's exit code."""
+    """Leave a note for a rank that was killed and let the others go. The run's exit code.
+
+    Raises TrainingStopped for ranks that were killed, since none of them can say so.
+    """
     code = ranks[failed].returncode
     mine = json.dumps({"rank": failed, "code": code if code > 0 else LOST})
     note = json.loads(crew.compare_set(FAILED, "", mine))
     end = time.monotonic() + 4 * GRACE
     while any(process.poll() is None for process in ranks) and time.monotonic() < end:
         time.sleep(_PAUSE)
-    for rank, process in enumerate(ranks):
-        if process.poll() is not None and process.returncode < 0:
-            print(f"error rank {rank} {_death(-process.returncode)}; checkpoints are intact", file=sys.stderr)
+    deaths = [
+        f"rank {rank} {_death(-process.returncode)}; checkpoints are intact"
+        for rank, process in enumerate(ranks)
+        if process.poll() is not None and process.returncode < 0
+    ]
+    if code < 0 and note["rank"] == failed:  # so no rank has told of another failure
+        raise TrainingStopped("; ".join(deaths))
+    for death in deaths:
+        print(f"error {death}", file=sys.stderr)
     return int(note["code"])
 
 

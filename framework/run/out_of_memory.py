@@ -16,6 +16,7 @@ from framework.memory.explain import explain_evidence
 from framework.memory.explain.causes import Circumstances, growth_per_step
 from framework.memory.explain.evidence import REPORT, Evidence, write_circumstances
 from framework.memory.explain.messages import is_out_of_memory
+from framework.memory.explain.saved_plan import SavedPlan
 from framework.memory.explain.text import explanation_lines
 from framework.memory.ledger import PHASES
 from framework.memory.units import size
@@ -163,7 +164,7 @@ def explained(text: str, circumstances: Circumstances, forecast: Forecast | None
     """The failure with its explanation, waited for, and `more` lines."""
     if forecast is not None:
         forecast.wait(min(PATIENCE, forecast.patience))
-    plan = forecast.document if forecast is not None else None
+    plan = SavedPlan.model_validate(forecast.document) if forecast is not None else None
     lines = explanation_lines(explain_evidence(Evidence(text, circumstances, plan)))
     return OutOfMemory("\n".join([*lines, *more]))
 

@@ -163,7 +163,8 @@ def results_of(sweep: Path) -> list[Result]:
 
 def reason_of(sweep: Path, result: Result) -> str:
     """The first error that a run has printed."""
-    log = (sweep / _RESULTS / f"{result.number}.log").read_text(encoding="utf-8")
+    file = sweep / _RESULTS / f"{result.number}.log"
+    log = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
     said = (line.removeprefix("error ") for line in log.splitlines() if line.startswith("error "))
     return next(said, f"exit code {result.exit_code}")
 

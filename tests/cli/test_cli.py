@@ -184,6 +184,11 @@ def test_each_failure_has_its_exit_code(run, write, monkeypatch, error, code):
     assert len(err.splitlines()) == 1
     assert code != 1 or not isinstance(error, ZeroDivisionError) or "--debug" in err
     assert err.startswith("error") == (code != 130), "what was asked for is no error"
+    found, out, err = run("check", write(GOOD), "--quick", "--json")
+    [problem] = json.loads(out)["errors"]
+    assert found == code
+    assert str(error) in problem["message"]
+    assert len(err.splitlines()) == 1, "a log that keeps stderr alone tells it too"
 
 
 def test_debug_adds_the_traceback(capsys, write, monkeypatch):

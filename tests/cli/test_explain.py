@@ -1,5 +1,6 @@
 """`tunesmith explain`: run folders, logs and standard input; exit codes and the JSON document."""
 
+import copy
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import pytest
 from framework import explain as explain_here
 from framework.cli import main
 from framework.memory.explain import evidence
+from framework.memory.explain.text import explanation_lines
 from tests.cli.test_front_rooms import HEAVY, loaded
 from tests.memory.explain.test_moves import FULL, lever, plan
 
@@ -147,3 +149,45 @@ def test_it_loads_neither_torch_nor_hydra(folder):
     modules = loaded(f"from framework.cli import main; main(['explain', {str(folder)!r}])")
     assert "framework" in modules
     assert not modules & {*HEAVY, "hydra", "omegaconf"}
+
+
+def places(value, path=()):
+    yield path
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(child, (*path, key))
+
+
+def changed(document, path, value):
+    document = copy.deepcopy(document)
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is places:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return document
+
+
+@pytest.mark.parametrize("wrong", [None, -1, 1.5, 2**70, "x", [], {}, [1], {"a": 1}, True, places], ids=str)
+def test_a_plan_that_was_damaged_costs_its_figures_and_no_explanation(folder, wrong):
+    """Every place of it holds something else, or nothing."""
+    document = json.loads((folder / "plan.json").read_text())
+    whole = explain_here(folder)
+    assert whole.moves[0].saves_bytes == 2**30
+    for path in list(places(document))[1:]:
+        (folder / "plan.json").write_text(json.dumps(changed(document, path, wrong)))
+        found = explain_here(folder)
+        assert (found.phase, found.cause) == (whole.phase, whole.cause)
+        assert explanation_lines(found)
+        assert json.dumps(found.to_json())
+
+
+@pytest.mark.parametrize("text", ["", "[", "null", "[1]", "7", '"x"', "{}", "[" * 100_000, "\xe9", '{"phases": NaN}'])
+def test_a_plan_that_cannot_be_read_is_said(run, folder, text):
+    (folder / "plan.json").write_bytes(text.encode("latin-1"))
+    code, out, err = run(folder, "--json")
+    assert (code, {move["saves_bytes"] for move in json.loads(out)["moves"]}) == (0, {None})
+    assert "plan.json cannot be read" in err
+    code, out, _ = run(folder / "oom.txt", "--run", folder, "--json")
+    assert (code, json.loads(out)["errors"][0]["key"]) == (2, "--run")

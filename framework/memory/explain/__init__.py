@@ -76,6 +76,7 @@ def explain_evidence(evidence: Evidence) -> Explanation:
     phase = known.phase or read_phase(frames)
     cause = find_cause(message, known, is_pinning(frames))
     is_memory = message.kind is Kind.OUT_OF_MEMORY
+    planned = plan.phase(phase) if plan else None
     is_first = phase == "optimizer_step" and (known.step == 1 or makes_states(frames))
     return Explanation(
         message=message,
@@ -83,18 +84,8 @@ def explain_evidence(evidence: Evidence) -> Explanation:
         phase=phase,
         is_first_step=is_first,
         circumstances=known,
-        moves=rank_moves(plan, phase, cause) if is_memory else (),
+        moves=rank_moves(plan, phase, cause, known.repairs) if is_memory else (),
         has_plan=plan is not None,
-        planned_bytes=_planned(plan, phase, "allocated_bytes") if plan else None,
-        state_bytes=_states(plan) if plan and is_first else None,
+        planned_bytes=planned.allocated_bytes if planned else None,
+        state_bytes=planned.terms.get("optimizer") if planned and is_first else None,
     )
-
-
-def _planned(plan: Any, phase: str | None, name: str) -> int | None:
-    return next((int(entry[name]) for entry in plan["phases"] if entry["name"] == phase), None)
-
-
-def _states(plan: Any) -> int | None:
-    """Bytes of optimizer states on the card, which its first step makes."""
-    entries = {entry["name"]: entry for entry in plan["phases"]}
-    return int(entries["optimizer_step"]["terms"]["optimizer"]) if "optimizer_step" in entries else None

@@ -1,18 +1,17 @@
 """What is left of a failed run: its report, its logs and its plan; or a log alone. No torch."""
 
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from framework.beside import path_like
 from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Circumstances, Repair
 from framework.memory.explain.messages import read_message, weight
-from framework.regular_files import open_regular, read_regular
+from framework.memory.explain.saved_plan import PLAN, SavedPlan, read_plan
+from framework.regular_files import open_regular
 
 REPORT, STOPPED = "oom.txt", "stopped.txt"
 """What a run writes where memory ran out, and where it stopped at a value that is not finite."""
@@ -21,17 +20,20 @@ EARLIER = "-step-????????*"
 _LOGS = ("*.log", "*.out", "*.err", "*.txt", "error*.json")
 _NO_LOGS = ("checkpoints", "final")
 """Folders of a run that hold weights and words, such as a vocabulary, and no log."""
+_WHOLE = "[0-9]{1,18}"
+"""A number as a run writes it; longer ones are damage."""
 _MOST_BYTES = 64 * 2**20
 """Of a log that is read, from its beginning, since the first message is what counts; else from its end."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A text, what the run knew, and the document of its `plan.json` (None without a run)."""
+    """A text, what the run knew, and its plan (None without a run). `unread` says why a plan is not used."""
 
     text: str
     circumstances: Circumstances = field(default_factory=Circumstances)
-    plan: Mapping[str, Any] | None = None
+    plan: SavedPlan | None = None
+    unread: str = ""
 
 
 def gather(source: Path, run: Path | None = None) -> Evidence:
@@ -41,9 +43,11 @@ def gather(source: Path, run: Path | None = None) -> Evidence:
     """
     if not source.exists():
         raise RequestError([Problem("", f"there is no file or folder {source}", nearest=path_like(source))])
-    plan = plan_of(run) if run else read_plan(source if source.is_dir() else source.parent)
+    folder = source if source.is_dir() else source.parent
+    plan, reason = (plan_of(run), "") if run else read_plan(folder)
     text = _text_of(source) if source.is_dir() else read_text(source)
-    return Evidence(text, read_circumstances(text), plan)
+    unread = f"{folder / PLAN} cannot be read ({reason}): nothing is known of how much each change saves"
+    return Evidence(text, read_circumstances(text), plan, unread if reason else "")
 
 
 def _text_of(folder: Path) -> str:
@@ -105,27 +109,19 @@ def read_standard_input() -> str:
     return _decoded(sys.stdin.buffer.read(_MOST_BYTES))
 
 
-def plan_of(run: Path) -> Mapping[str, Any]:
-    """The document of the `plan.json` of a run that was named. Raises RequestError where there is none."""
-    if (plan := read_plan(run)) is None:
-        reason = "holds no plan.json that can be read" if run.is_dir() else "is no folder"
+def plan_of(run: Path) -> SavedPlan:
+    """The plan of a run that was named. Raises RequestError where there is none."""
+    plan, unread = read_plan(run)
+    if plan is None:
+        reason = f"holds no {PLAN} that can be read" if run.is_dir() else "is no folder"
+        message = f"{run} {reason}{f' ({unread})' if unread else ''}"
         nearest = path_like(run, _is_run)
-        raise RequestError([Problem("--run", f"{run} {reason}", None, "the folder that `train` wrote", nearest)])
+        raise RequestError([Problem("--run", message, None, "the folder that `train` wrote", nearest)])
     return plan
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "plan.json").is_file()
-
-
-def read_plan(folder: Path) -> Mapping[str, Any] | None:
-    """The document of a run's `plan.json`; None where there is none that can be read."""
-    try:
-        document = json.loads(read_regular(folder / "plan.json"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    whole = isinstance(document, dict) and {"phases", "step_peak", "host_bytes"} <= document.keys()
-    return document if whole else None
+    return (folder / PLAN).is_file()
 
 
 def write_circumstances(circumstances: Circumstances) -> str:
@@ -149,16 +145,17 @@ def read_circumstances(text: str) -> Circumstances:
         return Circumstances()
 
     def number(name: str) -> int | None:
-        match = re.match(r"\d+", facts.get(name, ""))
+        match = re.match(rf"{_WHOLE}\b", facts.get(name, ""))
         return int(match.group()) if match else None
 
-    floors = tuple(int(word) for word in facts.get("allocated after each step", "").split() if word.isdecimal())
+    words = facts.get("allocated after each step", "").split()
+    floors = tuple(int(word) for word in words if re.fullmatch(_WHOLE, word))
     repairs = tuple(_read_repairs(facts.get("repaired", "")))
     sizes = number("micro batch"), number("largest before")
     return Circumstances(facts.get("phase"), number("step"), floors, *sizes, repairs)
 
 
 def _read_repairs(text: str) -> Iterator[Repair]:
-    pattern = r"(\S+) (\d+) -> (\d+) \((\w+) of (?:step (\d+)|the longest rows)\)"
+    pattern = rf"(\S+) ({_WHOLE}) -> ({_WHOLE}) \((\w+) of (?:step ({_WHOLE})|the longest rows)\)"
     for key, before, after, phase, step in re.findall(pattern, text):
         yield Repair(key, int(before), int(after), int(step or 0), phase)

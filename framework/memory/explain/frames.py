@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from framework.memory.explain.lines import Line
 
 _PYTHON = re.compile(r'File "([^"]+)", line \d+, in (\S+)')
-_RICH = re.compile(r"(\S+\.py):\d+ in (\w+)\s*$")
+_RICH = re.compile(r"(\S{1,400}\.py):\d+ in (\w+)\s*$")
 _NOTEBOOK = re.compile(r"^(?:File )?(\S+\.py)(?::\d+)?(?:,)? in ([\w.<>]+)\(")
 _POINTED = re.compile(r"^\s*(?:-+>\s*\d+|❱\s*\d+\s*[│|]?)\s*(.*)$")
 _START = "Traceback (most recent call last)"

@@ -31,6 +31,7 @@ _BAR = re.compile(
     r"|^[^━]*[━╸╺]{4}.*$"  # rich
 )
 """Progress that another thread or library wrote into the middle of a message; kept where it shows a loss of nan."""
+_ENDING = re.compile(r"[\s│║┃]+")
 BEFORE, AFTER = 400, 60
 """Lines in front of a message that may hold its stack, and after it that may hold the rest of it."""
 _PARTS = (_RANK, _TIME, _LEVEL, _FRAME)
@@ -86,7 +87,8 @@ def _clean(number: int, line: str) -> Line:
             writer = writer or found.group().strip()
         text = left[found.end() :]
         left = text.lstrip()
-    return Line(number, writer, re.sub(r"[\s│║┃]+$", "", text))
+    ending = _ENDING.match(text[::-1])  # a search for it from the front takes the square of the spaces within
+    return Line(number, writer, text[: len(text) - ending.end()] if ending else text)
 
 
 def by_writer(lines: Sequence[Line]) -> Iterator[list[Line]]:

@@ -52,6 +52,8 @@ class Message:
     others: tuple[tuple[int, int], ...] = ()
     writers: tuple[str, ...] = ()
     """Marks of the ranks that report such a failure, this message's first; none where the lines have no marks."""
+    variable: str = ""
+    """The environment variable of the allocator that the message names: PyTorch's versions and builds differ in it."""
 
     @property
     def other_process_bytes(self) -> int | None:
@@ -128,9 +130,9 @@ def _read(hit: _Hit) -> Message:
     if "triedtoallocate" in rest[:own].lower() and hit.shape.space is Space.CARD:
         return _read_torch(plain, rest[:own] + rest[own:].partition("Triedtoallocate")[0])
     if hit.shape.name == "kernel":
-        return replace(plain, request_bytes=None, allocated_bytes=_first(r"anon-rss:(\d+)(kB)", rest))
+        return replace(plain, request_bytes=None, allocated_bytes=_first(r"anon-rss:(\d{1,20})(kB)", rest))
     if hit.shape.name == "nccl":
-        return replace(plain, request_bytes=_first(r"FailedtoCUDA[cm]alloc(?:async)?(\d+)(bytes)", rest[:400]))
+        return replace(plain, request_bytes=_first(r"FailedtoCUDA[cm]alloc(?:async)?(\d{1,20})(bytes)", rest[:400]))
     return plain
 
 
@@ -147,7 +149,7 @@ def _read_torch(plain: Message, rest: str) -> Message:
     process = _first(rf"thisprocesshas{SIZE}memoryinuse", rest)
     named = [
         (int(number), size)
-        for number, *parts in re.findall(rf"Process(\d+)has{SIZE}memoryinuse", rest)
+        for number, *parts in re.findall(rf"Process(\d{{1,10}})has{SIZE}memoryinuse", rest)
         if (size := _size(*parts)) is not None
     ]
     if process is None and not re.search(r"thisprocesshas", rest):
@@ -163,6 +165,7 @@ def _read_torch(plain: Message, rest: str) -> Message:
         process_bytes=process,
         allowed_bytes=_first(rf"{SIZE}allowed", rest),
         others=tuple(named),
+        variable=next(iter(re.findall(r"PYTORCH_(?:\w+_)?ALLOC_CONF", rest)), ""),
     )
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.memory.editing import value_of
-from framework.memory.explain.causes import Cause
-from framework.memory.explain.proposals import BATCH, OPTIMIZER, TASK, costs_of, is_detail, movable
+from framework.memory.explain.causes import Cause, Repair
+from framework.memory.explain.proposals import BATCH, EVAL_BATCH, OPTIMIZER, TASK, costs_of, is_detail, movable
+from framework.memory.explain.saved_plan import SavedLever, SavedPlan
 from framework.memory.levers import LEVERS, Lever, Setting, lever, word
 from framework.schema.config import TrainingConfig
 
@@ -24,8 +25,7 @@ TERMS: Mapping[str | None, frozenset[str]] = {
 }
 """Terms that can make up the peak of a phase; of forward, loss, backward and an unknown phase it can be any. The
 temporaries of an optimizer's step are the optimizer's, and no other lever's."""
-_EVAL_BATCH = "training.per_device_eval_batch_size"
-_ONLY_IN = {_EVAL_BATCH: ("eval",)}
+_ONLY_IN = {EVAL_BATCH: ("eval",)}
 _NOT_IN = {BATCH: ("eval",)}
 _DEFAULT = TrainingConfig()
 _QUANTIZED, _ADAPTED = "peft.q_lora", {"training.use_peft": True}
@@ -52,32 +52,43 @@ class Move:
         }
 
 
-def rank_moves(plan: Mapping[str, Any] | None, phase: str | None, cause: Cause) -> tuple[Move, ...]:
+def rank_moves(
+    plan: SavedPlan | None, phase: str | None, cause: Cause, repairs: Sequence[Repair] = ()
+) -> tuple[Move, ...]:
     """The moves that take something off the peak of `phase`.
 
-    `plan` is the document of a run's `plan.json`: its `levers` hold what each change saves, phase by phase. A lever
-    that was not rehearsed comes last, without a figure; without any plan all are of that kind. Memory in pieces
-    is mended first, by what no plan can tell the gain of.
+    The levers of a run's plan hold what each change saves, phase by phase. A lever that was not rehearsed comes last,
+    without a figure; without any plan all are of that kind. Memory in pieces is mended first, by what no plan can tell
+    the gain of. A size that the run has repaired already is not offered again.
     """
+    reached = {repair.key: repair.after for repair in repairs}
+    return tuple(move for move in _moves(plan, phase, cause) if not _was_tried(move.override, reached))
+
+
+def _was_tried(override: str, reached: Mapping[str, int]) -> bool:
+    key, _, value = override.partition(" ")[0].partition("=")
+    return key in reached and value.isdecimal() and int(value) >= reached[key]
+
+
+def _moves(plan: SavedPlan | None, phase: str | None, cause: Cause) -> tuple[Move, ...]:
     pieces = lever(_GROWING.partition("=")[0]).settings[1]
     first = (Move(_GROWING, None, costs_of(pieces), True),) if cause is Cause.FRAGMENTATION else ()
-    if plan is None or "levers" not in plan:
+    if plan is None or plan.levers is None:
         return () if cause is Cause.HOST else (*first, *_general(phase))
     if cause is Cause.HOST:
-        return _ranked(plan["levers"], HOST, int(plan["host_bytes"]))
-    phase = phase or str(plan["step_peak"]["phase"])
-    needed = {entry["name"]: int(entry["allocated_bytes"]) for entry in plan["phases"]}
-    return (*first, *_ranked(plan["levers"], phase, needed.get(phase, 0)))
+        return _ranked(plan.levers, HOST, plan.host_bytes)
+    phase = phase or plan.step_peak.phase
+    planned = plan.phase(phase)
+    return (*first, *_ranked(plan.levers, phase, planned.allocated_bytes if planned else 0))
 
 
-def _ranked(entries: Sequence[Mapping[str, Any]], phase: str, needed: int) -> tuple[Move, ...]:
+def _ranked(levers: Sequence[SavedLever], phase: str, needed: int) -> tuple[Move, ...]:
     found = []
-    for entry in entries:
-        saves = entry["saves"]
-        if saves is None and phase != HOST and touches(entry["key"], phase):
-            found.append(Move(entry["override"], None, entry["costs"], entry["exact"]))
-        elif saves is not None and (saved := saves.get(phase, 0)) > LEAST_SHARE * needed:
-            found.append(Move(entry["override"], saved, entry["costs"], entry["exact"]))
+    for row in levers:
+        if row.saves is None and phase != HOST and touches(row.key, phase):
+            found.append(Move(row.override, None, row.costs, row.exact))
+        elif row.saves is not None and (saved := row.saves.get(phase, 0)) > LEAST_SHARE * needed:
+            found.append(Move(row.override, saved, row.costs, row.exact))
     return tuple(sorted(found, key=lambda move: (-(move.saves_bytes or 0), not move.exact)))
 
 
@@ -118,6 +129,6 @@ def _settings(row: Lever, phase: str | None) -> tuple[Setting, ...]:
     if row.key == OPTIMIZER:
         others = (item for item in row.settings[2:] if not item.changes.startswith("another") and not item.beside)
         return (row.settings[0], *others) if phase == "optimizer_step" else tuple(others)
-    if row.key in (BATCH, _EVAL_BATCH):
+    if row.key in (BATCH, EVAL_BATCH):
         return row.settings[-1:]
     return row.settings[1:2]

@@ -10,6 +10,7 @@ from framework.memory.requirements import is_installed, suits
 from framework.schema.config import TrainingConfig
 
 BATCH = "training.per_device_train_batch_size"
+EVAL_BATCH = "training.per_device_eval_batch_size"
 OPTIMIZER = "training.optimizer"
 TASK = "training.task"
 NOT_PROPOSED = (
@@ -77,11 +78,11 @@ def is_detail(key: str, beside: Mapping[str, Any]) -> bool:
 
 
 def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
-    """Of a number its half; of an optimizer every other that keeps its update rule; else the step away from the plain
-    setting, after which the others differ little."""
+    """Of a number its half, of rows of an evaluation one as well; of an optimizer every other that keeps its update
+    rule; else the step away from the plain setting, after which the others differ little."""
     if isinstance(value, int) and not isinstance(value, bool) and value > LEAST.get(row.key, 1):
-        like = row.settings[1]
-        return (Setting(value // 2, like.time, like.changes, like.hardware, like.package),)
+        like, sizes = row.settings[1], dict.fromkeys([value // 2, *([1] if row.key == EVAL_BATCH else [])])
+        return tuple(Setting(size, like.time, like.changes, like.hardware, like.package) for size in sizes)
     plain = row.settings[0]
     if row.key == OPTIMIZER:
         return tuple(item for item in row.settings if item.value != value and not item.changes.startswith(_ANOTHER))

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-SIZE = r"(\d+(?:\.\d+)?)(bytes|[KMGTPE]i?B)"
+SIZE = r"(\d{1,20}(?:\.\d{1,20})?)(bytes|[KMGTPE]i?B)"
 """A size as the allocators print it. Their KB, MB and GB are powers of 1024 as well."""
 
 
@@ -83,11 +83,11 @@ SHAPES: tuple[Shape, ...] = (
     Shape("absurd size", ABSURD),
     _card("mps", rf"Invalidbuffersize:{SIZE}"),
     _card("mps", r"kIOGPUCommandBufferCallbackErrorOutOfMemory"),
-    _card("xla", r"outofmemory(?:whiletryingtoallocate|allocating)(\d+)(bytes)"),
+    _card("xla", r"outofmemory(?:whiletryingtoallocate|allocating)(\d{1,20})(bytes)"),
     _host("tensorflow", r"OOMwhenallocatingtensor.{1,200}?device:CPU"),
     _card("tensorflow", r"OOMwhenallocatingtensor"),
-    _card("onnx", r"Failedtoallocatememoryforrequestedbufferofsize(\d+)()"),
-    _card("directml", r"Couldnotallocatetensorwith(\d+)(bytes)\.ThereisnotenoughGPU"),
+    _card("onnx", r"Failedtoallocatememoryforrequestedbufferofsize(\d{1,20})()"),
+    _card("directml", r"Couldnotallocatetensorwith(\d{1,20})(bytes)\.ThereisnotenoughGPU"),
     _card(PLACEMENT, r"modulesaredispatchedontheCPUorthedisk\.MakesureyouhaveenoughGPURAM"),
     _card(SMALLEST_BATCH, r"Noexecutablebatchsizefound,reachedzero"),
     _card("first torch", r"cudaruntimeerror\(2\):outofmemory"),
@@ -99,22 +99,22 @@ SHAPES: tuple[Shape, ...] = (
     _card(HANDLE, r"BLAS_STATUS_NOT_INITIALIZEDwhencalling`?(?:cu|hip)blas(?:Lt)?Create"),
     _card("cudnn", r"CUDNN_STATUS_(?:INTERNAL_ERROR_DEVICE_)?ALLOC(?:ATION)?_FAILED|miopenStatusAllocFailed"),
     _host("cudnn", r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
-    _host("pinned", r"Cudafailure(?:2)?'outofmemory'.{0,200}?FailedtoCUDAhostalloc(\d+)(bytes)"),
-    _host("pinned", r"FailedtoCUDAhostalloc(\d+)(bytes)"),
+    _host("pinned", r"Cudafailure(?:2)?'outofmemory'.{0,200}?FailedtoCUDAhostalloc(\d{1,20})(bytes)"),
+    _host("pinned", r"FailedtoCUDAhostalloc(\d{1,20})(bytes)"),
     _card("nccl", r"Cudafailure(?:2)?'outofmemory'"),
-    _card("nccl", r"FailedtoCUDA[cm]alloc(?:async)?(\d+)(bytes)"),
-    _host(RANKS_SHARE, r"failedtoextend/dev/shm/nccl-\w+?to(\d+)(bytes)"),
-    _host(RANKS_SHARE, r"NCCLWARNErrorwhilecreatingsharedmemorysegment\S{1,80}?\(size(\d+)()\)"),
+    _card("nccl", r"FailedtoCUDA[cm]alloc(?:async)?(\d{1,20})(bytes)"),
+    _host(RANKS_SHARE, r"failedtoextend/dev/shm/nccl-\w+?to(\d{1,20})(bytes)"),
+    _host(RANKS_SHARE, r"NCCLWARNErrorwhilecreatingsharedmemorysegment\S{1,80}?\(size(\d{1,20})()\)"),
     _card("bitsandbytes", r"Erroroutofmemoryat(?:line\d+infile)?"),
     _card("xpu", r"(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)"),
     _card("xpu", r"Allocationisoutofdevicememory"),
     _host("xpu", r"(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_HOST_MEMORY"),
     _host("cpu allocator", rf"DefaultCPUAllocator:(?:can't|notenough)\w+:youtriedtoallocate{SIZE}"),
     _host("first cpu allocator", r"posix_memalign\(&data,gAlignment,nbytes\)==0\.12vs0"),
-    _host("mmap", r"unabletommap(\d+)(bytes)fromfile<.{1,300}>:Cannotallocatememory"),
+    _host("mmap", r"unabletommap(\d{1,20})(bytes)fromfile<.{1,300}>:Cannotallocatememory"),
     _host("numpy", rf"Unabletoallocate{SIZE}foranarray"),
-    _host("arrow", r"ArrowMemoryError:(?:(?:re|m|c)allocofsize(\d+)()failed)?"),
-    _host("rust", r"memoryallocationof(\d+)(bytes)failed"),
+    _host("arrow", r"ArrowMemoryError:(?:(?:re|m|c)allocofsize(\d{1,20})()failed)?"),
+    _host("rust", r"memoryallocationof(\d{1,20})(bytes)failed"),
     _host("pinned", rf"couldnotpin{SIZE}ofhostmemory"),
     _host("pinned", r"cudaHostAlloc.{0,80}outofmemory"),
     _host("shared memory", r"insufficientsharedmemory\(shm\)|workersareoutofsharedmemory"),
@@ -135,7 +135,7 @@ SHAPES: tuple[Shape, ...] = (
     _host("launcher", r"terminated(?:with|by)signal(?:SIGKILL|9(?!\d))"),
     _host("launcher", r"subprocesseshasabruptlydied|processpoolwasterminatedabruptly"),
     _host("notebook", r"triedtoallocatemorememorythanisavailable|crashedafterusingallavailableRAM"),
-    _host_line("killed", rf"^\s*{_SHELL}(?:\[\d+\]\s*[+-]?\s*)?(?:\d+\s+)?[Kk]illed(?:: 9)?(?:\s+\S.*)?$"),
+    _host_line("killed", rf"^\s*+{_SHELL}(?:\[\d+\]\s*[+-]?\s*)?(?:\d+\s+)?[Kk]illed(?:: 9)?(?:\s+\S.*)?$"),
     _host_line("launcher", r"\*\*\* \[.*\] Error 137\b"),
     _host_line("slurm", r"\bsrun: error: .*: Out Of Memory"),
     _host_line("python", r"^\s*(?:[\w.]+\.)?MemoryError\b(?::(?! Unable to allocate \d).*)?$"),

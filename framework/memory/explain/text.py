@@ -17,8 +17,8 @@ from framework.memory.explain.shapes import HANDLE, RANKS_SHARE, Kind, Space
 from framework.memory.units import size
 from framework.schema.wording import counted
 
-ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-"""Lets the allocator grow its segments instead of leaving holes. Before torch 2.9: PYTORCH_CUDA_ALLOC_CONF."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""Settings of the allocator where the message names no variable. Before torch 2.9: PYTORCH_CUDA_ALLOC_CONF."""
 MOST_MOVES = 12
 MOST_WORDS = 400
 _HEADS = {Kind.NAN: "a value is not finite", Kind.HANG: "processes waited for each other in vain"}
@@ -127,7 +127,8 @@ def _advice(explanation: Explanation) -> Iterator[str]:
         yield "cuBLAS could not begin, most often for want of memory beside PyTorch's; else it does not suit the driver"
     if explanation.cause is Cause.FRAGMENTATION:
         idle = size(message.reserved_unallocated_bytes or 0)
-        yield f"segments that grow can use the {idle} that are idle: the first override, elsewhere {ALLOCATOR}"
+        setting = f"{message.variable or ALLOCATOR}=expandable_segments:True"
+        yield f"segments that grow can use the {idle} that are idle: the first override, elsewhere {setting}"
     elif explanation.cause is Cause.OTHER_PROCESS:
         held, tool = size(held_by_others(message) or 0), "rocm-smi" if "HIP" in message.excerpt else "nvidia-smi"
         yield f"`{tool}` names who holds up to {held}; end it, or take another card with CUDA_VISIBLE_DEVICES"

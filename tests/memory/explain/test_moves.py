@@ -7,6 +7,7 @@ from framework.memory.explain.causes import Cause, Circumstances, Repair, growth
 from framework.memory.explain.evidence import Evidence, read_circumstances, write_circumstances
 from framework.memory.explain.moves import rank_moves
 from framework.memory.explain.proposals import propose
+from framework.memory.explain.saved_plan import SavedPlan
 from framework.memory.explain.text import explanation_lines
 from framework.memory.levers import LEVERS
 from tests.report.plans import GIB, PLAN
@@ -29,8 +30,12 @@ def plan(*levers):
     return {**PLAN.to_json(), "levers": list(levers)}
 
 
+def saved(*levers):
+    return SavedPlan.model_validate(plan(*levers))
+
+
 def explained(phase, *levers, **known):
-    return explain_evidence(Evidence(FULL, Circumstances(phase=phase, **known), plan(*levers)))
+    return explain_evidence(Evidence(FULL, Circumstances(phase=phase, **known), saved(*levers)))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,7 @@ def test_what_was_not_rehearsed_comes_last_and_has_no_figure():
 
 def test_on_the_host_only_what_saves_host_memory_is_named():
     levers = [lever("training.optimizer_offload", {"backward": -GIB, "host": 2 * GIB}), lever(BATCH, {"backward": GIB})]
-    found = explain_evidence(Evidence("Killed", plan=plan(*levers)))
+    found = explain_evidence(Evidence("Killed", plan=saved(*levers)))
     assert [move.override for move in found.moves] == ["training.optimizer_offload=x"]
     assert explain_evidence(Evidence("Killed")).moves == ()
 
@@ -193,3 +198,36 @@ def test_no_other_task_is_proposed(task):
         words += [move.override for move in rank_moves(None, phase, Cause.UNKNOWN)]
     assert not any("training.task" in text for text in words)
     assert any("precompute_reference" in text for text in words) == (task == "preference")
+
+
+EVAL_BATCH = "training.per_device_eval_batch_size"
+
+
+def test_where_evaluation_ran_out_one_row_at_a_time_is_offered():
+    assert f"{EVAL_BATCH}=1" in [move.override for move in rank_moves(None, "eval", Cause.CAPACITY)]
+    words = [item.override for item in propose(tiny_config(training={"per_device_eval_batch_size": 8}))]
+    assert [word for word in words if word.startswith(EVAL_BATCH)] == [f"{EVAL_BATCH}=4", f"{EVAL_BATCH}=1"]
+    assert all(item.exact for item in propose(tiny_config()) if item.key == EVAL_BATCH)
+    one = propose(tiny_config(training={"per_device_eval_batch_size": 1}))
+    assert EVAL_BATCH not in {item.key for item in one}
+
+
+def test_a_size_that_the_run_has_repaired_already_is_not_offered_again():
+    repairs = [Repair(EVAL_BATCH, 4, 2, 3, "eval")]
+    plan = saved(
+        lever(BATCH, {"eval": GIB}),
+        *[{**lever(EVAL_BATCH, {"eval": GIB}), "override": f"{EVAL_BATCH}={size}"} for size in (4, 2, 1)],
+    )
+    words = [move.override for move in rank_moves(plan, "eval", Cause.CAPACITY, repairs)]
+    assert words == [f"{BATCH}=x", f"{EVAL_BATCH}=1"]
+    words = [move.override for move in rank_moves(None, "eval", Cause.CAPACITY, [Repair(EVAL_BATCH, 2, 1, 3, "eval")])]
+    assert not [word for word in words if word.startswith(EVAL_BATCH)]
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF", None])
+def test_the_variable_that_the_log_names_is_the_one_to_set(variable):
+    pieces = FULL.replace("21.50 GiB", "11.50 GiB").replace("512.00 MiB", "10.50 GiB")
+    named = f" See documentation for Memory Management and {variable}" if variable else ""
+    explanation = explain_evidence(Evidence(f"torch.OutOfMemoryError: {pieces}{named}"))
+    [first] = [line for line in explanation_lines(explanation) if line.startswith("first: ")]
+    assert first.endswith(f"elsewhere {variable or 'PYTORCH_ALLOC_CONF'}=expandable_segments:True")
