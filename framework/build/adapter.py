@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.adapter_start import drawn_for, start_layers
+from framework.build.arrival import FROM_NOTHING
 from framework.build.dtypes import TORCH_DTYPES
 from framework.build.heads import answers_for_rows, head_modules
 from framework.build.hub import nearest, one_line
@@ -66,11 +68,13 @@ class Adapter:
         return self.targets.cautions
 
 
-def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, masters: bool, lost: Factors) -> Adapter:
+def attach_adapter(
+    params: PeftParams, model: PreTrainedModel, place: Place, masters: bool, lost: Factors, seed: int
+) -> Adapter:
     """The model with its weights frozen and the adapter beside them, in float32 unless another dtype was asked for.
 
     `masters`: there is autocast, so that modules trained whole can be float32 too; else they keep the base's dtype.
-    `lost`: the factors that loftq starts from.
+    `lost`: the factors that loftq starts from. `seed`: of what else an adapter starts from, whatever was drawn before.
     Raises RequestError naming the linear layers there are when a target matches none of them.
     """
     params = _training_the_head(params, model)
@@ -88,7 +92,7 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
         # peft hands its cache over under the name of before transformers 5.24, at each forward pass
         warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), drawn_for("adapter", seed, place):
             # peft reads a property that transformers 5.20 renamed; nothing a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             for said in (_TIED, _TIES_NOTHING):  # by `_untied` and `_apart`
@@ -104,6 +108,9 @@ def attach_adapter(params: PeftParams, model: PreTrainedModel, place: Place, mas
             whole = torch.float32 if masters else model.dtype  # peft's own layers cast what they are given
             dtype = whole if ".modules_to_save." in name else adapter_dtype(params, model)
             parameter.data = parameter.data.to(dtype)
+    if params.peft_method in FROM_NOTHING:
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)]
+        start_layers([(name, layer) for name, layer in layers if not _is_on_meta(layer)], seed, place)
     if params.peft_method is PeftMethod.VERA:
         _cast_projections(adapted, adapter_dtype(params, model))
     started = sum(_start_from(layer, factors) for layer, factors in _layers(adapted, lost))
@@ -118,6 +125,11 @@ def _training_the_head(params: PeftParams, model: PreTrainedModel) -> PeftParams
         return params
     whole = tuple(dict.fromkeys((*params.lora_modules_to_save, *head_modules(model))))
     return params.model_copy(update={"lora_modules_to_save": whole})
+
+
+def _is_on_meta(layer: nn.Module) -> bool:
+    """Whether the layer's values come later, or never."""
+    return any(parameter.is_meta for parameter in layer.parameters())
 
 
 def _cast_projections(adapted: PeftModel, dtype: torch.dtype) -> None:

@@ -39,7 +39,7 @@ from framework.schema.config import TrainingConfig
 _HOST = torch.device("cpu")
 _ADAPTED = ".default"
 """In the names of what peft adds."""
-_FROM_NOTHING = (PeftMethod.LORA, PeftMethod.RSLORA, PeftMethod.IA3)
+FROM_NOTHING = (PeftMethod.LORA, PeftMethod.RSLORA, PeftMethod.IA3)
 """Adapters that start from numbers of their own; others start from the weights beside them."""
 
 Source = Callable[[str, Tensor], bool]
@@ -59,7 +59,7 @@ def needs_whole_model(config: TrainingConfig) -> bool:
     """Whether something is made of the whole model's values before it is split: it is then loaded on every host."""
     peft = config.peft
     copies = bool(peft.lora_modules_to_save) or config.training.task.is_of_rows
-    return config.training.use_peft and (peft.peft_method not in _FROM_NOTHING or copies)
+    return config.training.use_peft and (peft.peft_method not in FROM_NOTHING or copies)
 
 
 def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
@@ -163,7 +163,12 @@ class Arrival:
             for module in reversed(list(unit.modules())):
                 if module in missing or (complete and len(missing) > 1):
                     self.model._init_weights(module)
-            _start_adapters(unit, adapted)
+        if adapted:
+            from framework.build.adapter_start import start_layers  # peft takes seconds to import
+
+            layers = [(names.get(id(module), ""), module) for module in unit.modules()]
+            started = [(name, layer) for name, layer in layers if not adapted.isdisjoint(layer.parameters())]
+            start_layers(started, self._config.training.seed, self._place)
 
     def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
         files = list(_checkpoint_files(self._config))
@@ -196,22 +201,6 @@ class Arrival:
             return True
 
         return send
-
-
-def _start_adapters(unit: nn.Module, adapted: set[Tensor]) -> None:
-    """Draw what peft's layers start from, of those whose parameters have just come."""
-    if not adapted:
-        return
-    from peft.tuners.ia3.layer import IA3Layer
-    from peft.tuners.lora.layer import LoraLayer
-
-    for module in unit.modules():
-        if not isinstance(module, LoraLayer | IA3Layer) or adapted.isdisjoint(module.parameters()):
-            continue
-        if isinstance(module, LoraLayer):
-            module.reset_lora_parameters("default", True)
-        else:
-            module.reset_ia3_parameters("default")
 
 
 def _is_empty(parameter: Tensor | None) -> bool:

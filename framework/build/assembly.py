@@ -222,7 +222,7 @@ def _adapted(
         return None
     from framework.build.adapter import attach_adapter  # peft takes seconds to import
 
-    return attach_adapter(config.peft, built, place, masters=masters, lost=lost)
+    return attach_adapter(config.peft, built, place, masters=masters, lost=lost, seed=config.training.seed)
 
 
 def _pack(config: TrainingConfig, model: PreTrainedModel, place: Place, ranks: Ranks) -> Factors:

@@ -95,7 +95,8 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
         expected = "text, in quotes"
     if expected == "text" and detail["type"] == "value_error":  # it is a text, of which the key's own check says more
         return Problem(dotted(path), str(detail["ctx"]["error"]), where, None, nearest)
-    return Problem(dotted(path), f"cannot be {shown(value)}", where, expected, nearest)
+    why = ", which no search decides" if value == "auto" and key else ""
+    return Problem(dotted(path), f"cannot be {shown(value)}{why}", where, expected, nearest)
 
 
 def _other_version(version: int) -> str:

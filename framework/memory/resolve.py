@@ -7,6 +7,7 @@ from framework.memory.cards import best_autocast
 from framework.schema.architecture import position_count
 from framework.schema.choices import MixedPrecision, Optimizer, Rounding, Task, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.precision_rules import overflows_in_float16
 from framework.schema.preference import DEFAULT_BETA, PreferenceParams
 
 DEFAULT_LENGTH = 2048
@@ -18,8 +19,8 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
 
     `settings` is the model's own config as a mapping; without it, `model.architecture` as it was written. What only
     an unread checkpoint could tell stays open. A frozen base keeps the checkpoint's dtype; trained weights are
-    float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16), or
-    bfloat16 with `anyprecision_adamw`. Raises ValueError when the batch does not divide.
+    float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16; none
+    where float16 is left out), or bfloat16 with `anyprecision_adamw`. Raises ValueError when the batch does not divide.
     """
     settings = config.model.architecture if settings is None else settings
     dtype, autocast = _precision(config, settings)
@@ -29,6 +30,7 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
     training: dict[str, Any] = {
         "gradient_accumulation_steps": config.batch.accumulation,
         "global_batch_size": None,
+        "per_device_eval_batch_size": config.eval_rows,
         "mixed_precision_dtype": autocast,
         "rounding": rounding,
         "preference": _preference(config),
@@ -57,7 +59,8 @@ _HALF = {MixedPrecision.BF16: TorchDtype.BFLOAT16, MixedPrecision.FP16: TorchDty
 
 def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tuple[TorchDtype, MixedPrecision]:
     """Written values as they are. A frozen base that is stored in one half precision is held in that of its autocast:
-    on a card without bfloat16 this is float16, which a bfloat16 checkpoint is then converted to."""
+    on a card without bfloat16 this is float16, which a bfloat16 checkpoint is then converted to, or float32 where
+    float16 is left out."""
     written, autocast = config.model.torch_dtype_str, config.training.mixed_precision_dtype
     frozen_base = config.training.use_peft
     dtype = written or (TorchDtype.AUTO if frozen_base else TorchDtype.FLOAT32)
@@ -66,16 +69,41 @@ def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tu
     if dtype is TorchDtype.AUTO and settings is not None:
         stored = settings.get("dtype") or settings.get("torch_dtype")  # as transformers 5 and 4 write it
         dtype = TorchDtype(str(stored or TorchDtype.FLOAT32).removeprefix("torch."))
+    best = best_autocast(config.gpu)
+    reason = float16_left_out(config, settings)
     if autocast is None:
         autocast = MixedPrecision.NONE
-        if frozen_base and dtype is TorchDtype.FLOAT16:
+        if frozen_base and dtype is TorchDtype.FLOAT16 and (written is not None or reason is None):
             autocast = MixedPrecision.FP16
         elif frozen_base or dtype is TorchDtype.FLOAT32:
-            autocast = best_autocast(config.gpu)
+            autocast = MixedPrecision.NONE if best is MixedPrecision.FP16 and reason is not None else best
     computed = MixedPrecision(autocast)
     if frozen_base and written is None and dtype in _HALF.values():
-        dtype = _HALF.get(computed, dtype)
+        is_none_left = computed is MixedPrecision.NONE and (
+            config.gpu.lacks_bfloat16 or (dtype is TorchDtype.FLOAT16 and reason is not None)
+        )
+        dtype = TorchDtype.FLOAT32 if is_none_left else _HALF.get(computed, dtype)
     return dtype, computed
+
+
+def float16_left_out(config: TrainingConfig, settings: Mapping[str, Any] | None) -> str | None:
+    """Why float16 autocast is not the default of this run on a card without bfloat16; None where it is."""
+    if config.fsdp.is_sharded:
+        return "a loss scale is not kept over sharded gradients"
+    kind = (settings or {}).get("model_type")
+    return f"{kind} is known to overflow in it" if overflows_in_float16(kind) else None
+
+
+def said_of_float16(config: TrainingConfig, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a plan tells of a run that does without the float16 of its card, or has it in spite of what is known.
+
+    `config` is resolved."""
+    reason, computed = float16_left_out(config, settings), config.training.mixed_precision_dtype
+    if reason is None or best_autocast(config.gpu) is not MixedPrecision.FP16:
+        return ()
+    if computed is MixedPrecision.FP16:
+        return (f"computed in float16 as asked, though {reason}",)
+    return (f"computed without float16, in twice the memory and time: {reason}, and {config.gpu.name} has no bfloat16",)
 
 
 def _adapter_dtype(config: TrainingConfig, autocast: MixedPrecision) -> TorchDtype | None:

@@ -9,6 +9,7 @@ from framework.build.place import rehearsal_place
 from framework.build.settle import settle
 from framework.build.targets import KEY
 from framework.errors import Problem, RequestError
+from framework.memory.search.freedom import opened
 from framework.run.inputs import read_rows_for, read_tokenizer, with_labels
 from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted
@@ -30,7 +31,8 @@ class Findings:
 def inspect(config: TrainingConfig) -> Findings:
     """Every problem that building the model without storage, its tokenizer and its rows bring to light.
 
-    Rows are read and tokenised as for training: all of them, of a stream the first block.
+    Rows are read and tokenised as for training: all of them, of a stream the first block. A lever that is `auto` is
+    looked at with its plain value, where its search begins.
     """
     problems, cautions = list[Problem](), list[Problem]()
 
@@ -41,7 +43,7 @@ def inspect(config: TrainingConfig) -> Findings:
             problems.extend(error.problems)
             return None
 
-    data, settled = None, attempt(lambda: settle(config))
+    data, settled = None, attempt(lambda: settle(opened(config)))
     if settled is not None:
         config, architecture = settled
         place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")

@@ -108,7 +108,7 @@ def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     if assembly.config.training.asks_reference_once:  # a run asks before its first step, which leaves cached memory
-        reference_step(assembly, _synthetic_batch(assembly, int(assembly.config.training.per_device_eval_batch_size)))
+        reference_step(assembly, _synthetic_batch(assembly, assembly.config.eval_rows))
     meter, seconds = Meter(assembly.place), []
     for step in range(1, steps + 1):
         torch.cuda.synchronize()

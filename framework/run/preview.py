@@ -194,10 +194,10 @@ def count_padding(batches: Iterator[MicroBatch]) -> Padding:
 
 def _batches(config: TrainingConfig, inputs: Inputs, rows: Rows | Packs, split: str) -> Iterator[MicroBatch]:
     if split == "eval":
-        size, pad = config.training.per_device_eval_batch_size, padding_id(inputs.tokenizer)
-        if size == "auto":
-            raise TypeError("rows are looked at for a resolved config, whose batch sizes are known")
-        batches = eval_batches(rows, size, pad, padding_free=config.data.padding_free, multiple=config.padded(1))
+        pad = padding_id(inputs.tokenizer)
+        batches = eval_batches(
+            rows, config.eval_rows, pad, padding_free=config.data.padding_free, multiple=config.padded(1)
+        )
         return islice(batches, STEPS_COUNTED)
     # Without worker processes: the batches are the same, and a look at the data should leave nothing running.
     here = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})

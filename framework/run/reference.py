@@ -80,7 +80,7 @@ def _ask(session: Session, splits: dict[str, Rows | Packs]) -> dict[str, np.ndar
 
 def _batches(session: Session, rows: Rows) -> Iterable[Batch]:
     """Every row that is held, once, in order."""
-    size = int(session.config.training.per_device_eval_batch_size)
+    size = session.config.eval_rows
     made = eval_batches(rows, size, session.batches.pad_token_id, multiple=session.config.padded(1))
     return (on_device(session.assembly.place.device, batch) for batch in made)
 

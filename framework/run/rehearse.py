@@ -30,6 +30,7 @@ from framework.memory.ledger import Plan
 from framework.memory.planning import CARDS_A_MACHINE, make_plan
 from framework.memory.rehearsal import Rehearsal
 from framework.memory.requirements import needs_package
+from framework.memory.resolve import said_of_float16
 from framework.memory.trace import Kind, Space, Trace
 from framework.run.attempt import copied_to_host
 from framework.run.evaluate import evaluate
@@ -110,6 +111,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     split = tuple(map(str, filter(None, (assembly.tensor, assembly.sharding))))
     said = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
     said += (*said_of_companion(config, assembly.companion), *said_of_routers(config, architecture))
+    said += said_of_float16(config, architecture.get_text_config().to_dict())
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 
@@ -141,7 +143,7 @@ def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:
 
 def _joins_rows(config: TrainingConfig) -> bool:
     """Whether some micro batch has a row of several documents."""
-    rows = max(config.batch.per_device, int(config.training.per_device_eval_batch_size))
+    rows = max(config.batch.per_device, config.eval_rows)
     return config.data.packing or (config.data.padding_free and rows > 1)
 
 
@@ -173,11 +175,11 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
 
     marks, config = tracker.trace.marks, assembly.config
     if config.training.asks_reference_once:
-        reference_step(assembly, make_batch(assembly, int(config.training.per_device_eval_batch_size)), observe)
+        reference_step(assembly, make_batch(assembly, config.eval_rows), observe)
         observe("end")
     before = len(marks) - 1
     if config.data.eval or config.data.eval_fraction:
-        evaluate(assembly, [make_batch(assembly, int(config.training.per_device_eval_batch_size))], observe)
+        evaluate(assembly, [make_batch(assembly, config.eval_rows)], observe)
         observe("end")
     evaluated = len(marks) - 1
     _step(tracker, assembly, observe)

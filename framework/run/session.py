@@ -382,7 +382,7 @@ class Session:
     def _evaluated(self) -> dict[str, float]:
         assert self.inputs.data.eval is not None
         self._eval_shapes.clear()
-        size, joined = int(self.config.training.per_device_eval_batch_size), self.config.data.padding_free
+        size, joined = self.config.eval_rows, self.config.data.padding_free
         pad, sharing = self.batches.pad_token_id, self.config.sharing
         rank, world = self.assembly.ranks.rank // sharing, self.assembly.ranks.world // sharing
         made = eval_batches(self.inputs.data.eval, size, pad, rank, world, joined, self.config.padded(1))

@@ -13,7 +13,7 @@ def sdpa_backend(config: TrainingConfig) -> Iterator[Conflict]:
     if kernel is Attention.RING_ATTENTION and backend is SdpaBackend.MATH:
         message = "math makes all scores of a row, and does not say what parts of them are put together by"
         yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "flash, cudnn or efficient")
-    if backend not in (None, "auto") and kernel not in (None, "auto", Attention.SDPA, Attention.RING_ATTENTION):
+    if backend is not None and kernel not in (None, "auto", Attention.SDPA, Attention.RING_ATTENTION):
         message = f"{backend} is a kernel of sdpa, and {kernel} is asked for"
         yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "attn_implementation: sdpa")
 

@@ -19,6 +19,9 @@ from framework.schema.wording import counted
 SCHEMA_VERSION = 1
 """Raised when a key is added or removed, so that a recipe can say what it needs."""
 
+MOST_EVAL_ROWS = 8
+"""Rows of a forward pass of evaluation where nobody says how many and training takes as many: transformers' default."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -103,6 +106,15 @@ class TrainingConfig(Params):
         if not isinstance(length, int):
             raise ValueError("the longest row is not known before model.model_max_length is resolved")
         return self.padded(length)
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows of a forward pass of evaluation: as written, else as many as in training, at most `MOST_EVAL_ROWS`.
+        Raises ValueError while either is `auto`."""
+        written = self.training.per_device_eval_batch_size
+        if written == "auto":
+            raise ValueError("the rows of evaluation are not known while they are `auto`")
+        return written or min(MOST_EVAL_ROWS, self.batch.per_device)
 
     @property
     def batch(self) -> Batch:

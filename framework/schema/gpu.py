@@ -49,3 +49,8 @@ class GPUParams(Params):
     sources: FrozenMapping = FrozenMapping()
     """Field -> where its value comes from (data sheet, or measurement with driver, torch version and date). The entry
     `others` speaks for every field that has none of its own."""
+
+    @property
+    def lacks_bfloat16(self) -> bool:
+        """Whether it is a CUDA card without bfloat16 products: a T4, a V100 and what is older."""
+        return self.capability is not None and int(self.capability.partition(".")[0]) < 8

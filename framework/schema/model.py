@@ -34,10 +34,10 @@ class ModelParams(Params):
     attn_implementation: Attention | Auto | None = None
     """Attention kernel. `eager` keeps sequence x sequence scores per head; the others do not. Unset: `sdpa` where the
     model supports it, else `eager`."""
-    sdpa_backend: SdpaBackend | Auto | None = None
+    sdpa_backend: SdpaBackend | None = None
     """The kernel that `sdpa` must take: `cudnn`, `flash`, `efficient` or `math`, which keeps sequence x sequence scores
     per head. Unset: torch's choice for the card. One that cannot serve the model is an error."""
-    enable_liger_kernel: bool | Auto = False
+    enable_liger_kernel: bool = False
     """Liger's fused kernels for norms, MLPs and rotary positions: fewer activations and launches. Needs a GPU and the
     packages liger-kernel and triton. The loss that never builds the logits is `chunked_loss`, on or off beside it."""
     chunked_loss: bool | Auto | Positive = False

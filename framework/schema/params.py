@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchem
 from pydantic_core import CoreSchema, core_schema
 
 Auto = Literal["auto"]
-"""The value that asks `fit`'s search to choose. Every lever's type admits it."""
+"""The value that asks `fit`'s search to choose. The type of every lever that a search moves admits it, and no other."""
 
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][+-]?\d+)?")
 

@@ -16,10 +16,38 @@ _FROZEN = {*_TRAINED, ("bfloat16", "bf16"), ("float16", "fp16")}
 """A frozen base may stay in the dtype of its autocast: the adapter, not the base, holds the float32 masters."""
 
 
+_UNSLOTH = "github.com/unslothai/unsloth, unsloth/models/loader.py, FORCE_FLOAT32 (2026)"
+OVERFLOW_IN_FLOAT16 = {
+    "gemma2": "huggingface.co/blog/gemma2: the 27B gives erratic outputs in float16",
+    "gemma3": "unsloth.ai/blog/gemma3: activations above 65504 in float16 autocast",
+    "gemma3n": "unsloth.ai/blog/gemma-3n",
+    "gemma4": f"{_UNSLOTH}: gradient norms are NaN; github.com/unslothai/unsloth-zoo/pull/600",
+    "glm4_moe": f"{_UNSLOTH}: gradient norms are NaN",
+    "gpt_oss": _UNSLOTH,
+    "qwen3_5": f"{_UNSLOTH}: the gated delta layers give NaN",
+    "qwen3_moe": f"{_UNSLOTH}: gradient norms are NaN",
+    "t5": "github.com/huggingface/transformers/pull/10956: activations of 2.8e5",
+    "mt5": "as t5",
+    "umt5": "as t5",
+}
+"""Families whose activations or gradients leave float16's range (65504), with who has seen it. They are computed in
+bfloat16 or float32. A name stands for the kinds that begin with it (`gemma3_text`, `qwen3_5_moe`)."""
+
+
+def overflows_in_float16(model_type: object) -> bool:
+    """Whether a kind of transformers model is of a family that is known to overflow in float16."""
+    kind = str(model_type)
+    return any(kind == family or kind.startswith(f"{family}_") for family in OVERFLOW_IN_FLOAT16)
+
+
 def precision_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Weights and products in dtypes that cannot train together."""
     held, computed = config.model.torch_dtype_str, config.training.mixed_precision_dtype
-    if held in (None, TorchDtype.AUTO) or computed == "auto":
+    kind = config.model.architecture.get("model_type") if config.model.architecture is not None else None
+    if computed is MixedPrecision.FP16 and overflows_in_float16(kind):
+        keys = ("training.mixed_precision_dtype", "model.architecture")
+        yield Conflict(keys, f"{kind} is known to overflow in float16", "bf16, or none", is_warning=True)
+    if held in (None, TorchDtype.AUTO):
         return
     legal = _FROZEN if config.training.use_peft else _TRAINED
     pairs = [(str(held), str(word)) for word in ([computed] if computed else MixedPrecision)]
@@ -30,6 +58,19 @@ def precision_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         )
         both = ("model.torch_dtype_str", "training.mixed_precision_dtype", "training.use_peft")
         yield Conflict(both, message, LEGAL_PRECISION)
+
+
+def loss_scale_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Gradients that torch's scaler cannot unscale: on CUDA it has no kernel for bfloat16. It refuses float16, and where
+    that is written `adapter_conflicts` does."""
+    training, adapter = config.training, config.peft.adapter_dtype
+    if training.mixed_precision_dtype is not MixedPrecision.FP16 or not training.use_peft:
+        return
+    held = _stored(config) if adapter is TorchDtype.AUTO else adapter
+    if held == TorchDtype.BFLOAT16 or (held == TorchDtype.FLOAT16 and adapter is TorchDtype.AUTO):
+        message = f"fp16 autocast scales the loss, and gradients of an adapter in {held} cannot be scaled back"
+        keys = ("peft.adapter_dtype", "training.mixed_precision_dtype")
+        yield Conflict(keys, message, "peft.adapter_dtype unset: float32")
 
 
 SMALL_RATE = 4e-5
@@ -95,17 +136,16 @@ def fp8_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 def card_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """What `framework.memory.requirements` does not find, since it depends on how words go together."""
     card = config.gpu
-    if card.capability is None:
+    if not card.lacks_bfloat16:
         return
-    has = tuple(int(part) for part in card.capability.split("."))
     named = f"{card.name} has capability {card.capability}"
-    if has < (8, 0):
-        if config.training.mixed_precision_dtype == MixedPrecision.BF16:
-            keys = ("training.mixed_precision_dtype", "gpu.name")
-            yield Conflict(keys, f"bf16 needs capability 8.0, and {named}", "fp16 (with float32 weights), or none")
-        if config.model.torch_dtype_str == TorchDtype.BFLOAT16:
-            keys = ("model.torch_dtype_str", "gpu.name")
-            yield Conflict(keys, f"bfloat16 needs capability 8.0, and {named}", "float32")
+    if config.training.mixed_precision_dtype == MixedPrecision.BF16:
+        keys = ("training.mixed_precision_dtype", "gpu.name")
+        works = "none" if config.fsdp.is_sharded else "fp16 (with float32 weights), or none"
+        yield Conflict(keys, f"bf16 needs capability 8.0, and {named}", works)
+    if config.model.torch_dtype_str == TorchDtype.BFLOAT16:
+        keys = ("model.torch_dtype_str", "gpu.name")
+        yield Conflict(keys, f"bfloat16 needs capability 8.0, and {named}", "float32")
 
 
 def wide_base_conflicts(config: TrainingConfig) -> Iterator[Conflict]:

@@ -37,7 +37,7 @@ def recompute_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         return
     if reentrant and training.compile is True:
         yield Conflict((_VARIANT, "training.compile"), "the re-entrant checkpoint cannot be compiled", "false")
-    if policy in (CheckpointingPolicy.FULL, "auto"):
+    if policy is CheckpointingPolicy.FULL:
         return
     if reentrant:
         message = "the re-entrant checkpoint keeps inputs alone"

@@ -25,6 +25,7 @@ from framework.schema.optimizer_rules import matrix_conflicts, optimizer_conflic
 from framework.schema.precision_rules import (
     card_conflicts,
     fp8_conflicts,
+    loss_scale_conflicts,
     precision_conflicts,
     rounding_conflicts,
     wide_base_conflicts,
@@ -89,6 +90,7 @@ def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
 
 RULES = (
     precision_conflicts,
+    loss_scale_conflicts,
     rounding_conflicts,
     wide_base_conflicts,
     optimizer_conflicts,

@@ -73,7 +73,7 @@ def _of_training(config: TrainingConfig) -> Iterator[Conflict]:
     if training.compile is True:
         message = "compiled regions would contain the sums over devices: not tried"
         yield Conflict(("training.compile", _SIZE), message, "false")
-    if training.fp8 not in (Fp8.NONE, "auto"):
+    if training.fp8 is not Fp8.NONE:
         yield Conflict(("training.fp8", _SIZE), "fp8 products of parts of a matrix are not tried", "none")
     if training.mixed_precision_dtype is MixedPrecision.FP16:
         message = "a loss scale is not kept over gradients that each device has a part of"

@@ -42,14 +42,14 @@ class AllocatorParams(Params):
 
     expandable_segments: bool | Auto | None = None
     """One segment a pool that grows, instead of many of fixed sizes: less is reserved and unused."""
-    max_split_size_mb: Annotated[Integer, Field(ge=20)] | Auto | None = None
+    max_split_size_mb: Annotated[Integer, Field(ge=20)] | None = None
     """Blocks of this many MiB or more are not split, so that small tensors cannot pin a large block."""
-    garbage_collection_threshold: Annotated[Number, Field(gt=0, lt=1)] | Auto | None = None
+    garbage_collection_threshold: Annotated[Number, Field(gt=0, lt=1)] | None = None
     """Share of the card above which cached blocks that were not used lately go back to the driver."""
 
 
 class TrainingParams(Params):
-    """How to train. Lever fields (those that trade memory for something else) also take `auto`."""
+    """How to train. Levers that a search decides also take `auto`."""
 
     task: Task = Task.SFT
     """What is learnt. `sft` supervises the assistant's turns of a chat, `pretrain` every token; `preference` learns
@@ -72,8 +72,9 @@ class TrainingParams(Params):
     """Passes over the training rows when `max_steps` is unset. No memory."""
     per_device_train_batch_size: Positive | Auto = 8
     """Rows per forward pass on one device. Activations and logits grow in proportion; weights do not move."""
-    per_device_eval_batch_size: Positive | Auto = 8
-    """Rows per forward pass of evaluation. No activations are kept, but the logits of one batch are."""
+    per_device_eval_batch_size: Positive | Auto | None = None
+    """Rows per forward pass of evaluation. No activations are kept, but the logits of one batch are. Unset: as many as
+    in training, at most 8."""
     gradient_accumulation_steps: Positive | Auto | None = None
     """Micro batches per optimizer step (1 when unset). Costs no memory, only time; the loss stays the exact mean over
     all supervised tokens of the global batch."""
@@ -120,7 +121,7 @@ class TrainingParams(Params):
     """Optimizer steps between two projections. `galore_adamw` takes time for each; no memory."""
     projection_scale: Annotated[Number, Field(gt=0)] | None = None
     """Factor on projected updates. Unset: 0.25 for `galore_adamw`, 1 for `apollo_adamw`. No memory."""
-    optimizer_in_backward: bool | Auto = False
+    optimizer_in_backward: bool = False
     """Update each weight as soon as its gradient is there and free it: gradients cost one weight instead of all.
     Excludes accumulation and `max_grad_norm`."""
     optimizer_offload: OptimizerOffload | Auto = OptimizerOffload.NONE
@@ -128,13 +129,15 @@ class TrainingParams(Params):
     device for its own update. Saves their bytes on the device, costs two copies of them over the link a step."""
     optimizer_offload_folder: str | None = None
     """Folder on the NVMe disk for `optimizer_offload: nvme`; its files vanish with the run. Costs disk."""
-    mixed_precision_dtype: MixedPrecision | Auto | None = None
+    mixed_precision_dtype: MixedPrecision | None = None
     """dtype of autocast: matrix products run in it while the weights stay float32. Halves most activations and adds
     a half-precision copy of the weights in forward. `fp16` scales the loss and skips the steps that overflow. Unset:
-    the card's best when weights are trained in float32 (bf16, else fp16; none on the CPU)."""
+    the card's best when weights are trained in float32 or a base is frozen (bf16, else fp16; none on the CPU). Not fp16
+    where weights are sharded, or where the model's family is known to overflow in it: there float32 without autocast,
+    which takes twice the memory of half precision in what is computed."""
     tf32: bool | None = None
     """Let the card round float32 matrix products to tf32 (10 bits), many times faster. No memory. Unset: not."""
-    fp8: Fp8 | Auto = Fp8.NONE
+    fp8: Fp8 = Fp8.NONE
     """Multiply in 8-bit floats in the linear layers of the blocks (torchao; cards from capability 8.9). Faster where
     the model is compiled; every product rounds its operands to 3 bits (2 for gradients), with one scale an operand
     (`tensorwise`) or a row (`rowwise`, closer). Weights, states and what is kept for backward stay as they are."""
@@ -143,7 +146,7 @@ class TrainingParams(Params):
     gradient_checkpointing_every: Positive | Auto = 1
     """Checkpoint every n-th block: 1 all of them, 2 each second one. The others keep their activations and are not
     computed twice."""
-    gradient_checkpointing_policy: CheckpointingPolicy | Auto = CheckpointingPolicy.FULL
+    gradient_checkpointing_policy: CheckpointingPolicy = CheckpointingPolicy.FULL
     """What a checkpointed block keeps: `full` its input alone, `save_attention` the result of attention too,
     `save_matmuls` the results of its linear layers and attention, so that only cheap operators run twice."""
     gradient_checkpointing_kwargs: GradientCheckpointingKwargs = GradientCheckpointingKwargs()

@@ -26,4 +26,4 @@ def test_attaching_an_adapter_warns_of_nothing():
     model = tiny_assembly(tiny_config()).model
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attach_adapter(PeftParams(), model, real_place(torch.device("cpu")), masters=False, lost={})
+        attach_adapter(PeftParams(), model, real_place(torch.device("cpu")), masters=False, lost={}, seed=0)

@@ -154,7 +154,7 @@ def test_a_head_beside_an_adapter_is_trained_even_where_other_modules_are_named(
     peft = {"lora_target_modules": ["q_proj"], "lora_modules_to_save": ["embed_tokens"]}
     config = classifier(LLAMA, training={"use_peft": True}, peft=peft)
     model, _ = build_model(config, read_architecture(config), CPU)
-    adapted = attach_adapter(config.peft, model, CPU, False, {}).model
+    adapted = attach_adapter(config.peft, model, CPU, False, {}, 0).model
     whole = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad and "lora" not in name}
     assert whole == {
         "base_model.model.model.embed_tokens.modules_to_save.default.weight",

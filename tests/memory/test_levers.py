@@ -70,7 +70,7 @@ def test_no_key_has_two_rows_and_no_reader_is_idle():
     assert len(keys) == len(set(keys))
     named = {row.reader for row in LEVERS}
     always = {"head", "parameters", "keeping_blocks", "optimizer_states", "isolation"}
-    always |= {"reference", "teacher"}
+    always |= {"reference", "teacher", "router_loss", "own_loss"}
     assert {*READERS, *FIRST_STEP_READERS} - always == named
 
 

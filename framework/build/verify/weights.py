@@ -12,6 +12,7 @@ from framework.build.freeze import still_frozen
 from framework.build.model_parts import causal_model
 from framework.build.quantize import is_packed
 from framework.build.verify.reading import Reading
+from framework.memory.resolve import said_of_float16
 from framework.schema.choices import MixedPrecision, TorchDtype
 
 
@@ -67,13 +68,16 @@ def _keeps_some_in_float32(model: nn.Module, counted: Counter[torch.dtype], want
 
 def read_autocast(assembly: Assembly) -> Iterator[Reading]:
     """The dtype that a matrix product has inside the context of forward, its masters and its loss scaler."""
+    key = "training.mixed_precision_dtype"
     asked = MixedPrecision(assembly.config.training.mixed_precision_dtype or "none")
     words = {dtype: str(word) for word, dtype in AUTOCAST_DTYPES.items()}
     kind, sharding = assembly.place.kind, assembly.sharding
+    settings = causal_model(assembly.model).config.get_text_config().to_dict()
+    said = "".join(f"; {line}" for line in said_of_float16(assembly.config, settings))
     if sharding is not None:
         gathered = sharding.gathered_dtype
         found = words.get(gathered, "?") if gathered is not None else "none"
-        yield Reading("training.mixed_precision_dtype", str(asked), found, "what fully_shard gathers weights in")
+        yield Reading(key, str(asked), found, f"what fully_shard gathers weights in{said}")
         return
     with assembly.autocast:
         found = words.get(torch.get_autocast_dtype(kind), "?") if torch.is_autocast_enabled(kind) else "none"
@@ -84,7 +88,7 @@ def read_autocast(assembly: Assembly) -> Iterator[Reading]:
         found += " with a loss scaler" if scale.enabled else " without a loss scaler"
     elif scale.enabled:
         source += f", loss scale {scale.scaler.get_scale():g}"
-    yield Reading("training.mixed_precision_dtype", str(asked), found, source)
+    yield Reading(key, str(asked), found, source + said)
 
 
 def read_float32_products(assembly: Assembly) -> Iterator[Reading]:

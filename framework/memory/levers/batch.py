@@ -35,10 +35,11 @@ BATCH = (
     ),
     Lever(
         "training.per_device_eval_batch_size",
-        (Setting(8), Setting(1, "evaluation alone is slower (not measured)")),
+        (Setting(None), Setting(1, "evaluation alone is slower (not measured)")),
         ("logits_and_loss", "temporaries"),
         "eval_batches",
-        "Rows per forward pass of evaluation, which keeps no activations but builds one batch's logits.",
+        "Rows per forward pass of evaluation, which keeps no activations but builds one batch's logits. Unset: those "
+        "of training, at most 8.",
         bitwise=True,
     ),
     Lever(

@@ -136,8 +136,9 @@ def with_rows(config: TrainingConfig, rows: int, micro: int, free: Collection[st
         "gradient_accumulation_steps": rows // micro,
         "global_batch_size": None,
     }
-    if EVAL_BATCH in free:
-        changes["per_device_eval_batch_size"] = min(int(config.training.per_device_eval_batch_size), micro)
+    written = config.training.per_device_eval_batch_size
+    if EVAL_BATCH in free and isinstance(written, int):  # unset, it follows by itself
+        changes["per_device_eval_batch_size"] = min(written, micro)
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 
 

@@ -1,0 +1,84 @@
+"""An adapter starts from the same numbers on one process and on several, split or not; all in one start of two."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from framework.build.assembly import assemble
+from framework.build.model import read_architecture
+from framework.build.place import real_place
+from framework.build.ranks import Ranks
+from framework.schema.choices import PeftMethod
+from framework.schema.config import TrainingConfig
+from tests.sharded import on_two, settings, sharded, trained, weights
+from tests.tiny import LLAMA, tiny_assembly, tiny_config
+
+METHODS = [method for method in PeftMethod if method is not PeftMethod.LOFTQ]  # which needs packed weights
+UNSHARDED = (PeftMethod.VERA,)
+"""Refused beside shards, or not split alike."""
+
+
+def adapted(world: int, folder: Path, method: str, shards: bool) -> TrainingConfig:
+    peft: dict[str, Any] = {"peft_method": method, "lora_r": 4}
+    if method not in ("prefix", "prompt"):
+        peft["lora_target_modules"] = ["q_proj", "v_proj", "down_proj"]
+    model = {"model_name": str(folder / "base"), "load_pretrained_weights": True}
+    fsdp = {} if shards else {"enable_fsdp": False}
+    training = {"use_peft": True, "mixed_precision_dtype": "none"}
+    return settings(world, LLAMA, peft=peft, model=model, fsdp=fsdp, training=training)
+
+
+def start_of(assembly: Any) -> dict[str, torch.Tensor]:
+    names = {name for name, parameter in assembly.model.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in weights(assembly).items() if name in names}
+
+
+def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for method in METHODS:
+        for shards in (True, False):
+            torch.manual_seed(1000 + ranks.rank)  # what else was drawn does not matter
+            config = adapted(2, folder, str(method), shards)
+            place = real_place(torch.device("cpu"))
+            assembly = assemble(config, read_architecture(config), place, 10, ranks)
+            start = start_of(assembly)
+            if ranks.is_main:
+                torch.save(start, folder / f"{method}-{shards}.pt")
+            found[f"{method}-{shards}"] = trained(assembly)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("start")
+    base: AutoModelForCausalLM = tiny_assembly(tiny_config()).model
+    base.save_pretrained(folder / "base")
+    return folder, on_two(look, folder)[0]
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["shards", "copies"])
+@pytest.mark.parametrize("method", METHODS)
+def test_it_starts_and_learns_as_one_process_does(ran, method, shards):
+    folder, found = ran
+    one = sharded(adapted(1, folder, str(method), shards=False), Ranks())
+    expected = start_of(one)
+    start = torch.load(folder / f"{method}-{shards}.pt")
+    assert start.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(start[name], values, rtol=0, atol=0)
+    assert found[f"{method}-{shards}"] == pytest.approx(trained(one)[0], abs=1e-5)
+
+
+def test_another_seed_is_another_start(ran):
+    folder, _ = ran
+    config = adapted(1, folder, "lora", shards=False)
+    other = config.model_copy(update={"training": config.training.model_copy(update={"seed": 7})})
+    one, two = (start_of(sharded(item, Ranks())) for item in (config, other))
+    moved = [name for name in one if not torch.equal(one[name], two[name])]
+    assert moved
+    assert all("lora_A" in name for name in moved)
+    assert json.dumps(sorted(one)) == json.dumps(sorted(two))
