@@ -61,8 +61,8 @@ def precision_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def loss_scale_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Gradients that torch's scaler cannot unscale: on CUDA it has no kernel for bfloat16. It refuses float16, and where
-    that is written `adapter_conflicts` does."""
+    """Gradients that torch's scaler cannot unscale: on CUDA it has no kernel for bfloat16. Float16 it refuses, which
+    `adapter_conflicts` does where it is written."""
     training, adapter = config.training, config.peft.adapter_dtype
     if training.mixed_precision_dtype is not MixedPrecision.FP16 or not training.use_peft:
         return
