@@ -57,7 +57,7 @@ def test_the_kernels_save_activations_beside_either_loss_and_take_time(write: An
     assert plain.step_peak.allocated_bytes / GIB == pytest.approx(32.104, abs=0.005)
     assert fused.step_peak.allocated_bytes / GIB == pytest.approx(28.041, abs=0.005)
     assert plan(write, *PURE, ON, "model.chunked_loss=1024").step_peak.allocated_bytes / GIB == pytest.approx(
-        17.803, abs=0.005
+        17.067, abs=0.005
     )
     assert plain.step is not None
     assert fused.step is not None
