@@ -1,7 +1,8 @@
 """tunesmith: fine-tuning of language models from YAML, whose heart is GPU memory.
 
 Import ladder (a room may import those to its right): cli > report, convert > run > build > memory > schema.
-`compose` and `checks` stand beside `cli`; `errors` imports nothing. No front room loads torch.
+`compose` and `checks` stand beside `cli`; `errors` imports `terminal` alone, which imports nothing. No front room loads
+torch.
 
 Public names load on first use, so that `import framework` costs nothing. Only `train` loads torch.
 """

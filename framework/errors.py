@@ -15,6 +15,8 @@ TunesmithError          1  an internal fault
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from framework.terminal import on_one_line
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -37,7 +39,7 @@ class Problem:
             lines.append(f"  expected {self.expected}")
         if self.nearest:
             lines.append(f"  did you mean {self.nearest}")
-        return "\n".join(lines)
+        return "\n".join(map(on_one_line, lines))
 
 
 class TunesmithError(Exception):

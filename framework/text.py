@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from framework.schema.config import TrainingConfig
+from framework.terminal import OBEYED, visible
 
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
 _FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]{1,3})?|[0-9]+[eE][-+]?[0-9]{1,3})")
@@ -32,7 +33,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf's own escape of a literal `${`
-    plain = isinstance(scalar(text), str) and "\n" not in text
+    plain = isinstance(scalar(text), str) and "\n" not in text and not OBEYED.search(text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
 
@@ -45,5 +46,5 @@ def to_yaml(config: TrainingConfig) -> str:
 
 
 def dump(value: Any) -> str:
-    """One value as YAML on as few lines as it needs."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20)
+    """One value as YAML on as few lines as it needs; characters that a terminal obeys are escaped in it."""
+    return visible(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**20))

@@ -11,6 +11,7 @@ from framework.cli.app import app
 from framework.cli.meant import meant
 from framework.cli.printing import complain, print_json, print_problems, say
 from framework.errors import Interrupted, Problem, RequestError, TunesmithError
+from framework.terminal import visible_streams
 
 __all__ = ["app", "main"]
 
@@ -24,7 +25,11 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130 (CONTRACT.md). No traceback without --debug."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    with visible_streams():
+        return _exit_code(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _exit_code(words: Sequence[str]) -> int:
     try:
         code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
         sys.stdout.flush()

@@ -18,6 +18,7 @@ from framework.cli.levers import levers
 from framework.cli.merge import merge
 from framework.cli.plan import plan
 from framework.cli.predict import predict
+from framework.cli.printing import print_text
 from framework.cli.report import report
 from framework.errors import Interrupted
 
@@ -32,7 +33,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(version("tunesmith"))
+        print_text(version("tunesmith"))
         raise typer.Exit
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from framework.cli.printing import print_warnings, say
+from framework.cli.printing import print_text, print_warnings, say
 
 
 def convert(
@@ -17,7 +17,7 @@ def convert(
     from framework.convert import convert as converted
 
     found = converted(file)
-    print(found.recipe, end="")
+    print_text(found.recipe, end="")
     for row in found.left:
         say(str(row))
     print_warnings(found.cautions)

@@ -7,7 +7,7 @@ import typer
 
 from framework.cli.arguments import Json, Overrides, Recipe
 from framework.cli.plan import checked, planned
-from framework.cli.printing import print_columns, print_json, stdout
+from framework.cli.printing import print_columns, print_json, print_text, stdout
 
 if TYPE_CHECKING:
     from framework.compose import Composition
@@ -73,4 +73,4 @@ def _print_differences(found: "list[Difference]") -> None:
     ]
     print_columns(rows)
     if not rows:
-        print("no key differs")
+        print_text("no key differs")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from framework.cli.arguments import Json
-from framework.cli.printing import print_columns, print_json
+from framework.cli.printing import print_columns, print_json, print_text
 from framework.cli.writing import as_document, check_writable, told, written
 from framework.errors import Problem, RequestError
 
@@ -46,7 +46,7 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
     if as_json:
         print_json({"gpu": to_card(found), **as_document(missed)})
     elif output is not None and not missed:
-        print(f"wrote {output}; use it as gpu=./{output}" if not output.is_absolute() else f"wrote {output}")
+        print_text(f"wrote {output}; use it as gpu=./{output}" if not output.is_absolute() else f"wrote {output}")
     else:
-        print(to_yaml(found), end="")
+        print_text(to_yaml(found), end="")
     return told(missed, 0)

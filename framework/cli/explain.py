@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from framework.cli.arguments import Json
-from framework.cli.printing import print_json, print_warnings
+from framework.cli.printing import print_json, print_text, print_warnings
 
 
 def explain(
@@ -29,4 +29,4 @@ def explain(
     if as_json:
         print_json(explanation.to_json())
     else:
-        print("\n".join(explanation_lines(explanation)))
+        print_text("\n".join(explanation_lines(explanation)))

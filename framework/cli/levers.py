@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from framework.cli.arguments import Json
-from framework.cli.printing import print_columns, print_json
+from framework.cli.printing import print_columns, print_json, print_text
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ def _find(key: str) -> "Lever":
 def _print_one(row: "Lever") -> None:
     from framework.memory.levers import word
 
-    print(f"{row.key}\n  {row.line}")
-    print(f"  shrinks    {', '.join(row.shrinks) or 'nothing by itself'}\n  read back  {row.reader}")
-    print("  settings, from free to dear:")
+    print_text(f"{row.key}\n  {row.line}")
+    print_text(f"  shrinks    {', '.join(row.shrinks) or 'nothing by itself'}\n  read back  {row.reader}")
+    print_text("  settings, from free to dear:")
     for setting in row.settings:
-        print(f"    {row.key}={word(setting.value)}")
+        print_text(f"    {row.key}={word(setting.value)}")
         facts = {
             "time": setting.time,
             "changes": setting.changes or ("" if setting is row.settings[0] else "nothing but rounding"),
@@ -62,7 +62,7 @@ def _print_one(row: "Lever") -> None:
         }
         for name, text in facts.items():
             if text:
-                print(f"      {name:9s}{text}")
+                print_text(f"      {name:9s}{text}")
 
 
 def _values(row: "Lever") -> str:

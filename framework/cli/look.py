@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import print_columns, print_json, print_warnings
+from framework.cli.printing import print_columns, print_json, print_text, print_warnings
 from framework.errors import Problem, RequestError
 
 KINDS = {"recipes": "", "models": "model", "datasets": "data", "optimizers": "optimizer", "gpus": "gpu"}
@@ -44,7 +44,7 @@ def check(
     print_warnings(warnings)
     if problems:
         raise RequestError(problems)
-    print(f"{recipe}: no problems ({looked_at})")
+    print_text(f"{recipe}: no problems ({looked_at})")
     return 0
 
 
@@ -74,9 +74,9 @@ def show(
         origins = {key: asdict(value) for key, value in composition.origins.items()}
         print_json({"recipe": composition.recipe, "config": config.model_dump(mode="json"), "origins": origins})
     elif origin:
-        print(to_annotated_yaml(config, composition.origins), end="")
+        print_text(to_annotated_yaml(config, composition.origins), end="")
     else:
-        print(to_yaml(config), end="")
+        print_text(to_yaml(config), end="")
 
 
 def list_choices(
@@ -115,4 +115,4 @@ def schema() -> None:
     from framework.compose import shipped
     from framework.schema.json_schema import recipe_schema
 
-    print(json.dumps(recipe_schema({group: list(shipped.presets(group)) for group in shipped.GROUPS})))
+    print_text(json.dumps(recipe_schema({group: list(shipped.presets(group)) for group in shipped.GROUPS})))

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from framework.cli.arguments import Json, Trust
-from framework.cli.printing import print_json, say
+from framework.cli.printing import print_json, print_text, say
 
 
 def merge(
@@ -26,5 +26,5 @@ def merge(
         print_json({"folder": str(merged.folder), "dtype": merged.dtype, "dequantized": merged.dequantized or None})
         return
     if merged.dequantized:
-        print(f"base        was {merged.dequantized}; dequantised to {merged.dtype} before the adapter was added")
-    print(f"model       {merged.folder} in {merged.dtype} ({merged.loader}.from_pretrained loads it)")
+        print_text(f"base        was {merged.dequantized}; dequantised to {merged.dtype} before the adapter was added")
+    print_text(f"model       {merged.folder} in {merged.dtype} ({merged.loader}.from_pretrained loads it)")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from framework.cli.arguments import Trust
-from framework.cli.printing import say
+from framework.cli.printing import print_text, say
 
 
 def predict(
@@ -30,4 +30,4 @@ def predict(
     for line in code_that_runs(run) if trust_remote_code else ():
         say(line)
     for answer in ask(run, file, Request(new_tokens, score, trust_remote_code)):
-        print(json.dumps(answer, ensure_ascii=False))
+        print_text(json.dumps(answer, ensure_ascii=False))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.errors import Problem
 from framework.schema.wording import counted
+from framework.terminal import on_one_line, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +18,7 @@ SCHEMA_VERSION = 1
 
 def print_json(document: Mapping[str, Any]) -> None:
     """The one document of a verb under --json."""
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **document}, ensure_ascii=False, default=str))
+    print_text(json.dumps({"schema_version": SCHEMA_VERSION, **document}, ensure_ascii=False, default=str))
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
@@ -53,22 +54,28 @@ def complain(message: str, with_traceback: bool) -> None:
 
 def stdout() -> "Console":
     """The console that results go to. It is in colour on a terminal alone, and lines keep their length in a pipe."""
-    from rich.console import Console
+    from framework.console import TerminalConsole
 
-    return Console(soft_wrap=True, highlight=False, emoji=False)
+    return TerminalConsole(soft_wrap=True, highlight=False, emoji=False)
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """A result, as it is but for characters that a terminal would obey."""
+    print(visible(text), end=end)
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Plain aligned columns, so that other programs can read them."""
+    rows = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _stderr() -> "Console":
-    from rich.console import Console
+    from framework.console import TerminalConsole
 
-    return Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    return TerminalConsole(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 
 def _escaped(text: str) -> str:

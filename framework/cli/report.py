@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from framework.cli.printing import print_text
 from framework.cli.writing import check_writable, written
 from framework.errors import RequestError
 
@@ -22,4 +23,4 @@ def report(
     page, file = run_page(read_run(run)), output or run / PAGE
     if missed := written(file, "--output", lambda: page):
         raise RequestError(missed)
-    print(file)
+    print_text(str(file))

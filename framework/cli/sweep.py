@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from framework.cli.printing import complain, print_columns, print_json, print_warnings, say
+from framework.cli.printing import complain, print_columns, print_json, print_text, print_warnings, say
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _completed(outline: "Outline", results: "list[Result]") -> "list[Result]":
 def _print(outline: "Outline", results: "Sequence[Result]") -> None:
     head = ("run", "exit", "steps", "loss", "eval loss", "peak GiB", "seconds", "folder", "overrides")
     print_columns([head, *(_row(result, outline.folder) for result in results)])
-    print(f"sweep folder  {outline.folder} (results/ has what each run has printed)")
+    print_text(f"sweep folder  {outline.folder} (results/ has what each run has printed)")
 
 
 def _row(result: "Result", sweep: Path) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import print_json, print_warnings
+from framework.cli.printing import print_json, print_text, print_warnings
 from framework.errors import Problem, RequestError
 from framework.run.interrupt import BEFORE_ALL, told_interrupt
 from framework.run.launched import launched
@@ -147,20 +147,20 @@ def _show(result: "RunResult", options: Options) -> None:
 
 def _report(result: "RunResult") -> None:
     """Where the run is, what the model says, and what to try next."""
-    print(f"run folder  {result.folder}")
+    print_text(f"run folder  {result.folder}")
     if result.sample:
         prompt, completion = result.sample
-        print(f"prompt      {prompt!r}\ncompletion  {completion!r}")
+        print_text(f"prompt      {prompt!r}\ncompletion  {completion!r}")
     for values in result.evals[:1] + result.evals[1:][-1:]:
-        print(f"eval loss   {values['eval_loss']:.4f} at step {values['step']}")
+        print_text(f"eval loss   {values['eval_loss']:.4f} at step {values['step']}")
     for name, value in list(result.evals[-1].items())[2:8] if result.evals else ():
-        print(f"{name.replace('_', ' '):<11} {value:.4f}")
+        print_text(f"{name.replace('_', ' '):<11} {value:.4f}")
     final = result.folder / "final"
     if (final / "adapter_config.json").exists():
-        print(f"adapter     {final} (peft's PeftModel.from_pretrained loads it on its base)")
+        print_text(f"adapter     {final} (peft's PeftModel.from_pretrained loads it on its base)")
         if result.is_mergeable:
-            print(f"plain model tunesmith merge {result.folder}")
+            print_text(f"plain model tunesmith merge {result.folder}")
     else:
-        print(f"model       {final} ({result.loader}.from_pretrained loads it)")
-    print(f"again       tunesmith train {result.folder / 'config.yaml'} training.learning_rate=1e-4")
-    print(result.memory)
+        print_text(f"model       {final} ({result.loader}.from_pretrained loads it)")
+    print_text(f"again       tunesmith train {result.folder / 'config.yaml'} training.learning_rate=1e-4")
+    print_text(result.memory)

@@ -11,6 +11,7 @@ from framework.compose.reading import read
 from framework.compose.request import compose
 from framework.errors import Problem, RequestError
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
+from framework.terminal import on_one_line
 from framework.text import dump
 
 _HEAD = "# yaml-language-server: $schema=recipe.schema.json\n"
@@ -21,7 +22,7 @@ def amended(recipe: str, words: Sequence[str], config: TrainingConfig, changes: 
 
     Comments are lost. Where that does not compose to `config`, the text is every key of `config`.
     """
-    said = f"# {Path(recipe).stem}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
+    said = f"# {on_one_line(Path(recipe).stem)}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
     text = _HEAD + said + dump(_document(recipe, [*words, *changes]))
     if _composes(text, config):
         return text

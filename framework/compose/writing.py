@@ -5,6 +5,7 @@ from typing import Any
 
 from framework.compose.origins import DEFAULT, Origin
 from framework.schema.config import TrainingConfig
+from framework.terminal import on_one_line
 from framework.text import dump
 
 
@@ -20,7 +21,8 @@ def _lines(value: Any, key: str, origins: Mapping[str, Origin]) -> Iterator[str]
         here = f"{key}[{name}]" if is_item else f"{key}.{name}".removeprefix(".")
         head = "-" if is_item else f"{dump({name: 0}).rpartition(':')[0]}:"
         if not (isinstance(child, dict | list | tuple) and child):
-            yield f"{head} {dump([child]).removeprefix('- ').rstrip()}  # {origins.get(here, DEFAULT)}"
+            origin = on_one_line(str(origins.get(here, DEFAULT)))
+            yield f"{head} {dump([child]).removeprefix('- ').rstrip()}  # {origin}"
             continue
         inside = [f"  {line}" for line in _lines(child, here, origins)]
         yield from [f"- {inside[0][2:]}", *inside[1:]] if is_item else [head, *inside]

@@ -7,6 +7,7 @@ import yaml
 from framework.convert.settle import tree
 from framework.convert.translation import Translation
 from framework.schema.keys import root
+from framework.terminal import on_one_line
 from framework.text import dump
 
 WIDTH = 118
@@ -17,7 +18,8 @@ SECTIONS = ("model", "training", "peft", "fsdp", "data")
 
 def to_recipe(t: Translation, tool: str) -> str:
     """The text, which `tunesmith check` reads."""
-    lines = [f"# From {t.source.label.rpartition('/')[2]} ({tool})", *(f"# {line}" for line in t.head)]
+    heads = [f"From {t.source.label.rpartition('/')[2]} ({tool})", *t.head]
+    lines = [f"# {on_one_line(line)}" for line in heads]
     sections = tree(t)
     if t.preset:
         lines.append(f"defaults: [model: {t.preset}]")
@@ -31,7 +33,7 @@ def to_recipe(t: Translation, tool: str) -> str:
 
 def _section(name: str, inside: dict[str, Any], t: Translation) -> list[str]:
     told = {key: t.entries[f"{name}.{key}"].comment for key in inside if f"{name}.{key}" in t.entries}
-    told = {key: comment for key, comment in told.items() if comment}
+    told = {key: on_one_line(comment) for key, comment in told.items() if comment}
     block = [f"{name}:", *(line for key, value in inside.items() for line in _lines(key, value, told.get(key, "")))]
     wrapped = _wrapped(name, inside)
     behind = f"{wrapped[0]}  # {next(iter(told.values()), '')}"

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from html import escape
 
 from framework.memory.ledger import Plan, Terms
 from framework.report import words
+from framework.report.escaping import escape
 
 WIDTH, LEFT, RIGHT = 860, 120, 90
 """Of the drawing, its names and its figures, in units of the view box."""

@@ -1,12 +1,12 @@
 """What `fit` proposes as one HTML page: the trade of speed against memory as a plot, and what each change buys."""
 
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
 
 from framework.memory.levers import word
 from framework.memory.search.found import Change, Found, Point
 from framework.report import words
 from framework.report.drawing import WIDTH, svg, text, ticks
+from framework.report.escaping import escape
 from framework.report.page import document, items
 
 HEIGHT, LEFT, BOTTOM, TOP = 320, 70, 44, 24

@@ -1,12 +1,12 @@
 """A plan as one HTML page that needs nothing else: no script, no font, no picture from anywhere."""
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from framework.memory.ledger import Plan
 from framework.report import words
 from framework.report.drawing import phases_svg
+from framework.report.escaping import escape
 
 if TYPE_CHECKING:
     from framework.run.measure import Measured

@@ -1,11 +1,11 @@
 """Planned next to measured, phase by phase: the bars of a run's page, and the table beside them."""
 
 from collections.abc import Iterator
-from html import escape
 from statistics import median
 
 from framework.report import words
 from framework.report.drawing import BAR, LEFT, RIGHT, ROW, WIDTH, svg, text
+from framework.report.escaping import escape
 from framework.report.page import table
 from framework.report.run_files import Memory, PhasePair, Run
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from itertools import accumulate
 
 from framework.report.drawing import WIDTH, svg, text, ticks
+from framework.report.escaping import escape
 from framework.report.run_files import Point, Series
 
 BUCKETS = 400

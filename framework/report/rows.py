@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from framework.schema.wording import counted
+from framework.terminal import visible
 
 if TYPE_CHECKING:
     from framework.run.preview import Passage, Piece, Preview, ShownRow
@@ -100,13 +101,6 @@ def passage_line(passage: "Passage") -> str:
     """What is said above one of several passages."""
     relabelled = f", {passage.relabelled} with another label than the token" if passage.relabelled else ""
     return f"{passage.name}: {counted(passage.tokens, 'token')}, {passage.supervised} supervised{relabelled}"
-
-
-def visible(text: str) -> str:
-    """The text with control characters as pictures: none of them reaches a terminal, and all can be seen."""
-    return "".join(chr(0x2400 + ord(each)) if ord(each) < 32 and each not in "\n\t" else each for each in text).replace(
-        "\x7f", "\u2421"
-    )
 
 
 def shortened(pieces: "tuple[Piece, ...]", rest: str, longest: int = LONGEST) -> "Iterator[tuple[str, bool]]":

@@ -1,11 +1,11 @@
 """The rows of a run as one HTML page that needs nothing else."""
 
 from collections.abc import Iterator, Mapping
-from html import escape
 from typing import TYPE_CHECKING
 
+from framework.report.escaping import escape
 from framework.report.page import document, items
-from framework.report.rows import facts, headline, passage_line, shortened, visible
+from framework.report.rows import facts, headline, passage_line, shortened
 from framework.schema.wording import counted
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _table(name: str, first: str, values: Mapping[str, int], second: str, others
 def _bars(classes: Mapping[str, int]) -> Iterator[str]:
     most = max(classes.values(), default=0) or 1
     rows = "".join(
-        f'<tr><td>{escape(visible(name))}</td><td>{count}</td><td class="wide">'
+        f'<tr><td>{escape(name)}</td><td>{count}</td><td class="wide">'
         f'<span class="bar" style="width:{count / most:.1%}"></span></td></tr>'
         for name, count in classes.items()
     )
@@ -86,6 +86,6 @@ def _row(row: "ShownRow") -> str:
 
 def _written(passage: "Passage") -> str:
     parts = shortened(passage.pieces, "…", LONGEST)
-    marked = ((escape(visible(text)), is_learnt) for text, is_learnt in parts)
+    marked = ((escape(text), is_learnt) for text, is_learnt in parts)
     # A line break right behind <pre> is not shown, so one more stands there.
     return "\n" + "".join(f"<mark>{text}</mark>" if is_learnt else text for text, is_learnt in marked)

@@ -1,9 +1,9 @@
 """The curves of a run's page: loss, memory, speed, rate and gradient norm against steps, each with a table."""
 
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
 
 from framework.report import words
+from framework.report.escaping import escape
 from framework.report.page import table
 from framework.report.plot import LARGE, SMALL, Curve, Frame, Level, Moment, plot_svg, scale_of
 from framework.report.run_files import Run

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from framework.memory.explain.evidence import earlier_reports
 from framework.memory.explain.text import MOST_MOVES, cause_lines
 from framework.report import words
 from framework.report.ending import Ending, How, read_ending
+from framework.report.escaping import escape
 from framework.report.page import definitions, document, items
 from framework.report.phase_pairs import memory_parts
 from framework.report.run_curves import curve_parts

@@ -21,6 +21,7 @@ from framework.build.place import Place, real_place
 from framework.build.verify import (
     verify,
 )
+from framework.console import TerminalConsole
 from framework.errors import (
     DoesNotFit,
     Problem,
@@ -70,7 +71,7 @@ def open_session(
     check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     with crew.phase("reading rows and planning"):
-        console = Console(stderr=True, quiet=quiet or not crew.ranks.is_main)
+        console = TerminalConsole(stderr=True, quiet=quiet or not crew.ranks.is_main)
         inputs, forecast = _read_and_plan(config, planner if crew.ranks.is_main else None, given, console)
     forecast = plan_of_all(crew, forecast)
     try:

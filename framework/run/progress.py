@@ -3,8 +3,9 @@
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from framework.console import TerminalConsole
 
 MIB = 2**20
 
@@ -13,7 +14,7 @@ class ProgressLine:
     """Loss, rate, tokens per second and memory of the latest step, on stderr."""
 
     def __init__(self, total: int, done: int, every: int, quiet: bool = False) -> None:
-        self.console = Console(stderr=True, quiet=quiet)
+        self.console = TerminalConsole(stderr=True, quiet=quiet)
         self.total, self.every = total, every
         self._bar = Progress(
             TextColumn("step"),

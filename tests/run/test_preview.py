@@ -12,12 +12,13 @@ import pytest
 from framework.build.labels import IGNORED
 from framework.cli import main
 from framework.errors import RequestError
-from framework.report.rows import BRACKETS, COLOUR, PLAIN, data_lines, marks_for, shortened, visible
+from framework.report.rows import BRACKETS, COLOUR, PLAIN, data_lines, marks_for, shortened
 from framework.report.rows_page import data_page
 from framework.run.inputs import read_inputs
 from framework.run.preview import Piece, Preview, count_padding, preview
 from framework.run.training_batches import training_batches
 from framework.schema.config import TrainingConfig
+from framework.terminal import visible
 from tests.tiny import LLAMA
 
 ASKED = {"role": "user", "content": "What is two and two? <b>\x1b[31m"}
@@ -139,7 +140,7 @@ def test_nothing_in_a_row_steers_the_terminal_or_the_page(tmp_path: Path) -> Non
     found = seen(tmp_path, [{"messages": [{**ASKED, "content": "</pre><script>x</script>\x1b[31m\r\x00"}, FOUR]}] * 2)
     text = "\n".join(line.plain for line in data_lines("<i>r</i>", found, 80, BRACKETS))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
-    assert "\u241b[31m\u240d\u2400" in text
+    assert "\\u001b[31m\\u000d\\u0000" in text
 
     class Tags(HTMLParser):
         def handle_starttag(self, tag: str, attrs: object) -> None:
@@ -163,7 +164,7 @@ def test_marks_and_the_middle_of_long_rows() -> None:
     assert list(shortened(pieces, "..", 60)) == [("a" * 30, False), ("b" * 30, True)]
     cut = list(shortened(pieces, "..", 20))
     assert cut == [("a" * 10 + " .. 40 characters .. ", False), ("b" * 10, True)]
-    assert visible("a\tb\n\x7f") == "a\tb\n\u2421"
+    assert visible("a\tb\n\x7f") == "a\tb\n\\u007f"
 
 
 class TestVerb:
