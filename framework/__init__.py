@@ -54,6 +54,7 @@ _ROOMS = {
     "framework.run.trainer": "train",
 }
 """Module -> the public names it provides; `public=inside` where it has another name there."""
+_LOADS_TORCH = ("framework.run.fit", "framework.run.trainer")
 _HOMES = {
     name.partition("=")[0]: (module, name.rpartition("=")[2])
     for module, names in _ROOMS.items()
@@ -67,6 +68,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'framework' has no attribute {name!r}")
     module, inside = _HOMES[name]
+    if module in _LOADS_TORCH:
+        from framework.versions import require_versions
+
+        require_versions()  # else the import of a version that is not supported fails somewhere inside
     return getattr(import_module(module), inside)
 
 

@@ -6,10 +6,9 @@ maps and reads. Where transformers renames or joins a checkpoint's tensors, the 
 copy of the model there, none elsewhere) and sends each tensor to the others.
 """
 
-import json
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -22,12 +21,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from framework.build.heads import is_new
-from framework.build.hub import UNLOADABLE, hub_is_reachable, one_line
+from framework.build.hub import UNLOADABLE, one_line
 from framework.build.model import build_model
+from framework.build.model_folder import checkpoint_files, local_folder, weight_files
 from framework.build.optimizers.seeds import mixed
 from framework.build.place import Place
 from framework.build.quantize import is_packed, refuse_other_packing
@@ -70,11 +68,12 @@ def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     if any(isinstance(transform, WeightConverter) for transform in transforms):
         return True
-    if not Path(str(config.model.model_name)).is_dir():
+    folder = local_folder(str(config.model.model_name))
+    if folder is None:
         return False
-    with ExitStack() as files:
-        stored: set[str] = set()
-        for file in _checkpoint_files(config):
+    stored = set[str]()
+    with ExitStack() as files, suppress(RequestError):  # a plan is made of a folder without weights, too
+        for file in weight_files(folder, "model.model_name"):
             stored.update(files.enter_context(_opened(file)).keys())
     names = (name.replace(".base_layer", "") for name, _ in model.named_parameters() if _ADAPTED not in name)
     return any(name not in stored and not is_new(model, name) for name in names)
@@ -171,7 +170,7 @@ class Arrival:
             start_layers(started, self._config.training.seed, self._place)
 
     def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
-        files = list(_checkpoint_files(self._config))
+        files = list(checkpoint_files(self._config.model))
         opened = [self._files.enter_context(_opened(file)) for file in files]
         stored = {name: tensors for tensors in opened for name in sorted(tensors.keys())}
         wanted = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
@@ -224,23 +223,3 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except UNLOADABLE as error:
         raise RequestError([Problem("model.model_name", f"{file} does not load: {one_line(error)}")]) from None
-
-
-def _checkpoint_files(config: TrainingConfig) -> Iterator[Path]:
-    """The safetensors files of `model.model_name`; none where transformers finds them in another way."""
-    name, revision = config.model.model_name, config.model.model_revision or "main"
-    settings: dict[str, Any] = {"revision": revision, "local_files_only": not hub_is_reachable()}
-    settings |= {"_raise_exceptions_for_missing_entries": False}
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **settings)
-    if index is None:
-        whole = cached_file(name, SAFE_WEIGHTS_NAME, **settings)
-        if whole is not None:
-            yield Path(whole)
-        return
-    folder = Path(index).parent
-    listed = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    if Path(str(name)).is_dir():
-        yield from (folder / file for file in listed)
-        return
-    files, _ = get_checkpoint_shard_files(name, index, revision=revision, local_files_only=settings["local_files_only"])
-    yield from map(Path, files)

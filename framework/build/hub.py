@@ -1,8 +1,6 @@
 """What can be known about the Hugging Face hub without asking it for a file."""
 
 import difflib
-import socket
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,26 +9,11 @@ from huggingface_hub import constants
 from safetensors import SafetensorError
 
 from framework.errors import Problem, RequestError
+from framework.hub import hub_is_reachable as hub_is_reachable
 from framework.regular_files import special_files
 
 UNLOADABLE = (ImportError, OSError, ValueError, RuntimeError, SafetensorError)
 """What libraries raise where weights are missing, damaged, or of something else."""
-
-
-def hub_is_reachable() -> bool:
-    """Whether the hub's name resolves from here.
-
-    Asked first, because the hub client answers a missing network with a minute of retries and one log line for each.
-    Behind a proxy names need not resolve, so there the answer is yes.
-    """
-    if constants.HF_HUB_OFFLINE:
-        return False
-    if urllib.request.getproxies():
-        return True
-    try:
-        return bool(socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None))
-    except OSError:
-        return False
 
 
 def hub_host() -> str:

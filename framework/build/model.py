@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,46 +13,54 @@ from transformers.initialization import no_init_weights
 from framework.build.dtypes import TORCH_DTYPES
 from framework.build.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.flex_attention import know_flex_attention
-from framework.build.heads import fit_head, is_new, model_class, read_by_model
-from framework.build.hub import (
-    UNLOADABLE,
-    hub_is_reachable,
-    leave_to_run_code,
-    nearest,
-    one_line,
-    require_regular_files,
-)
+from framework.build.heads import fit_head, model_class, read_by_model
+from framework.build.hub import hub_is_reachable, leave_to_run_code, nearest, one_line
+from framework.build.model_folder import local_folder, reads_own_config, require_model, weight_files
 from framework.build.place import Place
 from framework.build.quantize import quantization, refuse_other_packing
 from framework.build.ring_attention import NAME as RING_ATTENTION
 from framework.build.ring_attention import know_ring_attention
 from framework.build.tokenizer import END_TOKEN_ID
+from framework.build.unmatched import Unmatched, sort_unmatched
 from framework.errors import Problem, RequestError
-from framework.schema.choices import PeftMethod, Task, TorchDtype
+from framework.schema.architecture import laid_over
+from framework.schema.choices import PeftMethod, TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
 
 
 def read_architecture(config: TrainingConfig) -> PretrainedConfig:
-    """The Hugging Face config: as written in `model.architecture`, else read from `model.model_name`.
+    """The Hugging Face config: that of `model.model_name`, with what `model.architecture` says of it laid over; or
+    `model.architecture` alone, where it is a whole one of a hub model, or there are no weights to load.
 
     The head is that of the task. Raises RequestError when neither gives one, a written key is unknown to the config
-    class, or the model cannot do this task.
+    class, its dtype is none to compute in, or the model cannot do this task.
     """
     model = config.model
-    if model.architecture is not None:
-        architecture = _written_architecture(model.architecture.thaw())
-    elif model.model_name is not None:
-        architecture = _named_architecture(config)
+    written = model.architecture.thaw() if model.architecture is not None else {}
+    if reads_own_config(model):
+        architecture = _named_architecture(config, written)
+    elif model.architecture is not None:
+        architecture = _written_architecture(written)
     else:
         raise RequestError([Problem("model.model_name", "no model is named", expected="model_name or architecture")])
     if model.tokenizer is not None and model.load_pretrained_weights is False:
         architecture.vocab_size = model.tokenizer.vocab_size
         # else generation would stop at whatever token has the id that the family's own tokenizer ends with
         architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
-    architecture.use_cache = False
+    _refuse_dtype(architecture, config)
     fit_head(config, architecture)
     return architecture
+
+
+def _refuse_dtype(architecture: PretrainedConfig, config: TrainingConfig) -> None:
+    """Raises RequestError for a dtype that nothing can be computed in, such as int8."""
+    dtype = architecture.dtype
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(named, torch.dtype) and named.is_floating_point):
+        return
+    key = "model.model_name" if reads_own_config(config.model) else "model.architecture.dtype"
+    message = f"its config says that the weights are {dtype}, and a model computes in floating point"
+    raise RequestError([Problem(key, message, expected="float32, bfloat16 or float16")])
 
 
 def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
@@ -65,18 +72,23 @@ def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
     except ValueError:
         unknown = Problem(f"{key}.model_type", f"transformers knows no {written['model_type']!r}")
         raise RequestError([unknown]) from None
+    _refuse_unknown(known, written["model_type"], written)
+    try:
+        return AutoConfig.for_model(**written)
+    except Exception as error:  # config classes check their values in many ways
+        raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {one_line(error)}")]) from None
+
+
+def _refuse_unknown(known: PretrainedConfig, model_type: str, written: dict[str, Any]) -> None:
+    """Raises RequestError for each written key that a config class does not know."""
     names = set(known.to_dict()) | set(known.attribute_map) | {"dtype", "architectures"}
     unknown_keys = [
-        Problem(f"{key}.{name}", f"is not a key of {type(known).__name__}", nearest=nearest(name, names))
+        Problem(f"model.architecture.{name}", f"is not a key of {type(known).__name__}", nearest=nearest(name, names))
         for name in sorted(set(written) - names)
-        if not read_by_model(known, name) and not _is_older_name(written["model_type"], name, written[name])
+        if not read_by_model(known, name) and not _is_older_name(model_type, name, written[name])
     ]
     if unknown_keys:
         raise RequestError(unknown_keys)
-    try:
-        return AutoConfig.for_model(**written)
-    except Exception as error:  # config classes check themselves, by errors of their own kinds
-        raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {one_line(error)}")]) from None
 
 
 def _is_older_name(model_type: str, name: str, value: Any) -> bool:
@@ -89,15 +101,18 @@ def _is_older_name(model_type: str, name: str, value: Any) -> bool:
         return True  # it knows enough of it to refuse it, which is told below
 
 
-def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
+def _named_architecture(config: TrainingConfig, written: dict[str, Any]) -> PretrainedConfig:
+    """The config that lies next to the weights, with `written` laid over it; `written` alone for another kind."""
     model, key = config.model, "model.model_name"
-    require_regular_files(Path(str(model.model_name)).expanduser(), key)
+    folder = local_folder(str(model.model_name))
+    if folder is not None:
+        require_model(folder, key)
     try:
         read: PretrainedConfig = AutoConfig.from_pretrained(
-            model.model_name,
+            str(folder) if folder is not None else model.model_name,
             revision=model.model_revision or "main",
             trust_remote_code=model.trust_remote_code,
-            local_files_only=not hub_is_reachable(),
+            local_files_only=folder is not None or not hub_is_reachable(),
         )
     except Exception as error:  # the hub client and its cache raise many kinds, of which none is a fault of ours
         message = f"the config.json of {model.model_name!r} could not be read: {one_line(error)}"
@@ -105,7 +120,17 @@ def _named_architecture(config: TrainingConfig) -> PretrainedConfig:
     if "/" in (kernel := str(read._attn_implementation)):  # which transformers would fetch and run
         message = f"the config.json of {model.model_name!r} names code of a hub as its attention: {kernel}"
         raise RequestError([Problem(key, message, expected="a config.json without it")])
-    return read
+    if not written:
+        return read
+    if written.get("model_type", read.model_type) != read.model_type:
+        return _written_architecture(written)
+    _refuse_unknown(read, read.model_type, written)
+    try:
+        laid: PretrainedConfig = type(read).from_dict(laid_over(read.to_dict(), written))
+        return laid
+    except Exception as error:
+        message = f"{type(read).__name__} refuses it: {one_line(error)}"
+        raise RequestError([Problem("model.architecture", message)]) from None
 
 
 def build_model(
@@ -159,7 +184,9 @@ def _random(
     try:
         with torch.device(place.device), no_init_weights() if place.rehearsed else contextlib.nullcontext():
             model = model_class(config.training.task).from_config(architecture, **settings)
-    except (ImportError, ValueError, RuntimeError, TypeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of every kind: it comes of the values in the config
         raise RequestError([_refused(architecture, attention, error)]) from None
     built: PreTrainedModel = model
     built.tie_weights()  # which goes with the values that a rehearsal does without
@@ -176,12 +203,11 @@ def _refused(architecture: PretrainedConfig, attention: str | None, error: Excep
 
 
 @contextlib.contextmanager
-def _unreported_head(task: Task) -> Iterator[None]:
-    """A head that a checkpoint lacks is said by verification; transformers' report of it as missing would alarm."""
+def unreported() -> Iterator[None]:
+    """What a checkpoint lacks or has too much is told by name, in place of transformers' table of it."""
     logger = logging.getLogger("transformers.modeling_utils")
     level = logger.level
-    if task.is_of_rows:
-        logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
@@ -196,8 +222,7 @@ def _pretrained(
     place: Place,
     packed: BitsAndBytesConfig | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    name = config.model.model_name
-    if name is None:
+    if config.model.model_name is None:
         raise RequestError(
             [
                 Problem(
@@ -208,37 +233,58 @@ def _pretrained(
             ]
         )
     loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # packed from the host, later
+    device = torch.device("cpu") if loses_first else place.device
+    loaded, unmatched = _loaded(config, architecture, dtype, attention, device, packed)
+    return loaded, unmatched.new
+
+
+def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
+    """Names of the weights of `model.model_name` that this task's model has no use for, such as another task's head.
+
+    The checkpoint is loaded as training loads it, but onto no device: names and shapes are read, and no values. Raises
+    RequestError as `build_model` does for weights that are missing, damaged, left over or of another shape.
+    """
+    stored_packed = getattr(architecture, "quantization_config", None) is not None
+    if not config.model.load_pretrained_weights or config.model.model_name is None or stored_packed:
+        return ()
+    shape = deepcopy(architecture)  # loading writes into it
+    _, unmatched = _loaded(config, shape, torch.float32, None, torch.device("meta"), None)
+    return unmatched.left_over
+
+
+def _loaded(
+    config: TrainingConfig,
+    architecture: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str | None,
+    device: torch.device,
+    packed: BitsAndBytesConfig | None,
+) -> tuple[PreTrainedModel, Unmatched]:
+    name, key = str(config.model.model_name), "model.model_name"
+    if (folder := local_folder(name)) is not None:
+        require_model(folder, key)
+        weight_files(folder, key)
     try:
-        with _unreported_head(config.training.task):
+        with unreported():
             model, info = model_class(config.training.task).from_pretrained(
-                name,
+                str(folder) if folder is not None else name,
                 config=architecture,
                 dtype=dtype,
                 attn_implementation=attention,
                 revision=config.model.model_revision or "main",
                 trust_remote_code=config.model.trust_remote_code,
-                local_files_only=not hub_is_reachable(),
-                device_map={"": "cpu" if loses_first else place.device},
+                local_files_only=folder is not None or not hub_is_reachable(),
+                device_map={"": device},
                 quantization_config=packed,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told below, by name
                 use_safetensors=True,
             )
-    except UNLOADABLE as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers and the hub client raise many kinds
         if attention is not None and "attention" in str(error).lower():
             raise RequestError([_refused(architecture, attention, error)]) from None
         message = f"the weights of {name!r} do not load: {one_line(error)}"
-        raise RequestError([Problem("model.model_name", message)]) from None
-    loaded: PreTrainedModel = model
-    new = tuple(sorted(key for key in info["missing_keys"] if is_new(loaded, key)))
-    absent = sorted({*info["missing_keys"]} - {*new}) + sorted(str(key) for key in info.get("mismatched_keys", ()))
-    if absent:
-        raise RequestError(
-            [
-                Problem(
-                    "model.model_name",
-                    f"{counted(len(absent), 'weight of the model is', 'weights of the model are')} not in {name!r} "
-                    f"and would stay random, first {absent[0]}",
-                )
-            ]
-        )
-    return loaded, new
+        raise RequestError([Problem(key, message)]) from None
+    return model, sort_unmatched(model, info, name, key)

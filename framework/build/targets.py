@@ -20,6 +20,20 @@ from framework.schema.wording import counted
 
 KEY = "peft.lora_target_modules"
 ALL_LINEAR = "all-linear"
+_FUSED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
+_DENSE = ("self_attention.dense", "attention.dense", "self_attn.dense", "attention.output.dense")
+_WIDENING = ("gate_up_proj", "c_fc", "fc1", "lin1", "dense_h_to_4h", "mlp.Wi", "intermediate.dense")
+ROLES = (
+    ("q_proj", "query", "q_lin", *_FUSED),
+    ("k_proj", "key", "k_lin", *_FUSED),
+    ("v_proj", "value", "v_lin", *_FUSED),
+    ("o_proj", "out_proj", "out_lin", "attn.c_proj", "attn.Wo", *_DENSE),
+    ("gate_proj", "w1", *_WIDENING),
+    ("up_proj", "w3", *_WIDENING),
+    ("down_proj", "w2", "mlp.c_proj", "fc2", "lin2", "dense_4h_to_h", "mlp.Wo", "output.dense"),
+)
+"""Names that the model families of transformers give to a layer of one role: queries, keys, values, the projection out
+of attention; the gate, the way up and the way down of the feed-forward network."""
 _ON_EXPERTS = (PeftMethod.LORA, PeftMethod.RSLORA)
 """Kinds that peft can put on stacked weights (ParamWrapper in peft/tuners/lora/layer.py), without dropout."""
 
@@ -176,9 +190,18 @@ def _no_match(key: str, target: str, model: PreTrainedModel) -> Problem:
         message += " (a regular expression is one text, not an item of a list, and matches whole names)"
     words = [word for word in re.split(r"[^A-Za-z0-9_]+", target) if word]
     known = [ALL_LINEAR, *suffixes]
-    near = next((found for word in [target, *words] if (found := nearest(word, known))), None)
+    aliases = [alias for role in ROLES for alias in role]
+    near = next((found for word in [target, *words] if (found := nearest(word, [*known, *aliases]))), None)
+    near = _of_same_role(near or target, model) or (near if near in known else None)
     near = ALL_LINEAR if target.lower() in ("all", "linear") else near
     return Problem(key, message, expected=f"[{ALL_LINEAR}], or some of {_available(model)}", nearest=near)
+
+
+def _of_same_role(target: str, model: PreTrainedModel) -> str | None:
+    """What this model calls the layers of the role that another family's name stands for."""
+    names, last = linear_modules(model), target.rsplit(".", 1)[-1]
+    alike = [alias for role in ROLES if any(_named(last, [alias]) for alias in role) for alias in role]
+    return ", ".join(alias for alias in dict.fromkeys(alike) if _named(alias, names)) or None
 
 
 def _available(model: nn.Module) -> str:

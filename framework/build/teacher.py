@@ -1,5 +1,8 @@
 """`training.teacher` becomes a frozen model beside the one that is trained."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -51,11 +54,9 @@ def read_teacher(config: TrainingConfig, student: PretrainedConfig) -> Pretraine
     positions than a row has tokens, or mixes the documents of a row.
     """
     of_teacher = teachers_config(config)
-    try:
+    with as_teachers():
         architecture = read_architecture(of_teacher)
         refuse_leaks(of_teacher, architecture)
-    except RequestError as error:
-        raise RequestError([_of_teacher(problem) for problem in error.problems]) from None
     if getattr(architecture, "quantization_config", None) is not None and config.training.teacher is not None:
         message = (
             f"the weights of {config.training.teacher.model_name} are stored packed, which no plan knows the size of"
@@ -79,10 +80,8 @@ def build_teacher(config: TrainingConfig, place: Place, computed: torch.dtype | 
     of_teacher = teachers_config(config)
     if of_teacher.peft.q_lora:
         require_bitsandbytes(f"{KEY}.bits", "unset (the teacher in bfloat16)")
-    try:
+    with as_teachers():
         model, _ = build_model(of_teacher, read_architecture(of_teacher), place, computed)
-    except RequestError as error:
-        raise RequestError([_of_teacher(problem) for problem in error.problems]) from None
     if of_teacher.peft.q_lora:
         quantize(of_teacher.peft, model, computed or model.dtype, place)
     teacher: nn.Module = model.requires_grad_(False)
@@ -107,6 +106,15 @@ def refuse_other_words(config: TrainingConfig, tokenizer: PreTrainedTokenizerBas
         )
         message = f"the teacher's tokenizer is not the one of the rows: {what}"
         raise RequestError([Problem(f"{KEY}.model_name", message, expected="a teacher of the same family")])
+
+
+@contextlib.contextmanager
+def as_teachers() -> Iterator[None]:
+    """What is found wrong with `model` inside is raised of `training.teacher`."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError([_of_teacher(problem) for problem in error.problems]) from None
 
 
 def _of_teacher(problem: Problem) -> Problem:

@@ -6,17 +6,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from framework.beside import path_like
 from framework.build.chat import read_template
-from framework.build.hub import (
-    cached_models,
-    hub_host,
-    hub_is_reachable,
-    leave_to_run_code,
-    nearest,
-    one_line,
-    require_regular_files,
-)
+from framework.build.hub import cached_models, hub_host, hub_is_reachable, leave_to_run_code, nearest, one_line
+from framework.build.model_folder import local_folder, missing_folder, read_object, require_readable
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
@@ -112,27 +104,49 @@ def _load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
     if name is None:
         expected = "a hub id, a folder, or `model.tokenizer: {train: bpe, vocab_size: 4096}` to build one"
         raise RequestError([Problem("model.tokenizer_name", "there is no tokenizer", expected=expected)])
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        require_regular_files(folder, key)
-        _require_tokenizer_files(folder, key)
-    elif folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise RequestError([_missing_folder(name, folder, key)])
+    folder = local_folder(name)
+    if folder is not None and not folder.is_dir():
+        raise RequestError([missing_folder(name, key)])
+    if folder is not None:
+        return read_tokenizer_of(folder, key, model.trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name,
+            name,
             revision=model.model_revision,
             trust_remote_code=model.trust_remote_code,
-            local_files_only=not folder.is_dir() and not hub_is_reachable(),
+            local_files_only=not hub_is_reachable(),
         )
     except (
         Exception
     ) as error:  # transformers, tokenizers and the hub client raise many kinds here, some plain Exception
-        raise RequestError([_not_loaded(name, folder, key, error)]) from error
+        raise RequestError([_not_found(name, key, error)]) from error
+    return _as_saved(tokenizer, name, key)
+
+
+def read_tokenizer_of(folder: Path, key: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder. Raises RequestError, under `key`, naming the file that is missing or damaged."""
+    require_readable(folder, key)
+    _require_tokenizer_files(folder, key)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # of many kinds, some plain Exception
+        if (folder / TOKENIZER_FILES[0]).exists():
+            read_object(folder / TOKENIZER_FILES[0], key)
+        message = f"the tokenizer in {folder.absolute()} does not load: {one_line(error)}"
+        raise RequestError([Problem(key, message, expected=leave_to_run_code(error))]) from error
+    return _as_saved(tokenizer, str(folder), key)
+
+
+def _as_saved(tokenizer: PreTrainedTokenizerBase, name: str, key: str) -> PreTrainedTokenizerBase:
+    """The tokenizer without what transformers notes of how it was loaded, which it would write when it is saved."""
     # A folder with no vocabulary still loads for some model types, as a tokenizer that knows only its special tokens.
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         message = f"the tokenizer of {name!r} has no vocabulary, only {counted(len(tokenizer), 'special token')}"
         raise RequestError([Problem(key, message)])
+    for note in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(note, None)
     return tokenizer
 
 
@@ -144,16 +158,8 @@ def _require_tokenizer_files(folder: Path, key: str) -> None:
     raise RequestError([Problem(key, message, expected="tokenizer.json, or set model.tokenizer_name")])
 
 
-def _missing_folder(name: str, folder: Path, key: str) -> Problem:
-    message = f"there is no folder {name} (looked at {folder.absolute()})"
-    return Problem(key, message, nearest=path_like(name, Path.is_dir))
-
-
-def _not_loaded(name: str, folder: Path, key: str, error: Exception) -> Problem:
-    if folder.is_dir():
-        message = f"the tokenizer in {folder.absolute()} does not load: {one_line(error)}"
-        return Problem(key, message, expected=leave_to_run_code(error))
-    tried = f"no folder {folder.absolute()}"
+def _not_found(name: str, key: str, error: Exception) -> Problem:
+    tried = f"no folder {Path(name).absolute()}"
     if hub_is_reachable():
         tried += f"; {hub_host()} answered: {one_line(error)}"
     else:

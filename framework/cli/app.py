@@ -21,6 +21,7 @@ from framework.cli.predict import predict
 from framework.cli.printing import print_text
 from framework.cli.report import report
 from framework.errors import Interrupted
+from framework.versions import require_versions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,9 +61,22 @@ def _told(verb: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-app.command()(work.train)  # which says itself what was saved
-for _verb in (plan, fit, explain, report, look.check, data, look.show, diff, levers, convert, merge, predict):
+def _with_versions(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb, which loads torch and what is built on it, once the installed versions are known to be supported."""
+
+    @wraps(verb)
+    def run(*arguments: Any, **options: Any) -> Any:
+        if not options.get("quick"):
+            require_versions()
+        return verb(*arguments, **options)
+
+    return run
+
+
+app.command()(_with_versions(work.train))  # which says itself what was saved
+_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, merge, predict, doctor)
+_LIGHT: tuple[Callable[..., Any], ...] = (explain, report, look.show, diff, levers, convert)
+for _verb in (*map(_with_versions, _LOADING), *_LIGHT):
     app.command()(_told(_verb))
 app.command("list")(_told(look.list_choices))
 app.command()(_told(look.schema))
-app.command()(_told(doctor))

@@ -20,6 +20,7 @@ from framework.compose.derived import MICRO_BATCH, with_derived
 from framework.compose.layers import Layer, find_recipe, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
+from framework.compose.own_config import with_own_configs
 from framework.compose.paths import made_absolute
 from framework.compose.trust import refuse_trust_of_runs, without_trust
 from framework.compose.validation import shown, validate
@@ -102,6 +103,8 @@ def draft(
     layers = gather(file, label, words, detect, problems)
     layers = _with_world(layers, world)
     layers = _allowed(layers, problems)
+    warnings = [*words.replaced, *list_warnings(layers)]
+    layers = with_own_configs(layers, warnings)
     written = _resolved(_merged(layers), layers, problems)
     absolute = made_absolute(written)
     as_written = _changes(written, absolute)
@@ -116,7 +119,7 @@ def draft(
     if not trusts_runs and (refused := refuse_trust_of_runs(config, file, origins)):
         config, problems = without_trust(config), [*problems, *refused]
     problems = [_with_current_value(problem, config) for problem in problems]
-    return Draft(name, config, origins, tuple(problems), (*words.replaced, *list_warnings(layers)), invalid, as_written)
+    return Draft(name, config, origins, tuple(problems), tuple(warnings), invalid, as_written)
 
 
 def _with_current_value(problem: Problem, config: TrainingConfig) -> Problem:

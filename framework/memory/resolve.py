@@ -22,7 +22,7 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
     float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16; none
     where float16 is left out), or bfloat16 with `anyprecision_adamw`. Raises ValueError when the batch does not divide.
     """
-    settings = config.model.architecture if settings is None else settings
+    settings = _written(config) if settings is None else settings
     dtype, autocast = _precision(config, settings)
     rounding = config.training.rounding
     if config.training.optimizer is Optimizer.ANYPRECISION_ADAMW:
@@ -44,6 +44,12 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
             "peft": config.peft.model_copy(update=peft),
         }
     )
+
+
+def _written(config: TrainingConfig) -> Mapping[str, Any] | None:
+    """The architecture as far as the recipe has all of it: some keys alone change one that nobody has read here."""
+    architecture = config.model.architecture
+    return architecture if architecture is not None and "model_type" in architecture else None
 
 
 def _preference(config: TrainingConfig) -> PreferenceParams:
@@ -130,7 +136,7 @@ def with_length(config: TrainingConfig) -> TrainingConfig:
 
 def with_precision(config: TrainingConfig) -> TrainingConfig:
     """The config with the dtypes that an unset precision stands for on its card, as far as the recipe tells."""
-    dtype, autocast = _precision(config, config.model.architecture)
+    dtype, autocast = _precision(config, _written(config))
     return config.model_copy(
         update={
             "training": config.training.model_copy(update={"mixed_precision_dtype": autocast}),

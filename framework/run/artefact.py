@@ -1,6 +1,5 @@
 """What a run has left behind, found and loaded again: a plain model, or an adapter with its base."""
 
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,27 +7,30 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from framework.beside import path_like
 from framework.build.dtypes import autocast_dtype
 from framework.build.heads import ASSUMED, model_class, pad_like
-from framework.build.hub import UNLOADABLE, hub_is_reachable, leave_to_run_code, one_line, require_regular_files
-from framework.build.model import build_model
+from framework.build.hub import UNLOADABLE, hub_is_reachable, leave_to_run_code, one_line
+from framework.build.model import build_model, unreported
+from framework.build.model_folder import local_folder, read_object, require_model, require_readable, weight_files
 from framework.build.place import real_place
 from framework.build.quantize import is_quantized, keep_packing, quantize
 from framework.build.settle import settle
+from framework.build.tokenizer import read_tokenizer_of
+from framework.build.unmatched import sort_unmatched
 from framework.compose import load_of_run
 from framework.compose.trust import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
-from framework.regular_files import read_regular
 from framework.run.export import BASE_FOLDER
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.model_rules import remote_code, remote_code_conflicts
 
 ADAPTER_FILE, CONFIG_FILE, MODEL_FILE, FINAL = "adapter_config.json", "config.yaml", "config.json", "final"
+MERGED_FOLDER, ENVIRONMENT = "merged", "environment.json"
 ADAPTER_WEIGHTS, PICKLED_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 TRUST = "--trust-remote-code"
 PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
@@ -69,32 +71,22 @@ class Artefact:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that was saved with it. Raises RequestError."""
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                self.folder, local_files_only=True, trust_remote_code=self.trusts_code
-            )
-        except (OSError, ValueError) as error:
-            message = f"the tokenizer of {self.folder} does not load: {one_line(error)}"
-            raise RequestError([Problem("RUN", message)]) from None
-        return tokenizer
+        return read_tokenizer_of(self.folder, "RUN", self.trusts_code)
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads(read_regular(file))
-    except (OSError, ValueError) as error:
-        raise RequestError([Problem("RUN", f"{file} cannot be read: {error}")]) from None
-    return settings
+    return read_object(file, "RUN")
 
 
 def find_artefact(source: Path, trusts_code: bool = False) -> Artefact:
     """What a run folder, or a folder with a model or an adapter, holds.
 
-    Raises RequestError saying what there is, and where the run's model comes with code that is not trusted.
+    Raises RequestError saying what there is, with every file that is damaged, and where the run's model comes with code
+    that is not trusted.
     """
     for folder in (source / FINAL, source):
         if (folder / ADAPTER_FILE).exists() or (folder / MODEL_FILE).exists():
-            require_regular_files(folder, "RUN")
+            require_readable(folder, "RUN")
             return Artefact(folder, _config_of(folder, trusts_code), trusts_code)
     if (source / CONFIG_FILE).exists():
         message = f"{source} is a run that has not finished: it has no {FINAL}/"
@@ -114,8 +106,12 @@ def code_that_runs(source: Path) -> list[str]:
 
 
 def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
-    written = folder.absolute().parent / CONFIG_FILE
-    if not written.exists():
+    """The config of the run that a folder is of: what a run exports and what is merged of it lie in its own folder. A
+    config in the folder above any other says nothing of it."""
+    whole = folder.absolute()
+    written = whole.parent / CONFIG_FILE
+    is_of_run = whole.name in (FINAL, MERGED_FOLDER) and (whole.parent / ENVIRONMENT).exists()
+    if not is_of_run or not written.exists():
         return None
     config = load_of_run(written)
     if not trusts_code and (keys := trusted_keys(config)):
@@ -125,20 +121,32 @@ def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
 
 
 def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
-    """A plain model of the task's class, in the dtype it was written in. Raises RequestError."""
-    require_regular_files(Path(name), "RUN")
+    """A plain model of the task's class, in the dtype it was written in. Raises RequestError where a weight of it is
+    missing, damaged or left over."""
+    folder = local_folder(name)
+    if folder is not None:
+        require_model(folder, "RUN")
+        weight_files(folder, "RUN")
     try:
-        model: PreTrainedModel = model_class(task).from_pretrained(
-            name,
-            dtype="auto",
-            local_files_only=not hub_is_reachable(),
-            trust_remote_code=trusts_code,
-            use_safetensors=True,
-        )
-    except UNLOADABLE as error:
+        with unreported():
+            model, info = model_class(task).from_pretrained(
+                name,
+                dtype="auto",
+                local_files_only=folder is not None or not hub_is_reachable(),
+                trust_remote_code=trusts_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told below, by name
+                use_safetensors=True,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers raises many kinds for what a config says
         message = f"{name} does not load: {one_line(error)}"
         raise RequestError([Problem("RUN", message, expected=leave_to_run_code(error, TRUST))]) from None
-    return model
+    if new := sort_unmatched(model, info, name, "RUN").new:
+        raise RequestError([Problem("RUN", f"{name} has no {new[0]}, so that its answers would be random")])
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def load_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:

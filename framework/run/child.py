@@ -10,6 +10,7 @@ from framework.errors import Problem, RequestError, TunesmithError
 from framework.memory.ledger import Plan
 from framework.run.python_process import python_command
 from framework.schema.config import TrainingConfig
+from framework.versions import require_versions
 
 _CODE = "import gc; gc.disable(); from framework.run.rehearse import main; sys.exit(main())"
 _COMMAND = python_command(_CODE, flags=("-W", "ignore"))
@@ -19,7 +20,11 @@ _TAIL = 2000
 
 @contextlib.contextmanager
 def rehearsing_process() -> Iterator[subprocess.Popen[str]]:
-    """A process that imports what one rehearsal needs, while its config is perhaps still being composed."""
+    """A process that imports what one rehearsal needs, while its config is perhaps still being composed.
+
+    Raises RequestError where an installed library has a version that is not supported.
+    """
+    require_versions()
     pipe = subprocess.PIPE
     with subprocess.Popen(_COMMAND, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         try:

@@ -135,11 +135,12 @@ def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _export_bytes(assembly: Assembly, counts: Mapping[str, int]) -> int:
-    """The final folder: an adapter as it is, a model in its checkpoint's dtype."""
-    if hasattr(assembly.model, "peft_config"):
-        named = dict(assembly.model.named_parameters())
-        return sum(counts[name] * named[name].element_size() for name in trained_state(assembly.model))
-    return sum(counts.values()) * assembly.export_dtype.itemsize
+    """The weights of the final folder: a model in its checkpoint's dtype, an adapter as it is."""
+    if assembly.adapter is None:
+        return sum(counts.values()) * assembly.export_dtype.itemsize
+    from framework.run.adapter_size import adapter_export_bytes  # peft takes seconds to import
+
+    return adapter_export_bytes(assembly, assembly.adapter, counts)
 
 
 def count_product_weights(model: nn.Module) -> tuple[int, int]:

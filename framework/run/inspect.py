@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from framework.build.assembly import assemble
+from framework.build.bases import check_all_weights
 from framework.build.place import rehearsal_place
 from framework.build.settle import settle
 from framework.build.targets import KEY
@@ -47,6 +48,7 @@ def inspect(config: TrainingConfig) -> Findings:
     if settled is not None:
         config, architecture = settled
         place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
+        cautions.extend(attempt(lambda: [*check_all_weights(config, architecture, in_folders=True)]) or ())
         assembly = attempt(lambda: assemble(config, architecture, place, total_steps=1))
         if assembly is not None and assembly.adapter is not None:
             cautions.extend(_about_adapter(caution) for caution in assembly.adapter.cautions)

@@ -9,12 +9,10 @@ from framework.build.heads import answers_for_rows
 from framework.build.merge import merge
 from framework.build.quantize import quantized_kinds
 from framework.errors import Problem, RequestError
-from framework.run.artefact import PROMPTS, Artefact, find_artefact, load_base, with_adapter
+from framework.run.artefact import MERGED_FOLDER, PROMPTS, Artefact, find_artefact, load_base, with_adapter
 from framework.run.checkpoint import written_aside
 from framework.run.export import write_model
 from framework.run.record import make_writable
-
-MERGED_FOLDER = "merged"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Before the first step: what a run reads, plans, builds and verifies, and the first files that it writes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import set_seed
 
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
+from framework.build.bases import check_all_weights
 from framework.build.given import NOTHING, Given
 from framework.build.learnt_ends import learnt_ends, stop_at
 from framework.build.model_parts import causal_model
@@ -125,6 +126,7 @@ def _build(
     folder = find_folder(crew, config, name, resume, overwrite)
     if forecast is not None:
         _require_room(forecast, folder, config, crew)
+    unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
     read = read_digests(inputs)
     origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
     config = origin.config
@@ -146,7 +148,7 @@ def _build(
         _empty_cache(place)
     quiet = quiet or not crew.ranks.is_main
     progress = ProgressLine(assembly.schedule.total, origin.step, config.training.logging_steps, quiet)
-    for line in (*said_of_load(crew, assembly, host.grown), *(f"resumed with {change}" for change in origin.changes)):
+    for line in (*said_of_load(crew, assembly, host.grown), *_said_of_files(origin, unused)):
         progress.say(line)
     session = Session(
         config,
@@ -186,6 +188,12 @@ class _Origin:
     def step(self) -> int:
         """The last optimizer step that was made."""
         return int(self.state["step"]) if self.state is not None else 0
+
+
+def _said_of_files(origin: _Origin, unused: Sequence[Problem]) -> Iterator[str]:
+    """What differs from the checkpoint, and weights of a model's folder that the run has no use for."""
+    yield from (f"resumed with {change}" for change in origin.changes)
+    yield from (f"warning   {warning.key}: {warning.message}" for warning in unused)
 
 
 def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, str], allow: Sequence[str]) -> _Origin:

@@ -28,3 +28,37 @@ def scales_positions(settings: Mapping[str, Any]) -> bool:
     ropes = [part[key] for key in ("rope_scaling", "rope_parameters") if isinstance(part.get(key), Mapping)]
     ropes += [kind for rope in ropes for kind in rope.values() if isinstance(kind, Mapping)]
     return any(rope.get("rope_type", rope.get("type")) not in (None, "default") for rope in ropes)
+
+
+def laid_over(own: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's own config with what was written of it in place of its values.
+
+    Both say rotary positions and the dtype in one way, that of transformers 5: an earlier version's `rope_theta` beside
+    the `rope_parameters` of a newer one would be read by nobody.
+    """
+    below, above = with_current_names(own), with_current_names(written)
+    rope = above.get(_ROPE)
+    if isinstance(rope, Mapping) and isinstance(below.get(_ROPE), Mapping):
+        above[_ROPE] = {**below[_ROPE], **rope} if "rope_type" not in rope else {**_theta(below[_ROPE]), **rope}
+    return {**below, **above}
+
+
+_ROPE = "rope_parameters"
+
+
+def _theta(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+
+
+def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same config, with `torch_dtype`, `rope_theta` and `rope_scaling` under the names of transformers 5."""
+    named = dict(settings)
+    if "torch_dtype" in named:
+        named.setdefault("dtype", named.pop("torch_dtype"))
+    scaling = named.pop("rope_scaling", None)
+    rope = {**(scaling if isinstance(scaling, Mapping) else {}), **(named.get(_ROPE) or {})}
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    if "rope_theta" in named:
+        rope.setdefault("rope_theta", named.pop("rope_theta"))
+    return {**named, _ROPE: rope} if rope else named

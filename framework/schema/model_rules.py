@@ -11,7 +11,10 @@ from framework.schema.conflict import Conflict
 def model_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """A model that cannot be built, and rows that are too long for it."""
     model, architecture = config.model, config.model.architecture
-    if architecture is not None and not isinstance(architecture.get("model_type"), str):
+    has_own = (
+        model.model_name is not None and model.load_pretrained_weights and "model_type" not in (architecture or {})
+    )
+    if architecture is not None and not has_own and not isinstance(architecture.get("model_type"), str):
         yield Conflict(("model.architecture",), "has no model_type", "`model_type: llama` or another of transformers")
     if not model.load_pretrained_weights and architecture is None:
         message = "random weights need an architecture"

@@ -1,0 +1,179 @@
+"""A model's folder, looked at before a library reads it: what is missing or damaged is told by the name of its file."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from framework.beside import path_like
+from framework.build.hub import hub_is_reachable, one_line, require_regular_files
+from framework.errors import Problem, RequestError
+from framework.regular_files import read_regular
+from framework.schema.model import ModelParams
+
+KEY = "model.model_name"
+ADAPTER_FILE, CONFIG_FILE = "adapter_config.json", "config.json"
+OBJECTS = (
+    CONFIG_FILE,
+    ADAPTER_FILE,
+    SAFE_WEIGHTS_INDEX_NAME,
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "vocab.json",
+)
+"""Files of a folder that hold one JSON object each. Of some of them transformers takes a damaged one for none."""
+TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder that a model's name leads to, or can only mean; None for a hub id."""
+    folder = Path(name).expanduser()
+    is_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    return folder if is_path or folder.is_dir() else None
+
+
+def reads_own_config(model: ModelParams) -> bool:
+    """Whether the config that lies next to the weights is read, and `model.architecture` only changes it: of a folder
+    that weights are loaded from; of a hub model where the architecture is not a whole one, which needs no network."""
+    if model.model_name is None or (model.architecture is not None and not model.load_pretrained_weights):
+        return False
+    folder = local_folder(model.model_name)
+    return "model_type" not in (model.architecture or {}) or (folder is not None and (folder / CONFIG_FILE).exists())
+
+
+def require_model(folder: Path, key: str) -> None:
+    """Raises RequestError, under `key`, where a folder holds no model: it is missing, is of an adapter, or a file of it
+    is damaged."""
+    if not folder.is_dir():
+        raise RequestError([missing_folder(folder, key)])
+    require_readable(folder, key)
+    if (folder / CONFIG_FILE).exists():
+        return
+    if (folder / ADAPTER_FILE).exists():
+        base = read_object(folder / ADAPTER_FILE, key).get("base_model_name_or_path") or "a base that it does not name"
+        message = f"{folder} holds an adapter of {base}, and no model"
+        expected = f"a plain model: `tunesmith merge {folder} --output MERGED` makes one of both"
+        raise RequestError([Problem(key, message, expected=expected)])
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise RequestError([Problem(key, f"{folder} has no {CONFIG_FILE}; it has {found}", expected="a model's folder")])
+
+
+def missing_folder(name: str | Path, key: str) -> Problem:
+    """A path that leads to no folder, with the one that was probably meant."""
+    folder = Path(name).expanduser()
+    looked_at = "" if Path(name).is_absolute() else f" (looked at {folder.absolute()})"
+    message = f"{name} is a file, and no folder" if folder.is_file() else f"there is no folder {name}{looked_at}"
+    return Problem(key, message, nearest=path_like(name, Path.is_dir))
+
+
+def require_readable(folder: Path, key: str) -> None:
+    """Raises RequestError, under `key`, naming each small file of a folder that is not what its name says."""
+    require_regular_files(folder, key)
+    problems = [*_damaged_objects(folder, key), *_damaged_texts(folder, key)]
+    if problems:
+        raise RequestError(problems)
+
+
+def _damaged_objects(folder: Path, key: str) -> Iterator[Problem]:
+    for name in OBJECTS:
+        if (folder / name).exists():
+            try:
+                read_object(folder / name, key)
+            except RequestError as error:
+                yield from error.problems
+
+
+def _damaged_texts(folder: Path, key: str) -> Iterator[Problem]:
+    for name in TEXTS:
+        if (folder / name).exists():
+            try:
+                read_regular(folder / name)
+            except (OSError, ValueError) as error:
+                yield _damaged(folder / name, key, one_line(error))
+
+
+def read_object(file: Path, key: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises RequestError, under `key`, where there is none."""
+    try:
+        found = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RequestError([_damaged(file, key, one_line(error))]) from None
+    if not isinstance(found, dict):
+        kind = "null" if found is None else f"a {type(found).__name__}"
+        raise RequestError([_damaged(file, key, f"it holds {kind} where an object belongs")])
+    return found
+
+
+def _damaged(file: Path, key: str, reason: str) -> Problem:
+    return Problem(key, f"{file} cannot be read: {reason}", expected="the file as it was published or saved")
+
+
+def weight_files(folder: Path, key: str) -> list[Path]:
+    """The safetensors files of a model's folder, each with a header that agrees with its size.
+
+    Raises RequestError, under `key`, with every file that is missing or damaged.
+    """
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.exists():
+        files = _indexed(index, key)
+    elif (folder / SAFE_WEIGHTS_NAME).exists():
+        files = [folder / SAFE_WEIGHTS_NAME]
+    else:
+        raise RequestError([_no_weights(folder, key)])
+    problems = [problem for file in files if (problem := _unreadable(file, key)) is not None]
+    if problems:
+        raise RequestError(problems)
+    return files
+
+
+def checkpoint_files(model: ModelParams) -> list[Path]:
+    """The safetensors files of `model.model_name`, those of a hub model downloaded where they are not yet; none where
+    the hub has no such files. Raises RequestError as `weight_files` does."""
+    name = str(model.model_name)
+    if (folder := local_folder(name)) is not None:
+        return weight_files(folder, KEY)
+    revision, is_alone = model.model_revision or "main", not hub_is_reachable()
+    settings: dict[str, Any] = {"revision": revision, "local_files_only": is_alone}
+    try:
+        index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **settings)
+        if index is not None:
+            return [Path(file) for file in get_checkpoint_shard_files(name, index, **settings)[0]]
+        whole = cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **settings)
+    except Exception as error:  # the hub client and its cache raise many kinds
+        raise RequestError([Problem(KEY, f"the weights of {name!r} do not load: {one_line(error)}")]) from None
+    return [Path(whole)] if whole is not None else []
+
+
+def _indexed(index: Path, key: str) -> list[Path]:
+    listed = read_object(index, key).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise RequestError([_damaged(index, key, "its weight_map does not say which file has which weight")])
+    return [index.parent / name for name in sorted(set(listed.values()))]
+
+
+def _no_weights(folder: Path, key: str) -> Problem:
+    pickled = next((name for name in PICKLES if (folder / name).exists()), None)
+    if pickled is not None:
+        message = f"the weights in {folder} are pickled ({pickled}), and reading a pickle can run any code"
+        return Problem(key, message, expected="safetensors: load them where you trust them and save_pretrained again")
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    return Problem(key, f"{folder} has no weights; it has {found}", expected=SAFE_WEIGHTS_NAME)
+
+
+def _unreadable(file: Path, key: str) -> Problem | None:
+    """What is wrong with a file of weights as far as its header and its size tell."""
+    if not file.exists():
+        return Problem(key, f"{file} is not there, and the index of its folder names it", expected="the whole folder")
+    try:
+        with safe_open(file, framework="pt"):
+            return None
+    except (OSError, SafetensorError) as error:
+        return _damaged(file, key, one_line(error))
