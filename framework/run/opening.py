@@ -134,8 +134,7 @@ def _build(
     total = _total_steps(config, batches)
     agree(crew, digest(inputs, total))  # before the first collective, which starts the device
     accelerator, device = _start_device(config, folder, crew)
-    place = real_place(device)
-    meter = Meter(place)
+    meter = Meter(place := real_place(device))
     watch = Watch(meter)
     set_seed(config.training.seed)
     with explained_failures(watch, forecast, None):
