@@ -97,7 +97,7 @@ def test_a_damaged_export_is_named(run, capsys):
         (adapted, "adapter_model.safetensors", "does not go on its base: Error while deserializing header"),
         (adapted, "adapter_model.safetensors", "has no adapter_model.safetensors"),
         (adapted, "adapter_config.json", "adapter_config.json cannot be read"),
-        (plain, "model.safetensors", "does not load: Error while deserializing header"),
+        (plain, "model.safetensors", "model.safetensors cannot be read: Error while deserializing header"),
     ):
         file = folder / "final" / name
         content = file.read_bytes()
