@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from framework.errors import *  # noqa: F403
     from framework.memory.explain import Explanation as Explanation
     from framework.memory.explain import explain as explain
-    from framework.run.child import plan_in_subprocess as plan  # noqa: F401
+    from framework.run.child import plan_in_subprocess
     from framework.run.fit import fit as fit
     from framework.run.trainer import train as train
     from framework.schema.choices import *  # noqa: F403
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from framework.schema.model import *  # noqa: F403
     from framework.schema.peft import *  # noqa: F403
     from framework.schema.training import *  # noqa: F403
+
+    plan = plan_in_subprocess
 
 _ROOMS = {
     "framework.schema.config": "Batch TrainingConfig",
