@@ -177,7 +177,7 @@ def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
 
 
 def _cautions(*reports: SplitReport | None) -> list[str]:
-    return [caution for report in reports if report is not None for caution in cautions(report)]
+    return [caution for report in reports if report is not None for caution in cautions(report).values()]
 
 
 def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

@@ -148,9 +148,12 @@ class Account:
 
     report: SplitReport | None = None
     lengths: Counter[int] = field(default_factory=Counter)
+    _blocks: int = 0
+    _told: set[str] = field(default_factory=set)
 
     def add(self, report: SplitReport, lengths: Sequence[int]) -> None:
         """Count a block, whose rows have these lengths."""
+        self._blocks += 1
         self.lengths.update(lengths)
         both = [report] if self.report is None else [self.report, report]
         sums: dict[str, Any] = {name: sum(getattr(each, name) for each in both) for name in _COUNTS}
@@ -160,8 +163,33 @@ class Account:
         for name in ("first_cut", "first_dropped"):
             sums[name] = next((getattr(each, name) for each in both if getattr(each, name)), None)
         sums["packs"] = None if report.packs is None else sum(each.packs or 0 for each in both)
-        self.report = replace(report, **sums, lengths=_counted_quantiles(self.lengths), stream="so far")
+        self.report = replace(report, **sums, lengths=_counted_quantiles(self.lengths), stream=SO_FAR)
 
+    def close(self) -> None:
+        """All rows were counted: those of one epoch, of which each epoch has the same."""
+        if self.report is not None:
+            self.report = replace(self.report, stream="one epoch")
+
+    def news(self) -> list[str]:
+        """Warnings of kinds that were not given yet. What the first block shows is told before the run."""
+        found = cautions(self.report) if self.report is not None else {}
+        new = [text for kind, text in found.items() if kind not in self._told and self._blocks != 1]
+        self._told.update(found)
+        return new
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint: what `from_json` takes."""
+        report = None if self.report is None else {**asdict(self.report), "mixture": ()}
+        return {"report": report, "lengths": sorted(self.lengths.items()), "blocks": self._blocks}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Account":
+        report = document["report"] and SplitReport(**{**document["report"], "mixture": ()})
+        return cls(report, Counter(dict(document["lengths"])), document["blocks"])
+
+
+SO_FAR = "so far"
+"""Which part of a stream was counted while rows of it are still to come."""
 
 _COUNTS = (
     *("read", "cut", "split", "kept", "tokens", "tokens_lost", "supervised", "supervised_lost", "packed_tokens"),
@@ -178,21 +206,22 @@ def merged_names(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list
     return {path: list(names) for path, names in merged.items()}
 
 
-def cautions(report: SplitReport) -> list[str]:
-    """Warnings about what became of the rows: what was left out, lost to the limit, or may be a mistake."""
+def cautions(report: SplitReport) -> dict[str, str]:
+    """Warnings about what became of the rows, by kind: what was left out, lost to the limit, or may be a mistake."""
     name, read = report.name, max(report.read, 1)
-    found = [
-        f"{count / read:.0%} of the rows of {name} are left out: {what}"
+    found = {
+        reason: f"{count / read:.0%} of the rows of {name} are left out: {what}"
         for reason, what in _LEFT_OUT.items()
         if (count := report.dropped.get(reason, 0)) > WARNING_SHARE * read
-    ]
-    if report.supervised_lost_share > WARNING_SHARE:
-        found.append(loss_message(report))
+    }
+    if report.supervised_lost_share > ERROR_SHARE:  # of a stream; other rows were refused
+        found["most"] = f"{loss_message(report)}; of rows that are not streamed this is an error"
+    elif report.supervised_lost_share > WARNING_SHARE:
+        found["lost"] = loss_message(report)
     for remark in Remark:
         if (count := report.remarks.get(remark, 0)) and count >= remark.least_share * read:
-            found.append(
-                f"{count:,} of {counted(report.read, 'row')} of {name} ({_percent(count, read)}) have {remark}"
-            )
+            share = f"{count:,} of {counted(report.read, 'row')} of {name} ({_percent(count, read)})"
+            found[remark] = f"{share} have {remark}"
     return found
 
 

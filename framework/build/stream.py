@@ -6,20 +6,20 @@ rows are counted over, not tokenised.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count, islice
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from framework.build.data_report import SplitReport
+from framework.build.data_report import SplitReport, merged_names
 from framework.build.encode import Encoding, encode_batch
 from framework.build.files import Fault
 from framework.build.form_rows import Values
 from framework.build.mixing import shares_of
 from framework.build.packing import Packs, pack
 from framework.build.rows import Row, Rows
-from framework.build.sources import PROBLEM_LIMIT, OpenSource, Place
+from framework.build.sources import PROBLEM_LIMIT, UNREAD, OpenSource, Place
 from framework.build.tally import RowPolicy, Tally
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing
@@ -66,13 +66,25 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A block that a row, or a step, is the first to take from, or to pass over because no row of it was kept."""
+
+    epoch: int
+    number: int
+    report: SplitReport
+    lengths: Sequence[int]
+    """Tokens of each row that was read."""
+
+
+@dataclass(frozen=True)
 class StreamedRow:
     """A row of a stream, where it comes from, and where the stream stands after it."""
 
     row: Row
     places: Sequence[Place]
     after: Position
-    block: Block
+    begun: Sequence[Begun] = ()
+    """The blocks that begin with it, those before it without a row among them."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +100,24 @@ class Stream:
     packing: bool = False
     mixing: Mixing = Mixing.CONCATENATE
 
+    @property
+    def repeats(self) -> bool:
+        """Whether each epoch has the same rows."""
+        return self.mixing is Mixing.CONCATENATE
+
     def rows(self, start: Position) -> Iterator[StreamedRow]:
         """The rows from a position on. Raises RequestError for rows that cannot be read, and when none is kept."""
-        first, taken = start.block, start.taken
+        first, taken, begun = start.block, start.taken, list[Begun]()
         for epoch in count(start.epoch):
             found = bool(first or taken)
             for number, block in enumerate(self.blocks(epoch, first), first):
+                begun.append(Begun(epoch, number, block.report, block.lengths))
                 for index in range(taken, len(block.order)):
                     found = True
                     row = block.order[index]
                     after = Position(epoch, number, index + 1)
-                    yield StreamedRow(block.rows[row], block.places_of(row), after, block)
+                    yield StreamedRow(block.rows[row], block.places_of(row), after, tuple(begun))
+                    begun.clear()
                 taken = 0
             first = 0
             if not found:
@@ -130,6 +149,9 @@ class Stream:
         if tally.problems:
             raise RequestError(tally.problems[:PROBLEM_LIMIT])
         kept, report = tally.finish("train")
+        known = ((source, values) for source, _, values in raw if not isinstance(values, Fault))
+        names = ({source.params.path: values[UNREAD]} for source, values in known if UNREAD in values)
+        report = replace(report, unread=merged_names(names))
         numbers = np.random.SeedSequence([self.seed, epoch, number], spawn_key=(_ORDER_STREAM,))
         generator = np.random.Generator(np.random.Philox(numbers))
         made: Rows | Packs = kept

@@ -13,24 +13,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from framework.build.batches import MicroBatch, MicroBatches, shares
-from framework.build.data_report import Account, SplitReport
-from framework.build.stream import Position, Stream, StreamedRow
+from framework.build.data_report import Account
+from framework.build.stream import Begun, Position, Stream, StreamedRow
 from framework.errors import Problem, RequestError
 from framework.schema.config import Batch
 
 AHEAD = 16
 """Steps that a process makes ahead: while it makes the next block, the run goes on with these."""
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A block that a step is the first to take rows of."""
-
-    epoch: int
-    number: int
-    report: SplitReport
-    lengths: Sequence[int]
-    """Tokens of each row that was read."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +55,11 @@ class Steps(IterableDataset[Step]):
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         rows, size = self.stream.rows(self.start), self.batch.global_size
         try:
-            for _ in range(self.skipped * size):
-                next(rows)
-            latest = None
+            begun = [block for row in islice(rows, self.skipped * size) for block in row.begun]
             while True:
-                step, begun = list(islice(rows, size)), []
-                for row in step:
-                    if row.block is not latest:
-                        latest = row.block
-                        begun.append(Begun(row.after.epoch, row.after.block, latest.report, latest.lengths))
-                yield self._made(step, begun)
+                step = list(islice(rows, size))
+                yield self._made(step, begun + [block for row in step for block in row.begun])
+                begun = []
         except RequestError as error:  # what a process raises would reach the run as a text
             yield Step([], [], self.start, [], error.problems)
 
@@ -95,21 +79,38 @@ class Progress:
     account: Account = field(default_factory=Account)
     counted: tuple[int, int] = (-1, -1)
     """Epoch and number of the last block in the account."""
+    began: tuple[int, int] | None = None
+    """Epoch and number of the first one."""
     step: int = -1
     """The latest step, and where its rows come from."""
     places: list[list[str]] = field(default_factory=list)
 
-    def take(self, number: int, step: Step) -> None:
-        """Note a step. Raises RequestError for what is wrong with its rows."""
+    def take(self, number: int, step: Step, repeats: bool) -> None:
+        """Note a step; `repeats`: each epoch has the same rows, so that those of one are counted. Raises RequestError
+        for what is wrong with the rows."""
         if step.problems:
             raise RequestError(step.problems)
         before = self.positions[number] if number in self.positions else Position()
         self.positions = {0: Position(), number: before, number + 1: step.after}
         self.step, self.places = number, step.places
         for block in step.begun:
-            if (block.epoch, block.number) > self.counted:
-                self.counted = (block.epoch, block.number)
+            at = (block.epoch, block.number)
+            if at <= self.counted:
+                continue
+            self.counted, self.began = at, self.began or at
+            if not repeats or block.epoch == self.began[0]:
                 self.account.add(block.report, block.lengths)
+            elif self.began[1] == 0:
+                self.account.close()
+
+    def to_json(self) -> dict[str, Any]:
+        """The account for a checkpoint."""
+        return {"counted": self.counted, "began": self.began, **self.account.to_json()}
+
+    def go_on(self, document: Mapping[str, Any]) -> None:
+        """Go on from the account of a checkpoint."""
+        self.counted, self.began = tuple(document["counted"]), document["began"] and tuple(document["began"])
+        self.account = Account.from_json(document)
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,18 @@ class StreamedBatches:
             in_process=bool(self.workers),
         )
         for number, made in enumerate(_loaded(steps, self.workers), step):
-            self.progress.take(number, made)
+            self.progress.take(number, made, self.stream.repeats)
             yield made.micro_batches
 
-    def go_on(self, step: int, position: Mapping[str, int]) -> None:
-        """Let `step` begin where a checkpoint says."""
-        self.progress.positions[step] = Position(**position)
+    def go_on(self, step: int, state: Mapping[str, Any]) -> None:
+        """Let `step` begin where a checkpoint says, as `state_at` has it; an older one has no account of the rows."""
+        self.progress.positions[step] = Position(**{name: state[name] for name in ("epoch", "block", "taken")})
+        if "account" in state:
+            self.progress.go_on(state["account"])
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """Where `step` begins, and the account of the rows until then, for a checkpoint."""
+        return {**self.position(step).to_json(), "account": self.progress.to_json()}
 
     def position(self, step: int) -> Position:
         """Where `step` begins; it is one that was taken last, or the one after it."""

@@ -128,7 +128,7 @@ def contents_of(
     assembly: Assembly,
     step: int,
     repairs: Sequence[Repair] = (),
-    stream: Mapping[str, int] | None = None,
+    stream: Mapping[str, Any] | None = None,
     others: Sequence[str] = (),
     read: Mapping[str, str] | None = None,
 ) -> Contents:

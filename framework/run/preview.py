@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from framework.build.batches import MicroBatch, eval_batches
 from framework.build.data import Data
-from framework.build.data_report import QUANTILES, Account, DataReport, SplitReport, length_quantiles
+from framework.build.data_report import QUANTILES, Account, DataReport, SplitReport, cautions, length_quantiles
 from framework.build.labels import IGNORED
 from framework.build.packing import Packs
 from framework.build.rows import Row, Rows
@@ -131,13 +131,16 @@ def preview(config: TrainingConfig, split: str, count: int, whole: bool = False)
         raise RequestError(
             [Problem("--split", "there are no rows to evaluate on", None, "data.eval or data.eval_fraction")]
         )
+    account = data.report
     if whole and data.stream is not None:
-        report = _counted(data.stream)
+        of_first_block, report = cautions(report).values(), _counted(data.stream)
+        others = (warning for warning in account.warnings if warning not in of_first_block)
+        account = replace(account, train=report, warnings=(*others, *cautions(report).values()))
     held = rows.rows if isinstance(rows, Packs) else rows
     shown = (show_row(index, rows[index], inputs) for index in range(min(count, len(rows))))
     return Preview(
         task=str(config.training.task),
-        report=data.report,
+        report=account,
         split=report,
         kept=length_quantiles(held.lengths.tolist()),
         padding=count_padding(_batches(config, inputs, rows, split)),
@@ -152,8 +155,9 @@ def _counted(stream: Stream) -> SplitReport:
     account = Account()
     for block in stream.blocks(0):
         account.add(block.report, block.lengths)
+    account.close()
     assert account.report is not None, "its first block was read before"
-    return replace(account.report, stream="one epoch")
+    return account.report
 
 
 def show_row(number: int, row: Row, inputs: Inputs) -> ShownRow:

@@ -14,6 +14,7 @@ from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, row
 from framework.build.compiled import newly_plain
 from framework.build.documents import document_lengths, on_device
 from framework.build.loss import Batch
+from framework.build.streamed_batches import StreamedBatches
 from framework.build.verify import (
     FirstStep,
     Reading,
@@ -265,6 +266,8 @@ class Session:
         training, is_last = self.config.training, step == self.total
         if (growth := self.watch.end()) is not None:
             self.progress.say(f"warning   step {step}: {growth}")
+        for news in self.batches.progress.account.news() if isinstance(self.batches, StreamedBatches) else ():
+            self.progress.say(f"warning   step {step}: {news}")
         evaluates = _is_due(step, training.eval_steps) and not is_last
         saves = _is_due(step, training.save_steps)
         looks = (step - self._began + 1) % SPAN == 0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.coverage import said_at_save
+from framework.build.data_report import cautions
 from framework.build.fingerprints import take_fingerprints
 from framework.build.given import Given, PythonRows, take_rows
 from framework.build.heads import model_class
@@ -164,7 +165,9 @@ def _announce(session: Session, searched: Sequence[str]) -> None:
 def _finish(session: Session) -> RunResult:
     """Evaluate and export. The export does not depend on the evaluation, nor the checkpoint on either."""
     if isinstance(session.batches, StreamedBatches):
-        session.progress.say(str(session.batches.progress.account.report))
+        report = session.batches.progress.account.report
+        for line in (str(report), *(f"warning   {text}" for text in cautions(report).values())) if report else ():
+            session.progress.say(line)
     try:
         session.evaluate()
     except BaseException:

@@ -51,6 +51,6 @@ def total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
     return max(1, round(training.num_train_epochs * batches.steps_per_epoch))
 
 
-def stream_state(batches: TrainingBatches, step: int) -> dict[str, int] | None:
+def stream_state(batches: TrainingBatches, step: int) -> dict[str, Any] | None:
     """Where `step` (0 is the first) begins in a stream, for a checkpoint; None for rows that are held."""
-    return batches.position(step).to_json() if isinstance(batches, StreamedBatches) else None
+    return batches.state_at(step) if isinstance(batches, StreamedBatches) else None

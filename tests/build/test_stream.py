@@ -357,3 +357,68 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: PreTraine
         most = max(most, psutil.Process().memory_info().rss)
     assert str(held.places[-1]) == f"{path}:20000"
     assert most - before < 8_000_000
+
+
+class TestAccount:
+    """1,500 rows that are kept and then 3,000 whose prompts are too long: what a stream says of them."""
+
+    @pytest.fixture
+    def rows(self, write_rows: WriteRows) -> str:
+        short, long = {"prompt": "a ", "completion": "b"}, {"prompt": "word " * 64, "completion": "b"}
+        return write_rows("pairs.jsonl", [short] * 1500 + [long] * 3000)
+
+    @pytest.mark.parametrize(("buffer", "workers"), [(1000, 0), (1000, 1), (16, 0)])
+    def test_blocks_of_which_nothing_is_kept_are_counted(
+        self, buffer: int, workers: int, rows: str, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        data = prepared(config(rows, shuffle_buffer=buffer, truncation="drop"), tokenizer)
+        some = batches(data, Batch(4, 1, 1), workers=workers)
+        told, steps = dict[int, str](), some.start(0)
+        for step in range(380):
+            next(steps)
+            for news in some.progress.account.news():
+                told[step] = news
+        report = some.progress.account.report
+        assert report is not None
+        assert (report.read, report.kept, report.dropped) == (4500, 1500, {"longer than 32 tokens": 3000})
+        assert report.supervised_lost_share == pytest.approx(2 / 3)
+        assert "dropped 3,000 rows (66.7 %)" in str(report)
+        assert str(report).startswith("train (a stream, one epoch): 4,500 rows read, 1,500 rows")
+        assert [*told] == ([250, 375] if buffer == 1000 else [375])
+        assert all("of the supervised tokens of train are lost" in news for news in told.values())
+        most = told[375]
+        assert most.startswith("66.7% of the supervised tokens of train are lost to the limit of 32 tokens")
+        assert most.endswith("of rows that are not streamed this is an error")
+        held = config(rows, streaming=False, truncation="drop")
+        with pytest.raises(RequestError, match="66.7% of the supervised tokens"):
+            prepared(held, tokenizer)
+
+    def test_a_run_that_is_resumed_has_the_account_of_the_whole(
+        self, rows: str, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        data = prepared(config(rows, truncation="drop", shuffle_buffer=100), tokenizer)
+        straight = batches(data, Batch(4, 1, 1))
+        states = []
+        for step, _ in enumerate(islice(straight.start(0), 380)):
+            states.append(json.loads(json.dumps(straight.state_at(step))))
+        for step in (0, 130, 378):
+            fresh = batches(data, Batch(4, 1, 1))
+            fresh.go_on(step, states[step])
+            for _ in islice(fresh.start(step), 380 - step):
+                pass
+            assert fresh.progress.account.report == straight.progress.account.report
+
+    def test_columns_and_remarks_of_later_blocks_are_told(
+        self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        empty = [chat[0], {"role": "assistant", "content": ""}]
+        path = write_rows("a.jsonl", [{"messages": chat}] * 32 + [{"messages": empty, "id": 1}] * 32)
+        some = batches(prepared(config(path), tokenizer), Batch(4, 1, 1))
+        for _ in islice(some.start(0), 20):
+            pass
+        report = some.progress.account.report
+        assert report is not None
+        assert report.unread == {path: ["`id`"]}
+        assert [*report.remarks.values()] == [32]
+        assert some.progress.account.news()[0].startswith("32 of 64 rows of train (50.0 %) have an empty answer")

@@ -238,6 +238,18 @@ def test_a_whole_epoch_of_a_stream_is_counted_when_asked(tmp_path: Path) -> None
         preview(config, "train", 1, whole=True)
 
 
+def test_what_later_blocks_of_a_stream_lose_is_a_warning(tmp_path: Path) -> None:
+    short, long = {"prompt": "a ", "completion": "b"}, {"prompt": "two and " * 200, "completion": "b"}
+    rows = [short] * 50 + [long] * 100
+    config = TrainingConfig.model_validate(written(tmp_path, rows, streaming=True, shuffle_buffer=20))
+    assert preview(config, "train", 1).report.warnings == ()
+    found = preview(config, "train", 1, whole=True)
+    assert (found.split.read, found.split.kept) == (150, 50)
+    (warning,) = found.report.warnings
+    assert warning.startswith("66.7% of the supervised tokens of train are lost")
+    assert warning in found.to_json()["warnings"]
+
+
 def test_a_stream_shows_its_first_block(tmp_path: Path) -> None:
     found = seen(tmp_path, [{"text": f"two and {index}"} for index in range(40)], streaming=True, shuffle_buffer=16)
     assert len(found.rows) == 2
