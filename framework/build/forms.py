@@ -22,6 +22,7 @@ from framework.build.form_rows import (
 )
 from framework.build.hub import nearest
 from framework.build.kinds import KINDS, wrong_kind
+from framework.build.proposals import propose
 from framework.build.unread import CONVERSATIONS, unread_columns, unread_fields
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Task
@@ -107,22 +108,23 @@ def _close(form: Form, columns: Sequence[str], mapping: Mapping[str, str]) -> tu
     return len(form.needs) - len(missing), f"columns: {{{pairs}}}"
 
 
-def choose_form(source: DatasetParams, columns: Sequence[str], key: str, task: Task) -> Form:
-    """The form that is set for a source with these columns, or the one that they show.
+def choose_form(source: DatasetParams, record: Mapping[str, Any], key: str, task: Task) -> Form:
+    """The form that is set for a source whose first row is `record`, or the one that its columns show.
 
     Raises RequestError when there is none, when a column is absent that it needs or that was mapped, and when the task
     does not learn from such rows.
     """
+    columns = list(record)
     found = ", ".join(columns) or "none"
     form = FORMS[source.format] if source.format else detect_form(columns, source.columns, task)
     absent = [name for name in dict.fromkeys(source.columns.values()) if name not in columns]
     if absent and (form is None or wrong_kind(form.name, task)):  # with those columns the form may be another
         raise RequestError([_no_column(name, columns, key) for name in absent])
     if form is None:
-        message, expected, close = unknown_form(columns, source.columns, task)
+        message, expected, close = unknown_form(record, source.columns, task)
         raise RequestError([Problem(key, message, expected=expected, nearest=close)])
     if wrong := wrong_kind(form.name, task):
-        _, _, close = unknown_form(columns, source.columns, task)
+        _, _, close = unknown_form(record, source.columns, task)
         raise RequestError([Problem(key, f"{wrong}; the columns are: {found}", nearest=close)])
     problems = []
     mapped = [name for column, name in source.columns.items() if column in form.columns and name not in columns]
@@ -143,18 +145,16 @@ def _no_column(name: str, columns: Sequence[str], key: str) -> Problem:
 
 
 def unknown_form(
-    columns: Sequence[str], mapping: Mapping[str, str], task: Task = Task.SFT
+    record: Mapping[str, Any], mapping: Mapping[str, str], task: Task = Task.SFT
 ) -> tuple[str, str, str | None]:
-    """Why rows with these columns cannot be read, what the task reads, and the nearest thing that it can."""
+    """Why rows like this one cannot be read, what the task reads, and the nearest thing that it can."""
+    columns = list(record)
     forms = [FORMS[name] for name in FORMS if name in KINDS[task]]
     message = f"the columns are: {', '.join(columns) or 'none'}; no form of rows for the task {task} has them"
     expected = "; ".join(f"{form.name} ({', '.join(form.needs)})" for form in forms)
     guesses = (guess for form in forms if (guess := _close(form, columns, mapping)))
-    close = max(guesses, key=lambda guess: guess[0], default=None)
-    if close is not None:
-        return message, expected, close[1]
-    only = f"columns: {{text: {columns[0]}}}" if len(columns) == 1 and FORMS[RowFormat.TEXT] in forms else None
-    return message, expected, only
+    close = max(guesses, key=lambda guess: guess[0], default=(0, None))
+    return message, expected, propose(record, task) or close[1]
 
 
 def _form(

@@ -1,6 +1,6 @@
 """Rows to ask a trained model about: read as in training, but for the answers, which they need not have."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from framework.build.finding import find_files, is_local
 from framework.build.forms import FORMS, Form, detect_form
 from framework.build.hub import nearest
 from framework.build.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
+from framework.build.proposals import QUESTIONS
 from framework.build.rows import row_length, truncate
 from framework.build.sources import PROBLEM_LIMIT, Place, read_source
 from framework.errors import Problem, RequestError
@@ -52,7 +53,7 @@ def read_texts(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizer
             _fitted(one, config) if row["text"] else "there is no text" for row, one in zip(rows, encoded, strict=True)
         ]
 
-    return _encoded(path, _stored(path, lambda columns: _need(form, columns, source), source), encode)
+    return _encoded(path, _stored(path, lambda record: _need(form, list(record), source), source), encode)
 
 
 def read_prompts(
@@ -64,15 +65,20 @@ def read_prompts(
     """
     source = _source(path, config)
 
-    def choose(columns: Sequence[str]) -> Form:
+    def choose(record: Mapping[str, Any]) -> Form:
+        columns = list(record)
         if source.format is not None and source.format in ASKING:
             return _need(_asking(source.format, ASKING[source.format]), columns, source)
         for name, column in ASKING.items():
             if FORMS[name].name_in(column, columns, source.columns) in columns:
                 return _asking(name, column)
         wanted = ", ".join(ASKING.values())
-        message = f"no column asks for anything; the columns are: {', '.join(columns)}"
-        raise RequestError([Problem(KEY, message, expected=wanted, nearest=nearest(columns[0], [*ASKING.values()]))])
+        message = f"no column asks for anything; the columns are: {', '.join(columns) or 'none'}"
+        close = next(((name, found) for name in columns if (found := nearest(name, [*ASKING.values()]))), None)
+        meant = f"`{close[1]}` in place of `{close[0]}`" if close else None
+        asks = next((name for name in columns if name.lower() in QUESTIONS), None)
+        meant = f"`prompt` in place of `{asks}`" if asks else meant
+        raise RequestError([Problem(KEY, message, expected=f"one of: {wanted}", nearest=meant)])
 
     def encode(rows: Sequence[StoredRow]) -> list[Encoded | str]:
         return [_prompt(row, tokenizer, most) for row in rows]
@@ -96,7 +102,8 @@ def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokeni
     for batch in source.dataset.iter(batch_size=ENCODE_BATCH):
         places = map(Place, batch["path"], batch["row"])
         for place, row in zip(places, encode_batch(batch, encoding), strict=True):
-            fitted = "is empty" if row is None else str(row) if isinstance(row, UnsuitedChat) else _fitted(row, config)
+            fitted = str(row) if row is None or isinstance(row, UnsuitedChat) else _fitted(row, config)
+            fitted = "a column that it needs is absent or empty" if row is None else fitted
             if isinstance(fitted, Encoded) and not np.any(fitted.labels != IGNORED):
                 fitted = f"no supervised token within {counted(config.longest, 'token')}"
             if isinstance(fitted, str):
@@ -137,7 +144,7 @@ def _columns(path: str) -> list[str]:
 
 
 def _stored(
-    path: str, choose: Callable[[Sequence[str]], Form], source: DatasetParams
+    path: str, choose: Callable[[Mapping[str, Any]], Form], source: DatasetParams
 ) -> Iterator[tuple[Place, StoredRow | Fault]]:
     """Each row of the files as the form keeps it that their first row shows."""
     form: Form | None = None
@@ -147,7 +154,14 @@ def _stored(
             if isinstance(record, Fault):
                 yield place, record
                 continue
-            form = form or choose(list(record))
+            form = form or choose(record)
+            asks = form.name_in(form.needs[0], list(record), source.columns)
+            if asks not in record:
+                yield place, Fault(f"the row has no column `{asks}`; it has {', '.join(record) or 'none'}")
+                continue
+            if record[asks] is None:
+                yield place, Fault(f"column `{asks}` is empty: there is no text to go on from")
+                continue
             values = form.read(form.take(record, source.columns))
             yield place, Fault(values) if isinstance(values, str) else values
 

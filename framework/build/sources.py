@@ -320,7 +320,7 @@ def _find_form(
         faults = ((place, fault) for place, fault in head if isinstance(fault, Fault))
         raise RequestError([Problem(key, fault.message, where=str(place)) for place, fault in faults])
     try:
-        return choose_form(source, list(record), key, task)
+        return choose_form(source, record, key, task)
     except RequestError as error:
         raise RequestError([replace(problem, where=str(head[-1][0])) for problem in error.problems]) from None
 

@@ -66,6 +66,8 @@ def inspect(config: TrainingConfig) -> Findings:
         if data.stream is not None
         else f"all {counted(read, 'training row')}"
     )
+    if unread := data.report.train.unread:
+        rows += f"; not read: {', '.join(dict.fromkeys(name for names in unread.values() for name in names))}"
     warnings = (Problem("data.train", warning) for warning in data.report.warnings)
     return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
 

@@ -24,6 +24,7 @@ from framework.schema.data import DatasetParams
 
 WriteRows = Callable[..., str]
 
+TURNS = "[{role: user, content: ..}, {role: assistant, content: ..}, ..]"
 CHAT = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Four."}]
 
 
@@ -173,12 +174,42 @@ class TestForms:
             ({"body": "x"}, "the columns are: body", "columns: {text: body}"),
             ({"promt": "x", "completion": "y"}, "the columns are: promt, completion", "columns: {prompt: promt}"),
             ({"question": "x", "n": 1}, "the columns are: question, n", None),
+            ({"dialog": CHAT}, "the columns are: dialog", "columns: {messages: dialog}"),
+            ({"dialog": [{"from": "human", "value": "x"}]}, "", "columns: {conversations: dialog}"),
+            ({"dialog": ["x", "y"]}, "", f"messages: {TURNS} in place of `dialog`"),
+            ({"question": "x", "answer": "y"}, "", "columns: {prompt: question, completion: answer}"),
+            ({"Prompt": "x", "response": "y"}, "", "columns: {prompt: Prompt, completion: response}"),
+            ({"prompt": "x", "response": "y"}, "", "columns: {completion: response}"),
+            ({"instruction": "x", "response": "y"}, "", "columns: {output: response}"),
+            (
+                {"question": "x", "context": "y", "answer": "z"},
+                "the columns are: question, context, answer",
+                "columns: {instruction: question, input: context, output: answer}",
+            ),
+            ({"question": "x", "answers": {"text": ["y"]}}, "", None),
         ],
     )
     def test_unknown_forms(self, row: object, message: str, nearest: str | None, write_rows: WriteRows) -> None:
         (problem,) = problems(write_rows("a.jsonl", [row]))
         assert message in problem.message
         assert problem.nearest == nearest
+
+    @pytest.mark.parametrize(
+        ("row", "columns"),
+        [
+            ({"dialog": CHAT}, {"messages": "dialog"}),
+            ({"question": "x", "answer": "y"}, {"prompt": "question", "completion": "answer"}),
+            (
+                {"question": "x", "context": "y", "answer": "z"},
+                {"instruction": "question", "input": "context", "output": "answer"},
+            ),
+        ],
+    )
+    def test_what_is_proposed_is_read(self, row: object, columns: dict[str, str], write_rows: WriteRows) -> None:
+        path = write_rows("a.jsonl", [row])
+        (problem,) = problems(path)
+        assert problem.nearest == f"columns: {{{', '.join(f'{ours}: {theirs}' for ours, theirs in columns.items())}}}"
+        assert len(read(path, columns=columns)) == 1
 
     def test_set_form_whose_column_is_absent(self, write_rows: WriteRows) -> None:
         (problem,) = problems(write_rows("a.jsonl", [{"message": CHAT}]), format="messages")

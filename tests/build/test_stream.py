@@ -390,7 +390,7 @@ class TestAccount:
         assert most.startswith("66.7% of the supervised tokens of train are lost to the limit of 32 tokens")
         assert most.endswith("of rows that are not streamed this is an error")
         held = config(rows, streaming=False, truncation="drop")
-        with pytest.raises(RequestError, match="66.7% of the supervised tokens"):
+        with pytest.raises(RequestError, match=r"66\.7% of the supervised tokens"):
             prepared(held, tokenizer)
 
     def test_a_run_that_is_resumed_has_the_account_of_the_whole(

@@ -300,6 +300,21 @@ def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
     assert "has not finished" in refused(capsys, tmp_path / "unfinished", asked)
 
 
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ([{"prompt": "What?"}, {"other": "x", "id": 1}], "the row has no column `prompt`; it has other, id"),
+        ([{"prompt": "What?"}, {"prompt": None}], "column `prompt` is empty: there is no text to go on from"),
+        ([{"question": "What?", "id": 1}], "did you mean `prompt` in place of `question`"),
+        ([{"mesages": []}], "did you mean `messages` in place of `mesages`"),
+    ],
+)
+def test_a_row_that_asks_for_nothing_is_told_with_its_columns(writer, tmp_path, capsys, rows, word):
+    told = refused(capsys, writer, lines(tmp_path / "asked.jsonl", rows))
+    assert word in told
+    assert len(rows) < 2 or "asked.jsonl:2" in told
+
+
 def test_the_run_reads_rows_as_it_did_in_training(tmp_path, capsys):
     rows = [{"body": row["text"], "topic": row["label"]} for row in labelled(lambda number: "ab"[number % 2])]
     source = {"columns": {"text": "body", "label": "topic"}}
