@@ -22,6 +22,7 @@ from framework.run.footprint import state_tensors
 from framework.run.step import train_step
 from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizer_rules import ANY_PRECISION
 from framework.shipped import shipped
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
@@ -69,6 +70,11 @@ ROWS = (
     Row(Optimizer.MUON, "4", "momentum of matrices; embeddings and norms have AdamW's two"),
     Row(Optimizer.ANYPRECISION_ADAMW, "4", "two bfloat16 moments", (("rounding", "stochastic"),)),
     Row(Optimizer.ANYPRECISION_ADAMW, "6", "and a bfloat16 compensation of bfloat16 weights", (("rounding", "kahan"),)),
+    Row(
+        Optimizer.ANYPRECISION_ADAMW_8BIT,
+        "-",
+        "8-bit floats and a float32 scale for 256 of them; weights below 4096 elements keep bfloat16",
+    ),
     Row(Optimizer.SCHEDULE_FREE_ADAMW, "8", "second moment and the averaged weights"),
     Row(Optimizer.GALORE_ADAMW, "-", "moments of 1/16 of the rows, and the projection", _RANKED),
     Row(Optimizer.APOLLO_ADAMW, "-", "the same moments; the projection is drawn anew from its seed", _RANKED),
@@ -86,7 +92,7 @@ ROWS = (
 
 def stepped(row: Row, dtype: str) -> tuple[Iterable[Tensor], list[Tensor]]:
     """(trained parameters, states) of a model with this optimizer after one step on the CPU."""
-    any_precision = row.optimizer is Optimizer.ANYPRECISION_ADAMW
+    any_precision = row.optimizer in ANY_PRECISION
     written = None if any_precision and dtype == "float32" else dtype
     model = {"architecture": EIGHTH, "load_pretrained_weights": False, "torch_dtype_str": written}
     training = {"optimizer": str(row.optimizer), **dict(row.settings)}
@@ -134,7 +140,7 @@ def measured(row: Row, dtype: str) -> tuple[float, float]:
 def _cells(row: Row) -> str:
     half = measured(row, "bfloat16")
     cells = f"| {row.name} | {_sum(*half)} | {4 + sum(half):.2f} "
-    if row.optimizer is Optimizer.ANYPRECISION_ADAMW:
+    if row.optimizer in ANY_PRECISION:
         return f"{cells}| - | - | {row.said} | {row.note} |"
     full = measured(row, "float32")
     return f"{cells}| {_sum(*full)} | {8 + sum(full):.2f} | {row.said} | {row.note} |"

@@ -1,15 +1,17 @@
-"""`training.fp8`: linear layers of the blocks that multiply in 8-bit floats, through torchao.
+"""`training.fp8`: linear layers of the blocks that multiply in 8-bit floats; of trained weights through torchao.
 
-Weights stay in their dtype and are cast for each product, so a checkpoint is as without. The head is left out: its
-products are the ones that rounding hurts most, and a chunked loss calls it apart.
+Trained weights stay in their dtype and are cast for each product, so a checkpoint is as without. The frozen base of an
+adapter is held in 8 bits (float8_base.py). The head is left out: its products are the ones that rounding hurts most,
+and a chunked loss calls it apart.
 """
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from framework.build.float8_base import hold_in_float8
 from framework.build.heads import head_layers
 from framework.build.model_parts import causal_model
 from framework.errors import Problem, RequestError
@@ -28,14 +30,19 @@ def require_torchao() -> None:
 
 
 def convert_products(training: TrainingParams, model: nn.Module) -> None:
-    """Put torchao's layers in the place of those that `linear_layers` lists. Raises RequestError if there are none."""
+    """Convert the layers that `linear_layers` lists. Raises RequestError if there are none."""
     if training.fp8 is Fp8.NONE:
         return
-    require_torchao()
-    chosen = set(linear_layers(model))
+    chosen = set(linear_layers(model, frozen=training.use_peft))
+    if not training.use_peft:
+        require_torchao()
     if not chosen:
         message = f"{type(model).__name__} has no linear layer in its blocks whose sides are multiples of {EDGE}"
         raise RequestError([Problem("training.fp8", message, expected="none")])
+    if training.use_peft:
+        for name in chosen:
+            hold_in_float8(cast(nn.Linear, model.get_submodule(name)), Fp8(training.fp8))
+        return
     convert: Any = importlib.import_module("torchao.float8").convert_to_float8_training
     convert(model, config=float8_config(str(training.fp8)), module_filter_fn=lambda _, name: name in chosen)
 
@@ -48,13 +55,14 @@ def float8_config(recipe: str, emulate: bool = False) -> Any:
     return replace(settings.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate)
 
 
-def linear_layers(model: nn.Module) -> list[str]:
-    """Names of the linear layers below the head that torchao can take."""
+def linear_layers(model: nn.Module, frozen: bool) -> list[str]:
+    """Names of the linear layers below the head whose sides fit: all, or those of an adapter's frozen base."""
     head = head_layers(causal_model(model))
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
+        and not (frozen and any(parameter.requires_grad for parameter in module.parameters()))
         and module not in head
         and not (module.in_features % EDGE or module.out_features % EDGE)
     ]

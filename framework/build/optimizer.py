@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.build.optimizers.any_precision import AnyPrecisionAdamW, Kernel
+from framework.build.optimizers.any_precision import AnyPrecisionAdamW, Kernel, note_only
 from framework.build.optimizers.lion import Lion
 from framework.build.optimizers.low_bit import LOW_BIT, RehearsedLowBit, low_bit_class
 from framework.build.optimizers.low_rank import LowRankAdamW
@@ -95,7 +95,7 @@ def _make(training: TrainingParams, groups: list[dict[str, Any]], facts: _Facts)
                 matrices=facts.matrices,
                 foreach=foreach,
             )
-        case Optimizer.ANYPRECISION_ADAMW:
+        case Optimizer.ANYPRECISION_ADAMW | Optimizer.ANYPRECISION_ADAMW_8BIT:
             return _any_precision(training, groups, facts)
         case Optimizer.GALORE_ADAMW | Optimizer.APOLLO_ADAMW:
             return _low_rank(training, groups, facts)
@@ -124,24 +124,24 @@ def _any_precision(training: TrainingParams, groups: list[dict[str, Any]], facts
         (training.adam_beta1, training.adam_beta2),
         training.adam_epsilon,
         rounding=training.rounding or Rounding.STOCHASTIC,
+        state_bits=8 if training.optimizer is Optimizer.ANYPRECISION_ADAMW_8BIT else 16,
         seed=training.seed,
         numbers=facts.numbers,
-        generator=_generator(facts.place),
         kernel=_kernel(facts.place),
     )
 
 
 def _kernel(place: Place) -> Kernel | None:
-    """The one-pass update on a CUDA card, by triton, which torch for CUDA brings on Linux; else None."""
+    """The launch over many parameters on a CUDA card, by triton, which torch for CUDA brings on Linux; else None."""
     if place.kind != "cuda":
         return None
     if place.rehearsed:
-        return lambda update: None
+        return Kernel(note_only)
     try:
-        from framework.build.optimizers.any_precision_kernel import update_on_gpu
+        from framework.build.optimizers.any_precision_kernel import launch
     except ImportError:
         return None
-    return update_on_gpu
+    return Kernel(launch)
 
 
 def _generator(place: Place) -> torch.Generator:

@@ -272,7 +272,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
     if _has_int8_weights(config):
         said.append("step time: LLM.int8's search for large columns is left out; steps took 1.7 and 1.9 times as long")
     if config.training.fp8 is not Fp8.NONE:
-        said.append("fp8: torchao's own layers are rehearsed; the rate of their products is that of a data sheet")
+        said.append("fp8: the run's own layers are rehearsed; the rate of their products is that of a data sheet")
     if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):
         said.append("step time: shares of the data sheet's rates as measured on an H100")
     if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":

@@ -27,9 +27,7 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
             named = "this is the cpu" if is_cpu else f"{config.gpu.name} has capability {config.gpu.capability}"
             message = f"{_name(lever, setting)} needs {_in_words(setting.hardware)}, and {named}"
             yield Conflict((lever.key, "gpu.name"), message, _nearest(lever, setting, config.gpu))
-        elif runs_here and (
-            missing := [name for name in setting.package.split(", ") if name and not is_installed(name)]
-        ):
+        elif runs_here and (missing := [name for name in _packages(config, lever, setting) if not is_installed(name)]):
             packages = " and ".join(missing)
             message = f"{_name(lever, setting)} needs {packages}, not installed here"
             nearest = _nearest(lever, setting, config.gpu)
@@ -69,7 +67,14 @@ def needs_package(config: TrainingConfig, name: str) -> bool:
     """Whether a setting in effect is one that this package carries out."""
     if name == "bitsandbytes" and packs_teacher(config):
         return True
-    return any(name in setting.package.split(", ") for _, setting in _in_effect(config))
+    return any(name in _packages(config, lever, setting) for lever, setting in _in_effect(config))
+
+
+def _packages(config: TrainingConfig, lever: Lever, setting: Setting) -> list[str]:
+    """What carries a setting out, beyond ours: of fp8 torchao, but for a frozen base, whose products are ours."""
+    if lever.key == "training.fp8" and config.training.use_peft:
+        return []
+    return [name for name in setting.package.split(", ") if name]
 
 
 def _missing_compilers(card: GPUParams) -> Iterator[Conflict]:

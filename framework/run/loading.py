@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from framework.build.arrival import needs_whole_model
 from framework.build.assembly import Assembly
+from framework.build.float8_base import HELD
 from framework.build.model import is_packed_when_loaded
 from framework.build.model_parts import ends_of, transformer_blocks
 from framework.build.quantize import packed_state, weight_count
@@ -21,6 +22,7 @@ from framework.build.streamed_base import StreamedBase
 from framework.memory.trace import Kind, Space
 from framework.run.footprint import companion_tensors, held_tensors, whole_bytes
 from framework.run.tracker import Tracker
+from framework.schema.choices import Fp8
 
 LOADERS = 4
 """Threads that read tensors and bring them to the device (GLOBAL_WORKERS); one while they are packed on arrival."""
@@ -118,7 +120,10 @@ def _read_checkpoint(tracker: Tracker, assembly: Assembly, held: Sequence[Tensor
         width = assembly.export_dtype.itemsize
         _pass(tracker, sum(weight_count(tensor) * width for tensor in base), Space.HOST)
         return
-    if is_packed or any(_is_converted(assembly, tensor) for tensor in base):
+    if assembly.config.training.use_peft and assembly.config.training.fp8 is not Fp8.NONE:
+        # all of it arrives before it is converted matrix by matrix
+        sizes = [tensor.numel() * assembly.export_dtype.itemsize for tensor in base]
+    if is_packed or any(_is_converted(assembly, tensor) for tensor in base if tensor.dtype is not HELD):
         _pass(tracker, sum(heapq.nlargest(1 if is_packed else LOADERS, sizes)), Space.HOST)
     if assembly.streamed is None:
         capacity = assembly.config.gpu.capacity_bytes

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from framework.build.ranks import local_part
-from framework.schema.choices import Optimizer, TorchDtype
+from framework.schema.choices import TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizer_rules import ANY_PRECISION
 
 SPAN = 50
 """Steps between two looks."""
@@ -62,7 +63,7 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
 
 def caution(moved: Moved, config: TrainingConfig) -> str | None:
     """What to tell of a run whose weights stand still. Kahan's compensation moves before its weight does."""
-    if (moved.all >= TINY and moved.vectors != 0) or config.training.optimizer is Optimizer.ANYPRECISION_ADAMW:
+    if (moved.all >= TINY and moved.vectors != 0) or config.training.optimizer in ANY_PRECISION:
         return None
     which = f"{moved.all:.1%} of the trained elements"
     which += "" if moved.vectors is None else f" and {moved.vectors:.1%} of norms and biases"

@@ -18,6 +18,7 @@ from framework.build.activations import keeps
 from framework.build.assembly import Assembly, assemble
 from framework.build.batches import full_batch
 from framework.build.heads import reads_both_ways, said_of_answers
+from framework.build.launches import listening
 from framework.build.loss import Batch, Observe
 from framework.build.place import Place, rehearsal_place
 from framework.build.ranks import ALONE, Ranks, local_part
@@ -83,7 +84,8 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
         from framework.run.launches import SAID, noted_launches
 
         launches, launched = noted_launches(tracker.record_launch), (SAID,)
-    with _no_garbage_collection(), pretend(config.gpu) as mode, several, launches:
+    own = listening(tracker.record_launch)
+    with _no_garbage_collection(), pretend(config.gpu) as mode, several, launches, own:
         with torch.device(place.device):  # adapters too are made without storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000, ranks)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)

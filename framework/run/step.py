@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from framework.build.assembly import Assembly
+from framework.build.clipping import clip_gradients, gradient_norm
 from framework.build.loss import Batch, Observe, ignore_phases
 from framework.build.optimizer import RATE_FACTOR
-from framework.build.optimizers.found_inf import found_inf_of, takes_found_inf
+from framework.build.optimizers.found_inf import forget_skipped_steps, found_inf_of, takes_found_inf
 from framework.build.optimizers.parameter_wise import ParameterWise
-from framework.build.ranks import whole
 from framework.build.tasks import Precomputed, reference_of
 from framework.errors import NonFinite
 from framework.schema.wording import counted
@@ -67,7 +67,7 @@ class LaunchedStep:
             try:
                 self._known = _read(self._assembly, self._figures, self._step, self._rate)
             except NonFinite:
-                found_inf_of(self._assembly.optimizer, self._assembly.place.device).zero_()
+                forget_skipped_steps(self._assembly.optimizer)
                 raise
         return self._known
 
@@ -272,15 +272,10 @@ def _gradients_dropped(assembly: Assembly) -> Iterator[None]:
 def _clip(assembly: Assembly, limit: float) -> Tensor:
     """Global gradient norm before clipping, of all ranks' parts; clips to `limit` unless it is 0."""
     parameters = assembly.trained
-    if assembly.tensor is not None:
-        norm = assembly.tensor.gradient_norm(assembly.model)
-        if limit:
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
+    norm = gradient_norm(parameters) if assembly.tensor is None else assembly.tensor.gradient_norm(assembly.model)
     if limit:
-        return whole(torch.nn.utils.clip_grad_norm_(parameters, limit))
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return whole(torch.nn.utils.get_total_norm(grads))
+        clip_gradients(assembly.optimizer, parameters, limit, norm)
+    return norm
 
 
 def _finite(value: float) -> bool:

@@ -104,6 +104,7 @@ class Optimizer(Choice):
     PAGED_LION_8BIT = "paged_lion_8bit"
     SOPHIA = "sophia"
     ANYPRECISION_ADAMW = "anyprecision_adamw"
+    ANYPRECISION_ADAMW_8BIT = "anyprecision_adamw_8bit"
     MUON = "muon"
     GALORE_ADAMW = "galore_adamw"
     APOLLO_ADAMW = "apollo_adamw"

@@ -113,7 +113,7 @@ IDLE = (
     *(
         Idle(tuple(f"training.{key}" for key in keys), "training.optimizer", _is_none_of(used), f"only {used} use it")
         for keys, used in (
-            (("rounding",), "anyprecision_adamw"),
+            (("rounding",), "anyprecision_adamw and anyprecision_adamw_8bit"),
             (("sgd_momentum",), "sgd"),
             (("muon_momentum",), "muon"),
             (("sophia_rho", "sophia_hessian_steps"), "sophia"),

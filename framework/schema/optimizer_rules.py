@@ -18,6 +18,10 @@ BITSANDBYTES = (
 PAGED = BITSANDBYTES[2:]
 
 
+ANY_PRECISION = (Optimizer.ANYPRECISION_ADAMW, Optimizer.ANYPRECISION_ADAMW_8BIT)
+"""Ours for bfloat16 weights, which round no update away."""
+
+
 TORCHAO = (Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT)
 
 
@@ -51,8 +55,8 @@ def optimizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if training.learning_rate == 0:
         yield Conflict(("training.learning_rate",), "is 0: no weight changes", "a rate above 0", is_warning=True)
     is_trained_in_float32 = config.model.torch_dtype_str == TorchDtype.FLOAT32 and not training.use_peft
-    if choice is Optimizer.ANYPRECISION_ADAMW and is_trained_in_float32:
-        message = "anyprecision_adamw is for bfloat16 weights: float32 ones have nothing to round"
+    if choice in ANY_PRECISION and is_trained_in_float32:
+        message = f"{choice} is for bfloat16 weights: float32 ones have nothing to round"
         works = "model.torch_dtype_str=bfloat16 with training.mixed_precision_dtype=none, or adamw_torch_fused"
         yield Conflict(("model.torch_dtype_str", key), message, works)
     if choice is Optimizer.SCHEDULE_FREE_ADAMW and training.lr_scheduler_type is not Scheduler.CONSTANT:

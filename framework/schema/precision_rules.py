@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Fp8, MixedPrecision, Optimizer, TorchDtype
+from framework.schema.choices import Fp8, MixedPrecision, PeftMethod, PeftSaveMode, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.conflict import Conflict
+from framework.schema.optimizer_rules import ANY_PRECISION
 
 LEGAL_PRECISION = "float32 with none, float32 with bf16 or fp16 (float32 masters), or bfloat16 with none"
 
@@ -83,7 +84,7 @@ NORM_RATE = 2**-9
 def rounding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Updates that bfloat16 weights round away (P04)."""
     training, rate = config.training, config.training.learning_rate
-    if training.optimizer == Optimizer.ANYPRECISION_ADAMW:
+    if training.optimizer in ANY_PRECISION:
         return
     if training.use_peft:
         adapter = config.peft.adapter_dtype
@@ -93,7 +94,8 @@ def rounding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
                 f"a learning rate of {rate:g} is below {SMALL_RATE:g}: most updates of a bfloat16 adapter round away"
             )
             keys = ("peft.adapter_dtype", "training.learning_rate")
-            yield Conflict(keys, message, "peft.adapter_dtype unset: float32", is_warning=True)
+            expected = "peft.adapter_dtype unset: float32, or training.optimizer=anyprecision_adamw"
+            yield Conflict(keys, message, expected, is_warning=True)
     elif _stored(config) == TorchDtype.BFLOAT16 and rate < NORM_RATE:
         weights, limit = ("most updates of", SMALL_RATE) if rate < SMALL_RATE else ("small updates of", NORM_RATE)
         message = (
@@ -116,13 +118,12 @@ def _stored(config: TrainingConfig) -> str | None:
 
 
 def fp8_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """What torchao's linear layers can be beside."""
+    """What linear layers in fp8 can be beside."""
     training, key = config.training, "training.fp8"
     if training.fp8 not in (Fp8.TENSORWISE, Fp8.ROWWISE):
         return
     if training.use_peft:
-        message = "torchao computes the gradients of frozen weights too, which an adapter is there to avoid"
-        yield Conflict((key, "training.use_peft"), message, "fp8: none, or full fine-tuning")
+        yield from _float8_base_conflicts(config)
     held, computed = config.model.torch_dtype_str, training.mixed_precision_dtype
     in_float32 = held == TorchDtype.FLOAT32 and computed == MixedPrecision.NONE
     if computed == MixedPrecision.FP16 or in_float32:
@@ -131,6 +132,29 @@ def fp8_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if training.compile is False:
         message = "without compilation the casts to fp8 are kernels of their own, and cost more than is saved"
         yield Conflict((key, "training.compile"), message, "training.compile=true", is_warning=True)
+
+
+def _float8_base_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """What a frozen base in fp8 cannot be beside: it has no weights in half precision any more."""
+    key, peft, held = "training.fp8", config.peft, config.model.torch_dtype_str
+    if peft.q_lora:
+        message = "the base is held in 4 or 8 bits already"
+        yield Conflict((key, "peft.q_lora"), message, "peft.q_lora: false, or fp8: none")
+    if peft.peft_method is PeftMethod.DORA:
+        message = "dora takes norms of the base's own weights at each step"
+        yield Conflict((key, "peft.peft_method"), message, "lora, or fp8: none")
+    if peft.peft_save_mode is not PeftSaveMode.ADAPTER_ONLY:
+        message = "the base in 8 bits would be what is written"
+        works = "adapter_only, and `tunesmith merge` afterwards, which takes the base's own weights"
+        yield Conflict((key, "peft.peft_save_mode"), message, works)
+    if config.model.offload_frozen_base is True:
+        message = "a base in host memory with weights in 8 bits is not tried"
+        yield Conflict((key, "model.offload_frozen_base"), message, "false: in 8 bits it takes half the memory")
+    if config.gpu.count > 1 and not config.fsdp.is_sharded:
+        yield Conflict((key, "gpu.count"), "copies of a base in 8 bits on several GPUs are not tried", "fp8: none")
+    if held in (TorchDtype.FLOAT16, TorchDtype.FLOAT32):
+        message = f"products of a base in 8 bits give bfloat16, and the base is {held}"
+        yield Conflict((key, "model.torch_dtype_str"), message, "bfloat16")
 
 
 def card_conflicts(config: TrainingConfig) -> Iterator[Conflict]:

@@ -20,8 +20,10 @@ _ON = "fsdp.enable_fsdp"
 _PACKED = (
     *(Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.PAGED_ADAMW_32BIT, Optimizer.PAGED_ADAMW_8BIT),
     *(Optimizer.PAGED_LION_8BIT, Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT),
+    Optimizer.ANYPRECISION_ADAMW_8BIT,
 )
-"""bitsandbytes' kernels do not take a part of a tensor (tried on two processes); torchao's states are not tried."""
+"""bitsandbytes' kernels do not take a part of a tensor (tried on two processes); torchao's states are not tried, and
+the scales of ours, one for 256 elements, are not cut with the weights."""
 _OF_MATRICES = (Optimizer.ADAFACTOR, Optimizer.GALORE_ADAMW, Optimizer.APOLLO_ADAMW)
 """Their update of a weight needs sums or projections over all of it (tried on two processes)."""
 SHARDED_OPTIMIZERS = tuple(choice for choice in Optimizer if choice not in (*_PACKED, *_OF_MATRICES))

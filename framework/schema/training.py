@@ -105,8 +105,8 @@ class TrainingParams(Params):
     """Its states are the second largest item of a full fine-tune (AdamW: two copies of the trained weights).
     `adamw_torch` makes temporaries as large as the trained weights on a GPU; `adamw_torch_fused` makes none."""
     rounding: Rounding | None = None
-    """How `anyprecision_adamw` keeps small updates in bf16: `kahan` costs 2 bytes a parameter, `stochastic` none.
-    Unset: stochastic."""
+    """How `anyprecision_adamw` and `anyprecision_adamw_8bit` keep small updates in bf16: `kahan` costs 2 bytes a
+    parameter, `stochastic` none. Unset: stochastic."""
     sgd_momentum: Beta = 0.0
     """Momentum of `sgd`; above 0 it keeps one state a trained weight."""
     muon_momentum: Beta = 0.95
@@ -138,9 +138,10 @@ class TrainingParams(Params):
     tf32: bool | None = None
     """Let the card round float32 matrix products to tf32 (10 bits), many times faster. No memory. Unset: not."""
     fp8: Fp8 = Fp8.NONE
-    """Multiply in 8-bit floats in the linear layers of the blocks (torchao; cards from capability 8.9). Faster where
-    the model is compiled; every product rounds its operands to 3 bits (2 for gradients), with one scale an operand
-    (`tensorwise`) or a row (`rowwise`, closer). Weights, states and what is kept for backward stay as they are."""
+    """Multiply in 8-bit floats in the linear layers of the blocks (cards from capability 8.9). Faster where the model
+    is compiled; every product rounds its operands to 3 bits, with one scale an operand (`tensorwise`) or a row
+    (`rowwise`, closer). Trained weights (torchao) and their states stay as they are; the frozen base of an adapter is
+    held in 8 bits, a byte a weight in place of two."""
     enable_gradient_checkpointing: bool | Auto = False
     """Keep only each block's input and recompute the rest in backward: most activations go, for 15-42 % of speed."""
     gradient_checkpointing_every: Positive | Auto = 1

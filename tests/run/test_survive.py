@@ -181,7 +181,7 @@ def test_without_dropout_a_later_failure_ends_close_to_a_run_at_the_final_micro_
 
 
 OPTIMIZERS = ["adamw_torch_fused", "sgd", "adafactor", "lion", "sophia", "muon", "schedule_free_adamw"]
-OPTIMIZERS += ["anyprecision_adamw", "galore_adamw", "apollo_adamw", "adamw_8bit"]
+OPTIMIZERS += ["anyprecision_adamw", "anyprecision_adamw_8bit", "galore_adamw", "apollo_adamw", "adamw_8bit"]
 LOW_RANK = {"projection_rank": 4}
 
 

@@ -92,10 +92,10 @@ def test_what_needs_a_card_is_refused_without_one(optimizer, card):
 @pytest.mark.parametrize(
     ("optimizer", "package", "nearest"),
     [
-        ("adamw_8bit", "bitsandbytes", "anyprecision_adamw"),
+        ("adamw_8bit", "bitsandbytes", "anyprecision_adamw_8bit"),
         ("lion_8bit", "bitsandbytes", "lion"),
-        ("paged_adamw_8bit", "bitsandbytes", "anyprecision_adamw"),
-        ("adamw_torchao_4bit", "torchao", "anyprecision_adamw"),
+        ("paged_adamw_8bit", "bitsandbytes", "anyprecision_adamw_8bit"),
+        ("adamw_torchao_4bit", "torchao", "anyprecision_adamw_8bit"),
     ],
 )
 def test_a_missing_package_is_named_where_a_run_starts_and_not_for_a_plan(monkeypatch, optimizer, package, nearest):

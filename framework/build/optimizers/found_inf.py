@@ -5,7 +5,7 @@
 | optimizer | reads `found_inf` |
 | --- | --- |
 | adamw_torch_fused (torch) | on the device; its count of steps is there too |
-| anyprecision_adamw (ours) | on the device, in its kernel |
+| anyprecision_adamw, anyprecision_adamw_8bit (ours) | on the device, in its kernel |
 | adamw_torch, sgd (torch, foreach), adafactor (transformers) | no: the host waits for the norm |
 | lion, sophia, muon, galore_adamw, apollo_adamw, schedule_free_adamw (ours, plain torch) | no: the host waits |
 | 8-bit, 4-bit and paged ones (bitsandbytes, torchao) | no: the host waits |
@@ -15,6 +15,8 @@ Gradients of zeros would be no way out: momentum, decay and the count of steps w
 
 import torch
 from torch import Tensor
+
+from framework.build.optimizers.any_precision import AnyPrecisionAdamW
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -31,6 +33,16 @@ def found_inf_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Tens
         for part in parts:
             part.found_inf = found  # type: ignore[attr-defined]
     return found
+
+
+def forget_skipped_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Begin anew after steps that changed nothing: the scalar is 0, and counts on the host are those before them."""
+    for part in _parts(optimizer):
+        if isinstance(part, AnyPrecisionAdamW):
+            part.take_back_skipped_steps()
+    found: Tensor | None = getattr(_parts(optimizer)[0], "found_inf", None)
+    if found is not None:
+        found.zero_()
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.optimization import Adafactor
 
 from framework.build.assembly import Assembly
+from framework.build.optimizers import codes
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW
 from framework.build.optimizers.lion import Lion
 from framework.build.optimizers.low_bit import LOW_BIT, LowBit, is_managed, low_bit_class, parts_of
@@ -19,6 +20,7 @@ from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
 from framework.build.optimizers.sophia import SophiaG
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import Optimizer, OptimizerOffload, Rounding
+from framework.schema.training import TrainingParams
 from framework.schema.wording import counted
 
 _CLASSES: Mapping[Optimizer, type[torch.optim.Optimizer]] = {
@@ -29,6 +31,7 @@ _CLASSES: Mapping[Optimizer, type[torch.optim.Optimizer]] = {
     Optimizer.LION: Lion,
     Optimizer.SOPHIA: SophiaG,
     Optimizer.ANYPRECISION_ADAMW: AnyPrecisionAdamW,
+    Optimizer.ANYPRECISION_ADAMW_8BIT: AnyPrecisionAdamW,
     Optimizer.MUON: MuonWithAdamW,
     Optimizer.GALORE_ADAMW: LowRankAdamW,
     Optimizer.APOLLO_ADAMW: LowRankAdamW,
@@ -72,6 +75,8 @@ def _name(asked: Optimizer, optimizer: torch.optim.Optimizer) -> str:
         return "adamw_torch_fused" if optimizer.defaults.get("fused") else "adamw_torch"
     if isinstance(optimizer, LowRankAdamW) and optimizer.apollo != (asked is Optimizer.APOLLO_ADAMW):
         return "apollo_adamw" if optimizer.apollo else "galore_adamw"
+    if isinstance(optimizer, AnyPrecisionAdamW):
+        return str(Optimizer.ANYPRECISION_ADAMW_8BIT if optimizer.state_bits == 8 else Optimizer.ANYPRECISION_ADAMW)
     return str(asked)
 
 
@@ -147,9 +152,9 @@ def _expected(assembly: Assembly, parameter: Tensor, apart: frozenset[Tensor]) -
             names = ["exp_avg", "hessian"]
         case Optimizer.SCHEDULE_FREE_ADAMW:
             names = ["z", "exp_avg_sq"]
-        case Optimizer.ANYPRECISION_ADAMW:
-            compensated = training.rounding is Rounding.KAHAN and parameter.dtype is torch.bfloat16
-            own, names = "bfloat16", ["exp_avg", "exp_avg_sq", *(["compensation"] if compensated else [])]
+        case Optimizer.ANYPRECISION_ADAMW | Optimizer.ANYPRECISION_ADAMW_8BIT:
+            yield from _expected_any_precision(training, parameter)
+            return
         case Optimizer.MUON:
             names = ["momentum_buffer"] if parameter in apart else ["exp_avg", "exp_avg_sq"]
         case Optimizer.GALORE_ADAMW:
@@ -161,6 +166,16 @@ def _expected(assembly: Assembly, parameter: Tensor, apart: frozenset[Tensor]) -
         case _:
             names = ["exp_avg", "exp_avg_sq"]
     yield from ((name, own) for name in names)
+
+
+def _expected_any_precision(training: TrainingParams, parameter: Tensor) -> Iterator[_Kind]:
+    is_coded = training.optimizer is Optimizer.ANYPRECISION_ADAMW_8BIT and parameter.numel() >= codes.SMALLEST
+    for name in ("exp_avg", "exp_avg_sq"):
+        yield name, "uint8" if is_coded else "bfloat16"
+        if is_coded:
+            yield f"{name}_scales", "float32"
+    if training.rounding is Rounding.KAHAN and parameter.dtype is torch.bfloat16:
+        yield "compensation", "bfloat16"
 
 
 def _expected_codes(row: LowBit, parameter: Tensor, on_card: bool) -> Iterator[_Kind]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from framework.build.assembly import Assembly
 from framework.build.dtypes import AUTOCAST_DTYPES, TORCH_DTYPES
+from framework.build.float8_base import HELD
 from framework.build.freeze import still_frozen
 from framework.build.model_parts import causal_model
 from framework.build.quantize import is_packed
@@ -49,6 +50,7 @@ def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:
         if parameter.is_floating_point()
         and not (assembly.adapter and parameter.requires_grad)
         and not is_packed(parameter)  # whose dtype is that of bytes
+        and parameter.dtype is not HELD  # read back by `read_float8_products`
     ]
     counted = Counter(parameter.dtype for parameter in own)
     found = ", ".join(_name(dtype) for dtype, _ in counted.most_common())

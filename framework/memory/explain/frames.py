@@ -29,7 +29,7 @@ RULES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("resume", r"load_checkpoint|_load_from_checkpoint|_load_optimizer_and_scheduler|load_optimizer"),
         ("resume", r"torch/optim/\S+ load_state_dict|optimizer\.load_state_dict"),
         ("optimizer_step", r"torch/optim/|bitsandbytes/optim|torchao/optim|/optimizers?/\S+ step\b|apex/optimizers"),
-        ("optimizer_step", r"clip_grad_norm_?\b|get_total_norm|grad_scaler\.py|unscale_"),
+        ("optimizer_step", r"clip_grad_norm_?\b|get_total_norm|/clipping\.py|grad_scaler\.py|unscale_"),
         ("optimizer_step", r"optim(?:izer)?\w*\.step\(|scaler\.step\(|_init_group|optimizer_step\b"),
         (
             "save",

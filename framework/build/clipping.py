@@ -1,0 +1,48 @@
+"""The global gradient norm, and clipping to it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from framework.build.optimizers.any_precision import AnyPrecisionAdamW
+from framework.build.optimizers.parameter_wise import ParameterWise
+from framework.build.ranks import whole
+
+NEVER_ZERO = 1e-6
+"""Added to the norm before the limit is divided by it, as torch.nn.utils.clip_grads_with_norm_ does."""
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients together, a float32 scalar on their device.
+
+    Each gradient is read once. Its squares are summed in float32 and stay so: torch's own norm of bfloat16 gradients is
+    rounded to 8 bits, twice. Where gradients are split over ranks, every rank must call this.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients or any(hasattr(gradient, "full_tensor") for gradient in gradients):
+        return whole(torch.nn.utils.get_total_norm(gradients))
+    norms: list[Tensor] = []
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype is dtype]
+        norms += torch._foreach_norm(alike, 2, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def clip_gradients(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], limit: float, norm: Tensor
+) -> None:
+    """Have gradients of this norm scaled down to `limit` in the update that follows, where they are above it.
+
+    An optimizer that divides by a scale as it reads its gradients is given the scale; for others the gradients are
+    multiplied, in a pass over them of its own.
+    """
+    parts = list(optimizer.parts.values()) if isinstance(optimizer, ParameterWise) else [optimizer]
+    if not all(isinstance(part, AnyPrecisionAdamW) for part in parts):
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return
+    scale = ((norm + NEVER_ZERO) / limit).clamp(min=1)
+    for part in parts:
+        assert isinstance(part, AnyPrecisionAdamW)
+        part.grad_scale = scale
