@@ -26,6 +26,7 @@ from framework.schema.wording import counted
 
 BASE, TEACHER = "model.base", "training.teacher"
 """What `--allow` calls the model that is trained or adapted, and the one that is distilled from."""
+ALLOWED_MODELS = (BASE, TEACHER)
 WHOLE_BYTES = 256 << 20
 """A checkpoint of at most this many bytes is hashed whole: a second on two cores of an EPYC."""
 BLOCKS, BLOCK_BYTES = 16, 4096
@@ -34,6 +35,7 @@ tensors of Llama 3.1 70B. Training and merging change a tensor all over, so that
 _VOLATILE = (
     *("transformers_version", "_name_or_path", "architectures", "use_cache", "dtype", "torch_dtype", "pad_token_id"),
     *("num_labels", "id2label", "label2id", "problem_type", "attn_implementation", "_attn_implementation"),
+    *("output_router_logits", "router_aux_loss_coef"),
     *("return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder"),
 )
 """Keys of a Hugging Face config that change nothing of what the model's body computes, or that a run sets itself."""

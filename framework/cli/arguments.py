@@ -17,3 +17,7 @@ Trust = Annotated[
     ),
 ]
 Processes = Annotated[int | None, typer.Option("--nproc", min=1, help="Number of processes; sets gpu.count.")]
+AllowBase = Annotated[
+    list[str] | None,
+    typer.Option("--allow", help="model.base: the adapter's base may have changed since it was trained."),
+]

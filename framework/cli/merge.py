@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from framework.cli.arguments import Json, Trust
+from framework.cli.arguments import AllowBase, Json, Trust
 from framework.cli.printing import print_json, print_text, say
 
 
@@ -13,6 +13,7 @@ def merge(
     run: Annotated[Path, typer.Argument(help="A run folder, or a folder with an adapter.")],
     output: Annotated[Path | None, typer.Option("--output", help="Where to write; else RUN/merged.")] = None,
     trust_remote_code: Trust = False,
+    allow: AllowBase = None,
     as_json: Json = False,
 ) -> None:
     """Adapter and base into a plain Hugging Face folder."""
@@ -21,7 +22,7 @@ def merge(
 
     for line in code_that_runs(run) if trust_remote_code else ():
         say(line)
-    merged = merge_run(run, output, trust_remote_code)
+    merged = merge_run(run, output, trust_remote_code, allow or ())
     if as_json:
         print_json({"folder": str(merged.folder), "dtype": merged.dtype, "dequantized": merged.dequantized or None})
         return

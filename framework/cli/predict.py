@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from framework.cli.arguments import Trust
+from framework.cli.arguments import AllowBase, Trust
 from framework.cli.printing import print_text, say
 
 
@@ -21,6 +21,7 @@ def predict(
         bool, typer.Option("--score", help="How likely the answers of the rows are, instead of new ones.")
     ] = False,
     trust_remote_code: Trust = False,
+    allow: AllowBase = None,
 ) -> None:
     """One JSON object a row, in the order of the rows: a class, numbers, a completion, or a score."""
     from framework.run.artefact import code_that_runs
@@ -29,5 +30,5 @@ def predict(
 
     for line in code_that_runs(run) if trust_remote_code else ():
         say(line)
-    for answer in ask(run, file, Request(new_tokens, score, trust_remote_code)):
+    for answer in ask(run, file, Request(new_tokens, score, trust_remote_code, tuple(allow or ()))):
         print_text(json.dumps(answer, ensure_ascii=False))

@@ -1,21 +1,24 @@
 """What a run has left behind, found and loaded again: a plain model, or an adapter with its base."""
 
+import contextlib
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from framework.beside import path_like
+from framework.build.bases import BASE, Base, differences, read_base
 from framework.build.dtypes import autocast_dtype
 from framework.build.heads import ASSUMED, model_class, pad_like
 from framework.build.hub import UNLOADABLE, hub_is_reachable, leave_to_run_code, one_line
-from framework.build.model import build_model, unreported
-from framework.build.model_folder import local_folder, read_object, require_model, require_readable, weight_files
+from framework.build.model import build_model, read_architecture, unreported
+from framework.build.model_folder import KEY, local_folder, read_object, require_model, require_readable, weight_files
 from framework.build.place import real_place
 from framework.build.quantize import is_quantized, keep_packing, quantize
 from framework.build.settle import settle
@@ -24,10 +27,13 @@ from framework.build.unmatched import sort_unmatched
 from framework.compose import load_of_run
 from framework.compose.trust import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
-from framework.run.export import BASE_FOLDER
+from framework.run.export import BASE_FOLDER, BASE_RECORD
+from framework.run.same_rows import MOST
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
+from framework.schema.model import ModelParams
 from framework.schema.model_rules import remote_code, remote_code_conflicts
+from framework.schema.training import TrainingParams
 
 ADAPTER_FILE, CONFIG_FILE, MODEL_FILE, FINAL = "adapter_config.json", "config.yaml", "config.json", "final"
 MERGED_FOLDER, ENVIRONMENT = "merged", "environment.json"
@@ -45,6 +51,8 @@ class Artefact:
     config: TrainingConfig | None
     trusts_code: bool = False
     """Whether Python code that comes with the model, or its base, may run."""
+    allows_other_base: bool = False
+    """Whether an adapter is put on another base than it was trained on."""
 
     @property
     def adapter_kind(self) -> str | None:
@@ -78,16 +86,18 @@ def _read(file: Path) -> dict[str, Any]:
     return read_object(file, "RUN")
 
 
-def find_artefact(source: Path, trusts_code: bool = False) -> Artefact:
-    """What a run folder, or a folder with a model or an adapter, holds.
+def find_artefact(source: Path, trusts_code: bool = False, allow: Sequence[str] = ()) -> Artefact:
+    """What a run folder, or a folder with a model or an adapter, holds. `allow` may name `model.base`.
 
     Raises RequestError saying what there is, with every file that is damaged, and where the run's model comes with code
     that is not trusted.
     """
+    if wrong := [word for word in allow if word != BASE]:
+        raise RequestError([Problem("--allow", f"{word} may not differ here", None, BASE) for word in wrong])
     for folder in (source / FINAL, source):
         if (folder / ADAPTER_FILE).exists() or (folder / MODEL_FILE).exists():
             require_readable(folder, "RUN")
-            return Artefact(folder, _config_of(folder, trusts_code), trusts_code)
+            return Artefact(folder, _config_of(folder, trusts_code), trusts_code, BASE in allow)
     if (source / CONFIG_FILE).exists():
         message = f"{source} is a run that has not finished: it has no {FINAL}/"
         raise RequestError([Problem("RUN", message, expected=f"tunesmith train {source / CONFIG_FILE} --resume")])
@@ -152,8 +162,28 @@ def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
 def load_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
     """The weights that the adapter was trained on, as they were held then, and the dtype to write them in.
 
-    Raises RequestError when the adapter does not say which these are, or they do not load.
+    Raises RequestError when the adapter does not say which these are, they do not load, or have changed since.
     """
+    with _as_run():
+        return _found_base(artefact)
+
+
+@contextlib.contextmanager
+def _as_run() -> Iterator[None]:
+    """What is found wrong with the base inside is said with the place that names it."""
+    try:
+        yield
+    except RequestError as error:
+        expected = f"the base where it was, or where it is now as model.model_name in the run's {CONFIG_FILE}"
+        raise RequestError(
+            [
+                replace(problem, expected=expected) if problem.key == KEY and not problem.expected else problem
+                for problem in error.problems
+            ]
+        ) from None
+
+
+def _found_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
     if artefact.config is not None:
         return _base_of_run(artefact.config, artefact)
     if artefact.task.is_of_rows:
@@ -163,8 +193,29 @@ def load_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
     if not name:
         message = f"{artefact.folder} does not say which base it belongs on"
         raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
+    about = _about(name, artefact)
+    _require_same_base(artefact, about, read_architecture(about))
     model = load_plain(name, artefact.task, artefact.trusts_code)
     return model, model.dtype
+
+
+def _about(name: str, artefact: Artefact) -> TrainingConfig:
+    model = ModelParams(model_name=name, trust_remote_code=artefact.trusts_code)
+    return TrainingConfig(model=model, training=TrainingParams(task=artefact.task))
+
+
+def _require_same_base(artefact: Artefact, config: TrainingConfig, architecture: PretrainedConfig) -> None:
+    """Raises RequestError where `config.model` is not what the adapter was trained on, as far as that was recorded."""
+    record = artefact.folder / BASE_RECORD
+    if not record.exists() or artefact.allows_other_base:
+        return
+    try:
+        before = Base.from_json(_read(record))
+    except ValueError as error:
+        raise RequestError([Problem("RUN", f"{record} {error}", expected=f"--allow {BASE}")]) from None
+    if changed := differences(before, read_base(config, architecture)):
+        message = f"{config.model.model_name} is not what the adapter was trained on: {'; '.join(changed[:MOST])}"
+        raise RequestError([Problem(BASE, message, expected=f"the base as it was, or --allow {BASE}")])
 
 
 def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
@@ -204,8 +255,11 @@ def _base_of_run(config: TrainingConfig, artefact: Artefact) -> tuple[PreTrained
     config, architecture = settle(config)
     stated = architecture.dtype  # building writes the training dtype over it
     if (artefact.folder / BASE_FOLDER).exists():
+        about = _about(str(artefact.folder / BASE_FOLDER), artefact)
+        _require_same_base(artefact, about, architecture)
         model = load_plain(str(artefact.folder / BASE_FOLDER), artefact.task, artefact.trusts_code)
     else:
+        _require_same_base(artefact, config, architecture)
         if config.training.task.is_of_rows:
             pad_like(architecture, artefact.tokenizer)
         is_too_large = config.model.offload_frozen_base is True

@@ -130,7 +130,7 @@ def contents_of(
     repairs: Sequence[Repair] = (),
     stream: Mapping[str, Any] | None = None,
     others: Sequence[str] = (),
-    read: Mapping[str, str] | None = None,
+    read: Mapping[str, Any] | None = None,
 ) -> Contents:
     """What a checkpoint of this moment holds; where weights are split every rank must call this.
 
@@ -250,15 +250,16 @@ def verify_checkpoint(checkpoint: Path, state: Mapping[str, Any], ranks: Ranks) 
     ranks.meet()  # none goes on to read what another has found damaged
 
 
-def load_checkpoint(checkpoint: Path, assembly: Assembly) -> int:
-    """Put a checkpoint's tensors and random states back in place. Returns its step.
+def load_checkpoint(checkpoint: Path, assembly: Assembly, is_other_allowed: bool = False) -> int:
+    """Put a checkpoint's tensors and random states back in place. Returns its step. `is_other_allowed`: what the model
+    is measured against may have other weights than it had.
 
     Raises RequestError when it holds other tensors than the model that was built.
     """
     state = read_state(checkpoint)
     verify_checkpoint(checkpoint, state, assembly.ranks)
     built = fixed_fingerprint(assembly)
-    if None not in (built, state.get("reference")) and state["reference"] != built:
+    if not is_other_allowed and None not in (built, state.get("reference")) and state["reference"] != built:
         message = f"the model that {checkpoint} was measured against had other weights than the one built now"
         raise RequestError([Problem("--resume", message, expected="the files that the run began with")])
     if assembly.is_in_parts or (checkpoint / PARTS).exists():

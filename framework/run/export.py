@@ -3,7 +3,9 @@
 import copy
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -14,7 +16,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from framework.build.adapter import Adapter, adapter_state
 from framework.build.assembly import Assembly
+from framework.build.bases import weights_digest
 from framework.build.merge import detach, merge
+from framework.build.model_folder import weight_files
 from framework.build.model_parts import causal_model
 from framework.build.optimizers.schedule_free import take_average
 from framework.errors import SaveFailed
@@ -25,10 +29,16 @@ from framework.schema.wording import counted
 
 BASE_FOLDER = "base_model"
 """Where the base is written beside its adapter."""
+BASE_RECORD = "base_model.json"
+"""What the base of an adapter was: see framework/build/bases.py."""
 
 
-def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path) -> torch.dtype:
+def export(
+    assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path, base: Mapping[str, Any] | None = None
+) -> torch.dtype:
     """Write model (or adapter) and tokenizer to `target`, complete or not at all. Returns the dtype written.
+
+    `base` is the record of what an adapter was trained on.
 
     A model is written in its checkpoint's dtype, whatever it was trained in, and `config.json` says the same; an
     adapter is written as it is, with its base beside it or added into the base when that was asked for. An optimizer's
@@ -49,13 +59,16 @@ def export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path)
         else:
             dtype = assembly.trained[0].dtype
             with_base = mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL
-            base = str(target.absolute() / BASE_FOLDER) if with_base else None
+            base_folder = str(target.absolute() / BASE_FOLDER) if with_base else None
             tensors = {name: item.detach().cpu().contiguous() for name, item in adapter_state(assembly.adapter.model)}
-            write_adapter(assembly.adapter, tensors, aside, base)
+            write_adapter(assembly.adapter, tensors, aside, base_folder)
+            write_base(base, aside)
             if with_base:
                 whole = detach(assembly.adapter.model)
                 write_model(whole, aside / BASE_FOLDER, whole.dtype)
                 write_tokenizer(tokenizer, aside / BASE_FOLDER)
+                written = weights_digest(weight_files(aside / BASE_FOLDER, "training.output_dir"))
+                write_base({**base, "weights": written} if base else None, aside)
         write_tokenizer(tokenizer, aside)
     return dtype
 
@@ -159,6 +172,12 @@ def write_adapter(adapter: Adapter, tensors: dict[str, Tensor], folder: Path, ba
     save_file(tensors, file, metadata={"format": "pt"})
     verify_tensors(file, tensors)
     verify_folder(folder, None, "adapter_model")
+
+
+def write_base(base: Mapping[str, Any] | None, folder: Path) -> None:
+    """The record of the base that an adapter belongs on."""
+    if base is not None:
+        (folder / BASE_RECORD).write_text(json.dumps(base, indent=2) + "\n")
 
 
 def verify_folder(folder: Path, dtype: torch.dtype | None, stem: str) -> None:

@@ -1,5 +1,6 @@
 """`tunesmith merge`: a trained adapter and its base become one plain Hugging Face folder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,16 +27,17 @@ class Merged:
     loader: str
 
 
-def merge_run(source: Path, output: Path | None = None, trusts_code: bool = False) -> Merged:
+def merge_run(source: Path, output: Path | None = None, trusts_code: bool = False, allow: Sequence[str] = ()) -> Merged:
     """Write the model that a run's adapter and its base are together, to `output` (else `merged/` in `source`).
 
     `source` is a run folder, or a folder with an adapter whose base can be loaded by its name. The weights are in the
-    dtype that the run would export. Code that comes with the base runs where `trusts_code` says so. Raises RequestError
-    when there is no adapter to merge, saying what the folder is.
+    dtype that the run would export. Code that comes with the base runs where `trusts_code` says so. `allow` may
+    name `model.base`, which has changed since. Raises RequestError when there is no adapter to merge, saying what the
+    folder is.
     """
     transformers.utils.logging.disable_progress_bar()  # it would be drawn into pipes too
     target = output if output is not None else source / MERGED_FOLDER
-    artefact = _adapter(source, trusts_code)
+    artefact = _adapter(find_artefact(source, trusts_code, allow))
     if target.exists():
         raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])
     make_writable(target.parent, "--output", target)  # before any weight is loaded
@@ -50,9 +52,8 @@ def merge_run(source: Path, output: Path | None = None, trusts_code: bool = Fals
     return Merged(target, str(dtype).removeprefix("torch."), kinds, loader)
 
 
-def _adapter(source: Path, trusts_code: bool) -> Artefact:
+def _adapter(artefact: Artefact) -> Artefact:
     """The folder with the adapter. Raises RequestError saying what there is instead."""
-    artefact = find_artefact(source, trusts_code)
     folder, kind = artefact.folder, artefact.adapter_kind
     if kind is None:
         raise RequestError([Problem("RUN", f"{folder} is a plain model already: there is no adapter to merge")])

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from framework.build.allocator import choose_allocator
 from framework.build.assembly import Assembly, assemble
-from framework.build.bases import check_all_weights
+from framework.build.bases import ALLOWED_MODELS, check_all_weights
 from framework.build.given import NOTHING, Given
 from framework.build.learnt_ends import learnt_ends, stop_at
 from framework.build.model_parts import causal_model
@@ -41,7 +41,7 @@ from framework.run.record import RunFolder, clear, environment, make
 from framework.run.reference import ask_before_resuming
 from framework.run.resume import check_resume
 from framework.run.room import require_room, too_large
-from framework.run.same_rows import check_read, read_digests
+from framework.run.same_rows import check_read, moved, needed_models, read_digests
 from framework.run.session import Planner, Session
 from framework.run.sizes import remembered
 from framework.run.together import agree, digest, find_folder, plan_of_all, seed_apart
@@ -169,7 +169,7 @@ def _build(
     if origin.checkpoint is not None and origin.state is not None:
         ask_before_resuming(session, origin.state["config"])
         with explained_failures(watch, forecast, None):
-            _load(origin.checkpoint, assembly, meter)
+            _load(origin.checkpoint, assembly, meter, bool({*ALLOWED_MODELS} & {*allow}))
     return session
 
 
@@ -195,13 +195,14 @@ def _said_of_files(origin: _Origin, unused: Sequence[Problem]) -> Iterator[str]:
     yield from (f"warning   {warning.key}: {warning.message}" for warning in unused)
 
 
-def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, str], allow: Sequence[str]) -> _Origin:
+def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]) -> _Origin:
     """The newest checkpoint of the folder. Raises RequestError where it cannot go on under this config."""
     newest = checkpoints(folder.path)[-1]
     state = read_state(newest)
     config, repairs = remembered(config, state.get("repairs", []), allow)
-    changes = [*map(str, repairs), *check_resume(state["config"], config, allow)]
-    changes += check_read(state.get("read", {}), read, allow)
+    before = state.get("read", {})
+    changes = check_read(before, read, allow, needed_models(config))
+    changes = [*map(str, repairs), *check_resume(state["config"], config, allow, moved(before, read, allow)), *changes]
     return _Origin(config, newest, state, repairs, changes)
 
 
@@ -233,9 +234,9 @@ def _start_device(config: TrainingConfig, folder: RunFolder, crew: Crew) -> tupl
     return accelerator, device or accelerator.device  # which it numbers where there are several, also a CPU
 
 
-def _load(checkpoint: Path, assembly: Assembly, meter: Meter) -> None:
+def _load(checkpoint: Path, assembly: Assembly, meter: Meter, is_other_allowed: bool) -> None:
     meter.observe("resume")
-    load_checkpoint(checkpoint, assembly)
+    load_checkpoint(checkpoint, assembly, is_other_allowed)
     _empty_cache(assembly.place)
 
 

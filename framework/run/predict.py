@@ -43,11 +43,12 @@ Answer = dict[str, Any]
 class Request:
     """`new_tokens` is how long a completion may be, unset `NEW_TOKENS`, or half of the positions where those are fewer;
     `score`: rows have answers, tell how likely they are; `trusts_code`: Python code that comes with the model
-    may run."""
+    may run; `allow` may name `model.base`, the base of an adapter, which has changed since."""
 
     new_tokens: int | None = None
     score: bool = False
     trusts_code: bool = False
+    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     """
     request = request or Request()
     disable_progress_bar()  # results go to a pipe, and a bar is none of them
-    artefact = find_artefact(source, request.trusts_code)
+    artefact = find_artefact(source, request.trusts_code, request.allow)
     config = _reading(artefact)
     tokenizer = artefact.tokenizer
     task = config.training.task

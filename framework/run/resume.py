@@ -1,12 +1,12 @@
 """What may differ between a checkpoint and the run that goes on from it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any
 
 from framework.errors import Problem, RequestError
 from framework.memory.levers import LEVERS
-from framework.run.same_rows import WHAT
+from framework.run.same_rows import MODELS, WHAT
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key
@@ -59,7 +59,7 @@ Every other key is refused."""
 
 def check_allowed(allow: Sequence[str]) -> None:
     """Raises RequestError for each word of `--allow` that lets nothing differ."""
-    takes = (*sorted({*EXACT, *STEERING, *WHAT}),)
+    takes = (*sorted({*EXACT, *STEERING, *WHAT, *MODELS}),)
     problems = list[Problem]()
     for word in allow:
         if word in takes or word in FREE or word.startswith(("gpu.", "fsdp.")):
@@ -74,8 +74,10 @@ def check_allowed(allow: Sequence[str]) -> None:
         raise RequestError(problems)
 
 
-def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> list[str]:
-    """One line for each free or allowed difference.
+def check_resume(
+    saved: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str], moved: Set[str] = frozenset()
+) -> list[str]:
+    """One line for each free or allowed difference. `moved`: keys that say where a model lies which is what it was.
 
     Raises RequestError listing every difference that needs `--allow KEY`, or that no checkpoint can survive.
     """
@@ -83,7 +85,7 @@ def check_resume(saved: Mapping[str, Any], config: TrainingConfig, allow: Sequen
     known = _with_defaults(saved, TrainingConfig().model_dump(mode="json"))
     problems = list(_other_global_batch(known, config, allow))
     is_cut_otherwise = known["gpu"]["count"] != config.gpu.count or _world(known) != config.batch.world
-    free = {*FREE, *(SIZES if is_cut_otherwise else ())}
+    free = {*FREE, *moved, *(SIZES if is_cut_otherwise else ())}
     for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
         if key in free or key.startswith(("gpu.", "fsdp.")) or (key in allow and key in (EXACT | STEERING)):

@@ -92,8 +92,8 @@ class Session:
     crew: Crew = field(default_factory=Crew)
     planner: Planner | None = None
     step: int = 0
-    read: dict[str, str] = field(default_factory=dict)
-    """What the tokenizer and the rows were, for a run that goes on from a checkpoint."""
+    read: dict[str, Any] = field(default_factory=dict)
+    """What the tokenizer, the rows and the models that are read were, for a run that goes on from a checkpoint."""
     reference_answers: dict[str, Any] | None = None
     """Log-probabilities of a reference that a resumed run has asked anew, as arrays by split."""
     repairs: list[Repair] = field(default_factory=list)

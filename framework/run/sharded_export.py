@@ -5,8 +5,9 @@ rank's host holds one copy.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -22,15 +23,18 @@ from framework.build.model_parts import causal_model
 from framework.build.optimizers.schedule_free import take_average
 from framework.build.ranks import whole
 from framework.run.checkpoint import written_aside
-from framework.run.export import verify_folder, write_adapter
+from framework.run.export import verify_folder, write_adapter, write_base
 from framework.run.written import verify_tensors
 
 LARGEST_FILE = "5GB"
 """As the hub advises: what the first rank's host holds at a time."""
 
 
-def export_sharded(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path) -> torch.dtype:
-    """Write model (or adapter) and tokenizer to `target`, complete or not at all; every rank must call this.
+def export_sharded(
+    assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path, base: Mapping[str, Any] | None = None
+) -> torch.dtype:
+    """Write model (or adapter) and tokenizer to `target`, complete or not at all; every rank must call this. `base` is
+    the record of what an adapter was trained on.
 
     Returns the dtype written. Raises SaveFailed on the first rank when the folder cannot be written.
     """
@@ -42,6 +46,7 @@ def export_sharded(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, targe
     with written_aside(target) as aside:
         if assembly.adapter is not None:
             write_adapter(assembly.adapter, dict(_tensors(assembly)), aside, None)
+            write_base(base, aside)
         else:
             _write_model(assembly, aside)
         tokenizer.save_pretrained(aside)

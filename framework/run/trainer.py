@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from framework.build.assembly import Assembly
+from framework.build.bases import BASE
 from framework.build.coverage import said_at_save
 from framework.build.data_report import cautions
 from framework.build.fingerprints import take_fingerprints
@@ -197,19 +198,20 @@ def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
 def _exported(session: Session) -> tuple[str, str] | None:
     """Write the export and return a sample. The main rank does, the others wait."""
     samples: list[tuple[str, str] | None] = [None]
+    target, base = session.folder.path / "final", session.read.get(BASE)
 
     def write() -> str:
         try:
             samples.append(_sample(session))  # before the export, which takes an adapted model apart
         finally:
-            export(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
+            export(session.assembly, session.inputs.tokenizer, target, base)
         return "written"
 
     with session.crew.phase("exporting"):
         if session.assembly.is_in_parts:
             from framework.run.sharded_export import export_sharded
 
-            export_sharded(session.assembly, session.inputs.tokenizer, session.folder.path / "final")
+            export_sharded(session.assembly, session.inputs.tokenizer, target, base)
             session.crew.shared("exported", lambda: "written")
             return None  # a completion would gather every block for each of its tokens
         session.crew.shared("exported", write)
