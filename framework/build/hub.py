@@ -45,6 +45,7 @@ def require_regular_files(folder: Path, key: str) -> None:
         raise RequestError([Problem(key, message, expected="regular files, and links to them")])
 
 
-def leave_to_run_code(error: BaseException, leave: str = "model.trust_remote_code=true") -> str | None:
+def leave_to_run_code(error: BaseException) -> str | None:
     """What to write where a library asks for it, because the model comes with Python code; None for other errors."""
+    leave = "model.trust_remote_code=true (of predict and merge --trust-remote-code)"
     return f"{leave}, if you trust the code that comes with it" if "trust_remote_code" in str(error) else None

@@ -152,7 +152,7 @@ def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
         raise
     except Exception as error:  # transformers raises many kinds for what a config says
         message = f"{name} does not load: {one_line(error)}"
-        raise RequestError([Problem("RUN", message, expected=leave_to_run_code(error, TRUST))]) from None
+        raise RequestError([Problem("RUN", message, expected=leave_to_run_code(error))]) from None
     if new := sort_unmatched(model, info, name, "RUN").new:
         raise RequestError([Problem("RUN", f"{name} has no {new[0]}, so that its answers would be random")])
     loaded: PreTrainedModel = model

@@ -43,7 +43,7 @@ def own_cards(count: int, waits: Callable[[], None]) -> Iterator[dict[str, str]]
 def _lock(uuid: str, locks: contextlib.ExitStack) -> bool:
     """Whether the card was free; it is then held until `locks` are left."""
     path = Path(tempfile.gettempdir()) / f"tunesmith-{os.getuid()}-{uuid}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -73,7 +73,8 @@ def foreign_run(base, recipe):
     words = ["gpu=cpu", "model.trust_remote_code=true", f"training.teacher.model_name={base[0]}"]
     config = load(recipe(True), [*words, "training.teacher.trust_remote_code=true", "training.task=distillation"])
     (run / "config.yaml").write_text(to_yaml(config))
-    (run / "plan.json").write_text("{}")
+    for name in ("plan.json", "environment.json"):
+        (run / name).write_text("{}")
     shutil.copytree(base[0], run / "final", dirs_exist_ok=True)
     return run
 
@@ -137,7 +138,7 @@ def test_a_folder_without_a_run_is_not_asked_about_and_not_trusted(base, recipe,
     """transformers would ask at the terminal whether the code may run."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert main(["predict", str(base[0]), str(base[2])]) == 2
-    assert "trust" in told(capsys)
+    assert "--trust-remote-code" in told(capsys)
     assert not base[1].exists()
 
 
@@ -150,10 +151,10 @@ def test_pickled_weights_are_not_read(base, recipe, capsys, monkeypatch):
     torch.save(LlamaForCausalLM(LlamaConfig(**LLAMA)).state_dict(), Path(folder, "pytorch_model.bin"))
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("unpickled"))
     assert main(["predict", str(folder), str(base[2])]) == 2
-    assert "does not load" in told(capsys)
+    assert "pickled (pytorch_model.bin)" in told(capsys)
     Path("mine.yaml").write_text(Path(recipe(False)).read_text().replace(str(base[0]), str(Path(folder).absolute())))
     assert main(["train", "mine.yaml", "gpu=cpu", "--quiet"]) == 2
-    assert "do not load" in told(capsys)
+    assert "pickle" in told(capsys)
 
 
 def test_an_attention_of_the_hub_is_no_business_of_a_models_files(base, recipe, capsys):
