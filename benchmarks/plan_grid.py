@@ -238,7 +238,7 @@ def row_names(grid: str = GRID + FRESH) -> list[str]:
 def _config(words: list[str], card: str) -> TrainingConfig:
     name, rows, tokens, *levers = words
     model: dict[str, Any] = {"architecture": ARCHITECTURES[name]} if name in ARCHITECTURES else _model(name)
-    model |= {"load_pretrained_weights": False, "model_max_length": int(tokens)}
+    model |= {"load_pretrained_weights": False, "model_max_length": int(tokens), "chunked_loss": False}
     training: dict[str, Any] = {"per_device_train_batch_size": int(rows), "max_steps": 1000}
     peft: dict[str, Any] = {}
     for word in levers:

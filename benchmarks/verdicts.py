@@ -49,7 +49,7 @@ OLD_KERNELS = ("7.0", "7.5")
 """Capabilities without bfloat16 and without torch's flash attention: rehearsed as a T4. All others, MI300X too, are
 rehearsed as an A6000, which keeps the same in memory, but for what tests/test_verdicts.py allows."""
 STRATEGIES = ("plain", "no_logits", "balanced", "low_memory", "lowest_memory")
-"""From fast to small: nothing set, `model.chunked_loss` alone, and three `training=` groups."""
+"""From fast to small: all logits at once, `model.chunked_loss` alone, and three `training=` groups."""
 WRITTEN = "written"
 """The one strategy of a recipe that does not leave it open."""
 LETTERS = {"plain": "P", "no_logits": "N", "balanced": "B", "low_memory": "L", "lowest_memory": "M", WRITTEN: "W"}
@@ -77,7 +77,8 @@ def strategy(recipe: str, name: str, gpu: str) -> TrainingConfig:
     """The recipe under one of its strategies."""
     group = ["training=" + name] if name in STRATEGIES[2:] else []
     config = opened(load(recipe, [*group, f"gpu={gpu}"]))
-    return with_values(config, {"model.chunked_loss": True}) if name == "no_logits" else config
+    chunked = {"plain": False, "no_logits": True}
+    return with_values(config, {"model.chunked_loss": chunked[name]}) if name in chunked else config
 
 
 def sizes(config: TrainingConfig, name: str) -> list[int]:

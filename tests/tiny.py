@@ -55,8 +55,10 @@ GEMMA2: dict[str, Any] = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "final
 
 
 def tiny_config(architecture: dict[str, Any] = LLAMA, **sections: dict[str, Any]) -> TrainingConfig:
-    """A resolved config of a random tiny model; `training={...}` and other sections are laid over the defaults."""
-    model = {"architecture": architecture, "load_pretrained_weights": False, **sections.pop("model", {})}
+    """A resolved config of a random tiny model; `training={...}` and other sections are laid over the defaults. All
+    logits at once unless it says otherwise."""
+    plain = {"load_pretrained_weights": False, "chunked_loss": False}
+    model = {"architecture": architecture, **plain, **sections.pop("model", {})}
     training = {"per_device_train_batch_size": 8, "global_batch_size": 8, **sections.pop("training", {})}
     return resolve(TrainingConfig(training=training, model=model, **sections))
 

@@ -31,14 +31,14 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if method is PeftMethod.PREFIX and training.enable_gradient_checkpointing is True:
         message = "a trained prefix is a cache of keys and values, which checkpointed blocks drop"
         yield Conflict((key, "training.enable_gradient_checkpointing"), message, "prompt, or no checkpointing")
-    if method in PROMPTS and config.model.chunked_loss not in (False, "auto"):
+    if method in PROMPTS and config.model.chunked_loss not in (None, False, "auto"):
         message = f"the chunked loss runs the model without its {method}"
         yield Conflict((key, "model.chunked_loss"), message, "chunked_loss: false")
     for name in ("lora_modules_to_save", "lora_target_modules"):
         written = getattr(peft, name)  # a text is a regular expression: what it matches only the model tells
         items = () if written is None or isinstance(written, str) else written
         on_head = [item for item in items if item.rpartition(".")[2] in _HEADS]
-        if on_head and method not in PROMPTS and config.model.chunked_loss not in (False, "auto"):
+        if on_head and method not in PROMPTS and config.model.chunked_loss not in (None, False, "auto"):
             message = f"the chunked loss multiplies by the head itself, without what {on_head[0]} trains beside it"
             yield Conflict((f"peft.{name}", "model.chunked_loss"), message, "chunked_loss: false, or not the head")
     if method in PROMPTS and peft.peft_save_mode is PeftSaveMode.MERGED:

@@ -15,7 +15,7 @@ def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     task, data = config.training.task, config.data
     if not task.is_of_rows:
         return
-    if config.model.chunked_loss not in (False, "auto"):
+    if config.model.chunked_loss not in (None, False, "auto"):
         message = f"has no effect: {task} has no logits of tokens, its head gives one answer a row"
         yield Conflict(("model.chunked_loss", TASK), message, "chunked_loss: false", is_warning=True)
     if config.training.use_peft and config.peft.peft_method in (PeftMethod.PREFIX, PeftMethod.PROMPT):

@@ -40,8 +40,11 @@ class ModelParams(Params):
     enable_liger_kernel: bool = False
     """Liger's fused kernels for norms, MLPs and rotary positions: fewer activations and launches. Needs a GPU and the
     packages liger-kernel and triton. The loss that never builds the logits is `chunked_loss`, on or off beside it."""
-    chunked_loss: bool | Auto | Positive = False
-    """Compute head and loss over this many tokens at a time (true: 1024), so that the logits never exist in full."""
+    chunked_loss: bool | Auto | Positive | None = None
+    """Compute head and loss over this many tokens at a time (true: 1024), so that the logits never exist in full.
+    Takes a chunk of logits in place of all, in float32 with their gradient: 11 GiB less for 8,192 tokens of 128,256
+    words. Unset: true where the model's head is known to be one linear layer whose output is the logits, and false in
+    distillation."""
     model_max_length: Positive | Auto | None = None
     """Longest row in tokens. Activations grow in proportion. Unset: the smaller of 2048 and the model's positions."""
     offload_frozen_base: bool | Auto = False

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from framework.build.loss import build_loss, full_loss
+from framework.build.loss import PLAIN_HEADS, build_loss, chunk_size, full_loss, head_is_last
 from framework.errors import RequestError
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
@@ -34,6 +35,30 @@ def test_a_model_that_changes_its_logits_after_the_head_takes_no_chunks(model_ty
 )
 def test_the_same_model_without_that_change_takes_them(model_type, settings):
     assert build_loss(ModelParams(chunked_loss=True), model(model_type, **settings)) is not full_loss
+
+
+SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SIZES |= {"hidden_size": 32, "intermediate_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "num_experts": 4}
+SIZES |= {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "max_position_embeddings": 64}
+IDLE = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0, "pad_token_id": 0}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(PLAIN_HEADS))
+def test_a_known_plain_head_is_one_and_gets_chunks_where_nobody_says(model_type):
+    if model_type not in CONFIG_MAPPING_NAMES:
+        pytest.skip("this version of transformers does not know it")
+    settings = AutoConfig.for_model(model_type, **SIZES, **IDLE)
+    built = AutoModelForCausalLM.from_config(settings, attn_implementation="eager").eval()
+    assert chunk_size(ModelParams(), built) == 1024
+    assert head_is_last(built, {"input_ids": torch.arange(4).unsqueeze(0)})
+
+
+def test_a_model_of_no_known_plain_head_has_all_logits_where_nobody_says():
+    built = model("gemma2", final_logit_softcapping=None)
+    built.config.model_type = "of another kind"
+    assert chunk_size(ModelParams(), built) is None
+    assert chunk_size(ModelParams(chunked_loss=True), built) == 1024
 
 
 @pytest.mark.parametrize("chunk", [False, 5])

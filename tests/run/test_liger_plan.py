@@ -24,7 +24,8 @@ LORA += ["training.per_device_train_batch_size=2"]
 
 
 def plan(write: Any, *words: str) -> Plan:
-    return make_plan(record(compose(str(write("schema_version: 1\n")), [*BASE, *words]).config))
+    recipe = write("schema_version: 1\nmodel: {chunked_loss: false}\n")
+    return make_plan(record(compose(str(recipe), [*BASE, *words]).config))
 
 
 def ligers_loss(model: Any, batch: Any, observe: Any) -> Any:

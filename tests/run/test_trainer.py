@@ -510,4 +510,4 @@ def test_auto_is_decided_before_the_run_and_written_resolved(tmp_path, monkeypat
     train(config.model_copy(update={"training": short}))
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert written["training"]["per_device_train_batch_size"] == 4
-    assert written["model"]["chunked_loss"] is False
+    assert written["model"]["chunked_loss"] is None

@@ -57,6 +57,8 @@ def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Modu
         return BradleyTerry()
     if training.task is Task.DISTILLATION:
         assert companion is not None, "build_companion() makes the teacher"
+        if config.model.chunked_loss is None:  # two heads' chunks are compared in float32, which is no faster
+            return Distillation(companion, training.distillation, None)
         chunk_size(config.model, companion, "training.teacher.model_name")
         return Distillation(companion, training.distillation, chunk_size(config.model, model))
     loss = build_loss(config.model, model)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.build.hub import one_line
-from framework.build.loss import Batch, asks_for_router_logits, head_is_last, model_inputs
+from framework.build.loss import Batch, asks_for_router_logits, chunk_size, head_is_last, model_inputs
 from framework.build.model_parts import causal_model
 from framework.build.routers import KEY, RouterLoss, has_routers, load_balancing_loss, router_coefficient
 from framework.build.tasks.next_token import NextToken
 from framework.build.verify.reading import Reading
+from framework.schema.choices import Task
 from framework.schema.wording import counted
 
 T = TypeVar("T")
@@ -27,9 +28,13 @@ TOLERANCE = 1e-4
 
 def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
     """A few tokens through the model tell whether its head can be computed apart from it."""
-    if assembly.config.model.chunked_loss is False or assembly.config.training.task.is_of_rows:
+    written, task = assembly.config.model.chunked_loss, assembly.config.training.task
+    if task.is_of_rows or (written is None and task is Task.DISTILLATION):
         return
-    asked = str(assembly.config.model.chunked_loss)
+    used = chunk_size(assembly.config.model, assembly.model) if written is None else written
+    if used is None or used is False:
+        return
+    asked = str(used)
     yield Reading("model.chunked_loss", asked, asked if _is_apart(assembly, assembly.model) else CHANGED, SOURCE)
     if assembly.config.training.teacher is not None and assembly.companion is not None:
         found = asked if _is_apart(assembly, assembly.companion) else CHANGED

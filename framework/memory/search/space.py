@@ -223,7 +223,7 @@ def _is_left_out(choices: Mapping[str, Any], free: Collection[str]) -> bool:
 def _values(config: TrainingConfig, key: str, tried: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values to try less those that card or packages rule out; the one that is there now is the first of others."""
     now = value_of(config, key)
-    now = 1024 if key == CHUNKS and now is True else now
+    now = 1024 if key == CHUNKS and now in (True, None) else now
     known = [value for value in tried if _can_be_had(config, key, value)]
     if not any(_same(now, value) for value in known):
         known.insert(1, now)
