@@ -58,7 +58,7 @@ KERNELS = (
         "model.chunked_loss",
         (
             Setting(False),
-            Setting(1024, "+5.5 % tokens/s (1B), -1.2 % with LoRA (8B); H200, 2026-11"),
+            Setting(1024, "+5.5 % tokens/s (1B), the same with LoRA (8B); H200, 2026-11"),
             Setting(256, "+0.9 % tokens/s (1B); H200, 2026-11"),
         ),
         ("logits_and_loss",),
