@@ -6,6 +6,7 @@ TunesmithError          1  an internal fault
 |- TrainingStopped      4  training ended by itself
 |  |- NonFinite            a loss or gradient that is not a number
 |  |- BrokenRows           a row of a stream cannot be read
+|  |- WorkersLost          processes that prepare batches die again and again
 |  |- VerificationFailed   an option asked for is not in effect
 |  |- SaveFailed           a checkpoint or export could not be written
 |  `- OutOfMemory          memory ran out and could not be repaired
@@ -46,6 +47,8 @@ class TunesmithError(Exception):
     """The root. Raised as itself only for a fault of ours."""
 
     exit_code = 1
+    is_told = False
+    """Whether stderr has the message already."""
 
 
 class RequestError(TunesmithError):
@@ -76,6 +79,10 @@ class NonFinite(TrainingStopped):
 
 class BrokenRows(TrainingStopped):
     """Rows that are read while training goes on cannot be had; what was learnt until then is saved."""
+
+
+class WorkersLost(TrainingStopped):
+    """Processes that prepare batches die again and again; what was learned until then is saved."""
 
 
 class VerificationFailed(TrainingStopped):

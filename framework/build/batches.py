@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from framework.build.data_workers import from_workers
 from framework.build.documents import document_lengths, end_to_end, mark_documents, on_device
 from framework.build.heads import answers
 from framework.build.labels import IGNORED
@@ -302,4 +303,4 @@ def load(batches: MicroBatches, wanted: Iterator[Share], workers: int) -> Iterat
         # Its own generator, because the loader draws a seed for its workers and must not move the run's random state.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    return from_workers(loader)

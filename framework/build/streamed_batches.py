@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from framework.build.batches import MicroBatch, MicroBatches, shares
 from framework.build.data_report import Account
+from framework.build.data_workers import from_workers
 from framework.build.stream import Begun, Position, Stream, StreamedRow
 from framework.errors import Problem, RequestError
 from framework.schema.config import Batch
@@ -188,7 +189,7 @@ def _loaded(steps: Steps, workers: int) -> Iterator[Step]:
         # Its own generator, because the loader draws a seed for its workers and must not move the run's random state.
         generator=torch.Generator(),
     )
-    return iter(loader)
+    return from_workers(loader)
 
 
 def _as_it_is(step: Any) -> Any:

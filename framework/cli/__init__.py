@@ -1,5 +1,6 @@
 """The command line: parses, prints, exits, and nothing else. Each verb imports what it needs when it runs."""
 
+import contextlib
 import errno
 import os
 import sys
@@ -36,14 +37,19 @@ def _exit_code(words: Sequence[str]) -> int:
         return code if isinstance(code, int) else 0
     except RequestError as error:
         problems, code = error.problems, error.exit_code
+        if error.is_told and "--json" not in words:
+            return code
     except TyperException as error:
         message = error.format_message()
         problems, code = (Problem("", message, nearest=meant(message, words, _VERBS)),), 2
     except Interrupted as error:  # asked for, and no error
-        say(str(error))
+        with contextlib.suppress(OSError):  # a terminal that has gone is why
+            if not error.is_told:
+                say(str(error))
         return _documented(str(error), error.exit_code, words)
     except TunesmithError as error:
-        complain(str(error), "--debug" in words)
+        if not error.is_told or "--debug" in words:
+            complain(str(error), "--debug" in words)
         return _documented(str(error), error.exit_code, words)
     except (BrokenPipeError, SystemExit):  # our reader has left, which typer may turn into an exit; say no more to it
         return _unprinted(BrokenPipeError(), words)

@@ -7,7 +7,7 @@ import typer
 
 from framework.cli.printing import print_text
 from framework.cli.writing import check_writable, written
-from framework.errors import RequestError
+from framework.errors import Problem, RequestError
 
 
 def report(
@@ -21,6 +21,9 @@ def report(
 
     check_writable(output, "--output")
     page, file = run_page(read_run(run)), output or run / PAGE
+    if output is None and file.is_symlink():
+        problem = Problem("RUN", f"{file} is a link to {file.readlink()}", expected="a file, or --output FILE")
+        raise RequestError([problem])
     if missed := written(file, "--output", lambda: page):
         raise RequestError(missed)
     print_text(str(file))

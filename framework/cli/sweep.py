@@ -15,6 +15,7 @@ from framework.cli.printing import complain, print_columns, print_json, print_te
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
+    from framework.compose import Composition
     from framework.compose.sweep import Job, Outline
     from framework.run.sweep import Result, SweptRun
 
@@ -27,6 +28,7 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
 
     Raises RequestError with what is wrong with any of them, before the first starts.
     """
+    from framework.run.lock import only_run
     from framework.run.record import RunFolder, make
     from framework.run.sweep import INTERRUPTED, forget_results, is_stopped, reason_of, results_of, worst
 
@@ -38,6 +40,7 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
         if dry_run:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".tunesmith-", dir="."))).absolute()
         make(RunFolder(folder))
+        stack.enter_context(only_run(folder))
         forget_results(folder)
         failures = _launch(run, folder)
         results = _completed(outline, results_of(folder))
@@ -66,9 +69,11 @@ def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
     needs = replace(TRAIN, devices="any") if run.sweep.chosen("launcher") in ELSEWHERE else TRAIN
     problems: list[tuple[Job, Problem]] = []
     warnings: list[tuple[Job, Problem]] = []
+    going = [path for job in outline.jobs for path in _held(job)] if overwrite else []
     for job in outline.jobs:
         report = check_request(run.recipe, run.words(job), run.nproc, needs)
-        problems += [(job, problem) for problem in (*report.problems, *_taken(run, job, overwrite))]
+        taken = _lost(report.composition, job, going) if overwrite else _taken(run, job)
+        problems += [(job, problem) for problem in (*report.problems, *taken)]
         warnings += [(job, warning) for warning in report.warnings]
     print_warnings(_told_once(warnings, len(outline.jobs)))
     if problems:
@@ -87,13 +92,28 @@ def _folder(run: "SweptRun", written: str | None, name: str, overwrite: bool) ->
     return written or str(default_path(name, run.resume, overwrite))
 
 
-def _taken(run: "SweptRun", job: "Job", overwrite: bool) -> Sequence[Problem]:
-    """What keeps a run from its folder."""
+def _held(job: "Job") -> Sequence[Path]:
+    """What there is of an earlier run in the folder of this one; what cannot be a folder is told by the run itself."""
     from framework.run.record import held
+
+    with contextlib.suppress(OSError, ValueError):
+        return held(job.folder)
+    return ()
+
+
+def _lost(composition: "Composition | None", job: "Job", going: Sequence[Path]) -> Sequence[Problem]:
+    """What keeps `--overwrite` from removing what is `going` of all runs: one may read what another one removes."""
+    from framework.run.overwrite import overwrite_problems
+
+    return overwrite_problems(composition.config, job.folder, going) if composition is not None else ()
+
+
+def _taken(run: "SweptRun", job: "Job") -> Sequence[Problem]:
+    """What keeps a run from its folder."""
     from framework.run.sweep import has_checkpoint
 
-    found = held(job.folder)
-    if not found or overwrite or (run.resume and has_checkpoint(job.folder)):
+    found = _held(job)
+    if not found or (run.resume and has_checkpoint(job.folder)):
         return ()
     message = f"{job.folder} already holds a run ({', '.join(path.name for path in found)})"
     expected = "--overwrite or another folder" if run.resume else "--resume, --overwrite or another folder"

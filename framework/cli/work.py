@@ -1,14 +1,16 @@
 """The verbs that make something happen."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import print_json, print_text, print_warnings
+from framework.cli.printing import print_json, print_text, print_warnings, say
 from framework.errors import Problem, RequestError
 from framework.run.interrupt import BEFORE_ALL, told_interrupt
 from framework.run.launched import launched
@@ -51,7 +53,7 @@ def train(
         if (found := launched()) is not None and found.world > 1:
             _train_as_rank(found, recipe, overrides or (), nproc, options)
             return 0
-        composition = _checked(recipe, overrides or (), nproc)
+        composition = _in_its_folder(_checked(recipe, overrides or (), nproc), recipe, options)
         with placing(composition.origins):
             if composition.config.gpu.count > 1:
                 from framework.run.launch import launch
@@ -113,6 +115,26 @@ def _checked(recipe: str, overrides: Sequence[str], nproc: int | None) -> "Compo
     return report.composition
 
 
+def _in_its_folder(composition: "Composition", recipe: str, options: Options) -> "Composition":
+    """A run that goes on, or is replaced, by the config in its folder is the one in that folder: it may be a copy of
+    the run that the config names, or be moved."""
+    from framework.run.record import is_run_folder
+
+    folder, training = Path(os.path.abspath(recipe)).parent, composition.config.training
+    origin = composition.origins.get("training.output_dir")
+    is_typed = origin is not None and origin.kind == "command line"
+    is_config = Path(recipe).name == "config.yaml" and is_run_folder(folder)
+    named = Path(training.output_dir) if training.output_dir is not None else None
+    if not (options.resume or options.overwrite) or is_typed or not is_config:
+        return composition
+    if named is not None and os.path.realpath(named) == os.path.realpath(folder):
+        return composition
+    if named is not None:
+        say(f"the run is the one in {folder}, where its config is, and not {named}, which that names")
+    config = composition.config.model_copy(update={"training": training.model_copy(update={"output_dir": str(folder)})})
+    return replace(composition, config=config)
+
+
 def _train_as_rank(
     found: "Launched", recipe: str, overrides: Sequence[str], nproc: int | None, options: Options
 ) -> None:
@@ -126,7 +148,7 @@ def _train_as_rank(
             started = f"{found.by} has started {counted(found.world, 'process', 'processes')}"
             message = f"--nproc {nproc} is asked for, and {started}"
             raise RequestError([Problem("--nproc", message, expected=f"--nproc {found.world}, or none")])
-        composition = _checked(recipe, overrides, found.world)
+        composition = _in_its_folder(_checked(recipe, overrides, found.world), recipe, options)
         return json.dumps({"config": composition.config.model_dump(mode="json"), "name": composition.recipe})
 
     with met() as crew, told_interrupt(lambda: BEFORE_ALL):

@@ -11,6 +11,8 @@ from framework.schema.urls import is_url
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md")
 """What a data path ends in when it must be a file, not a hub id."""
 
+WRITTEN = ("output_dir", "fallback_dir")
+"""Keys of `training` that name folders which a run makes."""
 EMBEDDED = ("python_stdlib", "python_docstrings")
 """The data paths that are names: what the running Python has."""
 
@@ -37,7 +39,7 @@ def leads_somewhere(text: str) -> bool:
 def made_absolute(written: Mapping[str, Any]) -> dict[str, Any]:
     """The written values with paths made absolute: what exists here, and what can only be a path."""
     changed = dict(written)
-    for section, keys in (("training", ("output_dir",)), ("model", ("model_name", "tokenizer_name", "chat_template"))):
+    for section, keys in (("training", WRITTEN), ("model", ("model_name", "tokenizer_name", "chat_template"))):
         if isinstance(written.get(section), Mapping):
             changed[section] = {
                 key: _absolute(value, key) if key in keys else value for key, value in written[section].items()
@@ -60,6 +62,6 @@ def _has_path(item: Any) -> bool:
 def _absolute(value: Any, key: str) -> Any:
     if not isinstance(value, str) or not value or "\n" in value or "\0" in value or is_url(value):
         return value
-    if key == "output_dir" or exists(value) or (key != "chat_template" and looks_local(value)):
+    if key in WRITTEN or exists(value) or (key != "chat_template" and looks_local(value)):
         return os.path.abspath(os.path.expanduser(value))
     return value

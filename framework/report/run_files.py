@@ -15,6 +15,7 @@ from framework.memory.declared import declared
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.regular_files import open_regular, read_regular
+from framework.run.checkpoint_layout import checkpoints, step_of
 from framework.run.comparison import last_line
 from framework.schema.config import TrainingConfig
 
@@ -125,7 +126,6 @@ def read_run(folder: Path) -> Run:
         raise RequestError([_no_run(folder)])
     lacks: list[str] = []
     config, text = _read_config(folder / "config.yaml", lacks)
-    saved = (found.name.removeprefix("step-") for found in (folder / "checkpoints").glob("step-????????"))
     return Run(
         folder=folder,
         config=config,
@@ -134,7 +134,7 @@ def read_run(folder: Path) -> Run:
         environment=_read(folder / "environment.json", _environment, lacks),
         memory=_read(folder / "memory.json", _memory, lacks),
         metrics=_read_metrics(folder / "metrics.jsonl", lacks),
-        checkpoints=tuple(sorted(int(number) for number in saved if number.isdecimal())),
+        checkpoints=tuple(step_of(found) for found in checkpoints(folder)),
         is_exported=any((folder / "final").glob("*")),
         lacks=tuple(lacks),
     )

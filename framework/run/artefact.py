@@ -27,7 +27,9 @@ from framework.build.unmatched import sort_unmatched
 from framework.compose import load_of_run
 from framework.compose.trust import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
+from framework.run.checkpoint_layout import FINAL, UNFINISHED
 from framework.run.export import BASE_FOLDER, BASE_RECORD
+from framework.run.overwrite import ENVIRONMENT
 from framework.run.same_rows import MOST
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
@@ -35,8 +37,8 @@ from framework.schema.model import ModelParams
 from framework.schema.model_rules import remote_code, remote_code_conflicts
 from framework.schema.training import TrainingParams
 
-ADAPTER_FILE, CONFIG_FILE, MODEL_FILE, FINAL = "adapter_config.json", "config.yaml", "config.json", "final"
-MERGED_FOLDER, ENVIRONMENT = "merged", "environment.json"
+ADAPTER_FILE, CONFIG_FILE, MODEL_FILE = "adapter_config.json", "config.yaml", "config.json"
+MERGED_FOLDER = "merged"
 ADAPTER_WEIGHTS, PICKLED_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 TRUST = "--trust-remote-code"
 PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
@@ -120,7 +122,8 @@ def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
     config in the folder above any other says nothing of it."""
     whole = folder.absolute()
     written = whole.parent / CONFIG_FILE
-    is_of_run = whole.name in (FINAL, MERGED_FOLDER) and (whole.parent / ENVIRONMENT).exists()
+    is_export = whole.name in (FINAL, MERGED_FOLDER) or whole.name.startswith(UNFINISHED)
+    is_of_run = is_export and (whole.parent / ENVIRONMENT).exists()
     if not is_of_run or not written.exists():
         return None
     config = load_of_run(written)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from framework.build.fingerprints import fixed_fingerprint
 from framework.build.ranks import Ranks
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
-from framework.run.checkpoint_layout import PARTS
+from framework.run.checkpoint_layout import FINAL, PARTS, checkpoint_name, checkpoints, exported, leftovers
+from framework.run.files import aside_of, discard
 from framework.run.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.random_state import parsed, random_state, restore_random_state
 from framework.run.trained import trained_state
@@ -41,15 +42,18 @@ _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetens
 
 
 def forget_halves(folder: Path) -> None:
-    """Give back the disk of what a run that was killed had half written."""
-    for half in (*(folder / "checkpoints").glob(".step-*.incomplete"), folder / "checkpoints" / f".{PARTS}"):
-        shutil.rmtree(half, ignore_errors=True)
+    """Give back the disk of what a run that was killed had half written, or half deleted."""
+    for left in leftovers(folder):
+        whole = left.with_name(left.stem.removeprefix("."))
+        if left.suffix == ".replaced" and not whole.exists():  # killed between two renames
+            left.rename(whole)
+        discard(left)
 
 
 def empty_parts(folder: Path) -> str:
     """Make the folder that all ranks write into, beside the checkpoints of a run folder."""
     parts = folder / "checkpoints" / f".{PARTS}"
-    shutil.rmtree(parts, ignore_errors=True)
+    discard(parts)
     parts.mkdir(parents=True)
     return str(parts)
 
@@ -69,9 +73,9 @@ def written_aside(target: Path) -> Iterator[Path]:
 
     Raises SaveFailed for any error of the file system; `target` is then as it was.
     """
-    aside = target.with_name(f".{target.name}.incomplete")
+    aside, replaced = aside_of(target), target.with_name(f".{target.name}.replaced")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        discard(aside)
         aside.mkdir(parents=True)
         yield aside
         readable = aside.stat().st_mode & 0o666  # by the umask; safetensors gives its files to their owner alone
@@ -79,17 +83,21 @@ def written_aside(target: Path) -> Iterator[Path]:
             if file.is_file():
                 file.chmod(readable)
             _flush(file)
-        replaced = target.with_name(f".{target.name}.replaced")
-        if target.exists():
+        discard(replaced)
+        if os.path.lexists(target):
             target.rename(replaced)
         aside.rename(target)
         _flush(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if target.name == FINAL and replaced.is_dir():
+            for path in set(replaced.iterdir()) - set(exported(replaced)):  # which someone else has put there
+                if not os.path.lexists(target / path.name):
+                    path.rename(target / path.name)
+        discard(replaced)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        discard(aside)
         raise SaveFailed(f"{target} could not be written: {error}. Earlier saves are untouched.") from error
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        discard(aside)
         raise
 
 
@@ -99,11 +107,6 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
-    return sorted((folder / "checkpoints").glob("step-????????"))
 
 
 @dataclass(frozen=True)
@@ -163,14 +166,17 @@ def contents_of(
     return Contents(step, tensors, random_tensors, others, document, is_split, is_apart)
 
 
-def save_checkpoint(folder: Path, contents: Contents, keep: int, parts: Path | None = None) -> Path:
+def save_checkpoint(
+    folder: Path, contents: Contents, keep: int, parts: Path | None = None, say: Callable[[str], None] = print
+) -> Path:
     """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
 
-    `parts`: the folder into which all ranks have written what is split, which moves into the checkpoint.
+    `parts`: the folder into which all ranks have written what is split, which moves into the checkpoint. `say` is told
+    of an older one that cannot be deleted.
 
     Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
     """
-    target = folder / "checkpoints" / f"step-{contents.step:08d}"
+    target = folder / "checkpoints" / checkpoint_name(contents.step)
     with written_aside(target) as aside:
         files = {_RANDOM: contents.random}
         if parts is None:
@@ -194,8 +200,24 @@ def save_checkpoint(folder: Path, contents: Contents, keep: int, parts: Path | N
         }
         (aside / _STATE).write_text(_sealed(document))
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        if reason := _retire(old):
+            say(f"warning   {old} could not be deleted: {reason}")
     return target
+
+
+def _retire(checkpoint: Path) -> str | None:
+    """Delete a checkpoint, under another name first: a kill must leave no half one under its own. Else why not."""
+    if checkpoint.is_symlink():
+        return f"it is a link to {os.readlink(checkpoint)}, which no run made"
+    aside = checkpoint.with_name(f".{checkpoint.name}.retired")
+    try:
+        discard(aside)
+        checkpoint.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        left = f"; what is left of it is {aside}" if aside.exists() else ""
+        return f"{error.strerror or error}{left}"
+    return None
 
 
 def _random_of(rank: int) -> str:

@@ -1,4 +1,52 @@
-"""Names within a checkpoint that more than one module reads or writes."""
+"""Names of checkpoints, exports and what is in them, for whoever reads or writes any. Loads no torch."""
+
+import re
+from pathlib import Path
 
 PARTS = "parts"
 """Folder of a checkpoint of sharded weights, into which every rank has written its part."""
+UNFINISHED = "export-step-"
+"""Beginning of the name of an export of a run that ended because no checkpoint could be written."""
+FINAL = "final"
+"""Folder of the export in a run folder."""
+_EXPORTED = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
+    *("*token*.json", "*token*.model", "*.spm", "spiece.model", "vocab.*", "merges.txt", "*.tiktoken"),
+    *("chat_template.*", "additional_chat_templates", "*.py", "base_model*"),
+)
+"""What an export consists of, as patterns. Other files in its folder are someone else's and stay."""
+_NAME = re.compile(r"step-[0-9]{8}")
+_LEFT = re.compile(r"\.step-[0-9]{8}\.(incomplete|replaced|retired)|\.parts")
+"""What a run that was killed may leave: a checkpoint on its way in or out."""
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step after which a checkpoint was made."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run folder, oldest first. Files and folders of other names are nobody's business."""
+    return sorted(path for path in _entries(folder) if _NAME.fullmatch(path.name) and path.is_dir())
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What runs that were killed have left among the checkpoints of a run folder."""
+    return sorted(path for path in _entries(folder) if _LEFT.fullmatch(path.name))
+
+
+def exported(folder: Path) -> list[Path]:
+    """What of an export's folder a run wrote."""
+    return sorted({path for pattern in _EXPORTED for path in folder.glob(pattern)})
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list((folder / "checkpoints").iterdir())
+    except OSError:
+        return []

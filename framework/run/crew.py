@@ -29,7 +29,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from framework.build.ranks import ALONE, COLLECTIVE, Ranks
-from framework.errors import Problem, RequestError, TrainingStopped, TunesmithError
+from framework.errors import Interrupted, Problem, RequestError, TrainingStopped, TunesmithError
 from framework.run.launched import Launched, launched
 from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted
@@ -45,6 +45,8 @@ GRACE = 3.0
 PARENT = "parent"
 """Key that is set where the process which started the ranks watches over them and names one that was killed."""
 FAILED = "failed"
+_TELLS = "tells"
+"""Key of the rank that says why all end. It has said so before the others learn of it, and a launcher of them."""
 HERE = "here"
 """Key of a rank that knows what to do about Ctrl-C."""
 _PAUSE = 0.2
@@ -169,6 +171,7 @@ class _Company(Crew):
             if note["rank"] == self.ranks.rank:
                 return
             if not self._parted.wait(GRACE):
+                self._tell_of_parent()
                 _end(note["code"])
 
     def leave_failing(self, error: BaseException) -> None:
@@ -184,13 +187,19 @@ class _Company(Crew):
             _end(self._note["code"])  # who has failed has said so, and the store has gone with it
         mine = {"rank": self.ranks.rank, "code": 4 if lost else code}
         with contextlib.suppress(RuntimeError):
-            first = json.loads(self._store.compare_set(FAILED, "", json.dumps(mine)))
+            first = json.loads(self._store.compare_set(_TELLS, "", json.dumps(mine)))
             if first["rank"] != self.ranks.rank:
+                self._await_note(10.0)
                 _end(first["code"])
         if lost and self.has_parent:
+            self._tell_of_parent()
             _end(4)  # the parent knows which rank was killed
-        if not self.ranks.is_main:
-            print(f"rank {self.ranks.rank} of {self.ranks.world} on {socket.gethostname()}:", file=sys.stderr)
+        if not lost:
+            self._tell(error)
+        with contextlib.suppress(RuntimeError):
+            note = json.loads(self._store.compare_set(FAILED, "", json.dumps(mine)))
+            if note["rank"] != self.ranks.rank:  # the parent has found one that was killed
+                _end(note["code"])
         if self.ranks.is_main and not self.has_parent:
             self._await_seen()
         self._parted.set()
@@ -199,6 +208,29 @@ class _Company(Crew):
                 f"another rank ended without a word, or hangs ({self._doing(self._others())}); checkpoints are intact. "
                 f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ) from error
+
+    def _tell_of_parent(self) -> None:
+        """Say where the process that started the ranks, and would say why they end, has gone itself."""
+        if not (self.has_parent and self.ranks.is_main):
+            return
+        try:
+            self._store.check([PARENT])
+        except RuntimeError:
+            with contextlib.suppress(OSError):
+                gone = "error the process that started the ranks was killed: all end; checkpoints are intact"
+                print(gone, file=sys.stderr, flush=True)
+
+    def _tell(self, error: BaseException) -> None:
+        """Say why all end, at once: torchrun ends this process as soon as another one has ended."""
+        if not isinstance(error, Exception):
+            return
+        said = str(error) if isinstance(error, TunesmithError) else f"{type(error).__name__}: {error}"
+        who = "" if self.ranks.is_main else f"rank {self.ranks.rank} of {self.ranks.world} on {socket.gethostname()}: "
+        with contextlib.suppress(OSError):
+            kind = "" if isinstance(error, Interrupted) else "error "
+            print(f"{kind}{who}{said}", file=sys.stderr, flush=True)
+        if isinstance(error, TunesmithError):
+            error.is_told = True
 
     def part(self) -> None:
         """All is done: nobody watches any longer. The main rank, which may keep the store, leaves last."""

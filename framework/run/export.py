@@ -2,8 +2,7 @@
 
 import copy
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from framework.build.model_parts import causal_model
 from framework.build.optimizers.schedule_free import take_average
 from framework.errors import SaveFailed
 from framework.run.checkpoint import written_aside
+from framework.run.files import aside_of, discard
 from framework.run.written import differing, told, verify_tensors
 from framework.schema.choices import PeftSaveMode
 from framework.schema.wording import counted
@@ -34,7 +34,11 @@ BASE_RECORD = "base_model.json"
 
 
 def export(
-    assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path, base: Mapping[str, Any] | None = None
+    assembly: Assembly,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    base: Mapping[str, Any] | None = None,
+    fallback: Path | None = None,
 ) -> torch.dtype:
     """Write model (or adapter) and tokenizer to `target`, complete or not at all. Returns the dtype written.
 
@@ -43,34 +47,58 @@ def export(
     A model is written in its checkpoint's dtype, whatever it was trained in, and `config.json` says the same; an
     adapter is written as it is, with its base beside it or added into the base when that was asked for. An optimizer's
     average takes the place of the weights, and the model is taken apart and cast in place: call this when training is
-    over. Raises SaveFailed when the folder cannot be written or does not read back.
+    over. Raises SaveFailed when the folder cannot be written or does not read back, also where `fallback` then could.
     """
     take_average(assembly.optimizer)
     if assembly.streamed is not None:
         assembly.streamed.dissolve(assembly.model)
-    mode = assembly.config.peft.peft_save_mode
-    with written_aside(target) as aside:
-        if assembly.adapter is None:
-            dtype = assembly.export_dtype
-            write_model(causal_model(assembly.model).to(dtype), aside, dtype)
-        elif mode is PeftSaveMode.MERGED:
-            dtype = assembly.export_dtype
-            write_model(merge(assembly.adapter.model, dtype), aside, dtype)
-        else:
-            dtype = assembly.trained[0].dtype
-            with_base = mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL
+    dtype, write = _prepared(assembly, tokenizer, base)
+    try:
+        write(target)
+    except SaveFailed as error:
+        if fallback is None:
+            raise
+        try:
+            write(fallback)
+        except SaveFailed as second:
+            raise SaveFailed(f"{error}\n{second}") from second
+        raise SaveFailed(f"{error} The export is {fallback}") from error
+    return dtype
+
+
+def _prepared(
+    assembly: Assembly, tokenizer: PreTrainedTokenizerBase, base: Mapping[str, Any] | None
+) -> tuple[torch.dtype, Callable[[Path], None]]:
+    """The dtype of what is exported, and what writes it to a folder, again where that has failed."""
+    adapter, mode = assembly.adapter, assembly.config.peft.peft_save_mode
+    if adapter is None or mode is PeftSaveMode.MERGED:
+        dtype = assembly.export_dtype
+        plain = causal_model(assembly.model).to(dtype) if adapter is None else merge(adapter.model, dtype)
+
+        def write(target: Path) -> None:
+            with written_aside(target) as aside:
+                write_model(plain, aside, dtype)
+                write_tokenizer(tokenizer, aside)
+
+        return dtype, write
+    tensors = {name: item.detach().cpu().contiguous() for name, item in adapter_state(adapter.model)}
+    with_base, bases = mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL, list[PreTrainedModel]()
+
+    def write_both(target: Path) -> None:
+        with written_aside(target) as aside:
             base_folder = str(target.absolute() / BASE_FOLDER) if with_base else None
-            tensors = {name: item.detach().cpu().contiguous() for name, item in adapter_state(assembly.adapter.model)}
-            write_adapter(assembly.adapter, tensors, aside, base_folder)
+            write_adapter(adapter, dict(tensors), aside, base_folder)
             write_base(base, aside)
             if with_base:
-                whole = detach(assembly.adapter.model)
+                bases[:] = bases or [detach(adapter.model)]
+                (whole,) = bases
                 write_model(whole, aside / BASE_FOLDER, whole.dtype)
                 write_tokenizer(tokenizer, aside / BASE_FOLDER)
                 written = weights_digest(weight_files(aside / BASE_FOLDER, "training.output_dir"))
                 write_base({**base, "weights": written} if base else None, aside)
-        write_tokenizer(tokenizer, aside)
-    return dtype
+            write_tokenizer(tokenizer, aside)
+
+    return assembly.trained[0].dtype, write_both
 
 
 def try_export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path) -> str:
@@ -81,9 +109,9 @@ def try_export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: P
     there is room for it all is the plan's `disk_bytes`. Returns what was written, in words. Raises SaveFailed where the
     export itself would fail.
     """
-    tried = target.with_name(f".{target.name}.incomplete")  # which the export takes up again, if this one is killed
+    tried = aside_of(target)  # which the export takes up again, if this one is killed
     try:
-        shutil.rmtree(tried, ignore_errors=True)
+        discard(tried)
         tried.mkdir(parents=True)
         _write_small(assembly, tried)
         write_tokenizer(tokenizer, tried)
@@ -92,7 +120,7 @@ def try_export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: P
         told = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise SaveFailed(f"the run would end without {target}, which cannot be written: {told}") from error
     finally:
-        shutil.rmtree(tried, ignore_errors=True)
+        discard(tried)
 
 
 def _write_small(assembly: Assembly, folder: Path) -> None:

@@ -86,10 +86,7 @@ class Failure:
         folder = session.folder.path
         if self._kept:
             lines.append(f"kept in {folder}: {', '.join(self._kept)}; `tunesmith explain {folder}` says this again")
-        try:
-            session.write_memory()
-        except SaveFailed:
-            lines.append("memory.json could not be written")
+        session.write_memory()
 
         def explain() -> str:
             return str(explained(self.first.text or "", known, session.forecast, lines))

@@ -98,6 +98,7 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // world)
     return {
         "OMP_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # what the store's clients say, with their frames, when this process is killed
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -29,15 +29,18 @@ from framework.errors import (
     RequestError,
 )
 from framework.memory.explain.causes import Repair
-from framework.run.checkpoint import checkpoints, forget_halves, load_checkpoint, read_state
+from framework.run.checkpoint import forget_halves, load_checkpoint, read_state
+from framework.run.checkpoint_layout import step_of
 from framework.run.crew import Crew
 from framework.run.forecast import Forecast, abandon
 from framework.run.host_watch import HostWatch, said_of_load
 from framework.run.inputs import Inputs, read_inputs
+from framework.run.lock import only_run
 from framework.run.meter import Meter
 from framework.run.out_of_memory import Watch, explained_failures
+from framework.run.overwrite import remove
 from framework.run.progress import ProgressLine
-from framework.run.record import RunFolder, clear, environment, make
+from framework.run.record import RunFolder, folder_problems, make
 from framework.run.reference import ask_before_resuming
 from framework.run.resume import check_resume
 from framework.run.room import require_room, too_large
@@ -133,7 +136,7 @@ def _build(
     batches = training_batches(config, inputs, origin.state, crew.ranks.rank)
     total = _total_steps(config, batches)
     agree(crew, digest(inputs, total))  # before the first collective, which starts the device
-    accelerator, device = _start_device(config, folder, crew)
+    device = _start_device(config, crew)
     meter = Meter(place := real_place(device))
     watch = Watch(meter)
     set_seed(config.training.seed)
@@ -156,7 +159,6 @@ def _build(
         assembly,
         readings,
         batches,
-        accelerator,
         progress,
         meter,
         forecast,
@@ -197,12 +199,14 @@ def _said_of_files(origin: _Origin, unused: Sequence[Problem]) -> Iterator[str]:
 
 def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]) -> _Origin:
     """The newest checkpoint of the folder. Raises RequestError where it cannot go on under this config."""
-    newest = checkpoints(folder.path)[-1]
+    newest = folder.newest()
+    assert newest is not None, "`open_folder` has found one"
     state = read_state(newest)
     config, repairs = remembered(config, state.get("repairs", []), allow)
     before = state.get("read", {})
     changes = check_read(before, read, allow, needed_models(config))
     changes = [*map(str, repairs), *check_resume(state["config"], config, allow, moved(before, read, allow)), *changes]
+    changes += folder.moved_versions()
     return _Origin(config, newest, state, repairs, changes)
 
 
@@ -222,16 +226,12 @@ def _require_room(forecast: Forecast, folder: RunFolder, config: TrainingConfig,
         require_room(forecast.plan, written, config.data.workers, crew.ranks.local_world)
 
 
-def _start_device(config: TrainingConfig, folder: RunFolder, crew: Crew) -> tuple[Accelerator, torch.device]:
-    """The device of this process, with the trackers; its allocator has its settings before anything is on it."""
+def _start_device(config: TrainingConfig, crew: Crew) -> torch.device:
+    """The device of this process; its allocator has its settings before anything is on it."""
     choose_allocator(config)
     device = crew.start(config)
-    accelerator = Accelerator(
-        cpu=config.gpu.name == "cpu",
-        log_with=[str(tracker) for tracker in config.training.trackers] or None,
-        project_dir=str(folder.path),
-    )
-    return accelerator, device or accelerator.device  # which it numbers where there are several, also a CPU
+    accelerator = Accelerator(cpu=config.gpu.name == "cpu")
+    return device or accelerator.device  # which it numbers where there are several, also a CPU
 
 
 def _load(checkpoint: Path, assembly: Assembly, meter: Meter, is_other_allowed: bool) -> None:
@@ -257,14 +257,33 @@ def begin(session: Session, overwrite: bool) -> None:
 
 
 def _write_first(session: Session, overwrite: bool) -> None:
-    make(session.folder)
-    if overwrite:
-        clear(session.folder)
-    if session.step:
-        forget_halves(session.folder.path)
-        session.folder.forget_metrics_after(session.step)
-        session.folder.set_stops_aside(session.step)
-        session.folder.keep_config(session.config, session.step)
-    session.folder.write_config(session.config)
+    folder, step = session.folder, session.step
+    make(folder)
+    session.held.enter_context(only_run(folder.path))
+    if folder.fallback is not None and folder.fallback.stat().st_dev == folder.path.stat().st_dev:
+        session.progress.say("warning   training.fallback_dir is on the disk of the run folder: both fill up together")
+    _look_again(session, overwrite)
+    if step:
+        for place in filter(None, (folder.path, folder.fallback)):
+            forget_halves(place)
+        folder.forget_metrics_after(step, is_last=step >= session.total)
+        folder.set_stops_aside(step)
+        folder.keep_config(session.config, step)
     device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
-    session.folder.write_json("environment.json", {**environment(), **device})
+    folder.write_environment(device, step)
+    folder.write_config(session.config)
+
+
+def _look_again(session: Session, overwrite: bool) -> None:
+    """The folder, now that it is locked: another run may have been there since it was looked at first. What was there
+    before is removed where that was asked for. Raises RequestError."""
+    folder, newest = session.folder, session.folder.newest()
+    if session.step:
+        if newest is None or step_of(newest) != session.step:
+            message = f"another run has gone on in {folder.path} since this one has read its checkpoint"
+            raise RequestError([Problem("--resume", message, expected="the same command again")])
+        return
+    held = folder.held()
+    if problems := folder_problems(session.config, folder.path, held, resume=False, overwrite=overwrite):
+        raise RequestError(problems)
+    remove(held)

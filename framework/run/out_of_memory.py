@@ -20,6 +20,7 @@ from framework.memory.explain.saved_plan import SavedPlan
 from framework.memory.explain.text import explanation_lines
 from framework.memory.ledger import PHASES
 from framework.memory.units import size
+from framework.run.files import aside_of, discard, replace_file
 from framework.run.forecast import Forecast
 from framework.run.meter import Meter, resident_bytes
 from framework.run.record import SNAPSHOT
@@ -27,8 +28,8 @@ from framework.run.room import available_host_bytes
 
 HISTORY = 50_000
 """Allocations and frees that a snapshot goes back: a few steps of a large model, some 10 MB."""
-FLOORS = 40
-"""Steps whose allocated floor a report shows."""
+FLOORS = 160
+"""Steps whose allocated floor is kept: three stairs of a leak that comes with each evaluation or epoch."""
 SURE = 14
 """Steps after which growth is told: a process that starts fills caches, and a warning must come within 20."""
 SOON = 20
@@ -174,10 +175,13 @@ def keep_moment(text: str, circumstances: Circumstances, place: Place, folder: P
     summary = torch.cuda.memory_summary(place.device) if place.kind == "cuda" else ""
     kept = []
     with contextlib.suppress(OSError):
-        (folder / REPORT).write_text(f"{write_circumstances(circumstances)}\n{text}\n{summary}")
+        replace_file(folder / REPORT, f"{write_circumstances(circumstances)}\n{text}\n{summary}")
         kept.append(REPORT)
     if place.kind == "cuda":
         with contextlib.suppress(OSError, RuntimeError):
-            torch.cuda.memory._dump_snapshot(str(folder / SNAPSHOT))  # type: ignore[no-untyped-call]
+            aside = aside_of(folder / SNAPSHOT)
+            discard(aside)
+            torch.cuda.memory._dump_snapshot(str(aside))  # type: ignore[no-untyped-call]
+            aside.replace(folder / SNAPSHOT)
             kept.append(SNAPSHOT)
     return kept

@@ -19,7 +19,7 @@ from framework.schema.gpu import GPUParams
 
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "torchao", "triton")
 _NO_MATTER = (
-    *(("training", name) for name in ("output_dir", "run_name", "seed", "learning_rate", "trackers")),
+    *(("training", name) for name in ("output_dir", "fallback_dir", "run_name", "seed", "learning_rate", "trackers")),
     ("data", "train"),
 )
 

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a bar on a terminal, one line every `logging_steps` elsewhere."""
 
+import contextlib
 from types import TracebackType
 from typing import Self
 
@@ -34,7 +35,8 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        with contextlib.suppress(OSError):
+            self._bar.stop()
 
     def step(self, step: int, loss: float, rate: float, tokens_per_second: float, memory: int) -> None:
         """Show one optimizer step."""
@@ -44,5 +46,6 @@ class ProgressLine:
             self.say(f"step {step}/{self.total}  {text}")
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """A line above the bar. A terminal or reader that has gone takes none, and the run goes on."""
+        with contextlib.suppress(OSError):
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -22,6 +22,7 @@ from framework.build.loss import Batch
 from framework.build.packing import Packs
 from framework.build.rows import Rows
 from framework.errors import Problem, RequestError, SaveFailed
+from framework.run.files import aside_of, discard
 from framework.run.session import Session
 from framework.run.sizes import EVAL
 from framework.run.step import reference_step
@@ -116,8 +117,9 @@ def _read(file: Path) -> dict[str, np.ndarray]:
 
 
 def _write(file: Path, known: dict[str, np.ndarray]) -> None:
-    aside = file.with_name(f".{file.name}.incomplete")
+    aside = aside_of(file)
     try:
+        discard(aside)
         save_file(known, aside)
         os.replace(aside, file)
     except (OSError, SafetensorError) as error:

@@ -5,7 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.run.checkpoint import Contents, checkpoints, contents_of, save_checkpoint
+from framework.errors import SaveFailed
+from framework.run.checkpoint import Contents, contents_of, save_checkpoint
+from framework.run.checkpoint_layout import step_of
 from framework.run.common_save import CommonSave
 from framework.run.footprint import state_tensors
 from framework.run.together import random_states_of_others
@@ -25,6 +27,7 @@ class Saving:
         self.writer = Writer(session.config.training.async_save, session.assembly.ranks.world == 1)
         self._begun: int | None = None
         self._common = CommonSave(session.folder.path, session.crew)
+        self._said = set[str]()
 
     def meet(self) -> None:
         """All ranks make the group in which they write beside training, where they do."""
@@ -50,8 +53,8 @@ class Saving:
         """The step of the newest complete checkpoint, when what is being written is there; 0 without any. For a rank
         that has failed: it does not wait for the others."""
         self.writer.settle()
-        found = checkpoints(self._session.folder.path)
-        return max((int(folder.name.removeprefix("step-")) for folder in found), default=0)
+        found = self._session.folder.newest()
+        return step_of(found) if found is not None else 0
 
     def _begin(self) -> None:
         session = self._session
@@ -72,9 +75,12 @@ class Saving:
         if self._begun is not None:
             crew = self._session.crew
             with crew.phase(f"writing the checkpoint of step {self._begun}"):
-                self.writer.wait()
-                crew.shared(f"saved/{self._begun}", lambda: "saved")
-            self.saved, self._begun = self._begun, None
+                failure = crew.shared(f"saved/{self._begun}", self._failure)
+            begun, self._begun = self._begun, None
+            if failure:
+                raise SaveFailed(failure)
+            self.writer.wait()
+            self.saved = begun
             if self.saved == self._session.total:
                 self.writer.copies.clear()
 
@@ -83,4 +89,27 @@ class Saving:
         if parts is not None:
             self._common.write_parts(contents, parts)
         if session.assembly.ranks.is_main:
-            save_checkpoint(session.folder.path, contents, session.config.training.save_total_limit, parts)
+            keep, folder = session.config.training.save_total_limit, session.folder
+            try:
+                save_checkpoint(folder.path, contents, keep, parts, self._say_once)
+            except SaveFailed as error:
+                if folder.fallback is None or parts is not None:
+                    raise
+                try:
+                    saved = save_checkpoint(folder.fallback, contents, keep, say=self._say_once)
+                except SaveFailed as second:
+                    raise SaveFailed(f"{error}\n{second}") from second
+                session.progress.say(f"warning   {error} The checkpoint is {saved}")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._session.progress.say(text)
+
+    def _failure(self) -> str:
+        """Why the checkpoint that was begun could not be written; empty where it was."""
+        try:
+            self.writer.wait()
+        except SaveFailed as error:
+            return str(error)
+        return ""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from accelerate import Accelerator
-
 from framework.build.assembly import Assembly
 from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
 from framework.build.compiled import newly_plain
+from framework.build.data_workers import WorkersDied
 from framework.build.documents import document_lengths, on_device
 from framework.build.loss import Batch
 from framework.build.streamed_batches import StreamedBatches
@@ -27,8 +26,10 @@ from framework.errors import (
     Interrupted,
     NonFinite,
     RequestError,
+    SaveFailed,
     TunesmithError,
     VerificationFailed,
+    WorkersLost,
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
@@ -39,6 +40,7 @@ from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
 from framework.run.interrupt import Interrupt
 from framework.run.meter import Meter
+from framework.run.metrics_log import MetricsLog
 from framework.run.moved import SPAN, MovedElements, caution
 from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
 from framework.run.progress import ProgressLine
@@ -48,7 +50,7 @@ from framework.run.sizes import EVAL, shrunk
 from framework.run.step import LaunchedStep, StepResult
 from framework.run.survive import tries
 from framework.run.together import plan_of_all
-from framework.run.trackers import flattened
+from framework.run.trackers import Trackers
 from framework.run.training_batches import TrainingBatches
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
@@ -56,6 +58,8 @@ from framework.schema.wording import counted
 
 Planner = Callable[[TrainingConfig], Forecast]
 """What predicts a run before it is loaded; `run.forecast.forecast_in_subprocess` is the product's."""
+RESTARTS = 2
+"""How often in a row processes that prepare batches are started again for the same step."""
 LAST_SECONDS = 10.0
 """How long a run that is done waits for what the levers would have saved: small models are rehearsed by then."""
 
@@ -84,7 +88,6 @@ class Session:
     assembly: Assembly
     readings: tuple[Reading, ...]
     batches: TrainingBatches
-    accelerator: Accelerator
     progress: ProgressLine
     meter: Meter
     forecast: Forecast | None
@@ -96,6 +99,8 @@ class Session:
     """What the tokenizer, the rows and the models that are read were, for a run that goes on from a checkpoint."""
     reference_answers: dict[str, Any] | None = None
     """Log-probabilities of a reference that a resumed run has asked anew, as arrays by split."""
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """The lock of the run folder."""
     repairs: list[Repair] = field(default_factory=list)
     interrupt: Interrupt = field(default_factory=Interrupt)
     evals: list[dict[str, float]] = field(default_factory=list)
@@ -105,6 +110,8 @@ class Session:
     _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
     has_stepped: bool = False
     """Whether this process has changed weights."""
+    _trackers: Trackers | None = None
+    _metrics: MetricsLog | None = None
     _moved_elements: MovedElements | None = None
     _stream: Iterator[list[MicroBatch]] | None = None
     _began: int = field(init=False)
@@ -130,11 +137,8 @@ class Session:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Trackers, progress bar and the writer of checkpoints, for as long as steps are made."""
-        training = self.config.training
-        if training.trackers:
-            project = training.run_name or self.folder.path.name
-            self.accelerator.init_trackers(project, config=flattened(self.config.model_dump(mode="json")))
         with (
+            self._logging(),
             explained_failures(self.watch, self.forecast, self.folder.path),
             recorded_memory(self.assembly.place),
             self.progress,
@@ -142,15 +146,29 @@ class Session:
         ):
             try:
                 yield
-            except BrokenRows:
-                if self.step and self.assembly.ranks.world == 1:  # else the others wait in the middle of a step
-                    self.save()
-                raise
             except NonFinite as error:
                 reason = f"{error} Training rows of this step: {self._rows_at_work()}."
                 self.folder.write_stop(self.step + 1, reason)
                 raise NonFinite(reason) from None
-        self.accelerator.end_training()
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[None]:
+        """The metrics of steps, in the run folder and trackers. Nothing that goes wrong there ends the run."""
+        self._trackers = Trackers(self.config, self.folder, self.progress.say)
+        self._metrics = MetricsLog(self.folder.path, self.progress.say) if self.folder.is_written else None
+        try:
+            yield
+        finally:
+            self._trackers.close()
+            if self._metrics is not None:
+                self._metrics.close(self.folder.fallback)
+
+    def note(self, values: dict[str, float | None]) -> None:
+        """Log the figures of a step or an evaluation."""
+        if self._metrics is not None:
+            self._metrics.append(values)
+        if self._trackers is not None:
+            self._trackers.log(values, self.step)
 
     def start(self) -> None:
         """What comes right before the first step: the loss that training has to beat."""
@@ -163,25 +181,49 @@ class Session:
         self._clock = time.perf_counter()
 
     def close(self, after: float = 0.0) -> None:
-        """End what still goes on beside the run, `after` so many seconds at the latest."""
+        """End what still goes on beside the run, `after` so many seconds at the latest, and let go of its folder."""
         if self.forecast is not None:
             self.forecast.stop(after)
+        self.held.close()
 
     def take(self, step: int) -> list[Batch]:
         """The micro batches of an optimizer step, on the device. Call it for one step after the other."""
-        if self._stream is None:
-            self._stream = self.batches.start(step - 1)
         try:
-            made = next(self._stream)
+            made = self._next_batches(step)
         except RequestError as error:
-            self.settle()
-            after = self.step if self.assembly.ranks.world == 1 else self.saving.newest()
-            kept = f"the state after step {after} is saved" if after else "no state is saved"
-            raise BrokenRows(f"the rows of step {step} cannot be had; {kept}\n{error}") from None
+            raise BrokenRows(f"the rows of step {step} cannot be had; {self._saved()}\n{error}") from None
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
             self._seen = self._look(made)
         return [on_device(self.assembly.place.device, batch) for batch in made]
+
+    def _next_batches(self, step: int) -> list[MicroBatch]:
+        """The micro batches of a step; where processes that prepare them die, those of new ones. Raises WorkersLost
+        when these die too."""
+        found = ""
+        for restarts in range(RESTARTS + 1):
+            if self._stream is None:
+                self._stream = self.batches.start(step - 1)
+            try:
+                return next(self._stream)
+            except WorkersDied as error:
+                self._stream, found = None, str(error)
+                if restarts < RESTARTS:
+                    self.progress.say(f"warning   step {step}: {found}; data.workers are started again")
+        times = counted(RESTARTS + 1, "time")
+        raise WorkersLost(f"step {step}: {found}, {times} in a row; {self._saved()}. data.workers=0 needs none")
+
+    def _saved(self) -> str:
+        """Save the last step where one process can, and say what there is to go on from."""
+        failure = ""
+        self.settle()
+        if self.step and self.assembly.ranks.world == 1:  # else the others wait in the middle of a step
+            try:
+                self.save()
+            except SaveFailed as error:
+                failure = f" ({error})"
+        after = self.saving.newest()
+        return (f"the state after step {after} is saved" if after else "no state is saved") + failure
 
     def _rows_at_work(self) -> Sequence[int | str]:
         """The training rows of the step that is not known to be made, on all ranks; of a stream on this one."""
@@ -204,7 +246,7 @@ class Session:
         self.assembly = replace(self.assembly, config=self.config)
         self.batches, self._stream = replace(self.batches, batch=self.config.batch), None
         self.meter.forget_steps()
-        self.folder.write_config(self.config)
+        self._write(lambda: self.folder.write_config(self.config))
         on = f" on {where}" if where else ""
         self.progress.say(f"out of memory{on}, undone and made again: {repair}; batch {self.config.batch}")
 
@@ -227,13 +269,21 @@ class Session:
         """`memory.json`: what was predicted next to what was measured, so far."""
         document = compare(self.plan, self.meter.document())
         document |= {"repairs": [repair.to_json() for repair in self.repairs], **self.watch.document()}
-        self.folder.write_json("memory.json", document)
+        self._write(lambda: self.folder.write_json("memory.json", document))
         return document
 
     def keep_forecast(self) -> None:
         """Store the plan in the run folder, now and whenever more is known."""
         if self.forecast is not None:
-            self.forecast.keep(partial(self.folder.write_json, "plan.json"))
+            forecast = self.forecast
+            self._write(lambda: forecast.keep(partial(self.folder.write_json, "plan.json")))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write what tells of the run, and say where that fails: it is no reason to end it."""
+        try:
+            write()
+        except SaveFailed as error:
+            self.progress.say(f"warning   {error}")
 
     def _look(self, made: Sequence[Batch]) -> FirstStep:
         """What a step is given, read while it is on the host."""
@@ -354,8 +404,7 @@ class Session:
             values["grad_norm"] = None  # infinity is no number in JSON
             again = f"step {self.step}: float16 gradients overflowed, weights kept, loss scale {values['loss_scale']:g}"
             self.progress.say(again)
-        self.folder.append_metrics(values)
-        self.accelerator.log({name: value for name, value in values.items() if value is not None}, step=self.step)
+        self.note(values)
         self.progress.step(self.step, result.loss, result.learning_rate, speed, unread.allocated)
 
     def _look_at_moved(self, elements: MovedElements) -> dict[str, float | None]:
@@ -377,8 +426,7 @@ class Session:
         except Abandoned:
             return self.progress.say(f"step {self.step}/{self.total}  evaluation left out, as the run was asked to end")
         self.evals.append({"step": self.step, **values})
-        self.folder.append_metrics(self.evals[-1])
-        self.accelerator.log(values, step=self.step)
+        self.note({**self.evals[-1]})
         self.progress.say(f"step {self.step}/{self.total}  {in_words(values)}")
         self._clock = time.perf_counter()
 

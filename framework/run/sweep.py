@@ -19,6 +19,8 @@ from typing import Any
 
 from framework.compose import draft
 from framework.compose.sweep import Job, Sweep, quoted
+from framework.run.checkpoint_layout import checkpoints
+from framework.run.files import replace_file
 from framework.run.interrupt import passing_signals_on
 from framework.run.launched import launched
 from framework.run.own_cards import own_cards
@@ -135,7 +137,7 @@ def _waits(job: Job) -> None:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run can go on in this folder."""
-    return any((folder / "checkpoints").glob("step-????????"))
+    return bool(checkpoints(folder))
 
 
 def forget_results(sweep: Path) -> None:
@@ -176,9 +178,7 @@ def worst(codes: Iterable[int | None]) -> int:
 
 
 def _keep(result: Result, results: Path) -> float:
-    aside = results / f".{result.number}.incomplete"
-    aside.write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
-    aside.replace(results / f"{result.number}.json")
+    replace_file(results / f"{result.number}.json", json.dumps(asdict(result)) + "\n")
     return result.value
 
 

@@ -17,7 +17,7 @@ from framework.run.fit import decide_or_refuse
 from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
 from framework.run.random_state import dumped
-from framework.run.record import RunFolder, open_folder
+from framework.run.record import RunFolder, fallback_of, open_folder
 from framework.run.same_rows import rows_checksum
 from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
@@ -65,7 +65,7 @@ def find_folder(crew: Crew, config: TrainingConfig, name: str, resume: bool, ove
     if resume and not chosen.exists():
         message = f"rank {crew.ranks.rank} does not see {chosen}, from which rank 0 resumes"
         raise RequestError([Problem("training.output_dir", message, expected="a folder that all machines share")])
-    return RunFolder(chosen, is_written=crew.ranks.is_main)
+    return RunFolder(chosen, crew.ranks.is_main, fallback_of(config, chosen))
 
 
 def digest(inputs: Inputs, steps: int) -> str:

@@ -23,7 +23,8 @@ from framework.build.refuse import refuse_impossible
 from framework.build.rows import Row
 from framework.build.streamed_batches import StreamedBatches
 from framework.build.verify import table, verify_unmoved
-from framework.run.checkpoint import checkpoints
+from framework.errors import SaveFailed
+from framework.run.checkpoint_layout import FINAL, UNFINISHED, step_of
 from framework.run.comparison import last_line
 from framework.run.crew import met, require_world
 from framework.run.export import export
@@ -108,14 +109,17 @@ def train(
                 try_longest_rows(session)
                 session.start()
                 with watched_interrupt() as session.interrupt:
-                    for step in range(session.step + 1, session.total + 1):
-                        for attempt in tries(session, TRAIN):
-                            with attempt as way_back:
-                                batches = session.take(step)
-                                update = way_back.before_update
-                                launched = launch_step(session.assembly, batches, step, session.observe, update)
-                        session.after_step(step, launched)
-                    session.save()
+                    try:
+                        for step in range(session.step + 1, session.total + 1):
+                            for attempt in tries(session, TRAIN):
+                                with attempt as way_back:
+                                    batches = session.take(step)
+                                    update = way_back.before_update
+                                    launched = launch_step(session.assembly, batches, step, session.observe, update)
+                            session.after_step(step, launched)
+                        session.save()
+                    except SaveFailed as error:
+                        raise _unsaved(session, error) from error
                     verify_unmoved(session.assembly, before)
                     finished = _finish(session)
         with suppress(KeyboardInterrupt):
@@ -139,9 +143,8 @@ def _left(session: Session) -> str:
     """What there is of a run that was left at once."""
     folder, is_named = session.folder.path, session.config.training.output_dir is not None
     at = f"after step {session.step}" if session.has_stepped else "before the first step"
-    if saved := checkpoints(folder):
-        step = int(saved[-1].name.removeprefix("step-"))
-        return f"left {at}; go on with --resume from step {step} (saved in {folder})"
+    if saved := session.folder.newest():
+        return f"left {at}; go on with --resume from step {step_of(saved)} (saved in {saved.parent.parent})"
     return f"left {at}, and nothing was saved{'; start again with --overwrite' if is_named else ''} ({folder})"
 
 
@@ -184,6 +187,25 @@ def _finish(session: Session) -> RunResult:
     return RunResult(session.folder.path, session.step, evals, peak, sample, said, loader, is_mergeable)
 
 
+def _unsaved(session: Session, error: SaveFailed) -> SaveFailed:
+    """The error of a checkpoint that could not be written, when what else can be kept of the run has been exported."""
+    session.settle()
+    said, step, name = str(error), session.step, FINAL
+    try:
+        if step >= session.total:
+            _finish(session)
+        elif session.has_stepped:
+            name = f"{UNFINISHED}{step:08d}"
+            _exported(session, name)
+        else:
+            return error
+    except SaveFailed as second:
+        return SaveFailed(f"{said}\n{second}")
+    saved = session.saving.newest()
+    then = f"--resume goes on from step {saved}" if saved else "there is no checkpoint to go on from"
+    return SaveFailed(f"{said}\nThe weights after step {step} are exported: {session.folder.path / name}; {then}")
+
+
 def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
     """`memory.json`, last words, the export; the first of them and a sample."""
     memory = session.write_memory()
@@ -195,23 +217,24 @@ def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
     return memory, sample
 
 
-def _exported(session: Session) -> tuple[str, str] | None:
+def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
     """Write the export and return a sample. The main rank does, the others wait."""
     samples: list[tuple[str, str] | None] = [None]
-    target, base = session.folder.path / "final", session.read.get(BASE)
+    folder, tokenizer, base = session.folder, session.inputs.tokenizer, session.read.get(BASE)
 
     def write() -> str:
         try:
             samples.append(_sample(session))  # before the export, which takes an adapted model apart
         finally:
-            export(session.assembly, session.inputs.tokenizer, target, base)
+            fallback = folder.fallback / name if folder.fallback is not None else None
+            export(session.assembly, tokenizer, folder.path / name, base, fallback)
         return "written"
 
     with session.crew.phase("exporting"):
         if session.assembly.is_in_parts:
             from framework.run.sharded_export import export_sharded
 
-            export_sharded(session.assembly, session.inputs.tokenizer, target, base)
+            export_sharded(session.assembly, tokenizer, folder.path / name, base)
             session.crew.shared("exported", lambda: "written")
             return None  # a completion would gather every block for each of its tokens
         session.crew.shared("exported", write)

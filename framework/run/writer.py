@@ -47,10 +47,10 @@ class Writer:
     _error: BaseException | None = None
 
     def begin(self, contents: Contents, write: Callable[[Contents], None], live: Iterable[Tensor]) -> None:
-        """Write `contents`; `wait` first for what was begun before. Raises what `write` does, unless `beside`; then
-        VerificationFailed where what is written shares memory with `live` tensors, which training changes."""
+        """Write `contents`; `wait` first for what was begun before, and afterwards for what `write` raises. `beside`,
+        raises VerificationFailed where what is written shares memory with `live` tensors, which training changes."""
         if not self.beside:
-            write(contents)
+            self._write(contents, write)
             return
         began = time.perf_counter()
         contents = self._copied(contents)
@@ -72,8 +72,9 @@ class Writer:
             self._thread.join(seconds)
             self.waiting += time.perf_counter() - began
             self._thread = self._thread if self._thread.is_alive() else None
-        if self._error is not None:
-            raise self._error
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
 
     def settle(self) -> None:
         """Wait without raising, after something else has gone wrong."""

@@ -185,6 +185,9 @@ class TrainingParams(Params):
     """Seeds weights, data order and dropout."""
     output_dir: NoURL | None = None
     """Run folder. Unset: `runs/<recipe>`, numbered when taken."""
+    fallback_dir: str | None = None
+    """Folder on another disk where checkpoints and the export go when the run folder takes none, as on a full disk.
+    Unset: the run ends then. Costs their room there, no memory."""
     run_name: str | None = None
     """Name shown by trackers. Unset: the run folder's name."""
     trackers: Annotated[tuple[Tracker, ...], BeforeValidator(parse_sequence)] = ()

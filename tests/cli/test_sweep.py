@@ -41,6 +41,7 @@ if seed < 10:
     (folder / "checkpoints" / "step-00000002").mkdir(parents=True, exist_ok=True)
     rows = [{"step": 1, "loss": 9}, {"step": 2, "loss": seed + 0.5}, {"step": 2, "eval_loss": seed + 0.25}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    (folder / "environment.json").write_text('{"packages": {}}')
     (folder / "memory.json").write_text('{"measured": {"allocated_bytes": 1073741824}}')
 print("error no rows", file=sys.stderr)
 sys.exit(0 if seed < 10 else seed - 10)
@@ -236,3 +237,15 @@ def test_a_real_sweep_learns_what_its_printed_commands_learn(launcher, write, mo
     assert main(["train", "r.yaml", "gpu=cpu", "training.learning_rate=0.02", "training.output_dir=alone"]) == 0
     assert losses("run/1") == losses("alone") != losses("run/0")
     assert f"{losses('alone')[-1]:.4f}" in capsys.readouterr().out
+
+
+def test_what_one_run_reads_no_other_may_remove(command, write):
+    """The second run's model is the first run's export, which `--overwrite` would remove before it is read."""
+    assert command("training.seed=1,2")[0] == 0
+    final = Path("swept") / "0" / "final"
+    final.mkdir()
+    (final / "config.json").write_text("{}")
+    code, _, err = command("training.seed=1,2", f"model.model_name={final}", "--overwrite")
+    assert code == 2
+    assert "--overwrite would remove before it is read" in err
+    assert (final / "config.json").exists()

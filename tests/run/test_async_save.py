@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from framework.errors import Interrupted, OutOfMemory, RequestError, SaveFailed, VerificationFailed
 from framework.memory import planning
@@ -205,7 +206,11 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
     for name, training in (("beside", BESIDE), ("before", {"save_steps": 4})):
         with pytest.raises(SaveFailed, match="No space left on device") as caught:
             train(config(corpus, tmp_path / name, training=training))
-        messages.append(str(caught.value).replace(name, "run"))
+        first, second = str(caught.value).splitlines()
+        messages.append(first.replace(name, "run"))
+        made = 9 if name == "beside" else 8
+        assert f"The weights after step {made} are exported" in second
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / f"export-step-{made:08d}")
         assert [path.name for path in (tmp_path / name / "checkpoints").iterdir()] == ["step-00000004"]
         assert not (tmp_path / name / "final").exists()
     assert messages[0] == messages[1]

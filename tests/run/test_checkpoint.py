@@ -12,6 +12,7 @@ from framework.run import written as module
 from framework.run.checkpoint import (
     checkpoints,
     contents_of,
+    forget_halves,
     load_checkpoint,
     read_state,
     save_checkpoint,
@@ -104,11 +105,41 @@ def test_retention_deletes_the_oldest_after_the_newest_is_complete(tmp_path, mon
     seen = []
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: seen.append((str(path), len(checkpoints(tmp_path)))))
     save_checkpoint(tmp_path, contents_of(assembly, 2), keep=1)
-    retired = [(path, count) for path, count in seen if path.endswith("step-00000001")]
-    assert retired == [(str(tmp_path / "checkpoints" / "step-00000001"), 2)]
+    retired = [(path, count) for path, count in seen if "step-00000001" in path]
+    assert retired == [(str(tmp_path / "checkpoints" / ".step-00000001.retired"), 1)]
     monkeypatch.undo()
+    forget_halves(tmp_path)  # as a run does that goes on after a kill
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
     save_checkpoint(tmp_path, contents_of(assembly, 3), keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
+
+
+@pytest.mark.parametrize("why", ["link", "permission", "left over"])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_stays(tmp_path, monkeypatch, why):
+    assembly, said = tiny_assembly(tiny_config()), []
+    old = save_checkpoint(tmp_path / "other", contents_of(assembly, 1), keep=1)
+    target = tmp_path / "checkpoints" / "step-00000001"
+    target.parent.mkdir()
+    if why == "link":
+        target.symlink_to(old)
+    else:
+        shutil.move(old, target)
+
+    def refuse(path, *arguments, **options):
+        if "step-00000001" in str(path):
+            raise PermissionError(1, "Operation not permitted")
+        return original(path, *arguments, **options)
+
+    holder, name = {"permission": ("pathlib.os", "rename"), "left over": ("shutil", "rmtree")}.get(why, (None, None))
+    if holder is not None:
+        original = getattr(os if holder == "pathlib.os" else shutil, name)
+        monkeypatch.setattr(f"{holder}.{name}", refuse)
+    save_checkpoint(tmp_path, contents_of(assembly, 2), keep=1, say=said.append)
+    assert len(said) == 1
+    assert {"link": "it is a link to"}.get(why, "Operation not permitted") in said[0]
+    assert ((tmp_path / "checkpoints" / ".step-00000001.retired") / "state.json").exists() is (why == "left over")
+    assert (target / "state.json").exists() is (why != "left over")
+    assert [path.name for path in checkpoints(tmp_path)][-1] == "step-00000002"
 
 
 @pytest.mark.parametrize("fails_at", ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"])

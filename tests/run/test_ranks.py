@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +23,7 @@ from framework.run import crew, saving
 from framework.run import session as session_module
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
-from tests.run.several import ended, start
+from tests.run.several import ROOT, ended, start
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
 from tests.tiny import LLAMA, tiny_assembly, tiny_config, unequal_rows
 
@@ -244,3 +246,35 @@ def test_a_rank_that_fails_ends_all_and_is_the_one_that_speaks(corpus, tmp_path)
     assert "2.00 GiB" in both[1].err
     assert "error" not in both[0].err
     assert (tmp_path / "failing" / "checkpoints" / "step-00000006").exists()
+
+
+OTHER_ROWS = """
+import os, sys
+from pathlib import Path
+from tests.run.test_ranks import plain
+from tests.run.test_trainer import train
+rows = [{"text": f"row {number} of this rank"} for number in range(20 if os.environ["RANK"] == "0" else 13)]
+made = plain(None, Path(sys.argv[1]), 2)
+made = made.model_copy(update={"data": made.data.model_copy(update={"train": (), "eval_fraction": 0.0})})
+train(made, train_rows=rows)
+"""
+
+
+@pytest.mark.slow
+def test_the_reason_of_ranks_that_read_other_rows_reaches_the_user_under_torchrun(tmp_path):
+    """torchrun ends a rank as soon as another has ended: what it would say has to be said before."""
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_ROWS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert re.search("rank 0: .*20 rows for training", done.stderr), done.stderr
+    assert re.search("rank 1: .*13 rows for training", done.stderr), done.stderr

@@ -67,13 +67,30 @@ def test_a_leak_that_begins_late_is_told_within_20_steps(watch):
         [GIB + 64 * MIB * (step % 7) for step in range(100)],
         [GIB] * 10 + [3 * GIB] * 50,
         [GIB - int(GIB * 0.8**step) for step in range(60)],
+        [int(5000 * MIB * (1 - 0.9**step)) for step in range(120)],
+        [int(5000 * MIB * (1 - 0.95**step)) for step in range(120)],
+        [GIB] * 8 + [4 * GIB] * 8 + [7 * GIB] * 150,
+        [GIB + 512 * MIB * sum(step >= at for at in (3, 9, 30, 100)) for step in range(160)],
         [GIB - 40 * MIB * step for step in range(20)],
         [GIB + 4096 * step for step in range(60)],
     ],
-    ids=["level", "lengths", "cycle", "once", "comes to rest", "falls", "counters"],
+    ids=["level", "lengths", "cycle", "once", "rest", "slowly", "slower", "stairs", "records", "falls", "counters"],
 )
 def test_what_is_no_leak_is_not_told(watch, floors):
     assert watch(floors) == []
+
+
+@pytest.mark.parametrize("noise", [1, 256])
+@pytest.mark.parametrize("every", [8, 25, 40])
+def test_a_leak_in_stairs_is_told_at_the_third(watch, every, noise):
+    """3 GiB more every so many steps, such as after each evaluation: told once, within two steps of the third rise."""
+    drawn = random.Random(every)
+    floors = [GIB + step // every * 3 * GIB + drawn.randrange(noise * MIB) for step in range(5 * every)]
+    told = watch(floors, headroom=100 * GIB)
+    assert len(told) == 1
+    step, growth = told[0]
+    assert 3 * every < step <= 3 * every + 2
+    assert growth.per_step == pytest.approx(3 * GIB / every, rel=0.1)
 
 
 def test_it_is_told_again_when_the_end_is_near(watch, monkeypatch):

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from framework.memory.explain import Explanation
 from framework.memory.explain.causes import (
-    GROWTH_WINDOW,
     Cause,
     allowed_room,
     growth_per_step,
@@ -109,8 +108,7 @@ def _facts(explanation: Explanation) -> Iterator[str]:
             if message.free_bytes
             else ""
         )
-        steps = min(len(known.floors) - 1, GROWTH_WINDOW)
-        yield f"what stays allocated grew by {size(growth)} a step over the last {counted(steps, 'step')}{left}"
+        yield f"what stays allocated grew by {size(growth)} a step in the last steps{left}"
     if known.batch and known.largest_batch:
         yield f"micro batch: {counted(known.batch, 'token')}; the largest before it: {known.largest_batch:,}"
     for repair in known.repairs:

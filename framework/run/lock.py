@@ -1,0 +1,170 @@
+"""One run in a folder at a time: a lock that dies with its process, and a heartbeat for hosts that do not share locks.
+
+The file names host and process. On one host, and on network file systems that carry locks, the system holds the lock
+and lets go of it when the process ends, however it ends. Elsewhere the file's time tells: it is renewed every few
+seconds, and one that has stopped is of a host that died. Loads no torch.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from framework.errors import Problem, RequestError
+
+FILE = ".lock"
+BEAT = 10.0
+"""Seconds between two heartbeats."""
+STALE = 60.0
+"""Seconds without a heartbeat after which another host counts as dead: NFS may show a time that is 60 s old (its
+`acregmax`), but asks anew when a file is opened, as here."""
+KEY = "training.output_dir"
+
+
+@contextlib.contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Within the block no other run writes to the folder. Raises RequestError where one does, with its host and pid."""
+    descriptor = _taken(folder)
+    os.register_at_fork(after_in_child=lambda: _let_go(descriptor))  # a worker that outlives the run must not hold it
+    done = threading.Event()
+    beat = threading.Thread(target=_beat, args=(descriptor, done), daemon=True, name="heartbeat")
+    beat.start()
+    try:
+        yield
+    finally:
+        done.set()
+        beat.join()
+        with contextlib.suppress(OSError):
+            (folder / FILE).unlink()  # while it is held: who waits for it finds that it is another file by then
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+
+def refuse_taken(folder: Path) -> None:
+    """Raises RequestError where a run writes to the folder now. Writes nothing."""
+    try:
+        descriptor = os.open(folder / FILE, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        _require_free(folder, descriptor, waits=False)
+    finally:
+        os.close(descriptor)
+
+
+_held: set[int] = set()
+
+
+def _let_go(descriptor: int) -> None:
+    if descriptor in _held:
+        _held.discard(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def _taken(folder: Path) -> int:
+    """The descriptor of a lock file that is ours."""
+    while True:
+        try:
+            descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            message = f"{folder / FILE}, by which runs keep out of each other's way, cannot be opened: {error.strerror}"
+            raise RequestError([Problem(KEY, message, expected="a folder where files can be written")]) from None
+        try:
+            _require_free(folder, descriptor, waits=True)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(folder / FILE, follow_symlinks=False)):
+                    _sign(descriptor)
+                    _held.add(descriptor)
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its owner has removed it meanwhile
+
+
+def _require_free(folder: Path, descriptor: int, waits: bool) -> None:
+    """Lock the file. Raises RequestError where another run has it, by the system's word or, with `waits`, by the
+    heartbeat of another host, which is waited for."""
+    known = _read(descriptor)
+    who = f"process {known.get('pid', '?')} on {known.get('host', '?')} is training in {folder}"
+    taken = Problem(KEY, who, expected="another folder, or wait until that run has ended")
+    is_of_here = known.get("host", socket.gethostname()) == socket.gethostname()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_of_here:
+            return  # a process of this host that held it has ended
+    except BlockingIOError:
+        raise RequestError([taken]) from None
+    except OSError:  # a file system without locks
+        if is_of_here and not _is_alive(known.get("pid")):
+            return
+        if is_of_here:
+            raise RequestError([taken]) from None
+    if waits and _beats(folder):
+        raise RequestError([taken])
+
+
+def _beats(folder: Path) -> bool:
+    """Whether the lock's heart beats, watched for as long as that takes. A host that died leaves it still."""
+    seen, ends = None, time.monotonic() + STALE
+    while time.monotonic() < ends:
+        descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            beat = os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+        if seen not in (None, beat):
+            return True
+        if _now(folder) - beat >= STALE:
+            return False
+        seen = beat
+        time.sleep(BEAT / 10)
+    return False
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock of the file system: hosts may have others. A full disk has room for none: ours."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    try:
+        known = json.loads(os.pread(descriptor, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _sign(descriptor: int) -> None:
+    """Say whose it is. A full disk leaves the name out; the lock holds nevertheless."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+
+
+def _is_alive(pid: object) -> bool:
+    try:
+        os.kill(int(str(pid)), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return True
+
+
+def _beat(descriptor: int, done: threading.Event) -> None:
+    while not done.wait(BEAT):
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
