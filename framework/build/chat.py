@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from framework.beside import path_like
-from framework.build.cpu_limit import OutOfTime, cpu_limit
+from framework.build.cpu_limit import OutOfTime, limited, watched
 from framework.build.hub import nearest, one_line
 from framework.build.remarks import REASONING
 from framework.errors import Problem, RequestError
@@ -70,7 +70,8 @@ ROWS_CHECKED = 3
 """Rows that `check_chat` renders (case D07)."""
 
 RENDER_SECONDS = 1.0
-"""Processor time that one rendering may take. Public templates take 0.1 to 5 ms, and a conversation of 1 MB 50 ms."""
+"""Processor time that one rendering may take, up to twice as much. Public templates take 0.1 to 5 ms, and a
+conversation of 1 MB 50 ms."""
 
 SLOWEST, TRIED_SECONDS = 50_000, 1.0
 """Characters a second that a template has to write, and the processor time after which that is looked at. Eight public
@@ -197,8 +198,8 @@ class Template:
         """What `render` makes. A template is a program that came with a model: it may raise anything, or not end."""
         started = time.thread_time()
         try:
-            with cpu_limit(RENDER_SECONDS):
-                made = render(messages)
+            with watched(RENDER_SECONDS):
+                made = limited(lambda: render(messages))
         except OutOfTime:
             took = f"more than {RENDER_SECONDS:g} s"
         except Exception as error:

@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from framework.build.boundaries import own_end, own_start, without_end, without_start
 from framework.build.chat import (
+    RENDER_SECONDS,
     Chat,
     Message,
     Span,
     Template,
     TemplateFault,
 )
+from framework.build.cpu_limit import watched
 from framework.build.remarks import REASONING, Remark, is_empty, thoughts
 from framework.schema.choices import Supervise
 
@@ -92,7 +94,8 @@ def encode_chats(
     has the reason in its place.
     """
     template = Template(tokenizer)
-    marked = [_mark(template, chat, learnt) for chat in chats]
+    with watched(RENDER_SECONDS):
+        marked = [_mark(template, chat, learnt) for chat in chats]
     texts = [mark.text for mark in marked if isinstance(mark, Marked)]
     if not texts:
         return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
