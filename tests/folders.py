@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from framework.build.tokenizer import train_tokenizer
 from tests.tiny import LLAMA
@@ -15,13 +15,14 @@ from tests.tiny import LLAMA
 VOCABULARY = 300
 
 
-def save_model(folder: Path, **changes: Any) -> Path:
-    """A llama of two layers in `folder`, with its tokenizer."""
+def save_model(folder: Path, of_rows: bool = False, **changes: Any) -> Path:
+    """A llama of two layers in `folder`, with its tokenizer; `of_rows`: with a head for two classes."""
     torch.manual_seed(0)
     architecture = AutoConfig.for_model(**{**LLAMA, "vocab_size": VOCABULARY, **changes})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        AutoModelForCausalLM.from_config(architecture).save_pretrained(folder)
+        kind = AutoModelForSequenceClassification if of_rows else AutoModelForCausalLM
+        kind.from_config(architecture).save_pretrained(folder)
     train_tokenizer(["hello world"], VOCABULARY).save_pretrained(folder)
     return folder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -16,7 +16,7 @@ from framework.beside import path_like
 from framework.build.bases import BASE, Base, differences, read_base
 from framework.build.dtypes import autocast_dtype
 from framework.build.heads import ASSUMED, model_class, pad_like
-from framework.build.hub import UNLOADABLE, hub_is_reachable, leave_to_run_code, one_line
+from framework.build.hub import hub_is_reachable, leave_to_run_code, one_line
 from framework.build.model import build_model, read_architecture, unreported
 from framework.build.model_folder import KEY, local_folder, read_object, require_model, require_readable, weight_files
 from framework.build.place import real_place
@@ -71,11 +71,15 @@ class Artefact:
             kind = _read(self.folder / ADAPTER_FILE).get("task_type")
             return Task.CLASSIFICATION if kind == "SEQ_CLS" else Task.SFT
         settings = _read(self.folder / MODEL_FILE)
-        if not any(str(name).endswith("ForSequenceClassification") for name in settings.get("architectures") or ()):
+        classes = settings.get("architectures")
+        if not isinstance(classes, list) or not any(
+            str(name).endswith("ForSequenceClassification") for name in classes
+        ):
             return Task.SFT
         if settings.get("problem_type") != "regression":
             return Task.CLASSIFICATION
-        names = tuple((settings.get("id2label") or {}).values())
+        named = settings.get("id2label")
+        names = tuple(named.values()) if isinstance(named, dict) else ()
         return Task.REWARD if names == ASSUMED[Task.REWARD] else Task.REGRESSION
 
     @property
@@ -192,8 +196,8 @@ def _found_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
     if artefact.task.is_of_rows:
         message = f"{artefact.folder} does not say how many classes its model has, nor their names"
         raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
-    name = PeftConfig.from_pretrained(str(artefact.folder)).base_model_name_or_path
-    if not name:
+    name = _read(artefact.folder / ADAPTER_FILE).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
         message = f"{artefact.folder} does not say which base it belongs on"
         raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
     about = _about(name, artefact)
@@ -234,7 +238,9 @@ def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
             # peft reads a property that transformers 5.20 renamed; nothing a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted: PeftModel = PeftModel.from_pretrained(base, str(artefact.folder))
-    except UNLOADABLE as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # peft raises many kinds for what an adapter_config says
         message = f"{artefact.folder} does not go on its base: {one_line(error)}"
         raise RequestError([Problem("RUN", message)]) from None
     if (artefact.folder / GENERATION_CONFIG_NAME).exists():

@@ -120,6 +120,9 @@ def _labels(artefact: Artefact) -> DataParams:
         return DataParams()
     settings = json.loads((artefact.folder / MODEL_FILE).read_text())
     names = settings.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    if not isinstance(names, dict) or not all(key.isdecimal() and isinstance(names[key], str) for key in names):
+        message = f"{artefact.folder / MODEL_FILE} has no names of classes: its id2label is {names!r}"
+        raise RequestError([Problem("RUN", message, expected='{"0": name, "1": name, ...}')])
     several = settings.get("problem_type") == "multi_label_classification"
     labels = tuple(names[key] for key in sorted(names, key=int))
     return DataParams(labels=labels, multi_label=several if artefact.task is Task.CLASSIFICATION else None)
