@@ -89,6 +89,15 @@ class Sharding:
             unit.reshard()
 
 
+def refuse_unsharded(config: TrainingConfig, root: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """The blocks that are gathered one by one. Raises RequestError where the weights of this model cannot be sharded as
+    asked, whatever their values."""
+    blocks = sharded_blocks(config.fsdp, model)
+    _refuse_mixed_units(root, blocks, precision(config).param_dtype)
+    _refuse_units_within_graphs(model, blocks)
+    return blocks
+
+
 def shard(
     config: TrainingConfig,
     root: nn.Module,
@@ -109,9 +118,7 @@ def shard(
     does so before any weight arrives.
     """
     params, strategy = config.fsdp, ShardingStrategy(config.fsdp.sharding_strategy)
-    blocks = sharded_blocks(params, model)
-    _refuse_mixed_units(root, blocks, precision(config).param_dtype)
-    _refuse_units_within_graphs(model, blocks)
+    blocks = refuse_unsharded(config, root, model)
     block_class = type(blocks[0]).__name__  # before sharding gives it another
     shards = ranks.local_world if strategy in HYBRID else ranks.world // ranks.alike
     replicas = ranks.world // ranks.alike // shards

@@ -1,5 +1,6 @@
 """The verb that says what a run will cost."""
 
+import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from framework.run.measure import Measured
 
 DOES_NOT_FIT = 3
+COMMAND_WIDTH = 72
+"""Columns of a proposed command, before it goes on in the next line."""
 
 
 def plan(
@@ -48,11 +51,28 @@ def plan(
         print_json({**_document(made, measured, composition.warnings), **as_document(kept_from)})
     else:
         _print(composition.recipe, made, measured)
+        if not made.fits:
+            print(f"\nsettings that fit:\n  {_fit_command(recipe, overrides or (), nproc, composition)}")
     code = told(missed, 0 if made.fits else DOES_NOT_FIT)
     if failure is not None:
         complain(str(failure), with_traceback=False)
         return failure.exit_code
     return code
+
+
+def _fit_command(recipe: str, overrides: Sequence[str], nproc: int | None, composition: "Composition") -> str:
+    """What looks for settings that fit: the same request for `fit`, with the card where none was named. A line that is
+    longer than a terminal goes on behind a backslash, as a shell reads it."""
+    words = ["tunesmith", "fit", recipe, *overrides]
+    if not any(word.startswith(("gpu=", "gpu.name=")) for word in overrides):
+        words.append(f"gpu={composition.config.gpu.name}")
+    words += ["--nproc", str(nproc)] if nproc is not None else []
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if lines[-1] and len(lines[-1]) + len(word) > COMMAND_WIDTH:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n    ".join(lines)
 
 
 def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> "Composition":

@@ -28,6 +28,7 @@ ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
 """Writing the first in a higher layer drops the second from the lower ones: they say the same thing twice."""
 YAML_SUFFIXES = (".yaml", ".yml")
 ARCHITECTURE: Path = ("model", "architecture")
+NAME: Path = ("gpu", "name")
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,12 @@ def gather(
     below = {group: choice for group, choice in choices.items() if group not in above}
     trees = [*starmap(preset, below.items()), body, *starmap(preset, above.items())]
     layers = [Layer(rank, _known(tree, root(), (), problems)) for rank, tree in enumerate(trees, 1) if tree is not None]
-    names_card = any(layer.tree.at(("gpu", "name")) for layer in layers)
-    if not names_card and (choices | above).get("gpu") is None and not _writes(words, ("gpu", "name")):
+    written = [write.node for write in words.writes if write.path == NAME and write.node is not None]
+    name = written[-1] if written else highest(layers, NAME)
+    chosen = (choices | above).get("gpu")
+    if name is not None and (chosen is None or written):
+        layers = [*_named_card(name, layers, chosen, problems), *layers]
+    elif name is None and chosen is None:
         layers.insert(0, _detected(detect, problems))
     return settle(layers, words, problems)
 
@@ -188,8 +193,25 @@ def _detected(detect: Callable[[], str | None], problems: list[Problem]) -> Laye
     return Layer(0, tree)
 
 
-def _writes(words: Words, path: Path) -> bool:
-    return any(write.path == path and write.node is not None for write in words.writes)
+def _named_card(name: Node, layers: Sequence[Layer], chosen: Choice | None, problems: list[Problem]) -> list[Layer]:
+    """The facts of a card that `gpu.name` names and no preset was chosen for. A card of one's own has facts beside its
+    name; one without any, and the name of another card than the one that was chosen, are problems."""
+    word, place = str(name.value), name.origin.place
+    is_known = word in shipped.presets("gpu") or card_of_size(word) is not None
+    if chosen is not None and (is_known and word not in chosen.names):
+        message = f"names another card than gpu={','.join(chosen.names)}, whose facts are planned with"
+        problems.append(Problem(dotted(NAME), message, place, f"gpu={word}"))
+        return []
+    if is_known and chosen is None:
+        tree = _one_preset("gpu", word, Origin("group", f"gpu={word}"), problems)
+        return [Layer(0, tree)] if tree is not None else []
+    facts = {key for layer in layers for key in (layer.tree.at(("gpu",)) or name).mapping or {}}
+    if chosen is None and not facts - {"name", "count"}:
+        message = f"no card is called {word!r}, and no facts of it are given"
+        nearest = size_meant(word) or shipped.nearest(word, shipped.presets("gpu"))
+        expected = "a card of `tunesmith list gpus`, or its usable_bytes and capability beside the name"
+        problems.append(Problem(dotted(NAME), message, place, expected, nearest))
+    return []
 
 
 def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:

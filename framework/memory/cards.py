@@ -24,6 +24,10 @@ is the T4 with 0.909, error correction included); a test holds them to it."""
 SIZE_CAPABILITY = "8.6"
 """What a card known by size alone is taken for: the oldest consumer generation with bfloat16."""
 
+CONTEXT_BYTES = 804_061_184
+"""A CUDA context with the kernels of a training step, where a card does not state its own: as measured on an H100
+(`conf/gpu/h100_80gb.yaml` says how). Most other cards take less."""
+
 _LARGEST_OF_SIZE_CAPABILITY = "a6000_48gb"
 _SIZE = re.compile(r"\s*(\d{1,4})\s*(?:gb|gib|g)\s*", re.IGNORECASE)
 _ANY_SIZE = re.compile(r"\s*(\d{1,7}(?:\.\d+)?)\s*([gm]i?b?)?\s*", re.IGNORECASE)
@@ -145,6 +149,13 @@ def _is_at_least(card: GPUParams, capability: tuple[int, int]) -> bool:
     return card.capability is not None and capability_of(card.capability) >= capability
 
 
+def context_of(card: GPUParams) -> int:
+    """Bytes of the driver's context on a card; of one with memory that states none, a measured card's."""
+    if card.context_bytes is None and card.usable_bytes is not None:
+        return CONTEXT_BYTES
+    return card.context_bytes or 0
+
+
 USABLE = "usable memory"
 _ASSUMED = {
     "usable_bytes": USABLE,
@@ -161,7 +172,9 @@ def assumptions(card: GPUParams) -> list[str]:
     said = [f"{card.name}: {card.sources[fact]}" for fact in ("name", "count") if fact in card.sources]
     for fact, words in _ASSUMED.items():
         value, source = getattr(card, fact), source_of(card, fact)
-        if value is None:
+        if value is None and fact == "context_bytes":
+            said.append(f"{card.name}: {words} is not stated, taken as an H100's, {CONTEXT_BYTES / MIB:,.0f} MiB")
+        elif value is None:
             said.append(f"{card.name}: {words} is unknown and counted as nothing")
         elif source is None or re.search("assumed|not measured|no display", source):
             said.append(f"{card.name}: {words} {value / MIB:,.0f} MiB, {source or 'without a source'}")

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence, Set
 
 from framework.memory.allocator import CachingAllocator, Peak, SystemAllocator, replay
 from framework.memory.cards import assumptions as card_assumptions
+from framework.memory.cards import context_of
 from framework.memory.ledger import (
     PHASES,
     STEP_PHASES,
@@ -20,7 +21,15 @@ from framework.memory.ledger import (
 from framework.memory.rehearsal import Footprint, Rehearsal
 from framework.memory.step_time import batch_use, step_cost, tokens_of
 from framework.memory.trace import Kind, Space, Trace
-from framework.schema.choices import CheckpointingPolicy, Fp8, Optimizer, OptimizerOffload, StateDictType, TorchDtype
+from framework.schema.choices import (
+    CheckpointingPolicy,
+    Fp8,
+    MixedPrecision,
+    Optimizer,
+    OptimizerOffload,
+    StateDictType,
+    TorchDtype,
+)
 from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted
 
@@ -82,7 +91,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
     """The same, from peaks that were `replayed` before, perhaps for another card."""
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
-    context = (card.context_bytes or 0) + _nccl_bytes(config)
+    context = context_of(card) + _nccl_bytes(config)
     operators = {operation.name for operation in rehearsal.trace.operations}
     band = choose_band(config, operators)
     uncertainty = UNCERTAINTY[band]
@@ -299,6 +308,13 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
     if config.gpu.count == 1:
         return
     yield f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit"
+    if config.is_replicated:
+        yield (
+            f"each of the {config.gpu.count} devices holds all weights, gradients and states: copies share the rows of "
+            "a step, and make nothing of this smaller; fsdp.enable_fsdp=true splits them"
+        )
+    if config.fsdp.is_sharded:
+        yield f"shards: {_dtypes_of_shards(config)}"
     if config.adds_up_after_backward:
         yield "gradients stay in buckets, and are exchanged when backward is done (training.on_oom: shrink)"
     elif config.is_replicated:
@@ -318,6 +334,23 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
         yield "step time: the host's update is that of two threads a rank"
     if config.gpu.link_bytes_per_second is None:
         yield "the rate between two cards is not known: step time is without what they exchange"
+
+
+def _dtypes_of_shards(config: TrainingConfig) -> str:
+    """In which numbers a shard is stored, computed with, reduced and stepped (`framework.build.shard.precision`)."""
+    held, adapter = str(config.model.torch_dtype_str), config.peft.adapter_dtype
+    trained = held
+    if config.training.use_peft:
+        trained = held if adapter is TorchDtype.AUTO else str(adapter or TorchDtype.FLOAT32)
+    words = {MixedPrecision.BF16: "bfloat16", MixedPrecision.FP16: "float16"}
+    computed = words.get(MixedPrecision(config.training.mixed_precision_dtype or "none"))
+    reduced = "float32" if computed else trained
+    frozen = f" (frozen ones in {held})" if config.training.use_peft and trained != held else ""
+    gathered = computed or "what they are stored in"
+    return (
+        f"trained weights stored in {trained}{frozen}, gathered and computed in {gathered}, gradients reduced in "
+        f"{reduced}, stepped in {trained}"
+    )
 
 
 def _packing(config: TrainingConfig) -> Iterator[str]:

@@ -110,7 +110,8 @@ def said_of_float16(config: TrainingConfig, settings: Mapping[str, Any]) -> tupl
         return ()
     if computed is MixedPrecision.FP16:
         return (f"computed in float16 as asked, though {reason}",)
-    return (f"computed without float16, in twice the memory and time: {reason}, and {config.gpu.name} has no bfloat16",)
+    left_out = f"float16 is left out ({reason}), and {config.gpu.name} has no bfloat16"
+    return (f"computed in float32 without autocast, which is slower: {left_out}",)
 
 
 def _adapter_dtype(config: TrainingConfig, autocast: MixedPrecision) -> TorchDtype | None:

@@ -43,7 +43,7 @@ def _causes(comparison: Comparison, width: int) -> Iterator[Text]:
         return
     rows = [(", ".join(cause.keys), *_effect(comparison.a, cause)) for cause in by_effect(comparison)]
     yield Text()
-    yield from table([("a with these keys from b, alone", "peak", "then in"), *rows])
+    yield from table([("a with these keys from b, alone", "peak", "upper end", "then in"), *rows])
     for cause in comparison.causes:
         if cause.refusal:
             yield from wrapped(f"{', '.join(cause.keys)}: not possible alone, {cause.refusal}", width)
@@ -54,11 +54,12 @@ def _causes(comparison: Comparison, width: int) -> Iterator[Text]:
         yield from wrapped(f"{words.signed_size(more)} more comes from keys acting together", width)
 
 
-def _effect(a: Plan, cause: Cause) -> tuple[str, str]:
+def _effect(a: Plan, cause: Cause) -> tuple[str, str, str]:
     if cause.plan is None:
-        return "not possible", ""
-    effect = cause.plan.peak.device_bytes - a.peak.device_bytes
-    return words.signed_size(effect), words.phase_name(cause.plan.peak.phase)
+        return "not possible", "", ""
+    there, here = cause.plan.peak, a.peak
+    expected, upper = there.device_bytes - here.device_bytes, there.device_bytes_upper - here.device_bytes_upper
+    return words.signed_size(expected), words.signed_size(upper), words.phase_name(there.phase)
 
 
 def by_effect(comparison: Comparison) -> list[Cause]:
@@ -85,10 +86,18 @@ def comparison_document(comparison: Comparison) -> dict[str, Any]:
             "b": b.peak.device_bytes,
             "difference": b.peak.device_bytes - a.peak.device_bytes,
         },
+        "device_bytes_upper": {
+            "a": a.peak.device_bytes_upper,
+            "b": b.peak.device_bytes_upper,
+            "difference": b.peak.device_bytes_upper - a.peak.device_bytes_upper,
+        },
         "causes": [
             {
                 "keys": list(cause.keys),
                 "device_bytes": cause.plan.peak.device_bytes - a.peak.device_bytes if cause.plan else None,
+                "device_bytes_upper": (
+                    cause.plan.peak.device_bytes_upper - a.peak.device_bytes_upper if cause.plan else None
+                ),
                 "refusal": cause.refusal,
             }
             for cause in by_effect(comparison)

@@ -62,6 +62,8 @@ def verdict(plan: Plan) -> Verdict:
     usable, name = plan.device.usable_bytes, plan.device.name
     if usable is None:
         return _verdict_without_card(plan)
+    several = plan.device.count > 1
+    name = f"each of {plan.device.count} {name}" if several else name
     if upper <= usable:
         headline = f"fits on {name}: up to {size(upper)} of {size(usable)} usable, {size(usable - upper)} left"
     else:
@@ -113,7 +115,9 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
     if step is None:
         found.append(("step", f"the speed of {plan.device.name} is not known"))
     else:
-        speed = f"{duration(step.seconds)}, {step.tokens_per_second:,.0f} tokens a second, bound by {step.bound_by}"
+        each = " on each device" if plan.device.count > 1 else ""
+        rate = f"{step.tokens_per_second:,.0f} tokens a second{each}"
+        speed = f"{duration(step.seconds)}, {rate}, bound by {step.bound_by}"
         found.append(("step", speed))
     if plan.run_hours is not None:
         found.append(("whole run", f"{duration(plan.run_hours * 3600)}, evaluation and saving not counted"))

@@ -50,6 +50,10 @@ def inspect(config: TrainingConfig) -> Findings:
         place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
         cautions.extend(attempt(lambda: [*check_all_weights(config, architecture, in_folders=True)]) or ())
         assembly = attempt(lambda: assemble(config, architecture, place, total_steps=1))
+        if assembly is not None and config.fsdp.is_sharded:
+            from framework.build.shard import refuse_unsharded  # torch's sharding takes seconds to import
+
+            attempt(lambda: refuse_unsharded(config, assembly.model, assembly.model))
         if assembly is not None and assembly.adapter is not None:
             cautions.extend(_about_adapter(caution) for caution in assembly.adapter.cautions)
         if config.data.train:

@@ -1,6 +1,7 @@
 """`plan`, `diff --memory` and `doctor --calibrate` from the command line."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -133,6 +134,20 @@ def test_a_full_fine_tune_of_a_1b_model_fits_an_80_gb_card_and_not_a_12_gb_one()
         assert done.stdout.startswith(f"quickstart {verdict} {card}: ")
         assert "\x1b" not in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_plan_that_does_not_fit_ends_with_what_looks_for_settings_that_do(run, write, planner, monkeypatch, named):
+    monkeypatch.setattr("framework.compose.request.detect", lambda: "rtx4090_24gb")
+    planner(on(12))
+    recipe = write(RECIPE)
+    words = [*(["gpu=rtx4090_24gb"] if named else []), "training.seed=3", "model.freeze_layers=[a, b]"]
+    _, out, _ = run("plan", recipe, *words)
+    command = shlex.split(out.rpartition("settings that fit:\n")[2].replace("\\\n", " "))
+    expected = words if named else [*words, "gpu=rtx4090_24gb"]
+    assert command == ["tunesmith", "fit", str(recipe), *expected]
+    planner(on(24))
+    assert "tunesmith fit" not in run("plan", recipe, *words)[1]
 
 
 @pytest.mark.parametrize(("usable", "code"), [(24, 0), (20.5, 3), (12, 3), (None, 0)])

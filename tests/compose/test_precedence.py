@@ -144,7 +144,7 @@ def test_without_a_choice_the_detected_card_is_taken_and_anything_written_is_abo
     monkeypatch.setattr("framework.compose.request.detect", lambda: "t4_16gb")
     assert load(write("training: {seed: 1}\n")).gpu.name == "t4_16gb"
     assert load(write("gpu: {count: 2}\n")).gpu.count == 2
-    assert load(write("gpu: {name: other}\n")).gpu.capability is None
+    assert load(write("gpu: {name: other, usable_bytes: 1000}\n")).gpu.capability is None
     assert load(write("defaults: [{gpu: cpu}]\n")).gpu.name == "cpu"
     assert load(write("defaults: [{gpu: cpu}]\n"), ["~gpu"]).gpu.name == "t4_16gb"
 
@@ -197,3 +197,47 @@ def test_wrong_defaults(write, defaults, word):
     [problem] = refused(write(f"defaults: {defaults}\n"))
     assert word in problem.message
     assert problem.where == "r.yaml:1"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("gpu: {name: h100_80gb, count: 2}\n", []),
+        ("gpu: {count: 2}\n", ["gpu.name=h100_80gb"]),
+        ("defaults: [{gpu: h100_80gb}]\ngpu: {count: 2}\n", ["gpu.name=h100_80gb"]),
+    ],
+)
+def test_the_name_of_a_card_stands_for_its_facts(write, recipe, overrides):
+    expected = load(write("gpu: {count: 2}\n"), ["gpu=h100_80gb"]).gpu
+    assert expected.usable_bytes
+    assert load(write(recipe), overrides).gpu == expected
+
+
+def test_facts_beside_the_name_of_a_card_are_above_its_own(write):
+    card = load(write("gpu: {name: h100_80gb, usable_bytes: 1000}\n")).gpu
+    assert (card.usable_bytes, card.capability) == (1000, "9.0")
+
+
+def test_a_size_as_name_is_that_size(write):
+    assert load(write("gpu: {name: 24gb}\n")).gpu == load(write("training: {seed: 1}\n"), ["gpu=24gb"]).gpu
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message", "expected"),
+    [
+        ("gpu: {name: h100}\n", [], "no card is called 'h100', and no facts", "usable_bytes"),
+        (
+            "training: {seed: 1}\n",
+            ["gpu=a100_80gb", "gpu.name=h100_80gb"],
+            "another card than gpu=a100_80gb",
+            "gpu=h100_80gb",
+        ),
+    ],
+)
+def test_a_name_without_facts_or_against_them_is_refused(write, recipe, overrides, message, expected):
+    with pytest.raises(RequestError) as caught:
+        load(write(recipe), overrides)
+    (problem,) = caught.value.problems
+    assert problem.key == "gpu.name"
+    assert message in problem.message
+    assert expected in (problem.expected or "")

@@ -16,6 +16,7 @@ from framework.memory.cards import (
     capability_of,
     card_names,
     card_of_size,
+    context_of,
     read_card,
     size_meant,
     smallest,
@@ -296,7 +297,10 @@ def test_assumptions_of_a_size_name_the_size_the_share_and_the_missing_speed() -
 def test_assumptions_name_what_a_card_file_of_the_user_leaves_out() -> None:
     said = "\n".join(assumptions(GPUParams(name="mine", usable_bytes=GIB, capability="8.0")))
     assert "usable memory 1,024 MiB, without a source" in said
-    assert "driver context is unknown and counted as nothing" in said
+    assert any("driver context is not stated, taken as an H100's, 767 MiB" in line for line in said.split("\n"))
+    assert context_of(GPUParams(name="mine", usable_bytes=GIB)) == context_of(typed("h100_80gb"))
+    assert context_of(GPUParams(name="mine", usable_bytes=GIB, context_bytes=5)) == 5
+    assert context_of(typed("cpu")) == 0
 
 
 def test_cards_need_no_torch() -> None:

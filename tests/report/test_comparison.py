@@ -32,8 +32,8 @@ def test_terms_and_causes() -> None:
     assert "together 20.00 GiB 8.50 GiB -11.50 GiB" in rows
     assert "upper end 21.00 GiB 9.00 GiB -12.00 GiB" in rows
     assert "in backward optimizer step" in rows
-    assert "training.optimizer +2.00 GiB backward" in rows
-    assert "model.torch_dtype_str, training.mixed_precision_dtype -6.00 GiB loss" in rows
+    assert "training.optimizer +2.00 GiB +4.00 GiB backward" in rows
+    assert "model.torch_dtype_str, training.mixed_precision_dtype -6.00 GiB -6.00 GiB loss" in rows
     assert "model.chunked_loss: not possible alone, it cannot be" in text()
     assert "not planned alone: peft.lora_r" in text()
     assert not [row for row in rows if row.startswith("communication")], "terms that neither has are left out"
@@ -58,7 +58,12 @@ def test_the_document() -> None:
     assert document["device_bytes"] == {"a": 20 * GIB, "b": 8.5 * GIB, "difference": -11.5 * GIB}
     assert document["terms"]["activations"] == {"a": 8 * GIB, "b": 0, "difference": -8 * GIB}
     assert sum(term["difference"] for term in document["terms"].values()) == document["device_bytes"]["difference"]
-    assert document["causes"][1] == {"keys": ["training.optimizer"], "device_bytes": 2 * GIB, "refusal": None}
+    assert document["causes"][1] == {
+        "keys": ["training.optimizer"],
+        "device_bytes": 2 * GIB,
+        "device_bytes_upper": 4 * GIB,
+        "refusal": None,
+    }
     assert document["causes"][2]["refusal"] == "it cannot be"
     assert document["not_planned_alone"] == ["peft.lora_r"]
     assert document["a"] == PLAN.to_json()

@@ -3,8 +3,10 @@
 import pytest
 
 from framework.checks import check_request
+from framework.errors import RequestError
 from framework.run.fit import decide
 from framework.run.inspect import inspect
+from framework.run.rehearse import rehearse
 from framework.schema.availability import DTYPES, left_open
 from framework.schema.keys import every_key, key_at
 
@@ -54,3 +56,47 @@ def test_a_lever_that_is_open_is_looked_at_with_its_plain_value(key, write):
 def test_auto_where_nothing_is_searched_is_refused_in_a_sentence(key, write):
     (problem,) = check_request(write(RECIPE), [f"{key}=auto"]).problems
     assert (problem.key, problem.message) == (key, "cannot be 'auto', which no search decides")
+
+
+SHARDED = ["gpu=a100_40gb", "gpu.count=2", "fsdp.enable_fsdp=true"]
+NEEDS_THE_SHAPE = {
+    "a class that is not there": (
+        ["fsdp.transformer_layer_cls=GPT2Block"],
+        "fsdp.transformer_layer_cls",
+        "has no GPT2",
+    ),
+    "a class within a graph": (
+        ["fsdp.transformer_layer_cls=LlamaMLP", "training.compile=true"],
+        "fsdp.transformer_layer_cls",
+        "is a part of it",
+    ),
+    "an adapter of another dtype than a module beside it": (
+        ["peft=lora", "peft.adapter_dtype=bfloat16", "peft.lora_modules_to_save=[input_layernorm]"],
+        "model.torch_dtype_str",
+        "cannot be sharded together",
+    ),
+    "a target that is no module": (
+        ["peft=lora", "peft.lora_target_modules=[c_attn]"],
+        "peft.lora_target_modules",
+        "c_attn",
+    ),
+    "a module that is frozen and not there": (["model.freeze_layers=[h.0]"], "model.freeze_layers", "h.0"),
+    "a router loss without routers": (["training.router_aux_loss_coef=0.1"], "training.router_aux_loss_coef", "llama"),
+    "rows that are too long": (["model.model_max_length=100000"], "model.model_max_length", "positions"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_THE_SHAPE)
+def test_check_finds_what_needs_only_the_shape_of_the_model(name, write, monkeypatch):
+    """And a plan refuses the same."""
+    monkeypatch.setattr("framework.checks.unmet_requirements", lambda *_, **__: iter(()))
+    overrides, key, words = NEEDS_THE_SHAPE[name]
+    report = check_request(write(RECIPE.replace("vocab_size: 128", "vocab_size: 128, tie_word_embeddings: false")),
+                           [*SHARDED, *overrides])  # fmt: skip
+    assert report.composition is not None, report.problems
+    problems = inspect(report.composition.config).problems
+    assert [problem.key.partition("[")[0] for problem in problems] == [key]
+    assert words in str(problems[0])
+    with pytest.raises(RequestError) as caught:
+        rehearse(report.composition.config)
+    assert caught.value.problems == problems
