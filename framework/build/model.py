@@ -206,12 +206,15 @@ def _refused(architecture: PretrainedConfig, attention: str | None, error: Excep
 def unreported() -> Iterator[None]:
     """What a checkpoint lacks or has too much is told by name, in place of transformers' table of it."""
     logger = logging.getLogger("transformers.modeling_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(_is_error)  # at a higher level it would list what tensor parallelism does not split
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _pretrained(

@@ -38,7 +38,11 @@ def sort_unmatched(model: PreTrainedModel, info: Mapping[str, Any], name: str, k
         for names, message, expected in (
             (absent, f"{_weights(absent, 'the model')} not in {name!r} and would stay random", None),
             (sorted(shapes.values()), f"{_weights(shapes, 'the model')} of another shape in {name!r}", None),
-            (needed, f"{_weights(needed, repr(name))} left over: the model as it is configured has no place", _WHOLE),
+            (
+                needed,
+                f"{_weights(needed, repr(name))} left over, for which the model as it is configured has no place",
+                _WHOLE,
+            ),
         )
         if names
     ]

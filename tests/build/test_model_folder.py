@@ -59,6 +59,14 @@ def test_fewer_layers_than_the_checkpoint_has_are_refused_by_name(base, loads):
     assert "model.layers.1.input_layernorm.weight" in problem.message
 
 
+def test_nothing_of_a_librarys_own_report_is_printed(base, capfd):
+    change_config(base, num_hidden_layers=1)
+    refused(base)
+    found = capfd.readouterr()
+    assert "LOAD REPORT" not in found.err + found.out
+    assert "not sharded" not in found.err + found.out
+
+
 def test_more_layers_and_other_shapes_are_refused_by_name(base):
     change_config(base, num_hidden_layers=3)
     assert "model.layers.2." in refused(base)[0].message
