@@ -13,21 +13,24 @@ NEVER_ZERO = 1e-6
 """Added to the norm before the limit is divided by it, as torch.nn.utils.clip_grads_with_norm_ does."""
 
 
-def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together, a float32 scalar on their device.
+def gradient_norms(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+    """The 2-norm of all gradients together, a float32 scalar on their device, and of each in the order of `parameters`;
+    of each none where gradients are split over ranks.
 
     Each gradient is read once. Its squares are summed in float32 and stay so: torch's own norm of bfloat16 gradients is
     rounded to 8 bits, twice. Where gradients are split over ranks, every rank must call this.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or any(hasattr(gradient, "full_tensor") for gradient in gradients):
-        return whole(torch.nn.utils.get_total_norm(gradients))
-    norms: list[Tensor] = []
+        return whole(torch.nn.utils.get_total_norm(gradients)), []
+    norms: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        alike = [gradient for gradient in gradients if gradient.dtype is dtype]
-        norms += torch._foreach_norm(alike, 2, dtype=torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+        alike = [place for place, gradient in enumerate(gradients) if gradient.dtype is dtype]
+        found = torch._foreach_norm([gradients[place] for place in alike], 2, dtype=torch.float32)
+        norms.update(zip(alike, found, strict=True))
+    each = [norms[place] for place in range(len(gradients))]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(each))
+    return norm, each
 
 
 def clip_gradients(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from framework.build.assembly import Assembly
-from framework.build.clipping import clip_gradients, gradient_norm
+from framework.build.clipping import clip_gradients, gradient_norms
 from framework.build.loss import Batch, Observe, ignore_phases
 from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers.found_inf import forget_skipped_steps, found_inf_of, takes_found_inf
@@ -112,8 +112,9 @@ def launch_step(
         assembly.buckets.add_up()
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
-    norm = squares.sqrt() if squares is not None else _clip(assembly, assembly.config.training.max_grad_norm)
-    figures = _figures(assembly, micro_batches, total, norm, terms)
+    norms = [squares.sqrt()] if squares is not None else _clip(assembly, assembly.config.training.max_grad_norm)
+    figures = _figures(assembly, micro_batches, total, terms, norms)
+    del norms
     known = _read(assembly, figures, step, rate) if in_backward or waits_for_figures(assembly) else None
     if known is None:
         found_inf = found_inf_of(assembly.optimizer, assembly.place.device)
@@ -138,21 +139,23 @@ def waits_for_figures(assembly: Assembly) -> bool:
     return assembly.loss_scale.enabled or elsewhere or not takes_found_inf(assembly.optimizer)
 
 
-def _figures(assembly: Assembly, micro_batches: Sequence[Batch], total: Tensor, norm: Tensor, terms: Tensor) -> Tensor:
-    """Loss, tokens, gradient norm and terms of all ranks: float64 `[4]` on the device, which is not waited for."""
+def _figures(
+    assembly: Assembly, micro_batches: Sequence[Batch], total: Tensor, terms: Tensor, norms: Sequence[Tensor]
+) -> Tensor:
+    """Loss, tokens and terms of all ranks, and `norms`: a float64 vector on the device, which is not waited for."""
     tokens = torch.full((), sum(batch["input_ids"].numel() for batch in micro_batches), device=total.device)
-    norm = norm.to(total.device)  # offloaded gradients are on the host
-    figures = torch.stack([part.double() for part in (total, tokens, norm, terms)])
+    known = torch.stack([part.double() for part in (total, tokens, terms)])
+    figures = torch.cat([known, torch.stack(list(norms)).to(known)])  # offloaded gradients are on the host
     assembly.ranks.sum(figures[:2])
     return figures
 
 
 def _read(assembly: Assembly, figures: Tensor, step: int, rate: float) -> StepResult:
     """Wait for the figures of a step. Raises NonFinite unless they are finite or float16's scaler skips the step."""
-    loss, tokens, norm, terms = figures.tolist()
+    loss, tokens, terms, norm, *each = figures.tolist()
     skipped = _finite(loss) and not _finite(norm) and assembly.loss_scale.skip()
     if not skipped and not (_finite(loss) and _finite(norm)):
-        raise NonFinite(_non_finite_report(assembly, loss, norm, step, terms))
+        raise NonFinite(_non_finite_report(assembly, loss, norm, step, terms, each))
     return StepResult(loss, norm, rate, int(tokens), int(terms), skipped)
 
 
@@ -269,28 +272,31 @@ def _gradients_dropped(assembly: Assembly) -> Iterator[None]:
             hook.remove()
 
 
-def _clip(assembly: Assembly, limit: float) -> Tensor:
-    """Global gradient norm before clipping, of all ranks' parts; clips to `limit` unless it is 0."""
-    parameters = assembly.trained
-    norm = gradient_norm(parameters) if assembly.tensor is None else assembly.tensor.gradient_norm(assembly.model)
+def _clip(assembly: Assembly, limit: float) -> list[Tensor]:
+    """Global gradient norm before clipping, of all ranks' parts, and those of the parameters where they are known.
+    Clips to `limit` unless it is 0."""
+    parameters, each = assembly.trained, list[Tensor]()
+    if assembly.tensor is None:
+        norm, each = gradient_norms(parameters)
+    else:
+        norm = assembly.tensor.gradient_norm(assembly.model)
     if limit:
         clip_gradients(assembly.optimizer, parameters, limit, norm)
-    return norm
+    return [norm, *each]
 
 
 def _finite(value: float) -> bool:
     return value - value == 0
 
 
-def _non_finite_report(assembly: Assembly, loss: float, norm: float, step: int, terms: float) -> str:
-    bad = next(
-        (
-            name
-            for name, parameter in assembly.model.named_parameters()
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
-        ),
-        None,
-    )
+def _non_finite_report(
+    assembly: Assembly, loss: float, norm: float, step: int, terms: float, norms: Sequence[float] = ()
+) -> str:
+    """What is told of a step that is not finite. `norms`: of the gradients, which may be gone."""
+    names = [name for name, parameter in assembly.model.named_parameters() if parameter.requires_grad]
+    if len(norms) != len(names):  # some had no gradient: which, is not known any more
+        norms = ()
+    bad = next((name for name, own in zip(names, norms, strict=False) if not _finite(own)), None)
     weights = assembly.config.model.torch_dtype_str
     in_backward = assembly.config.training.optimizer_in_backward is True
     changed = "not changed" if not in_backward else "perhaps changed, for they are updated in backward"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.build.clipping import clip_gradients, gradient_norm
+from framework.build.clipping import clip_gradients, gradient_norms
 from framework.build.optimizers.parameter_wise import ParameterWise
 from tests.build.optimizers.test_any_precision import optimizer
 
@@ -23,22 +23,22 @@ def exact(parameters):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_norm_is_float64s_in_any_dtype(dtype):
     parameters = [*trained(dtype), torch.nn.Parameter(torch.zeros(3))]  # the last has no gradient
-    norm = gradient_norm(parameters)
+    norm = gradient_norms(parameters)[0]
     assert norm.dtype is torch.float32
     assert float(norm) == pytest.approx(exact(parameters[:-1]), rel=1e-5)
 
 
 def test_gradients_of_several_dtypes_make_one_norm():
     parameters = [*trained(torch.bfloat16), *trained(torch.float32)]
-    assert float(gradient_norm(parameters)) == pytest.approx(exact(parameters), rel=1e-5)
-    assert float(gradient_norm([torch.nn.Parameter(torch.zeros(3))])) == 0
+    assert float(gradient_norms(parameters)[0]) == pytest.approx(exact(parameters), rel=1e-5)
+    assert float(gradient_norms([torch.nn.Parameter(torch.zeros(3))])[0]) == 0
 
 
 def test_gradients_above_the_limit_are_scaled_and_others_left():
     for limit, expected in ((1.0, 1.0), (1e6, None)):
         parameters = trained(torch.float32)
         before = exact(parameters)
-        clip_gradients(torch.optim.SGD(parameters, lr=1.0), parameters, limit, gradient_norm(parameters))
+        clip_gradients(torch.optim.SGD(parameters, lr=1.0), parameters, limit, gradient_norms(parameters)[0])
         assert exact(parameters) == pytest.approx(expected or before, rel=1e-5)
 
 
@@ -47,7 +47,7 @@ def test_an_optimizer_that_scales_as_it_reads_moves_as_with_gradients_clipped_be
     for scales_itself in (True, False):
         parameters = trained(torch.float32)
         made = optimizer(parameters)
-        norm = gradient_norm(parameters)
+        norm = gradient_norms(parameters)[0]
         clip_gradients(made if scales_itself else torch.optim.SGD(parameters), parameters, 0.5, norm)
         assert exact(parameters) == pytest.approx(float(norm) if scales_itself else 0.5, rel=1e-5)
         made.step()
@@ -58,6 +58,6 @@ def test_an_optimizer_that_scales_as_it_reads_moves_as_with_gradients_clipped_be
 def test_each_part_of_an_optimizer_of_parts_is_given_the_scale():
     parameters = trained(torch.float32)
     parts = ParameterWise([optimizer([parameter]) for parameter in parameters], None)
-    clip_gradients(parts, parameters, 1.0, gradient_norm(parameters))
+    clip_gradients(parts, parameters, 1.0, gradient_norms(parameters)[0])
     scales = [float(part.grad_scale) for part in parts.parts.values()]
-    assert scales == pytest.approx([float(gradient_norm(parameters))] * 3, rel=1e-5)
+    assert scales == pytest.approx([float(gradient_norms(parameters)[0])] * 3, rel=1e-5)

@@ -148,7 +148,7 @@ GOLDEN_PHASES = {
     "forward": 68066304,
     "loss": 68329984,
     "backward": 68393472,
-    "optimizer_step": 67361280,
+    "optimizer_step": 67363328,
     "save": 67288576,
     "resume": 179200,
 }
