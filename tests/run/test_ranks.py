@@ -265,7 +265,7 @@ def test_the_reason_of_ranks_that_read_other_rows_reaches_the_user_under_torchru
     """torchrun ends a rank as soon as another has ended: what it would say has to be said before."""
     script = tmp_path / "script.py"
     script.write_text(OTHER_ROWS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*command, str(script), str(tmp_path / "run")],
