@@ -28,7 +28,12 @@ def adapter_export_bytes(assembly: Assembly, adapter: Adapter, counts: Mapping[s
     if mode is PeftSaveMode.MERGED:
         weights = sum(counts[name] for name in frozen) + _untied_weights(model.get_base_model())
         return weights * assembly.export_dtype.itemsize
-    named = {name: assembly.as_part(name, tensor) for name, tensor in model.state_dict().items()}
+    # not `state_dict()`: it reads values of nested scales, which a rehearsal has not
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    named = {name: assembly.as_part(name, tensor) for name, tensor in tensors.items()}
     written = dict(adapter_state(model, named))
     if mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL:
         base = map(local_part, (*frozen.values(), *scale_tensors(model)))
