@@ -1,6 +1,6 @@
 """Training steps of one card, ours next to other trainers: tokens a second and memory over the same shapes.
 
-python benchmarks/race.py run OUT.jsonl [--only WORD ...] [--steps N]    a CUDA card; a process a case, a line a case
+python benchmarks/race.py run OUT.jsonl [--only NAME ...] [--steps N]    a CUDA card; names are patterns
 python benchmarks/race.py summary OUT.jsonl results/race_h200.json       ratios to Trainer's pure bfloat16 of a shape
 python benchmarks/race.py plot results/race_h200.json race.svg           tokens a second against memory
 python benchmarks/race.py cases                                          names of the cases
@@ -12,7 +12,9 @@ card; the median of the steps after the first WARM is kept. Rivals are in rivals
 """
 
 import argparse
+import importlib
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,11 +24,19 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import torch
 
 WARM, STEPS, TIMEOUT = 5, 25, 240
+IMPORTS = {
+    "ours": ("framework.build.assembly", "framework.run.step", "torch._inductor.compile_fx", "peft"),
+    "trainer": ("transformers.trainer", "accelerate", "peft"),
+    "trl": ("trl",),
+    "unsloth": ("unsloth", "trl"),
+}
+"""What a case imports before it asks for the card."""
 ROWS = 64
 """Different rows, taken in turn."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "liger-kernel", "trl", "unsloth", "torchao", "triton")
@@ -196,8 +206,12 @@ def ours(shape: Shape, options: dict[str, Any], steps: int, clock: Clock) -> int
 def run_case(name: str, steps: int) -> dict[str, Any]:
     """One case, in this process."""
     case = CASES[name]
-    shape, clock = SHAPES[case.shape], Clock()
     started = time.perf_counter()
+    for module in IMPORTS[case.system]:
+        importlib.import_module(module)
+    imported = time.perf_counter()
+    sys.stdin.readline()
+    shape, clock = SHAPES[case.shape], Clock()
     if case.system == "ours":
         tokens = ours(shape, case.options, steps, clock)
     else:
@@ -209,20 +223,23 @@ def run_case(name: str, steps: int) -> dict[str, Any]:
         train(rivals.Job(architecture, rows, shape.rows, shape.rank, steps, clock), **case.options)
         tokens = shape.rows * shape.length
     found = clock.document(tokens)
-    return found | {"process_seconds": time.perf_counter() - started, "machine": torch.cuda.get_device_name()}
+    times = {"import_seconds": imported - started, "process_seconds": time.perf_counter() - started}
+    return found | times | {"machine": torch.cuda.get_device_name()}
 
 
 def run(out: Path, only: list[str], steps: int) -> None:
-    """Each case in a fresh process; its line is written as it ends."""
-    for name in CASES:
-        if only and not any(word in name for word in only):
-            continue
-        command = [sys.executable, __file__, "case", name, "--steps", str(steps)]
+    """Each case in a fresh process; its line is written as it ends. The next one imports its libraries meanwhile, and
+    waits with anything else until the card is free."""
+    names = [name for name in CASES if not only or any(re.fullmatch(word, name) for word in only)]
+    waiting = _begin(names[0], steps)
+    for name, following in zip(names, [*names[1:], None], strict=True):
+        process, waiting = waiting, _begin(following, steps) if following is not None else waiting
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-            line = done.stdout.strip().splitlines()[-1:] or ["{}"]
-            document = json.loads(line[0]) if done.returncode == 0 else {"error": done.stderr.strip()[-900:]}
+            printed, said = process.communicate("go\n", timeout=TIMEOUT)
+            line = printed.strip().splitlines()[-1:] or ["{}"]
+            document = json.loads(line[0]) if process.returncode == 0 else {"error": said.strip()[-900:]}
         except subprocess.TimeoutExpired:
+            process.kill()
             document = {"error": f"no end in {TIMEOUT} s"}
         case = CASES[name]
         row = {"name": name, "system": case.system, "shape": case.shape, "options": case.options, **document}
@@ -231,6 +248,11 @@ def run(out: Path, only: list[str], steps: int) -> None:
             file.write(json.dumps(row) + "\n")
         shown = {key: document.get(key) for key in ("tokens_per_second", "allocated_bytes", "error") if key in document}
         print(name, json.dumps(shown), flush=True)
+
+
+def _begin(name: str, steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "case", name, "--steps", str(steps)]
+    return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
 
 
 def _packages() -> dict[str, str]:
