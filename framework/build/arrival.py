@@ -8,7 +8,7 @@ copy of the model there, none elsewhere) and sends each tensor to the others.
 
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -72,8 +72,9 @@ def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
     if folder is None:
         return False
     stored = set[str]()
-    with ExitStack() as files, suppress(RequestError):  # a plan is made of a folder without weights, too
-        for file in weight_files(folder, "model.model_name"):
+    has_weights = any(folder.glob("*.safetensors*"))  # a plan is made of a folder without weights, too
+    with ExitStack() as files:
+        for file in weight_files(folder, "model.model_name") if has_weights else ():
             stored.update(files.enter_context(_opened(file)).keys())
     names = (name.replace(".base_layer", "") for name, _ in model.named_parameters() if _ADAPTED not in name)
     return any(name not in stored and not is_new(model, name) for name in names)

@@ -108,7 +108,7 @@ def test_a_cut_file_of_weights_is_named(tmp_path):
     model.save_pretrained(tmp_path / "llama")
     file = tmp_path / "llama" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(RequestError, match=r"model\.safetensors does not load: Error while deserializing header"):
+    with pytest.raises(RequestError, match=r"model\.safetensors cannot be read: Error while deserializing header"):
         is_sent(config, model)
 
 
