@@ -1,7 +1,7 @@
 """The verb that says what a run will cost."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,12 +33,23 @@ def plan(
     measure: Annotated[
         bool, typer.Option("--measure", help="Also run the real step on this machine's card, on random tokens.")
     ] = False,
+    several: Annotated[
+        bool, typer.Option("-m", "--multirun", help="`gpu=a,b` is a row for each card, not one machine with both.")
+    ] = False,
     as_json: Json = False,
     nproc: Processes = None,
 ) -> int:
-    """Say what the run will cost on its card, phase by phase, without weights, data or a GPU. Exit 3: does not fit."""
+    """Say what the run will cost on its card, phase by phase, without weights, data or a GPU. Exit 3: does not fit.
+
+    A list of values for one key, such as model.model_max_length=2048,4096, gives one table.
+    """
+    from framework.compose.overrides import listed
     from framework.run.child import rehearsing_process
 
+    if (found := listed(overrides or (), several)) is not None:
+        if measure:
+            raise RequestError([Problem("--measure", "measures one request", expected=f"one value of {found[0]}")])
+        return _compare(recipe, *found, html, as_json, nproc)
     with rehearsing_process() as process:
         composition = checked(recipe, overrides or (), nproc)
         check_writable(html, "--html")
@@ -73,6 +84,27 @@ def _fit_command(recipe: str, overrides: Sequence[str], nproc: int | None, compo
             lines.append("")
         lines[-1] += f" {word}" if lines[-1] else word
     return " \\\n    ".join(lines)
+
+
+def _compare(
+    recipe: str, key: str, words: Mapping[str, Sequence[str]], html: Path | None, as_json: bool, nproc: int | None
+) -> int:
+    """One row for each value of a key, from rehearsals of one process. Exit 3 where none of them fits."""
+    from framework.report.what_if import what_if_lines, what_if_page
+    from framework.run.what_if import what_if
+
+    check_writable(html, "--html")
+    requests = {value: decided(checked(recipe, typed, nproc))[0] for value, typed in words.items()}
+    rows = what_if({value: request.config for value, request in requests.items()})
+    title = next(iter(requests.values())).recipe
+    missed = written(html, "--html", lambda: what_if_page(title, key, rows))
+    if as_json:
+        print_json({"key": key, "rows": [row.to_json() for row in rows], **as_document(missed)})
+    else:
+        console = stdout()
+        for line in what_if_lines(title, key, rows, console.width):
+            console.print(line)
+    return told(missed, 0 if any(row.fits for row in rows) else DOES_NOT_FIT)
 
 
 def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> "Composition":

@@ -14,21 +14,31 @@ from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.terminal import on_one_line
 from framework.text import dump
 
-_HEAD = "# yaml-language-server: $schema=recipe.schema.json\n"
-
 
 def amended(recipe: str, words: Sequence[str], config: TrainingConfig, changes: Sequence[str]) -> str:
     """The recipe's own text with the `words` of the command line and then `changes` in it, without a machine.
 
-    Comments are lost. Where that does not compose to `config`, the text is every key of `config`.
+    Comments are lost. Where that does not compose to `config`, the text is what `config` has other than by default, and
+    where that does not either, every key.
     """
     said = f"# {on_one_line(Path(recipe).stem)}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
-    text = _HEAD + said + dump(_document(recipe, [*words, *changes]))
-    if _composes(text, config):
-        return text
-    document = config.model_dump()
-    document.pop("gpu")
-    return _HEAD + said + dump(document)
+    whole = {key: value for key, value in config.model_dump().items() if key != "gpu"}
+    short = {"schema_version": SCHEMA_VERSION, **_unlike(whole, TrainingConfig().model_dump())}
+    texts = (said + dump(document) for document in (_document(recipe, [*words, *changes]), short))
+    return next((text for text in texts if _composes(text, config)), said + dump(whole))
+
+
+def _unlike(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The values that are not the default ones; sections that have none are left out."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict):
+            if inside := _unlike(value, default):
+                found[key] = inside
+        elif value != default or key not in defaults:
+            found[key] = value
+    return found
 
 
 def _document(recipe: str, words: Sequence[str]) -> dict[str, Any]:

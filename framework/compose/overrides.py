@@ -11,7 +11,7 @@ from hydra.errors import HydraException
 
 from framework.compose.origins import Node, Origin, node_of
 from framework.compose.shipped import GROUPS
-from framework.errors import Problem
+from framework.errors import Problem, RequestError
 from framework.schema.keys import Path, dotted, key_at, keys_beside, unknown
 
 COMMAND_LINE = "command line"
@@ -86,6 +86,30 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
             replaced.append(Problem(dotted(path), message, COMMAND_LINE))
             typed[dotted(path)] = _shown(word)
     return Words(choices, writes, replaced)
+
+
+def listed(words: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list[str]]] | None:
+    """The key that has a list of values, and for each of them the words with it alone; None where no key has a list.
+
+    `gpu=a,b` names the cards of one machine, unless it `takes_cards` one by one. Raises RequestError for two such keys.
+    """
+    found: dict[int, list[str]] = {}
+    for place, word in enumerate(words):
+        key, _, raw = word.strip().partition("=")
+        try:
+            override = OverridesParser.create().parse_override(f"key={raw}") if raw and len(word) <= MAX_WORD else None
+            if override is not None and override.is_sweep_override() and (takes_cards or key != "gpu"):
+                found[place] = list(override.sweep_string_iterator())
+        except (HydraException, ValueError, RecursionError):  # which composing tells
+            continue
+    first, *others = found or [-1]
+    if others:
+        expected = "a list for one key; `train -m` runs all combinations of several"
+        raise RequestError([Problem(_shown(words[at]), "is a second list", COMMAND_LINE, expected) for at in others])
+    if not found:
+        return None
+    key = words[first].strip().partition("=")[0]
+    return key, {value: [*words[:first], f"{key}={value}", *words[first + 1 :]] for value in found[first]}
 
 
 def group_of(path: Path) -> str | None:

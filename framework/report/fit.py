@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 
+from rich.console import Console
 from rich.text import Text
 
 from framework.memory.levers import word
 from framework.memory.search.found import Change, Found
 from framework.report import words
 from framework.report.terminal import BLOCKS, LEAST_WIDTH, Strokes, table, wrapped
+
+LEAST_SETTINGS = 24
+"""Characters of a line that the settings of a point have at least."""
 
 
 def fit_lines(title: str, found: Found, width: int = 80, strokes: Strokes = BLOCKS) -> list[Text]:
@@ -45,7 +49,7 @@ def _changes(found: Found, width: int) -> Iterator[Text]:
     if not found.changes:
         yield from wrapped("Nothing has to change: this is the fastest that was found.", width)
         return
-    heading = ("Change", "saves", "a step costs", "training")
+    heading = ("Change", "memory", "a step", "training")
     yield Text()
     yield from table([heading, *(_row(change) for change in found.changes)])
     yield Text()
@@ -54,9 +58,14 @@ def _changes(found: Found, width: int) -> Iterator[Text]:
 
 
 def _row(change: Change) -> tuple[str, str, str, str]:
-    saves = "-" if change.saves_bytes is None else words.signed_size(change.saves_bytes)
+    memory = "-" if change.saves_bytes is None else words.signed_size(-change.saves_bytes)
     costs = "-" if change.costs_seconds is None else f"{change.costs_seconds:+.3f} s"
-    return f"{change.key} {word(change.old)} -> {word(change.new)}", saves, costs, "same" if change.exact else "CHANGED"
+    return (
+        f"{change.key} {word(change.old)} -> {word(change.new)}",
+        memory,
+        costs,
+        "same" if change.exact else "CHANGED",
+    )
 
 
 def _frontier(found: Found, width: int, strokes: Strokes) -> Iterator[Text]:
@@ -71,8 +80,10 @@ def _frontier(found: Found, width: int, strokes: Strokes) -> Iterator[Text]:
         bar = strokes.used * round(20 * (speed or 0.0) / (fastest or 1.0))
         figure = f"{speed:,.0f}" if speed is not None else "-"
         settings = " ".join(item.partition(".")[2] for item in point.overrides) or "as written"
-        line = f"{mark}{point.device_bytes / words.GIB:7.2f}{figure:>11}  {bar:20} {settings}"
-        yield Text(line if len(line) <= width else f"{line[: width - 3]}...")
+        head = f"{mark}{point.device_bytes / words.GIB:7.2f}{figure:>11}  {bar:20} "
+        lines = Text(settings).wrap(Console(width=width), max(width - len(head), LEAST_SETTINGS))
+        yield Text(head) + lines[0]
+        yield from (Text(" " * len(head)) + line for line in lines[1:])
 
 
 def _tail(found: Found, width: int) -> Iterator[Text]:

@@ -7,7 +7,7 @@ from framework.memory.search.found import Change, Found, Point
 from framework.report import words
 from framework.report.drawing import WIDTH, svg, text, ticks
 from framework.report.escaping import escape
-from framework.report.page import document, items
+from framework.report.page import document, items, scrolling
 
 HEIGHT, LEFT, BOTTOM, TOP = 320, 70, 44, 24
 """Of the plot and what is beside it, in units of the view box."""
@@ -92,16 +92,16 @@ def _changes(changes: Sequence[Change]) -> str:
         return '<p class="soft">Nothing: this is the fastest that was found.</p>'
     rows = "".join(
         f"<tr><td>{escape(change.key)} {escape(word(change.old))} → {escape(word(change.new))}"
-        f'<p class="soft">{escape(change.why)}</p></td><td>{_saves(change)}</td><td>{_costs(change)}</td>'
+        f'<p class="soft">{escape(change.why)}</p></td><td>{_memory(change)}</td><td>{_costs(change)}</td>'
         f"<td>{'same' if change.exact else 'CHANGED'}</td></tr>"
         for change in changes
     )
-    heading = "<tr><th>Change</th><th>saves</th><th>a step costs</th><th>training</th></tr>"
-    return f"<table><thead>{heading}</thead><tbody>{rows}</tbody></table>"
+    heading = "<tr><th>Change</th><th>memory</th><th>a step</th><th>training</th></tr>"
+    return scrolling(f"<table><thead>{heading}</thead><tbody>{rows}</tbody></table>")
 
 
-def _saves(change: Change) -> str:
-    return "-" if change.saves_bytes is None else words.signed_size(change.saves_bytes)
+def _memory(change: Change) -> str:
+    return "-" if change.saves_bytes is None else words.signed_size(-change.saves_bytes)
 
 
 def _costs(change: Change) -> str:

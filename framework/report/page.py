@@ -47,7 +47,7 @@ circle.planned { fill: var(--ink) } circle.sketched { fill: var(--ground); strok
 circle.fits { fill: none; stroke: var(--good); stroke-width: 2.5 } .limit { stroke: var(--bad) }
 .swatch { border-radius: 2px; display: inline-block; height: .8em; margin-right: .5em; width: .8em }
 dl { display: grid; gap: .3rem 1.5rem; grid-template-columns: max-content 1fr; margin: 0 } dt { color: var(--soft) }
-dd { margin: 0; overflow-wrap: anywhere } li { overflow-wrap: anywhere } .warnings { color: var(--warn) }
+h1, p, dd, li, td:first-child { overflow-wrap: anywhere } dd { margin: 0 } .warnings { color: var(--warn) }
 """
 
 
@@ -101,7 +101,7 @@ def _terms(plan: Plan) -> str:
         for key, count in named
         if count
     ]
-    return (
+    return scrolling(
         "<table><thead><tr><th>Term</th><th>Bytes</th><th>Share</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody>"
         f"<tfoot><tr><td>together</td><td>{words.size(total)}</td><td></td></tr></tfoot></table>"
@@ -121,7 +121,12 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for first, *cells in rows
     )
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def scrolling(wide: str) -> str:
+    """A table or drawing that scrolls by itself where the page is narrower, such as on a phone."""
+    return f'<div class="scroll" tabindex="0">{wide}</div>'
 
 
 def _measured(plan: Plan, measured: "Measured") -> Sequence[str]:
@@ -132,7 +137,7 @@ def _measured(plan: Plan, measured: "Measured") -> Sequence[str]:
     heading = "<tr><th>Forward to optimizer step</th><th>predicted</th><th>measured</th><th>error</th></tr>"
     return (
         f"<h2>Measured on {escape(measured.device_name)}</h2>",
-        f"<table><thead>{heading}</thead><tbody>{rows}</tbody></table>",
+        scrolling(f"<table><thead>{heading}</thead><tbody>{rows}</tbody></table>"),
     )
 
 

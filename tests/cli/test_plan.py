@@ -11,9 +11,11 @@ import pytest
 
 import framework
 from framework.cli import main
-from framework.compose import compose
+from framework.compose import compose, load
+from framework.compose.overrides import listed
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
+from framework.run.child import plan_in_subprocess
 from framework.run.measure import Measured
 from tests.report.plans import GIB, PLAN, gib, on, use
 
@@ -341,3 +343,50 @@ def test_the_python_interface(planner):
     assert framework.plan.__module__ == "framework.run.child"
     assert framework.train.__module__ == "framework.run.trainer"
     assert {"plan", "train"} <= set(framework.__all__)
+
+
+LITTLE = """
+model:
+  architecture: {model_type: llama, vocab_size: 300, hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1,
+    num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 256}
+  load_pretrained_weights: false
+"""
+
+
+def test_a_list_of_values_is_a_table_of_what_each_is_planned_alone(run, write):
+    recipe = write(LITTLE)
+    code, out, _ = run("plan", recipe, "gpu=t4_16gb", "model.model_max_length=32,64", "--json", "--html", "p.html")
+    document = json.loads(out)
+    assert (code, document["key"]) == (0, "model.model_max_length")
+    assert [row["value"] for row in document["rows"]] == ["32", "64"]
+    for row in document["rows"]:
+        alone = plan_in_subprocess(load(recipe, ["gpu=t4_16gb", f"model.model_max_length={row['value']}"]))
+        assert row["plan"]["peak"] == alone.to_json()["peak"]
+        assert row["plan"]["batch"]["sequence_length"] == int(row["value"])
+    assert "model.model_max_length" in Path("p.html").read_text()
+
+
+def test_cards_are_compared_with_m_and_are_one_machine_without(run, write, planner):
+    recipe = write(RECIPE)
+    assert listed(["gpu=40gb,80gb"], takes_cards=False) is None
+    assert listed(["a.b=1", "gpu=40gb,80gb"], takes_cards=True) == (
+        "gpu",
+        {"40gb": ["a.b=1", "gpu=40gb"], "80gb": ["a.b=1", "gpu=80gb"]},
+    )
+    assert listed(["model.freeze_layers=[a,b]", "training.run_name='a,b'"], takes_cards=True) is None
+    code, out, _ = run("plan", recipe, "training.seed=1,2", "model.model_max_length=2,3", "--json")
+    assert (code, json.loads(out)["errors"][0]["message"]) == (2, "is a second list")
+    assert run("plan", recipe, "training.seed=1,2", "--measure")[0] == 2
+
+
+def test_a_card_that_is_too_small_for_the_measurement_is_in_the_one_document(run, write, planner, monkeypatch):
+    def fail(_):
+        raise OutOfMemory("no room")
+
+    monkeypatch.setattr("framework.run.measure.measure_in_subprocess", fail)
+    code, out, err = run("plan", write(RECIPE), "--measure", "--json")
+    assert code == 4
+    assert json.loads(out)["errors"] == [
+        {"key": "--measure", "message": "no room", "where": None, "expected": None, "nearest": None}
+    ]
+    assert "no room" in err

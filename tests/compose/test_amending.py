@@ -1,5 +1,7 @@
 """A request with other values as a recipe."""
 
+import yaml
+
 from framework.compose import load
 from framework.compose.amending import amended
 
@@ -12,3 +14,16 @@ def test_rows_a_device_that_follow_from_the_global_batch_do_so_on_the_cards_it_i
     assert "per_device_train_batch_size" not in text
     write(text)
     assert load("r.yaml", words).training.per_device_train_batch_size == 4
+
+
+def test_where_the_text_says_something_else_what_is_no_default_is_written(write):
+    recipe = write("training: {max_steps: 3}\nmodel: {model_name: a}\n")
+    changed = load(recipe, ["training.learning_rate=1e-3", "model.attn_implementation=eager"])
+    text = amended(str(recipe), [], changed, [])
+    assert yaml.safe_load(text) == {
+        "schema_version": 1,
+        "training": {"max_steps": 3, "learning_rate": 0.001},
+        "model": {"model_name": "a", "attn_implementation": "eager"},
+    }
+    assert "$schema" not in text, "no schema is beside a file that may be anywhere"
+    assert load(write(text)) == changed

@@ -144,13 +144,15 @@ class Search:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest candidate whose plan fits; of those about as fast, the one that changes least."""
+        """The fastest candidate whose plan fits; of those about as fast, the one that changes least, then the one that
+        takes least."""
         fitting = self._fitting()
         if not fitting:
             return None
         least = min(self._seconds(item) for item in fitting) * WORTH
         near = [item for item in fitting if self._seconds(item) <= least]
-        return min(near, key=lambda item: (self.space.weight(item.number), self._seconds(item)))
+        upper = {item: self.plans[item].peak.device_bytes_upper for item in near}
+        return min(near, key=lambda item: (self.space.weight(item.number), upper[item], self._seconds(item)))
 
     @property
     def closest(self) -> Candidate | None:

@@ -11,7 +11,17 @@ from framework.memory.ledger import Plan
 from framework.memory.levers import lever, word
 from framework.memory.resolve import resolve
 from framework.memory.search.concessions import DTYPE, INEXACT, change_of, conceded, with_concessions
-from framework.memory.search.fastest import WORTH_A_LOOK, Candidate, Measure, Search, Shortage, Space, no_shortage
+from framework.memory.search.estimate import Figures
+from framework.memory.search.fastest import (
+    WORTH,
+    WORTH_A_LOOK,
+    Candidate,
+    Measure,
+    Search,
+    Shortage,
+    Space,
+    no_shortage,
+)
 from framework.memory.search.found import Change, Found, Point, typed
 from framework.memory.search.freedom import opened
 from framework.memory.search.space import (
@@ -119,7 +129,37 @@ def find(
         candidate = finalists[judge([search.space.config(item) for item in finalists])]
     if search.best is not None:
         search.fill_in()
-    return _told(config, search.space.config(candidate), best)
+    chosen = search.space.config(candidate)
+    if search.best is not None and judge is None:
+        chosen = _pruned(before, chosen, search.plans[candidate], best)
+    return _told(config, chosen, best)
+
+
+def _pruned(before: TrainingConfig, chosen: TrainingConfig, plan: Plan, best: _Best) -> TrainingConfig:
+    """The proposal without the changes that buy nothing: as long as one can be undone and what is left still fits and
+    is about as fast, the one whose undoing leaves the fastest is."""
+    slowest = WORTH * Figures.of(plan).seconds
+    while True:
+        undone = (_undone(before, chosen, key, best.runs_here) for key in changed_keys(before, chosen))
+        fewer = [config for config in undone if config is not None]
+        kept: list[tuple[float, int, int]] = []
+        for place, other in enumerate(best.measure(fewer) if fewer else ()):
+            if other is None or not other.fits or best.shortage(other) is not None:
+                continue
+            if (seconds := Figures.of(other).seconds) <= slowest:
+                kept.append((seconds, other.peak.device_bytes_upper, place))
+        if not kept:
+            return chosen
+        chosen = fewer[min(kept)[-1]]
+
+
+def _undone(before: TrainingConfig, chosen: TrainingConfig, key: str, runs_here: bool) -> TrainingConfig | None:
+    """A config with one change less; None where the others cannot do without it."""
+    if key == MICRO_BATCH:
+        micro, rows = before.batch.per_device, chosen.batch.global_size // chosen.batch.world
+        return possible(with_rows(chosen, rows, micro, ()), {}, runs_here) if not rows % micro else None
+    beside = _MASTERS if key == DTYPE else ()
+    return possible(chosen, {name: value_of(before, name) for name in (key, *beside)}, runs_here)
 
 
 def _speed(search: Search) -> float:

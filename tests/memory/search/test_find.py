@@ -1,13 +1,17 @@
 """What a search tells: the changes and what each buys, what it gives up, what it keeps, and what would fit."""
 
+import random
+
 import pytest
 
-from framework.memory.editing import value_of
+from framework.memory.editing import value_of, with_values
 from framework.memory.search.concessions import INEXACT
 from framework.memory.search.find import find
 from framework.memory.search.found import Found
 from framework.memory.search.freedom import freedom
+from framework.memory.search.space import with_rows
 from framework.schema.config import TrainingConfig
+from framework.schema.rules import Needs, find_conflicts
 from tests.memory.search.card import MIB, Arithmetic
 from tests.memory.search.test_fastest import config_on, short_of
 
@@ -154,3 +158,39 @@ def test_bytes_are_those_of_the_plan() -> None:
     found = found_on(config_on(4000))
     assert found.plan.peak.device_bytes_upper <= 4000 * MIB
     assert found.to_json()["plan"]["fits"] is True
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_change_of_a_proposal_can_be_undone_at_no_cost(seed: int) -> None:
+    """Requests at random: without any one change the proposal is slower, does not fit or cannot be."""
+    dice = random.Random(seed)
+    batch = dice.choice([1, 2, 8])
+    training = {
+        "per_device_train_batch_size": batch,
+        "enable_gradient_checkpointing": dice.random() < 0.5,
+        "optimizer": dice.choice(["adamw_torch", "adamw_torch_fused"]),
+        "optimizer_offload": dice.choice(["none", "none", "host"]),
+    }
+    config = config_on(dice.choice([2600, 3000, 4500, 9000, 80_000]), layers=dice.choice([4, 16]), **training)
+    found = found_on(config)
+    assert found.fits
+    planner = Arithmetic()
+    assert found.plan.step is not None
+    for change in found.changes:
+        if change.key == "training.per_device_train_batch_size":
+            other = with_rows(found.config, 64, batch, ())
+        else:
+            other = with_values(found.config, {change.key: change.old})
+        if any(not conflict.is_warning for conflict in find_conflicts(other, Needs())):
+            continue
+        plan = planner.plan(other)
+        assert plan.step is not None
+        assert not plan.fits or plan.step.seconds > found.plan.step.seconds, (change, training)
+
+
+def test_evaluation_is_left_alone_where_there_is_none() -> None:
+    """A smaller micro batch than the rows of an evaluation that is never made."""
+    found = found_on(config_on(2600))
+    keys = [change.key for change in found.changes]
+    assert "training.per_device_train_batch_size" in keys
+    assert "training.per_device_eval_batch_size" not in keys
