@@ -24,7 +24,6 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.adapter_products import compute_in_base_dtype, norm_by_rows
 from framework.build.adapter_start import drawn_for, start_layers
-from framework.build.arrival import FROM_NOTHING
 from framework.build.dtypes import TORCH_DTYPES
 from framework.build.heads import answers_for_rows, head_modules
 from framework.build.hub import nearest, one_line
@@ -109,7 +108,7 @@ def attach_adapter(
             whole = torch.float32 if masters else model.dtype  # peft's own layers cast what they are given
             dtype = whole if ".modules_to_save." in name else adapter_dtype(params, model)
             parameter.data = parameter.data.to(dtype)
-    if params.peft_method in FROM_NOTHING:
+    if params.peft_method.starts_from_nothing:
         layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)]
         start_layers([(name, layer) for name, layer in layers if not _is_on_meta(layer)], seed, place)
     if params.peft_method is PeftMethod.VERA:

@@ -31,14 +31,11 @@ from framework.build.place import Place
 from framework.build.quantize import is_packed, refuse_other_packing
 from framework.build.ranks import Ranks
 from framework.errors import Problem, RequestError
-from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 
 _HOST = torch.device("cpu")
 _ADAPTED = ".default"
 """In the names of what peft adds."""
-FROM_NOTHING = (PeftMethod.LORA, PeftMethod.RSLORA, PeftMethod.IA3)
-"""Adapters that start from numbers of their own; others start from the weights beside them."""
 
 Source = Callable[[str, Tensor], bool]
 """Fill a tensor with the values of a name; whether there are any."""
@@ -57,7 +54,7 @@ def needs_whole_model(config: TrainingConfig) -> bool:
     """Whether something is made of the whole model's values before it is split: it is then loaded on every host."""
     peft = config.peft
     copies = bool(peft.lora_modules_to_save) or config.training.task.is_of_rows
-    return config.training.use_peft and (peft.peft_method not in FROM_NOTHING or copies)
+    return config.training.use_peft and (not peft.peft_method.starts_from_nothing or copies)
 
 
 def is_sent(config: TrainingConfig, model: nn.Module) -> bool:

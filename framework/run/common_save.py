@@ -12,6 +12,7 @@ from framework.build.assembly import Assembly
 from framework.run.checkpoint import Contents, contents_of, empty_parts, tried_parts
 from framework.run.crew import Crew
 from framework.run.export import try_export
+from framework.run.random_state import dumped
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,8 @@ class CommonSave:
                 self.crew.shared("tried saving", partial(tried_parts, parts, contents.tensors))
         done = "every rank has written its part" if parts else "rank 0 has gathered all weights"
         return f"{done}, in {time.perf_counter() - began:.1f} s"
+
+
+def random_states_of_others(crew: Crew, step: int) -> list[str]:
+    """For a checkpoint, the states of the generators of ranks 1, 2, ..."""
+    return crew.gathered(f"random/{step}", dumped())[1:] if crew.ranks.world > 1 else []

@@ -3,19 +3,65 @@
 import json
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from framework.build.assembly import Assembly
 from framework.errors import OutOfMemory, SaveFailed
 from framework.memory.explain.causes import Circumstances, Repair
 from framework.run.attempt import Attempt
-from framework.run.out_of_memory import explained, is_memory_failure, keep_moment
+from framework.run.crew import Crew
+from framework.run.forecast import Forecast
+from framework.run.inputs import Inputs
+from framework.run.meter import Meter
+from framework.run.out_of_memory import Watch, explained, is_memory_failure, keep_moment
+from framework.run.record import RunFolder
+from framework.run.saving import Saving
 from framework.run.sizes import TRAIN, next_size, shrinks, size_of
+from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted
 
-if TYPE_CHECKING:
-    from framework.run.session import Session
+
+class RetriedRun(Protocol):
+    """What undoing and repeating a step needs of the run: what it holds, and what it does."""
+
+    config: TrainingConfig
+    folder: RunFolder
+    inputs: Inputs
+    assembly: Assembly
+    meter: Meter
+    forecast: Forecast | None
+    watch: Watch
+    crew: Crew
+    step: int
+    repairs: list[Repair]
+    saving: Saving
+    has_stepped: bool
+
+    def rows_in_hand(self) -> Sequence[int | str]:
+        """Numbers of the training rows in the micro-batch at work."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the step that the device is at, and log it."""
+        ...
+
+    def shrink(self, repair: Repair, where: str = "") -> None:
+        """Continue with a smaller size."""
+        ...
+
+    def plan_again(self) -> None:
+        """Predict the run at the size that it has shrunk to."""
+        ...
+
+    def write_memory(self) -> dict[str, Any]:
+        """Write `memory.json`."""
+        ...
+
+    def save(self) -> None:
+        """Save a checkpoint of the step just made."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +93,7 @@ class Failure:
     Made while the memory is still full, which a snapshot shows. `repair` is None when the run ends here.
     """
 
-    def __init__(self, session: "Session", key: str, attempt: Attempt, error: BaseException) -> None:
+    def __init__(self, session: RetriedRun, key: str, attempt: Attempt, error: BaseException) -> None:
         ranks, config = session.crew.ranks, session.config
         self._session, self._number = session, len(session.repairs)
         said = [_say(session, attempt, error)]
@@ -95,7 +141,7 @@ class Failure:
         return OutOfMemory(session.crew.shared(f"explained/{self._number}", explain) if is_told_once else explain())
 
 
-def _say(session: "Session", attempt: Attempt, error: BaseException) -> Said:
+def _say(session: RetriedRun, attempt: Attempt, error: BaseException) -> Said:
     known = session.watch.circumstances()
     text = "".join(traceback.format_exception(error)) if is_memory_failure(error) else None
     is_last = next_size(session.config, TRAIN) is None
@@ -104,7 +150,7 @@ def _say(session: "Session", attempt: Attempt, error: BaseException) -> Said:
     return Said(text, attempt.can_be_undone, socket.gethostname(), phase, in_hand, known)
 
 
-def _what_was_in_hand(session: "Session", said: Said) -> Iterator[str]:
+def _what_was_in_hand(session: RetriedRun, said: Said) -> Iterator[str]:
     """The rows of the micro batch that failed, by number and length, when it could not be made smaller."""
     config, known = session.config, said.known
     exchanges = config.fsdp.is_sharded or config.sharing > 1
@@ -123,7 +169,7 @@ def _what_was_in_hand(session: "Session", said: Said) -> Iterator[str]:
         )
 
 
-def _saved(session: "Session", can_be_undone: bool) -> str:
+def _saved(session: RetriedRun, can_be_undone: bool) -> str:
     """Save the last whole step, and say what there is to go on from."""
     config, ranks = session.config, session.crew.ranks
     if not can_be_undone:
@@ -143,6 +189,6 @@ def _saved(session: "Session", can_be_undone: bool) -> str:
     return f"the state after step {session.step} is saved; go on with --resume"
 
 
-def _newest(session: "Session") -> str:
+def _newest(session: RetriedRun) -> str:
     step = session.saving.newest()
     return f"the checkpoint of step {step}" if step else "no checkpoint"

@@ -39,6 +39,7 @@ from framework.run.lock import only_run
 from framework.run.meter import Meter
 from framework.run.out_of_memory import Watch, explained_failures
 from framework.run.overwrite import remove
+from framework.run.plan_of_all import plan_of_all
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder, folder_problems, make
 from framework.run.reference import ask_before_resuming
@@ -47,7 +48,7 @@ from framework.run.room import require_room, too_large
 from framework.run.same_rows import check_read, moved, needed_models, read_digests
 from framework.run.session import Planner, Session
 from framework.run.sizes import remembered
-from framework.run.together import agree, digest, find_folder, plan_of_all, seed_apart
+from framework.run.together import agree, digest, find_folder, seed_apart
 from framework.run.trackers import check_trackers
 from framework.run.training_batches import TrainingBatches, total_steps, training_batches
 from framework.schema.choices import OnOutOfMemory

@@ -3,25 +3,50 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from framework.build.assembly import Assembly
 from framework.errors import SaveFailed
+from framework.memory.explain.causes import Repair
 from framework.run.checkpoint import Contents, contents_of, save_checkpoint
 from framework.run.checkpoint_layout import step_of
-from framework.run.common_save import CommonSave
+from framework.run.common_save import CommonSave, random_states_of_others
+from framework.run.crew import Crew
 from framework.run.footprint import state_tensors
-from framework.run.together import random_states_of_others
-from framework.run.training_batches import stream_state
+from framework.run.inputs import Inputs
+from framework.run.meter import Meter
+from framework.run.progress import ProgressLine
+from framework.run.record import RunFolder
+from framework.run.training_batches import TrainingBatches, stream_state
 from framework.run.writer import Writer
+from framework.schema.config import TrainingConfig
 
-if TYPE_CHECKING:
-    from framework.run.session import Session
+
+class SavedRun(Protocol):
+    """What a save reads of the run that is saved."""
+
+    config: TrainingConfig
+    folder: RunFolder
+    inputs: Inputs
+    assembly: Assembly
+    batches: TrainingBatches
+    progress: ProgressLine
+    meter: Meter
+    crew: Crew
+    step: int
+    read: dict[str, Any]
+    repairs: list[Repair]
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the whole run."""
+        ...
 
 
 class Saving:
     """One checkpoint at a time: the main rank writes, or all ranks their parts. `saved` is the step of the last."""
 
-    def __init__(self, session: "Session") -> None:
+    def __init__(self, session: SavedRun) -> None:
         self._session = session
         self.saved = session.step
         self.writer = Writer(session.config.training.async_save, session.assembly.ranks.world == 1)

@@ -43,13 +43,13 @@ from framework.run.meter import Meter
 from framework.run.metrics_log import MetricsLog
 from framework.run.moved import SPAN, MovedElements, caution
 from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
+from framework.run.plan_of_all import plan_of_all
 from framework.run.progress import ProgressLine
 from framework.run.record import RunFolder
 from framework.run.saving import Saving
 from framework.run.sizes import EVAL, shrunk
 from framework.run.step import LaunchedStep, StepResult
 from framework.run.survive import tries
-from framework.run.together import plan_of_all
 from framework.run.trackers import Trackers
 from framework.run.training_batches import TrainingBatches
 from framework.schema.choices import OnOutOfMemory

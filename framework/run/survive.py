@@ -9,21 +9,17 @@ at the end of every try (`Ranks.check_in`): all of them undo what they did, and 
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
 from framework.build.ranks import OutOfMemoryElsewhere
 from framework.run.attempt import Attempt, release
-from framework.run.failure import Failure
+from framework.run.failure import Failure, RetriedRun
 from framework.run.out_of_memory import is_memory_failure
 from framework.run.sizes import Size, shrinks
 
-if TYPE_CHECKING:
-    from framework.run.session import Session
 
-
-def tries(session: "Session", key: Size) -> Iterator["Try"]:
+def tries(session: RetriedRun, key: Size) -> Iterator["Try"]:
     """`for attempt in tries(..): with attempt as way_back: ...` does something until memory suffices for it.
 
     Each time it does not, that is told and undone, and `key` is smaller for the next try. Raises OutOfMemory, after
@@ -43,7 +39,7 @@ def tries(session: "Session", key: Size) -> Iterator["Try"]:
 class Try:
     """One try, as a context whose value is the way back from it. It succeeds on all ranks or on none."""
 
-    def __init__(self, session: "Session", key: Size, repaired: bool) -> None:
+    def __init__(self, session: RetriedRun, key: Size, repaired: bool) -> None:
         self._session, self._key, self._repaired = session, key, repaired
         self._way_back = Attempt(session.assembly, shrinks(session.config) and not session.has_stepped)
         self.succeeded = False

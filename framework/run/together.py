@@ -1,6 +1,5 @@
 """What a run settles between its ranks before and beside training. One process settles it with itself."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,20 +10,14 @@ from framework.build.packing import Packs
 from framework.build.ranks import Ranks
 from framework.build.rows import Rows
 from framework.errors import Problem, RequestError, VerificationFailed
-from framework.memory.ledger import Plan
 from framework.run.crew import Crew
 from framework.run.fit import decide_or_refuse
-from framework.run.forecast import Forecast
 from framework.run.inputs import Inputs
-from framework.run.random_state import dumped
 from framework.run.record import RunFolder, fallback_of, open_folder
 from framework.run.same_rows import rows_checksum
 from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted
-
-PATIENCE = 5.0
-"""Seconds that a rank which ran out of memory waits for what the levers would save: the others hang meanwhile."""
 
 
 def decided_by_main(crew: Crew, config: TrainingConfig) -> tuple[TrainingConfig, Sequence[str]]:
@@ -40,18 +33,6 @@ def decided_by_main(crew: Crew, config: TrainingConfig) -> tuple[TrainingConfig,
 
     with crew.phase("deciding what is auto"):
         return TrainingConfig.model_validate_json(crew.shared("decided", decide)), said
-
-
-def plan_of_all(crew: Crew, forecast: Forecast | None, name: str = "plan") -> Forecast | None:
-    """The main rank's plan, on every rank: so all refuse together, and each can explain its own memory. Each `name`
-    once a run."""
-    text = crew.shared(name, lambda: json.dumps(forecast.plan.to_json() if forecast is not None else None))
-    if forecast is not None:
-        if crew.ranks.world > 1:
-            forecast.patience = PATIENCE
-        return forecast
-    document = json.loads(text)
-    return Forecast(Plan.from_json(document)) if document is not None else None
 
 
 def find_folder(crew: Crew, config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:
@@ -85,11 +66,6 @@ def agree(crew: Crew, text: str) -> None:
     if len(set(texts)) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise VerificationFailed(f"the ranks did not read the same: {listed}. Do they see the same files?")
-
-
-def random_states_of_others(crew: Crew, step: int) -> list[str]:
-    """For a checkpoint, the states of the generators of ranks 1, 2, ..."""
-    return crew.gathered(f"random/{step}", dumped())[1:] if crew.ranks.world > 1 else []
 
 
 def seed_apart(seed: int, ranks: Ranks) -> None:
