@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 from benchmarks.sharded_rows import step_config
 from framework.build.assembly import assemble
-from framework.build.batches import full_batch
+from framework.build.data.batches import full_batch
 from framework.build.place import real_place
 from framework.build.ranks import ALONE, Ranks
-from framework.build.settle import settle
+from framework.build.resolve_model import settle
 from framework.run.step import train_step
 
 WARM, STEPS = 3, 11

@@ -27,15 +27,15 @@ from typing import Any
 import torch
 
 from framework.build.assembly import Assembly, assemble
-from framework.build.model import read_architecture
+from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
 from framework.memory.cards import read_card
 from framework.memory.installed import detect
 from framework.memory.resolve import resolve
-from framework.run.checkpoint import Contents, contents_of, save_checkpoint
-from framework.run.footprint import state_tensors
+from framework.run.checkpoints.async_writer import Writer
+from framework.run.checkpoints.checkpoint import Contents, contents_of, save_checkpoint
+from framework.run.rehearsal.footprint import state_tensors
 from framework.run.step import train_step
-from framework.run.writer import Writer
 from framework.schema.config import TrainingConfig
 
 CARD = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}

@@ -25,10 +25,10 @@ from typing import Any
 
 import datasets
 
-from framework.build.chat import read_template
-from framework.build.data import prepare_data
-from framework.build.sources import standard_library
-from framework.build.tokenizer import train_tokenizer
+from framework.build.data.prepare import prepare_data
+from framework.build.sources.sources import standard_library
+from framework.build.text.chat import read_template
+from framework.build.text.tokenizer import train_tokenizer
 from framework.schema.config import TrainingConfig
 
 PIECE = 2000

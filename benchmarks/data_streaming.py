@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
-from framework.build.data import prepare_data, training_texts
-from framework.build.sources import standard_library
-from framework.build.streamed_batches import StreamedBatches
-from framework.build.tokenizer import build_tokenizer
+from framework.build.data.prepare import prepare_data, training_texts
+from framework.build.data.streamed_batches import StreamedBatches
+from framework.build.sources.sources import standard_library
+from framework.build.text.tokenizer import build_tokenizer
 from framework.schema.config import TrainingConfig
 
 PIECE = 2000

@@ -20,7 +20,7 @@ from typing import Any
 from framework.compose import compose
 from framework.memory.resolve import resolve
 from framework.memory.search.fastest import Candidate, Search
-from framework.run.fit import fit
+from framework.run.planning.fit import fit
 from framework.schema.config import TrainingConfig
 
 SHAPES = {

@@ -202,7 +202,7 @@ def predict(out: Path, only: list[str], skip_done: bool) -> None:
 
 
 def _plan(config: TrainingConfig) -> dict[str, Any]:
-    from framework.run.child import plan_in_subprocess
+    from framework.run.planning.plan_process import plan_in_subprocess
 
     try:
         return plan_in_subprocess(config).to_json()
@@ -244,7 +244,7 @@ def _measured(config: dict[str, Any], send: Any, steps: int) -> None:
     import psutil
     import torch
 
-    from framework.run.measure import measure as measure_step
+    from framework.run.planning.measure import measure as measure_step
 
     try:
         before = psutil.Process().memory_info().rss

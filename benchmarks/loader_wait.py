@@ -27,14 +27,14 @@ import transformers
 import yaml
 
 from framework.build.assembly import Assembly, assemble
-from framework.build.documents import on_device
-from framework.build.loss import Batch
+from framework.build.data.documents import on_device
+from framework.build.losses.loss import Batch
 from framework.build.place import real_place
 from framework.memory.cards import read_card
 from framework.memory.installed import detect
-from framework.run.inputs import Inputs, read_inputs
+from framework.run.inputs.inputs import Inputs, read_inputs
+from framework.run.inputs.training_batches import training_batches
 from framework.run.step import train_step
-from framework.run.training_batches import training_batches
 from framework.schema.config import TrainingConfig
 from framework.shipped import shipped
 

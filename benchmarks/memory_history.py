@@ -3,7 +3,7 @@
     python benchmarks/memory_history.py > history.json        # on a machine with a CUDA card
 
 Every row is a process of its own: tokens a second of the 1B shape, with and without what `train` switches on for its
-snapshot (`framework.run.out_of_memory.recorded_memory`).
+snapshot (`framework.run.oom.report.recorded_memory`).
 """
 
 import contextlib
@@ -25,8 +25,8 @@ def measured(overrides: list[str], is_recorded: bool) -> float:
 
     from framework import load
     from framework.build.place import real_place
-    from framework.run.measure import measure
-    from framework.run.out_of_memory import recorded_memory
+    from framework.run.oom.report import recorded_memory
+    from framework.run.planning.measure import measure
 
     config = load(RECIPE[0], [*RECIPE[1:], "training.optimizer=adamw_torch_fused", *overrides])
     place = real_place(torch.device("cuda", 0))

@@ -21,8 +21,8 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from framework.build.clipping import clip_gradients, gradient_norm
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW, Kernel
+from framework.build.optimizers.clipping import clip_gradients, gradient_norm
 from framework.schema.choices import Rounding
 from framework.shipped import shipped
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.build.assembly import assemble
-from framework.build.model import read_architecture
+from framework.build.loading.model import read_architecture
 from framework.build.optimizers.low_bit import LOW_BIT, RehearsedLowBit, is_managed, parts_of
 from framework.build.place import real_place
 from framework.memory.resolve import resolve
-from framework.run.footprint import state_tensors
+from framework.run.rehearsal.footprint import state_tensors
 from framework.run.step import train_step
 from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
-from framework.schema.optimizer_rules import ANY_PRECISION
+from framework.schema.rules.optimizer import ANY_PRECISION
 from framework.shipped import shipped
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"

@@ -293,7 +293,7 @@ def predict(out: Path, only: list[str]) -> None:
 
 
 def _plan(config: TrainingConfig) -> dict[str, Any]:
-    from framework.run.child import plan_in_subprocess
+    from framework.run.planning.plan_process import plan_in_subprocess
 
     try:
         start = time.perf_counter()
@@ -306,7 +306,7 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
 def measure(predicted: Path, out: Path) -> None:
     """Each config in a process forked before CUDA starts, so that imports are paid once."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA in the parent
-    import framework.run.measure  # noqa: F401
+    import framework.run.planning.measure  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     for line in predicted.read_text().splitlines():
@@ -325,7 +325,7 @@ def measure(predicted: Path, out: Path) -> None:
 
 
 def _measured(config: dict[str, Any], send: Any) -> None:
-    from framework.run.measure import measure as measure_step
+    from framework.run.planning.measure import measure as measure_step
 
     try:
         send.send(measure_step(TrainingConfig.model_validate_json(json.dumps(config))).to_json())

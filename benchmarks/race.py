@@ -163,11 +163,11 @@ def rows_of(shape: Shape, vocabulary: int) -> torch.Tensor:
 def ours(shape: Shape, options: dict[str, Any], steps: int, clock: Clock) -> int:
     """Train as `tunesmith train` does, without its log. Returns the tokens of a step."""
     from framework import load
-    from framework.build.allocator import choose_allocator
     from framework.build.assembly import assemble
-    from framework.build.batches import full_batch
+    from framework.build.data.batches import full_batch
+    from framework.build.levers.allocator import choose_allocator
     from framework.build.place import real_place
-    from framework.build.settle import settle
+    from framework.build.resolve_model import settle
     from framework.run.step import launch_step
 
     adapter = {"peft.lora_r": shape.rank, "peft.lora_alpha": 2 * shape.rank, "peft.lora_target_modules": "[all-linear]"}

@@ -62,8 +62,8 @@ def prepare(folder: Path, size: str, steps: int, rate: float) -> Path:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from framework import load
-    from framework.build.data import training_texts
-    from framework.build.tokenizer import END_TOKEN_ID, train_tokenizer
+    from framework.build.data.prepare import training_texts
+    from framework.build.text.tokenizer import END_TOKEN_ID, train_tokenizer
 
     path, start, shape = folder / "recipe.yaml", folder / "start", SIZES[size]
     document = recipe(size, steps, rate)

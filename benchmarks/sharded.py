@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from benchmarks.sharded_rows import CURVES, ROWS, curve_config, step_config
 from framework.build.assembly import Assembly, assemble
-from framework.build.batches import full_batch
-from framework.build.loss import Batch
+from framework.build.data.batches import full_batch
+from framework.build.losses.loss import Batch
 from framework.build.place import real_place
 from framework.build.ranks import ALONE, Ranks
-from framework.build.settle import settle
+from framework.build.resolve_model import settle
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 

@@ -2,9 +2,9 @@
 
 python benchmarks/tasks_card.py OUT.jsonl [ROW ...] [--tiny]     (a CUDA card; about 15 seconds a row)
 
-A JSON line a row: the config, the plan made in a process of its own, and what `framework.run.measure` found in another
-with random weights and the longest rows. `--tiny` rehearses on a CPU: every row with two small blocks, planned for no
-card, and two steps made of the same synthetic batches in place of the measurement.
+A JSON line a row: the config, the plan made in a process of its own, and what `framework.run.planning.measure` found in
+another with random weights and the longest rows. `--tiny` rehearses on a CPU: every row with two small blocks, planned
+for no card, and two steps made of the same synthetic batches in place of the measurement.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from framework.errors import TunesmithError
 from framework.memory.cards import read_card
 from framework.memory.installed import detect
 from framework.memory.resolve import resolve
-from framework.run.child import plan_in_subprocess
+from framework.run.planning.plan_process import plan_in_subprocess
 from framework.schema.config import TrainingConfig
 from framework.shipped import shipped
 
@@ -119,8 +119,8 @@ def steps_here(config: TrainingConfig) -> dict[str, Any]:
 
     from framework.build.assembly import assemble
     from framework.build.place import real_place
-    from framework.build.settle import settle
-    from framework.run.measure import synthetic_batches, with_random_weights
+    from framework.build.resolve_model import settle
+    from framework.run.planning.measure import synthetic_batches, with_random_weights
     from framework.run.step import train_step
 
     settled, architecture = settle(with_random_weights(config))
@@ -146,7 +146,7 @@ def measured(line: dict[str, Any], tiny: bool) -> dict[str, Any]:
     """The line with what the card says."""
     if "error" in line:
         return line
-    from framework.run.measure import measure_in_subprocess
+    from framework.run.planning.measure import measure_in_subprocess
 
     try:
         config = config_of(line["name"], tiny)

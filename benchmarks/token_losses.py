@@ -58,7 +58,7 @@ def float32_chunks(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) 
 
 
 def _autocast_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
-    from framework.build.chunked_loss import chunked_cross_entropy
+    from framework.build.losses.chunked_loss import chunked_cross_entropy
 
     with torch.autocast("cuda", dtype=torch.bfloat16):
         chunked_cross_entropy(hidden, weight, None, targets, chunk)
@@ -66,7 +66,7 @@ def _autocast_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) 
 
 def head() -> dict[str, Any]:
     """Milliseconds of loss and gradients, of the kernel alone, and its distance from float64."""
-    from framework.build import token_losses_kernel as kernel
+    from framework.build.losses import token_losses_kernel as kernel
 
     found: dict[str, Any] = {}
     for name, (tokens, width, words) in SHAPES.items():
@@ -97,10 +97,10 @@ def head() -> dict[str, Any]:
 def step(name: str) -> dict[str, Any]:
     """Milliseconds of a step: figures read before the update as it was, and one step late; batches from the host."""
     from benchmarks.plan_grid import configs
-    from framework.build.documents import on_device
+    from framework.build.data.documents import on_device
     from framework.build.place import real_place
     from framework.run import step as steps
-    from framework.run.measure import _assembled, synthetic_batches, with_random_weights
+    from framework.run.planning.measure import _assembled, synthetic_batches, with_random_weights
 
     config = configs("h200_141gb")[name]
     changes = {"compile": True, "compile_scope": "block"}

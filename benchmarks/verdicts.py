@@ -36,7 +36,7 @@ from framework.memory.search.fastest import without_evaluation
 from framework.memory.search.freedom import freedom, opened
 from framework.memory.search.space import micro_batches, with_rows
 from framework.memory.trace import Kind
-from framework.run.rehearse import record
+from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 from framework.shipped import shipped

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from framework.errors import *  # noqa: F403
     from framework.memory.explain import Explanation as Explanation
     from framework.memory.explain import explain as explain
-    from framework.run.child import plan_in_subprocess
-    from framework.run.fit import fit as fit
+    from framework.run.planning.fit import fit as fit
+    from framework.run.planning.plan_process import plan_in_subprocess
     from framework.run.trainer import train as train
     from framework.schema.choices import *  # noqa: F403
     from framework.schema.config import *  # noqa: F403
@@ -51,12 +51,12 @@ _ROOMS = {
     "framework.compose": "load to_yaml",
     "framework.checks": "check",
     "framework.memory.explain": "Explanation explain",
-    "framework.run.child": "plan=plan_in_subprocess",
-    "framework.run.fit": "fit",
+    "framework.run.planning.plan_process": "plan=plan_in_subprocess",
+    "framework.run.planning.fit": "fit",
     "framework.run.trainer": "train",
 }
 """Module -> the public names it provides; `public=inside` where it has another name there."""
-_LOADS_TORCH = ("framework.run.fit", "framework.run.trainer")
+_LOADS_TORCH = ("framework.run.planning.fit", "framework.run.trainer")
 _HOMES = {
     name.partition("=")[0]: (module, name.rpartition("=")[2])
     for module, names in _ROOMS.items()

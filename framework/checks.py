@@ -13,8 +13,8 @@ from framework.memory.installed import detect
 from framework.memory.requirements import missing_trackers, unmet_requirements, workers_over_cores
 from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
-from framework.schema.conflict import Conflict
-from framework.schema.rules import Needs, find_conflicts
+from framework.schema.rules.conflict import Conflict
+from framework.schema.rules.every import Needs, find_conflicts
 
 TRAIN = Needs(model=True, data="required")
 CHECK = Needs(model=True, data="advised")

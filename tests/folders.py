@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from framework.build.tokenizer import train_tokenizer
+from framework.build.text.tokenizer import train_tokenizer
 from tests.tiny import LLAMA
 
 VOCABULARY = 300

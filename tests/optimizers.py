@@ -5,9 +5,9 @@ import importlib.util
 import pytest
 import torch
 
-from framework.run.footprint import state_tensors
+from framework.run.rehearsal.footprint import state_tensors
 from framework.schema.choices import Optimizer
-from framework.schema.optimizer_rules import BITSANDBYTES, PAGED, TORCHAO
+from framework.schema.rules.optimizer import BITSANDBYTES, PAGED, TORCHAO
 from tests.tiny import LLAMA
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}

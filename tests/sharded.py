@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from framework.build.assembly import Assembly, assemble
-from framework.build.model import read_architecture
+from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks, whole
 from framework.run.step import train_step

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.build.model import read_architecture
+from framework.build.loading.model import read_architecture
 from framework.checks import PLAN, check
 from framework.memory.cards import read_card
 

@@ -59,7 +59,7 @@ PUBLISHED = {
 }
 ENCODERS = {"bert", "modernbert"}
 CONVOLUTIONAL = {"textcnn", "tcn"}
-"""Models of ours: nobody has published weights of them (tests/build/test_convolutions.py counts them)."""
+"""Models of ours: nobody has published weights of them (tests/build/model/test_convolutions.py counts them)."""
 
 # Keys of the hub's config.json that the model reads although its config class does not declare them.
 READ_BY_THE_MODEL = {("qwen3_moe", "head_dim")}

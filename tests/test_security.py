@@ -9,7 +9,7 @@ import pytest
 import torch
 from jinja2 import TemplateError
 
-from framework.build.chat import Chat, render
+from framework.build.text.chat import Chat, render
 from framework.cli import main
 from framework.errors import RequestError
 
@@ -44,7 +44,7 @@ def test_nothing_of_ours_unpickles_or_evaluates():
 def test_a_pickled_adapter_is_not_read(tmp_path, capsys, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from framework.run.artefact import Artefact, with_adapter
+    from framework.run.checkpoints.trained_model import Artefact, with_adapter
     from tests.tiny import LLAMA
 
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM"}))
@@ -66,7 +66,7 @@ def test_a_pickled_adapter_is_not_read(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_a_template_reaches_no_python(template, tmp_path, monkeypatch):
-    from framework.build.tokenizer import train_tokenizer
+    from framework.build.text.tokenizer import train_tokenizer
 
     monkeypatch.chdir(tmp_path)
     tokenizer = train_tokenizer(["a b c"], 300)

@@ -23,7 +23,7 @@ from benchmarks.verdicts import (
 )
 from framework.compose import load
 from framework.memory.cards import card_names
-from framework.run.rehearse import rehearse
+from framework.run.rehearsal.rehearse import rehearse
 from framework.shipped import shipped
 
 KNOWN = json.loads(RESULTS.read_text(encoding="utf-8"))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from framework.build.assembly import Assembly, assemble
-from framework.build.model import read_architecture
+from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
 from framework.memory.resolve import resolve
 from framework.schema.config import TrainingConfig

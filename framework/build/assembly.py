@@ -10,37 +10,37 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.build.activations import arrange_blocks
-from framework.build.arrival import await_weights
-from framework.build.compiled import compile_regions
-from framework.build.context import Context, share_rows
-from framework.build.device_cache import DeviceCache
+from framework.build.adapters.quantize import Factors, quantize, require_bitsandbytes
+from framework.build.attention.context import Context, share_rows
+from framework.build.attention.ring_attention import in_parts
 from framework.build.dtypes import autocast_dtype
-from framework.build.float8 import convert_products
-from framework.build.freeze import Frozen, freeze
-from framework.build.gradient_buckets import GradientBuckets
-from framework.build.liger import use_liger_kernels
-from framework.build.loss import Batch, Observe
-from framework.build.model import build_model
+from framework.build.levers.activations import arrange_blocks
+from framework.build.levers.compiled import compile_regions
+from framework.build.levers.device_cache import DeviceCache
+from framework.build.levers.float8 import convert_products
+from framework.build.levers.liger import use_liger_kernels
+from framework.build.levers.matmul_precision import choose_float32_products
+from framework.build.levers.streamed_base import StreamedBase, loading_place
+from framework.build.loading.model import build_model
+from framework.build.loading.sharded import await_weights
+from framework.build.losses.loss import Batch, Observe
+from framework.build.model.freeze import Frozen, freeze
 from framework.build.optimizer import build_optimizer
-from framework.build.parallelize import parallelize
+from framework.build.parallel.gradient_buckets import GradientBuckets
+from framework.build.parallel.parallelize import parallelize
 from framework.build.place import Place
-from framework.build.products import choose_float32_products
-from framework.build.quantize import Factors, quantize, require_bitsandbytes
 from framework.build.ranks import ALONE, Parallel, Ranks
-from framework.build.ring_attention import in_parts
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
-from framework.build.streamed_base import StreamedBase, loading_place
 from framework.build.tasks import build_companion, build_objective
 from framework.build.tasks.objective import Objective
 from framework.schema.choices import SdpaBackend
 from framework.schema.config import TrainingConfig
 
 if TYPE_CHECKING:
-    from framework.build.adapter import Adapter
-    from framework.build.shard import Sharding
-    from framework.build.tensor_parallel import TensorParallel
+    from framework.build.adapters.adapter import Adapter
+    from framework.build.parallel.shard import Sharding
+    from framework.build.parallel.tensor_parallel import TensorParallel
 
 SDPA_BACKENDS = {
     SdpaBackend.CUDNN: SDPBackend.CUDNN_ATTENTION,
@@ -220,7 +220,7 @@ def _adapted(
 ) -> "Adapter | None":
     if not config.training.use_peft:
         return None
-    from framework.build.adapter import attach_adapter  # peft takes seconds to import
+    from framework.build.adapters.adapter import attach_adapter  # peft takes seconds to import
 
     return attach_adapter(config.peft, built, place, masters=masters, lost=lost, seed=config.training.seed)
 
@@ -230,7 +230,7 @@ def _pack(config: TrainingConfig, model: PreTrainedModel, place: Place, ranks: R
     computed = autocast_dtype(config.training) or model.dtype
     lost = quantize(config.peft, model, computed, place)
     if config.fsdp.is_sharded and ranks.world > 1:
-        from framework.build.packed_shards import store_as  # bitsandbytes takes seconds to import
+        from framework.build.parallel.quantized_shards import store_as  # bitsandbytes takes seconds to import
 
         store_as(computed, model)
     return lost
@@ -240,7 +240,9 @@ def _sharing_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> "tu
     """The ranks that share this one's matrices, and all of them with the knowledge of which are alike."""
     if config.fsdp.tensor_parallel_size == 1:
         return None, ranks
-    from framework.build.tensor_parallel import share_matrices  # torch's tensors in parts take seconds to import
+    from framework.build.parallel.tensor_parallel import (
+        share_matrices,  # torch's tensors in parts take seconds to import
+    )
 
     tensor = share_matrices(config, place, ranks)
     return tensor, replace(ranks, alike=tensor.size, others=tensor.others)

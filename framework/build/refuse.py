@@ -6,7 +6,7 @@ from framework.errors import Problem, RequestError
 from framework.memory.requirements import unmet_requirements
 from framework.schema.availability import left_open, unavailable
 from framework.schema.config import TrainingConfig
-from framework.schema.rules import Needs, find_conflicts
+from framework.schema.rules.every import Needs, find_conflicts
 
 
 def refuse_impossible(config: TrainingConfig, devices: Literal["one", "any"]) -> None:

@@ -12,7 +12,7 @@ from framework.cli.printing import print_columns, print_json, print_text, stdout
 if TYPE_CHECKING:
     from framework.compose import Composition
     from framework.compose.differences import Difference
-    from framework.run.causes import Comparison
+    from framework.run.planning.memory_diff import Comparison
 
 
 def diff(
@@ -45,8 +45,8 @@ def diff(
 
 
 def _compare(a: "Composition", b: "Composition", found: "list[Difference]") -> "Comparison":
-    from framework.run.causes import PROCESSES, find_causes
-    from framework.run.child import plan_in_subprocess
+    from framework.run.planning.memory_diff import PROCESSES, find_causes
+    from framework.run.planning.plan_process import plan_in_subprocess
 
     with ThreadPoolExecutor(PROCESSES) as pool:
         plan_a, plan_b = pool.map(planned, (a, b))

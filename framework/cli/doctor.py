@@ -39,7 +39,7 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
         if output.suffix not in (".yaml", ".yml"):
             raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
         check_writable(output, "--output")
-    from framework.run.calibrate import calibrate, to_card, to_yaml
+    from framework.run.planning.calibrate import calibrate, to_card, to_yaml
 
     found = calibrate()
     missed = written(output, "--output", lambda: to_yaml(found))

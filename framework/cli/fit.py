@@ -40,8 +40,8 @@ def fit(
     """Find the fastest settings that fit the card, with the same global batch. Exit 3: nothing fits."""
     from framework.checks import placing
     from framework.memory.search.concessions import INEXACT
-    from framework.run.fit import fit as search
-    from framework.run.fit import measured_best
+    from framework.run.planning.fit import fit as search
+    from framework.run.planning.fit import measured_best
 
     composition = checked(recipe, overrides or (), nproc)
     _check(output, html, allow)

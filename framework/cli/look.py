@@ -32,7 +32,7 @@ def check(
     report = check_request(recipe, overrides or (), nproc)
     problems, warnings, looked_at = report.problems, report.warnings, "keys, values and combinations"
     if report.composition is not None and not quick:
-        from framework.run.inspect import inspect
+        from framework.run.planning.model_checks import inspect
 
         found, origins = inspect(report.composition.config), report.composition.origins
         problems, warnings = located(found.problems, origins), (*warnings, *located(found.warnings, origins))

@@ -17,8 +17,8 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Adapter and base into a plain Hugging Face folder."""
-    from framework.run.artefact import code_that_runs
-    from framework.run.merge import merge_run
+    from framework.run.checkpoints.merge import merge_run
+    from framework.run.checkpoints.trained_model import code_that_runs
 
     for line in code_that_runs(run) if trust_remote_code else ():
         say(line)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from framework.compose import Composition
     from framework.memory.ledger import Plan
-    from framework.run.measure import Measured
+    from framework.run.planning.measure import Measured
 
 DOES_NOT_FIT = 3
 COMMAND_WIDTH = 72
@@ -44,7 +44,7 @@ def plan(
     A list of values for one key, such as model.model_max_length=2048,4096, gives one table.
     """
     from framework.compose.overrides import listed
-    from framework.run.child import rehearsing_process
+    from framework.run.planning.plan_process import rehearsing_process
 
     if (found := listed(overrides or (), several)) is not None:
         if measure:
@@ -91,7 +91,7 @@ def _compare(
 ) -> int:
     """One row for each value of a key, from rehearsals of one process. Exit 3 where none of them fits."""
     from framework.report.what_if import what_if_lines, what_if_page
-    from framework.run.what_if import what_if
+    from framework.run.planning.what_if import what_if
 
     check_writable(html, "--html")
     requests = {value: decided(checked(recipe, typed, nproc))[0] for value, typed in words.items()}
@@ -121,7 +121,7 @@ def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> 
 def decided(composition: "Composition", runs_here: bool = False) -> "tuple[Composition, Plan | None]":
     """The request with every `auto` replaced, said on stderr, and its plan where the search has made one."""
     from framework.checks import placing
-    from framework.run.fit import decide
+    from framework.run.planning.fit import decide
 
     with placing(composition.origins):
         made = decide(composition.config, runs_here)
@@ -138,7 +138,7 @@ def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "P
     """
     from framework.checks import placing
     from framework.memory.unquantized import unquantized, without_gain
-    from framework.run.child import plan_in_subprocess
+    from framework.run.planning.plan_process import plan_in_subprocess
 
     composition, plan = decided(composition)
     if plan is not None:
@@ -152,7 +152,7 @@ def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "P
 
 def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory | None]":
     """What the card took, or that it was too small, which is told after the plan."""
-    from framework.run.measure import measure_in_subprocess
+    from framework.run.planning.measure import measure_in_subprocess
 
     try:
         return measure_in_subprocess(composition.config), None

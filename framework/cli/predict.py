@@ -24,7 +24,7 @@ def predict(
     allow: AllowBase = None,
 ) -> None:
     """One JSON object a row, in the order of the rows: a class, numbers, a completion, or a score."""
-    from framework.run.artefact import code_that_runs
+    from framework.run.checkpoints.trained_model import code_that_runs
     from framework.run.predict import Request
     from framework.run.predict import predict as ask
 

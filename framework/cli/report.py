@@ -17,7 +17,7 @@ def report(
     """Write a run as one HTML page that needs nothing else: plan next to measured, loss, memory. Prints its path."""
     from framework.report.run_files import read_run
     from framework.report.run_page import run_page
-    from framework.run.record import PAGE
+    from framework.run.record.run_folder import PAGE
 
     check_writable(output, "--output")
     page, file = run_page(read_run(run)), output or run / PAGE

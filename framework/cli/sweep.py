@@ -17,7 +17,7 @@ from framework.errors import Problem, RequestError
 if TYPE_CHECKING:
     from framework.compose import Composition
     from framework.compose.sweep import Job, Outline
-    from framework.run.sweep import Result, SweptRun
+    from framework.run.launch.sweep import Result, SweptRun
 
 ELSEWHERE = ("submitit_slurm", "ray")
 """Launchers whose runs are on other machines than this one."""
@@ -28,9 +28,9 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
 
     Raises RequestError with what is wrong with any of them, before the first starts.
     """
-    from framework.run.lock import only_run
-    from framework.run.record import RunFolder, make
-    from framework.run.sweep import INTERRUPTED, forget_results, is_stopped, reason_of, results_of, worst
+    from framework.run.launch.sweep import INTERRUPTED, forget_results, is_stopped, reason_of, results_of, worst
+    from framework.run.record.lock import only_run
+    from framework.run.record.run_folder import RunFolder, make
 
     outline = _checked(run, overwrite)
     for job in outline.jobs or ():
@@ -83,7 +83,7 @@ def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
 
 def _folder(run: "SweptRun", written: str | None, name: str, overwrite: bool) -> str:
     """Where the sweep goes unless Hydra's settings say it."""
-    from framework.run.record import default_path
+    from framework.run.record.run_folder import default_path
 
     typed = [word for word in run.sweep.words if word.startswith("training.output_dir=")]
     if typed and run.sweep.names_folder():
@@ -94,7 +94,7 @@ def _folder(run: "SweptRun", written: str | None, name: str, overwrite: bool) ->
 
 def _held(job: "Job") -> Sequence[Path]:
     """What there is of an earlier run in the folder of this one; what cannot be a folder is told by the run itself."""
-    from framework.run.record import held
+    from framework.run.record.run_folder import held
 
     with contextlib.suppress(OSError, ValueError):
         return held(job.folder)
@@ -103,14 +103,14 @@ def _held(job: "Job") -> Sequence[Path]:
 
 def _lost(composition: "Composition | None", job: "Job", going: Sequence[Path]) -> Sequence[Problem]:
     """What keeps `--overwrite` from removing what is `going` of all runs: one may read what another one removes."""
-    from framework.run.overwrite import overwrite_problems
+    from framework.run.record.overwrite import overwrite_problems
 
     return overwrite_problems(composition.config, job.folder, going) if composition is not None else ()
 
 
 def _taken(run: "SweptRun", job: "Job") -> Sequence[Problem]:
     """What keeps a run from its folder."""
-    from framework.run.sweep import has_checkpoint
+    from framework.run.launch.sweep import has_checkpoint
 
     found = _held(job)
     if not found or (run.resume and has_checkpoint(job.folder)):
@@ -135,7 +135,7 @@ def _told_once(found: "Sequence[tuple[Job, Problem]]", total: int) -> list[Probl
 
 def _launch(run: "SweptRun", folder: Path) -> Sequence[int]:
     """Have Hydra's launcher make the runs. Where it fails, that is said and its exit code returned; results stay."""
-    from framework.run.sweep import KILLED
+    from framework.run.launch.sweep import KILLED
 
     with _first_interrupt_told(folder):
         try:
@@ -151,7 +151,7 @@ def _launch(run: "SweptRun", folder: Path) -> Sequence[int]:
 def _first_interrupt_told(folder: Path) -> Iterator[None]:
     """The first Ctrl-C lets no further run begin. Those of this machine get it too, and save and end. The second leaves
     the runs to themselves, which matters where they are on other machines."""
-    from framework.run.sweep import stop
+    from framework.run.launch.sweep import stop
 
     earlier = signal.getsignal(signal.SIGINT)
 
@@ -169,7 +169,7 @@ def _first_interrupt_told(folder: Path) -> Iterator[None]:
 
 def _completed(outline: "Outline", results: "list[Result]") -> "list[Result]":
     """The results, with those of runs that their launcher has lost. A dry run was in another folder than its own."""
-    from framework.run.sweep import KILLED, Result
+    from framework.run.launch.sweep import KILLED, Result
 
     if outline.jobs is None:
         return results

@@ -12,13 +12,13 @@ import typer
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_text, print_warnings, say
 from framework.errors import Problem, RequestError
-from framework.run.interrupt import BEFORE_ALL, told_interrupt
-from framework.run.launched import launched
+from framework.run.ranks.environment import launched
+from framework.run.ranks.signals import BEFORE_ALL, told_interrupt
 from framework.schema.wording import counted
 
 if TYPE_CHECKING:
     from framework.compose import Composition
-    from framework.run.launched import Launched
+    from framework.run.ranks.environment import Launched
     from framework.run.trainer import RunResult
 
 
@@ -56,7 +56,7 @@ def train(
         composition = _in_its_folder(_checked(recipe, overrides or (), nproc), recipe, options)
         with placing(composition.origins):
             if composition.config.gpu.count > 1:
-                from framework.run.launch import launch
+                from framework.run.launch.launch import launch
 
                 return launch(composition.config, composition.recipe, options.words)
             from framework.run.trainer import train as run
@@ -93,7 +93,7 @@ class Options:
 def _swept(recipe: str, overrides: Sequence[str], nproc: int | None, options: Options, fail_fast: bool) -> int:
     from framework.cli.sweep import sweep
     from framework.compose.sweep import sweep_of
-    from framework.run.sweep import SweptRun
+    from framework.run.launch.sweep import SweptRun
 
     if (found := launched()) is not None and found.world > 1:
         message = (
@@ -118,7 +118,7 @@ def _checked(recipe: str, overrides: Sequence[str], nproc: int | None) -> "Compo
 def _in_its_folder(composition: "Composition", recipe: str, options: Options) -> "Composition":
     """A run that goes on, or is replaced, by the config in its folder is the one in that folder: it may be a copy of
     the run that the config names, or be moved."""
-    from framework.run.record import is_run_folder
+    from framework.run.record.run_folder import is_run_folder
 
     folder, training = Path(os.path.abspath(recipe)).parent, composition.config.training
     origin = composition.origins.get("training.output_dir")
@@ -139,7 +139,7 @@ def _train_as_rank(
     found: "Launched", recipe: str, overrides: Sequence[str], nproc: int | None, options: Options
 ) -> None:
     """Train as one of several that were started together. The main one composes, so that what is wrong is said once."""
-    from framework.run.crew import met
+    from framework.run.ranks.coordinator import met
     from framework.run.trainer import train as run
     from framework.schema.config import TrainingConfig
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from framework.compose.origins import Origin
-from framework.schema.batch_rules import rows_of_global_batch
 from framework.schema.config import TrainingConfig
+from framework.schema.rules.batch import rows_of_global_batch
 
 MICRO_BATCH = "training.per_device_train_batch_size"
 

@@ -14,8 +14,8 @@ from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, values
 from framework.schema.renamed import OLD_NAMES
-from framework.schema.rules import Needs, find_conflicts
-from framework.schema.sharding_rules import SHARDED_OPTIMIZERS
+from framework.schema.rules.every import Needs, find_conflicts
+from framework.schema.rules.sharding import SHARDED_OPTIMIZERS
 from framework.shipped import shipped
 
 NEEDED = ("model.torch_dtype_str", "training.mixed_precision_dtype")

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from framework.memory.requirements import unmet_requirements
 from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
-from framework.schema.rules import Needs, find_conflicts
+from framework.schema.rules.every import Needs, find_conflicts
 
 
 def value_of(config: TrainingConfig, key: str) -> Any:

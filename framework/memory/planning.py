@@ -46,13 +46,14 @@ its garbage collector ran (torch 2.13, transformers 5.24, Linux, 2026-11); a blo
 CARDS_A_MACHINE = 8
 """How many cards of a plan are taken to share a machine: its host memory, and what a hybrid strategy splits over."""
 CHUNK = 1024
-"""Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/loss.py; a test compares)."""
+"""Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/losses/loss.py; a test
+compares)."""
 PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Kernels that a rehearsal carries out with another of the same memory (framework/run/packaged_attention.py)."""
+"""Kernels that a rehearsal carries out with another of the same memory (framework/run/rehearsal/fake_attention.py)."""
 _MATHEMATICAL = "_safe_softmax"
 """The operator that shows that sdpa has found no fused kernel."""
 LARGEST_FILE = 5 * 10**9
-"""What the first rank's host gathers of a sharded export at a time (framework/run/sharded_export.py)."""
+"""What the first rank's host gathers of a sharded export at a time (framework/run/checkpoints/sharded_export.py)."""
 UNATTRIBUTED_LIMIT = 0.01
 """Share of the peak that may be of unknown purpose before the plan warns."""
 
@@ -134,7 +135,8 @@ def new_allocator(config: TrainingConfig) -> CachingAllocator:
 def resume_trace(footprint: Footprint) -> Trace:
     """The load of a checkpoint: its weights arrive whole beside the model's, are copied, and then the states arrive.
 
-    Follows `load_checkpoint` in framework/run/checkpoint.py. Parts of weights are read on the host, into their place.
+    Follows `load_checkpoint` in framework/run/checkpoints/checkpoint.py. Parts of weights are read on the host, into
+    their place.
     """
     trace = Trace()
     trace.enter("resume")
@@ -337,7 +339,8 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
 
 
 def _dtypes_of_shards(config: TrainingConfig) -> str:
-    """In which numbers a shard is stored, computed with, reduced and stepped (`framework.build.shard.precision`)."""
+    """In which numbers a shard is stored, computed with, reduced and stepped
+    (`framework.build.parallel.shard.precision`)."""
     held, adapter = str(config.model.torch_dtype_str), config.peft.adapter_dtype
     trained = held
     if config.training.use_peft:

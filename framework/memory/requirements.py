@@ -11,8 +11,8 @@ from typing import Any
 from framework.memory.cards import capability_of
 from framework.memory.levers import LEVERS, Lever, Setting
 from framework.schema.config import TrainingConfig
-from framework.schema.conflict import Conflict
 from framework.schema.gpu import GPUParams
+from framework.schema.rules.conflict import Conflict
 from framework.schema.wording import counted
 
 

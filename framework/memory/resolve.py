@@ -7,9 +7,9 @@ from framework.memory.cards import best_autocast
 from framework.schema.architecture import position_count
 from framework.schema.choices import MixedPrecision, Rounding, Task, TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.optimizer_rules import ANY_PRECISION
-from framework.schema.precision_rules import overflows_in_float16
 from framework.schema.preference import DEFAULT_BETA, PreferenceParams
+from framework.schema.rules.optimizer import ANY_PRECISION
+from framework.schema.rules.precision import overflows_in_float16
 
 DEFAULT_LENGTH = 2048
 """Longest row when a recipe names none and the model can take it (CONTRACT.md)."""

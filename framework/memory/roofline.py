@@ -56,7 +56,7 @@ class Efficiency:
     step_seconds: float
     """Host time between two steps: batch, schedule, the wait for the loss."""
     link: float = 5.5 / 6.3
-    """Of the rate between host and card, for pinned memory (framework/run/calibrate.py)."""
+    """Of the rate between host and card, for pinned memory (framework/run/planning/calibrate.py)."""
     card_link: float = 0.7
     """Of the rate between two cards, for one large exchange with nothing beside it (an all-reduce of 1 GiB on two H100
     reached 329 of 450 GB/s)."""

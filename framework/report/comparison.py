@@ -8,7 +8,7 @@ from rich.text import Text
 from framework.memory.ledger import Plan
 from framework.report import words
 from framework.report.terminal import table, wrapped
-from framework.run.causes import Cause, Comparison
+from framework.run.planning.memory_diff import Cause, Comparison
 
 
 def comparison_lines(comparison: Comparison, width: int = 80) -> list[Text]:

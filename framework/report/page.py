@@ -9,7 +9,7 @@ from framework.report.drawing import phases_svg
 from framework.report.escaping import escape
 
 if TYPE_CHECKING:
-    from framework.run.measure import Measured
+    from framework.run.planning.measure import Measured
 
 COLOURS = {
     "weights": "#4269d0",

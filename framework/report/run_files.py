@@ -15,8 +15,8 @@ from framework.memory.declared import declared
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.regular_files import open_regular, read_regular
-from framework.run.checkpoint_layout import checkpoints, step_of
-from framework.run.comparison import last_line
+from framework.run.record.layout import checkpoints, step_of
+from framework.run.record.predicted_and_measured import last_line
 from framework.schema.config import TrainingConfig
 
 T = TypeVar("T")

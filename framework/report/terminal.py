@@ -11,7 +11,7 @@ from framework.memory.ledger import Plan
 from framework.report import words
 
 if TYPE_CHECKING:
-    from framework.run.measure import Measured
+    from framework.run.planning.measure import Measured
 
 LEAST_WIDTH = 72
 """Narrower terminals break the lines themselves."""

@@ -10,7 +10,7 @@ from framework.report.escaping import escape
 from framework.report.page import document, scrolling
 from framework.report.page import table as html_table
 from framework.report.terminal import LEAST_WIDTH, table, wrapped
-from framework.run.what_if import Row
+from framework.run.planning.what_if import Row
 
 _BAR = 16
 """Height of a bar, in units of the view box."""

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from framework.build.assembly import Assembly
-from framework.build.loss import Batch, Observe
+from framework.build.losses.loss import Batch, Observe
 from framework.build.optimizers.schedule_free import averaged
-from framework.run.interrupt import Interrupt
+from framework.run.ranks.signals import Interrupt
 from framework.run.step import eval_step
 
 MOST_METRICS = 6

@@ -11,17 +11,17 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from framework.build.batches import collate
-from framework.build.heads import answers
-from framework.build.labels import Encoded
-from framework.build.loss import full_loss, ignore_phases, model_inputs
-from framework.build.model_parts import causal_model
-from framework.build.questions import read_answered, read_prompts, read_texts
-from framework.build.rows import Row, join_rows
-from framework.build.settle import settle
-from framework.build.tokenizer import padding_id
+from framework.build.data.batches import collate
+from framework.build.data.prediction_rows import read_answered, read_prompts, read_texts
+from framework.build.data.rows import Row, join_rows
+from framework.build.losses.loss import full_loss, ignore_phases, model_inputs
+from framework.build.model.heads import answers
+from framework.build.model.parts import causal_model
+from framework.build.resolve_model import settle
+from framework.build.text.labels import Encoded
+from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
-from framework.run.artefact import MODEL_FILE, PROMPTS, Artefact, find_artefact, load_model
+from framework.run.checkpoints.trained_model import MODEL_FILE, PROMPTS, Artefact, find_artefact, load_model
 from framework.schema.architecture import position_count
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig

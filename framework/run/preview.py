@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.batches import MicroBatch, eval_batches
-from framework.build.data import Data
-from framework.build.data_report import QUANTILES, Account, DataReport, SplitReport, cautions, length_quantiles
-from framework.build.labels import IGNORED
-from framework.build.packing import Packs
-from framework.build.rows import Row, Rows
-from framework.build.stream import Stream
-from framework.build.tokenizer import padding_id
+from framework.build.data.batches import MicroBatch, eval_batches
+from framework.build.data.packing import Packs
+from framework.build.data.prepare import Data
+from framework.build.data.report import QUANTILES, Account, DataReport, SplitReport, cautions, length_quantiles
+from framework.build.data.rows import Row, Rows
+from framework.build.data.stream import Stream
+from framework.build.text.labels import IGNORED
+from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
-from framework.run.inputs import Inputs, read_inputs
-from framework.run.training_batches import training_batches
+from framework.run.inputs.inputs import Inputs, read_inputs
+from framework.run.inputs.training_batches import training_batches
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 

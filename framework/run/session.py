@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from framework.build.assembly import Assembly
-from framework.build.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
-from framework.build.compiled import newly_plain
-from framework.build.data_workers import WorkersDied
-from framework.build.documents import document_lengths, on_device
-from framework.build.loss import Batch
-from framework.build.streamed_batches import StreamedBatches
+from framework.build.data.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
+from framework.build.data.documents import document_lengths, on_device
+from framework.build.data.streamed_batches import StreamedBatches
+from framework.build.data.workers import WorkersDied
+from framework.build.levers.compiled import newly_plain
+from framework.build.losses.loss import Batch
 from framework.build.verify import (
     FirstStep,
     Reading,
@@ -33,25 +33,25 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.comparison import compare
-from framework.run.crew import Crew
+from framework.run.checkpoints.saver import Saving
 from framework.run.evaluate import Abandoned, evaluate, in_words, until_asked
-from framework.run.forecast import Forecast
-from framework.run.inputs import Inputs
-from framework.run.interrupt import Interrupt
-from framework.run.meter import Meter
-from framework.run.metrics_log import MetricsLog
-from framework.run.moved import SPAN, MovedElements, caution
-from framework.run.out_of_memory import Watch, explained_failures, recorded_memory
-from framework.run.plan_of_all import plan_of_all
-from framework.run.progress import ProgressLine
-from framework.run.record import RunFolder
-from framework.run.saving import Saving
-from framework.run.sizes import EVAL, shrunk
+from framework.run.inputs.inputs import Inputs
+from framework.run.inputs.training_batches import TrainingBatches
+from framework.run.oom.report import Watch, explained_failures, recorded_memory
+from framework.run.oom.retry import tries
+from framework.run.oom.smaller_batches import EVAL, shrunk
+from framework.run.planning.background_plan import Forecast
+from framework.run.planning.plan_of_all import plan_of_all
+from framework.run.ranks.coordinator import Crew
+from framework.run.ranks.signals import Interrupt
+from framework.run.record.meter import Meter
+from framework.run.record.metrics_log import MetricsLog
+from framework.run.record.predicted_and_measured import compare
+from framework.run.record.progress import ProgressLine
+from framework.run.record.run_folder import RunFolder
+from framework.run.record.trackers import Trackers
+from framework.run.record.update_share import SPAN, MovedElements, caution
 from framework.run.step import LaunchedStep, StepResult
-from framework.run.survive import tries
-from framework.run.trackers import Trackers
-from framework.run.training_batches import TrainingBatches
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted

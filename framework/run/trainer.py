@@ -11,34 +11,34 @@ import torch
 from torch import Tensor
 
 from framework.build.assembly import Assembly
-from framework.build.bases import BASE
-from framework.build.coverage import said_at_save
-from framework.build.data_report import cautions
-from framework.build.fingerprints import take_fingerprints
-from framework.build.given import Given, PythonRows, take_rows
-from framework.build.heads import model_class
-from framework.build.labels import IGNORED
-from framework.build.model_parts import causal_model
+from framework.build.data.report import cautions
+from framework.build.data.rows import Row
+from framework.build.data.streamed_batches import StreamedBatches
+from framework.build.loading.bases import BASE
+from framework.build.model.heads import model_class
+from framework.build.model.parts import causal_model
 from framework.build.refuse import refuse_impossible
-from framework.build.rows import Row
-from framework.build.streamed_batches import StreamedBatches
+from framework.build.sources.python_rows import Given, PythonRows, take_rows
+from framework.build.text.labels import IGNORED
 from framework.build.verify import table, verify_unmoved
+from framework.build.verify.adapter_coverage import said_at_save
+from framework.build.verify.fingerprints import take_fingerprints
 from framework.errors import SaveFailed
-from framework.run.checkpoint_layout import FINAL, UNFINISHED, step_of
-from framework.run.comparison import last_line
-from framework.run.crew import met, require_world
-from framework.run.export import export
-from framework.run.forecast import forecast_in_subprocess
-from framework.run.interrupt import BEFORE_ALL, told_interrupt, watched_interrupt
-from framework.run.opening import begin, open_session
-from framework.run.reference import know_reference
-from framework.run.resume import check_allowed
+from framework.run.checkpoints.export import export
+from framework.run.checkpoints.resume import check_allowed
+from framework.run.oom.retry import tries
+from framework.run.oom.smaller_batches import TRAIN
+from framework.run.planning.background_plan import forecast_in_subprocess
+from framework.run.ranks.coordinator import met, require_world
+from framework.run.ranks.signals import BEFORE_ALL, told_interrupt, watched_interrupt
+from framework.run.record.layout import FINAL, UNFINISHED, step_of
+from framework.run.record.predicted_and_measured import last_line
 from framework.run.session import LAST_SECONDS, Planner, Session
-from framework.run.sizes import TRAIN
+from framework.run.setup.agreement import decided_by_main
+from framework.run.setup.longest_rows import try_longest_rows
+from framework.run.setup.reference_answers import know_reference
+from framework.run.setup.start import begin, open_session
 from framework.run.step import launch_step
-from framework.run.survive import tries
-from framework.run.together import decided_by_main
-from framework.run.trial import try_longest_rows
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 
@@ -232,7 +232,7 @@ def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
 
     with session.crew.phase("exporting"):
         if session.assembly.is_in_parts:
-            from framework.run.sharded_export import export_sharded
+            from framework.run.checkpoints.sharded_export import export_sharded
 
             export_sharded(session.assembly, tokenizer, folder.path / name, base)
             session.crew.shared("exported", lambda: "written")

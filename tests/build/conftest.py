@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from framework.build.tokenizer import train_tokenizer
+from framework.build.text.tokenizer import train_tokenizer
 
 CORPUS = ["The quick brown fox jumps over the lazy dog. What is two and two? It is four.\n"] * 3
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
-from framework.build.liger import liger_kernels
+from framework.build.levers.liger import liger_kernels
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 from tests.tiny import GEMMA2, LLAMA, tiny_assembly, tiny_config, unequal_rows

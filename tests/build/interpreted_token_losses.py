@@ -12,8 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from framework.build import token_losses_kernel
-from framework.build.token_losses import token_losses
+from framework.build.losses import token_losses_kernel
+from framework.build.losses.token_losses import token_losses
 
 token_losses_kernel.BLOCK = 64
 TOKENS = 9

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from framework.build.bases import check_all_weights
-from framework.build.model import build_model, check_weights, read_architecture
+from framework.build.loading.bases import check_all_weights
+from framework.build.loading.model import build_model, check_weights, read_architecture
 from framework.build.place import real_place
-from framework.build.settle import settle
+from framework.build.resolve_model import settle
 from framework.errors import RequestError
 from framework.schema.config import TrainingConfig
 from tests.folders import change_config, save_model, split_weights

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from framework.build.chat import read_template
-from framework.build.data import Data, prepare_data
-from framework.build.labels import IGNORED
+from framework.build.data.prepare import Data, prepare_data
+from framework.build.text.chat import read_template
+from framework.build.text.labels import IGNORED
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 

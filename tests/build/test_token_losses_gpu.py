@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from framework.build.chunked_loss import chunked_cross_entropy
-from framework.build.token_losses import token_losses
+from framework.build.losses.chunked_loss import chunked_cross_entropy
+from framework.build.losses.token_losses import token_losses
 
 pytestmark = pytest.mark.gpu
 TOKENS, WORDS = 300, 50_257

@@ -7,7 +7,8 @@ import yaml
 
 from framework.cli import main
 from framework.compose import load
-from framework.run import plan_cache, room
+from framework.run.planning import capacity as room
+from framework.run.planning import plan_cache
 from tests.memory.search import card
 
 TINY = """# A tiny model.
@@ -45,7 +46,7 @@ class Arithmetic(card.Arithmetic):
 
 @pytest.fixture
 def arithmetic(monkeypatch):
-    monkeypatch.setattr("framework.run.fit.Rehearsals", Arithmetic)
+    monkeypatch.setattr("framework.run.planning.fit.Rehearsals", Arithmetic)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_the_overrides_of_fit_are_its_plan_and_a_second_search_reads_its_plans(r
     assert code == 0
     assert json.loads(out)["peak"] == said["plan"]["peak"]
     assert list(plan_cache.cache_folder().glob("*.json"))
-    monkeypatch.setattr("framework.run.rehearsals.Rehearsals._ask", None)
+    monkeypatch.setattr("framework.run.planning.plan_pool.Rehearsals._ask", None)
     code, out, _ = run("fit", recipe, *SMALL, "--json", *pinned(*FEW))
     assert json.loads(out)["plan"] == said["plan"]
 
@@ -136,7 +137,7 @@ def test_what_cannot_be_written_is_told_after_the_proposal(arithmetic, run, writ
 def test_what_has_no_place_is_refused_before_the_search(run, write, tmp_path, monkeypatch, option):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plots").mkdir()
-    monkeypatch.setattr("framework.run.fit.fit", lambda *args, **kwargs: pytest.fail("searched"))
+    monkeypatch.setattr("framework.run.planning.fit.fit", lambda *args, **kwargs: pytest.fail("searched"))
     code, out, err = run("fit", write(TINY), *LITTLE, option, "plot/a.yaml")
     assert (code, out) == (2, "")
     assert "did you mean plots/a.yaml" in err
@@ -166,7 +167,7 @@ def test_nothing_fits_is_exit_3_with_the_closest_and_a_card_that_would(arithmeti
 def test_the_host_memory_of_this_machine_counts_where_the_card_is_its(arithmetic, run, write, monkeypatch, card):
     """Of another machine nothing is known but what the proposal needs there."""
     words = ("training.optimizer_offload=host", "--pin", "training.optimizer_offload", "--allow", "exact", *pinned())
-    monkeypatch.setattr("framework.run.fit.detect", lambda: card)
+    monkeypatch.setattr("framework.run.planning.fit.detect", lambda: card)
     monkeypatch.setattr(room, "available_host_bytes", lambda: 64 * 2**20)
     code, out, _ = run("fit", write(TINY), *LITTLE, *words)
     text = " ".join(out.split())

@@ -65,6 +65,6 @@ def test_how_long_it_takes(code, seconds):
 
 def test_libraries_say_nothing_while_they_are_loaded() -> None:
     """bitsandbytes warns of a CPU kernel that it lacks whenever peft is imported."""
-    command = [sys.executable, "-c", "import framework.run.inspect, framework.run.predict"]
+    command = [sys.executable, "-c", "import framework.run.planning.model_checks, framework.run.predict"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stderr == ""

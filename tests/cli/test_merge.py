@@ -81,7 +81,7 @@ def test_a_base_that_was_not_saved_is_made_again(run, peft, capsys):
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_is_loaded(run, capsys, monkeypatch):
     folder = run("peft=lora")
-    monkeypatch.setattr("framework.run.merge.load_base", None)
+    monkeypatch.setattr("framework.run.checkpoints.merge.load_base", None)
     capsys.readouterr()
     for output in (str(folder / "config.yaml" / "merged"), "/dev/full/merged"):
         assert main(["merge", str(folder), "--output", output, "--json"]) == 2

@@ -15,8 +15,8 @@ from framework.compose import compose, load
 from framework.compose.overrides import listed
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
-from framework.run.child import plan_in_subprocess
-from framework.run.measure import Measured
+from framework.run.planning.measure import Measured
+from framework.run.planning.plan_process import plan_in_subprocess
 from tests.report.plans import GIB, PLAN, gib, on, use
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def planner(monkeypatch):
                 raise made
             return made(config) if callable(made) else made
 
-        monkeypatch.setattr("framework.run.child.plan_in_subprocess", plan_config)
+        monkeypatch.setattr("framework.run.planning.plan_process.plan_in_subprocess", plan_config)
         return configs
 
     return use_plan
@@ -266,7 +266,7 @@ def test_a_page_that_cannot_be_written_is_told_after_the_plan(run, write, planne
 
 def test_measured_next_to_predicted(run, write, planner, monkeypatch):
     planner(PLAN)
-    monkeypatch.setattr("framework.run.measure.measure_in_subprocess", lambda config: MEASURED)
+    monkeypatch.setattr("framework.run.planning.measure.measure_in_subprocess", lambda config: MEASURED)
     code, out, _ = run("plan", write(RECIPE), "--measure", "--html", "p.html")
     assert code == 0
     assert "+2.78%" in out
@@ -283,7 +283,7 @@ def test_a_step_that_runs_out_of_memory_is_told_after_the_plan(run, write, plann
         raise OutOfMemory("tried to allocate 9 GiB")
 
     planner(PLAN)
-    monkeypatch.setattr("framework.run.measure.measure_in_subprocess", fail)
+    monkeypatch.setattr("framework.run.planning.measure.measure_in_subprocess", fail)
     code, out, err = run("plan", write(RECIPE), "--measure")
     assert code == 4
     assert "fits on" in out
@@ -293,12 +293,12 @@ def test_a_step_that_runs_out_of_memory_is_told_after_the_plan(run, write, plann
 def test_without_a_card_there_is_nothing_to_measure_or_calibrate(run, write, planner, monkeypatch):
     configs = planner(PLAN)
     monkeypatch.setattr(
-        "framework.run.measure.measure_in_subprocess",
+        "framework.run.planning.measure.measure_in_subprocess",
         lambda config: (_ for _ in ()).throw(RequestError([Problem("--measure", "no CUDA card")])),
     )
     assert run("plan", write(RECIPE), "--measure")[0] == 2
     assert not configs
-    monkeypatch.setattr("framework.run.calibrate.installed_cards", list)
+    monkeypatch.setattr("framework.run.planning.calibrate.installed_cards", list)
     code, out, err = run("doctor", "--calibrate", "--output", "card.yaml")
     assert (code, out) == (2, "")
     assert "no CUDA card" in err
@@ -340,7 +340,7 @@ def test_diff_without_memory_plans_nothing(run, write, planner):
 
 
 def test_the_python_interface(planner):
-    assert framework.plan.__module__ == "framework.run.child"
+    assert framework.plan.__module__ == "framework.run.planning.plan_process"
     assert framework.train.__module__ == "framework.run.trainer"
     assert {"plan", "train"} <= set(framework.__all__)
 
@@ -383,7 +383,7 @@ def test_a_card_that_is_too_small_for_the_measurement_is_in_the_one_document(run
     def fail(_):
         raise OutOfMemory("no room")
 
-    monkeypatch.setattr("framework.run.measure.measure_in_subprocess", fail)
+    monkeypatch.setattr("framework.run.planning.measure.measure_in_subprocess", fail)
     code, out, err = run("plan", write(RECIPE), "--measure", "--json")
     assert code == 4
     assert json.loads(out)["errors"] == [

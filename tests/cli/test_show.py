@@ -6,7 +6,7 @@ from framework.cli import main
 from framework.compose import compose, shipped
 from framework.memory.resolve import with_length, with_precision
 from framework.memory.search.freedom import opened
-from framework.run.fit import Decided
+from framework.run.planning.fit import Decided
 
 ASKED = [
     [],
@@ -19,7 +19,7 @@ ASKED = [
 @pytest.fixture(autouse=True)
 def plain_values(monkeypatch):
     """The search is not what is asked here: its plain values stand for what it finds."""
-    monkeypatch.setattr("framework.run.fit.decide", lambda config, runs_here: Decided(opened(config), ()))
+    monkeypatch.setattr("framework.run.planning.fit.decide", lambda config, runs_here: Decided(opened(config), ()))
 
 
 @pytest.mark.parametrize("words", ASKED, ids=lambda words: " ".join(words) or "as shipped")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.memory.ledger import Plan
-from framework.run.comparison import compare
+from framework.run.record.predicted_and_measured import compare
 from framework.schema.config import TrainingConfig
 from framework.text import to_yaml
 from tests.memory.explain.test_moves import lever

@@ -10,7 +10,7 @@ from rich.console import Console
 from framework.memory.ledger import Plan
 from framework.report.terminal import ASCII, BLOCKS, plan_lines, strokes_for
 from framework.report.words import duration, signed_size, size, verdict
-from framework.run.measure import Measured
+from framework.run.planning.measure import Measured
 from tests.report.plans import BACKWARD, GIB, PLAN, on
 
 GOLDEN = Path(__file__).with_name("plan.txt")

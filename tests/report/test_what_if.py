@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from framework.report.what_if import what_if_lines, what_if_page
-from framework.run.what_if import Row
+from framework.run.planning.what_if import Row
 from tests.report.plans import GIB, PLAN
 
 LARGE = replace(PLAN, peak=replace(PLAN.peak, device_bytes=2 * PLAN.peak.device_bytes, device_bytes_upper=100 * GIB))

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from framework.memory.allocator import CachingAllocator, Peak, replay
 from framework.memory.trace import Kind, Trace
-from framework.run.pretend import pretend
-from framework.run.tracker import Tracker
+from framework.run.rehearsal.fake_device import pretend
+from framework.run.rehearsal.tracker import Tracker
 from framework.schema.gpu import GPUParams
 
 H100 = GPUParams(

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from framework.build.assembly import assemble
-from framework.build.model import read_architecture
+from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks
 from framework.schema.choices import PeftMethod

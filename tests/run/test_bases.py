@@ -6,11 +6,11 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from framework.build import bases
+from framework.build.loading import bases
 from framework.cli import main
 from framework.errors import RequestError
 from framework.run import trainer
-from framework.run.merge import merge_run
+from framework.run.checkpoints.merge import merge_run
 from framework.run.predict import Request, predict
 from framework.schema.config import TrainingConfig
 from tests.folders import change_config, change_weights, save_model, split_weights

@@ -15,16 +15,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from framework.build.batches import GlobalBatches, MicroBatch
-from framework.build.chat import Chat, read_template
-from framework.build.labels import IGNORED, Encoded, encode_chats
-from framework.build.model_parts import causal_model
+from framework.build.data.batches import GlobalBatches, MicroBatch
+from framework.build.model.parts import causal_model
+from framework.build.text.chat import Chat, read_template
+from framework.build.text.labels import IGNORED, Encoded, encode_chats
 from framework.errors import RequestError, SaveFailed
 from framework.run import trainer
-from framework.run.artefact import find_artefact, load_model
-from framework.run.export import write_tokenizer
-from framework.run.inputs import read_inputs
-from framework.run.training_batches import TrainingBatches, training_batches
+from framework.run.checkpoints.export import write_tokenizer
+from framework.run.checkpoints.trained_model import find_artefact, load_model
+from framework.run.inputs.inputs import read_inputs
+from framework.run.inputs.training_batches import TrainingBatches, training_batches
 from framework.schema.config import TrainingConfig
 from tests.tiny import LLAMA
 

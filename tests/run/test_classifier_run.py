@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from framework.compose import load
 from framework.errors import Interrupted, RequestError
 from framework.run import trainer
-from framework.run.checkpoint import checkpoints
+from framework.run.checkpoints.checkpoint import checkpoints
 from framework.schema.config import TrainingConfig
 from tests.run.test_trainer import interrupt_after, metrics
 from tests.tiny import BERT

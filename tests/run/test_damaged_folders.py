@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from framework.build.model import build_model
+from framework.build.loading.model import build_model
 from framework.build.place import real_place
-from framework.build.settle import settle
+from framework.build.resolve_model import settle
 from framework.errors import RequestError
-from framework.run.inputs import read_inputs
-from framework.run.inspect import inspect
-from framework.run.merge import merge_run
+from framework.run.checkpoints.merge import merge_run
+from framework.run.inputs.inputs import read_inputs
+from framework.run.planning.model_checks import inspect
 from framework.run.predict import Request, predict
 from framework.schema.config import TrainingConfig
 from tests.folders import change_config, save_model, split_weights

@@ -11,10 +11,10 @@ from framework.errors import Interrupted, RequestError
 from framework.memory.cards import read_card
 from framework.memory.requirements import unmet_requirements
 from framework.run import trainer
-from framework.run.checkpoint import checkpoints
-from framework.run.footprint import held_tensors, state_tensors
-from framework.run.measure import synthetic_batches
-from framework.run.rehearse import rehearse
+from framework.run.checkpoints.checkpoint import checkpoints
+from framework.run.planning.measure import synthetic_batches
+from framework.run.rehearsal.footprint import held_tensors, state_tensors
+from framework.run.rehearsal.rehearse import rehearse
 from framework.run.step import train_step
 from tests.run.cpu_memory import peak_bytes
 from tests.run.test_trainer import config as pretrain_config

@@ -5,7 +5,7 @@ import torch
 
 from framework.build.assembly import assemble
 from framework.build.place import real_place
-from framework.build.settle import settle
+from framework.build.resolve_model import settle
 from framework.errors import NonFinite
 from framework.run.step import launch_step
 from tests.tiny import tiny_config, unequal_rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from framework.errors import NonFinite
-from framework.run.checkpoint import contents_of, load_checkpoint, save_checkpoint
+from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.step import train_step
 from tests.tiny import split, tiny_assembly, tiny_config, unequal_rows
 

@@ -12,15 +12,19 @@ from accelerate.tracking import TensorBoardTracker
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from framework.build import data_workers
-from framework.build.batches import GlobalBatches
+from framework.build.data import workers as data_workers
+from framework.build.data.batches import GlobalBatches
 from framework.cli import main
 from framework.errors import RequestError, SaveFailed, WorkersLost
-from framework.run import checkpoint, export, files, opening, record, trainer
 from framework.run import session as session_module
-from framework.run.checkpoint_layout import checkpoints
-from framework.run.lock import only_run
-from framework.run.record import fallback_of
+from framework.run import trainer
+from framework.run.checkpoints import checkpoint, export
+from framework.run.record import files
+from framework.run.record import run_folder as record
+from framework.run.record.layout import checkpoints
+from framework.run.record.lock import only_run
+from framework.run.record.run_folder import fallback_of
+from framework.run.setup import start as opening
 from tests.run.test_trainer import config, corpus, final_weights, metrics, same, straight, train  # noqa: F401
 from tests.tiny import LLAMA
 
@@ -47,7 +51,7 @@ def test_a_log_that_the_disk_does_not_take_ends_nothing(corpus, straight, tmp_pa
         return 3 < len(appended) < 9
 
     full(monkeypatch, files, "append_line", is_full)
-    monkeypatch.setattr("framework.run.metrics_log.append_line", files.append_line)
+    monkeypatch.setattr("framework.run.record.metrics_log.append_line", files.append_line)
     full(monkeypatch, record, "replace_file", lambda text: "memory.json" in text)
     train(config(corpus, tmp_path / "run"), quiet=False)
     assert metrics(tmp_path / "run") == straight[0]

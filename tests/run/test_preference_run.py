@@ -8,7 +8,7 @@ import torch
 
 from framework.errors import Interrupted, RequestError, VerificationFailed
 from framework.run import trainer
-from framework.run.checkpoint import checkpoints
+from framework.run.checkpoints.checkpoint import checkpoints
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 from tests.run.test_trainer import final_weights, interrupt_after, metrics, same, train

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from framework.build.tokenizer import train_tokenizer
+from framework.build.text.tokenizer import train_tokenizer
 from framework.cli import main
 from framework.compose import load, to_yaml
 from tests.tiny import LLAMA

@@ -7,7 +7,7 @@ import pytest
 
 from framework.errors import RequestError
 from framework.memory.levers import LEVERS
-from framework.run.resume import EXACT, check_allowed
+from framework.run.checkpoints.resume import EXACT, check_allowed
 from tests.run.test_preference_run import config as preference
 from tests.run.test_preference_run import files  # noqa: F401
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401

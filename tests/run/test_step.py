@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from framework.build.batches import collate
+from framework.build.data.batches import collate
 from framework.errors import NonFinite
 from framework.run.step import train_step
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows

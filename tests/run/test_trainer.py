@@ -12,16 +12,17 @@ import yaml
 from torch._dynamo.backends.debugging import aot_eager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from framework.build import compiled
+from framework.build.levers import compiled
 from framework.compose import load
 from framework.errors import BrokenRows, DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
 from framework.memory.explain import explain
 from framework.memory.units import size
-from framework.run import opening, trainer
 from framework.run import session as session_module
-from framework.run.checkpoint import checkpoints
-from framework.run.child import plan_in_subprocess
-from framework.run.forecast import Forecast
+from framework.run import trainer
+from framework.run.checkpoints.checkpoint import checkpoints
+from framework.run.planning.background_plan import Forecast
+from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.setup import start as opening
 from framework.schema.config import TrainingConfig
 from tests.tiny import GPT2, LLAMA
 

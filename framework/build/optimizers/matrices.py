@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from framework.build.heads import head_layers
-from framework.build.model_parts import causal_model
+from framework.build.model.heads import head_layers
+from framework.build.model.parts import causal_model
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Optimizer
-from framework.schema.optimizer_rules import FOR_MATRICES
+from framework.schema.rules.optimizer import FOR_MATRICES
 from framework.schema.training import TrainingParams
 
 

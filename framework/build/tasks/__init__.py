@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
-from framework.build.loss import build_loss, chunk_size
+from framework.build.loading.teacher import build_teacher
+from framework.build.losses.loss import build_loss, chunk_size
+from framework.build.losses.router_loss import build_router_loss
 from framework.build.place import Place
-from framework.build.routers import build_router_loss
 from framework.build.tasks.distillation import Distillation
 from framework.build.tasks.next_token import NextToken
 from framework.build.tasks.objective import Objective
@@ -14,7 +15,6 @@ from framework.build.tasks.preference_losses import PairLoss, SingleLoss
 from framework.build.tasks.reference import Precomputed, Reference, WithoutAdapter, build_reference, frozen_copy
 from framework.build.tasks.reward import BradleyTerry
 from framework.build.tasks.rows import build_row_objective
-from framework.build.teacher import build_teacher
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from framework.build.chunked_distillation import Compared, Head, chunked_comparison, chunked_distillation, compare
-from framework.build.loss import (
+from framework.build.losses.chunked_distillation import (
+    Compared,
+    Head,
+    chunked_comparison,
+    chunked_distillation,
+    compare,
+)
+from framework.build.losses.loss import (
     Batch,
     Observe,
     head_inputs,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from framework.build.loss import Batch, Loss, Observe, supervised_tokens
-from framework.build.routers import RouterLoss
+from framework.build.losses.loss import Batch, Loss, Observe, supervised_tokens
+from framework.build.losses.router_loss import RouterLoss
 
 
 @dataclass(frozen=True)

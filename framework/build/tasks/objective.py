@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from framework.build.loss import Batch, Observe
+from framework.build.losses.loss import Batch, Observe
 
 
 class Objective(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from framework.build.loss import Batch, Loss, Observe, ignore_phases
+from framework.build.losses.loss import Batch, Loss, Observe, ignore_phases
 from framework.build.tasks.preference_losses import Answers, Judged, PairLoss, SingleLoss
 from framework.build.tasks.reference import Reference, answer_sums, answer_tokens
 

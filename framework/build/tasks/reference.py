@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from framework.build.loss import IGNORED, Batch, Loss, ignore_phases
+from framework.build.losses.loss import IGNORED, Batch, Loss, ignore_phases
 from framework.schema.config import TrainingConfig
-from framework.schema.task_rules import MOVE_THE_BASE
+from framework.schema.rules.task import MOVE_THE_BASE
 
 
 class Reference(Protocol):

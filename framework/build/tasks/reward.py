@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.build.loss import Batch, Observe
+from framework.build.losses.loss import Batch, Observe
 from framework.build.tasks.preference import counting_pairs
 from framework.build.tasks.rows import row_answers
 

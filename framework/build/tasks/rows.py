@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.build.loss import IGNORED, Batch, Observe, model_inputs
-from framework.build.model_parts import causal_model
+from framework.build.losses.loss import IGNORED, Batch, Observe, model_inputs
+from framework.build.model.parts import causal_model
 
 AddedUp = Mapping[str, Tensor]
 

@@ -7,7 +7,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from framework.build.assembly import Assembly
-from framework.build.fingerprints import Fingerprints
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.verify.activations import (
     read_attention_kernel,
@@ -42,6 +41,7 @@ from framework.build.verify.documents import (
     read_packed_rows,
     read_rows_end_to_end,
 )
+from framework.build.verify.fingerprints import Fingerprints
 from framework.build.verify.head import read_head
 from framework.build.verify.liger import read_liger_kernels
 from framework.build.verify.loss import read_chunked_loss, read_own_loss, read_router_loss

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from framework.build.activations import keeps, offloading, recomputing
 from framework.build.assembly import Assembly
-from framework.build.convolutions import CONVOLUTIONAL
-from framework.build.model_parts import causal_model, transformer_blocks
-from framework.build.offload import LEAST_BYTES
-from framework.build.ring_attention import NAME as RING_ATTENTION
+from framework.build.attention.ring_attention import NAME as RING_ATTENTION
+from framework.build.levers.activations import keeps, offloading, recomputing
+from framework.build.levers.offload import LEAST_BYTES
+from framework.build.model.convolutions import CONVOLUTIONAL
+from framework.build.model.parts import causal_model, transformer_blocks
 from framework.build.verify.probe import PROBE_TOKENS, probe
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CheckpointingPolicy

@@ -9,13 +9,13 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
-from framework.build.adapter import adapter_dtype, adapter_kind, ties_any
+from framework.build.adapters.adapter import adapter_dtype, adapter_kind, ties_any
+from framework.build.adapters.quantize import is_packed, kind_name, quantized_kinds, unquantized
 from framework.build.assembly import Assembly
-from framework.build.coverage import coverage_line
-from framework.build.model_parts import causal_model
+from framework.build.model.parts import causal_model
 from framework.build.optimizer import RATE_FACTOR
-from framework.build.quantize import is_packed, kind_name, quantized_kinds, unquantized
 from framework.build.ranks import local_part
+from framework.build.verify.adapter_coverage import coverage_line
 from framework.build.verify.reading import Reading
 from framework.schema.wording import counted
 

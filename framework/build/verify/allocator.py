@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from framework.build.allocator import asked_settings, environment_settings, environment_text, live_settings
 from framework.build.assembly import Assembly
+from framework.build.levers.allocator import asked_settings, environment_settings, environment_text, live_settings
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.wording import counted
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from framework.build.adapters.quantize import kind_name, quantized_kinds, weight_count
 from framework.build.assembly import Assembly
 from framework.build.dtypes import TORCH_DTYPES
-from framework.build.fingerprints import Fingerprints, take_fingerprints
-from framework.build.quantize import kind_name, quantized_kinds, weight_count
 from framework.build.tasks import Precomputed, WithoutAdapter, reference_of
+from framework.build.verify.fingerprints import Fingerprints, take_fingerprints
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import TorchDtype
 from framework.schema.wording import counted

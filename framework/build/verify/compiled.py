@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from framework.build.assembly import Assembly
-from framework.build.compiled import WHOLE, compiled_regions, modules_to_compile
+from framework.build.levers.compiled import WHOLE, compiled_regions, modules_to_compile
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CompileScope
 from framework.schema.wording import counted

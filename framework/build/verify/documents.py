@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from framework.build.assembly import Assembly
-from framework.build.compiled import plain_code
-from framework.build.isolation import find_leak, joining_key
-from framework.build.model_parts import causal_model
+from framework.build.levers.compiled import plain_code
+from framework.build.loading.document_isolation import find_leak, joining_key
+from framework.build.model.parts import causal_model
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.wording import counted
 

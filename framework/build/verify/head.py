@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from framework.build.assembly import Assembly
-from framework.build.heads import answers, answers_for_rows, head_modules
-from framework.build.model_parts import causal_model
+from framework.build.model.heads import answers, answers_for_rows, head_modules
+from framework.build.model.parts import causal_model
 from framework.build.verify.reading import Reading
 from framework.schema.wording import counted
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from framework.build.assembly import Assembly
-from framework.build.liger import KEY, liger_kernels
-from framework.build.model_parts import transformer_blocks
+from framework.build.levers.liger import KEY, liger_kernels
+from framework.build.model.parts import transformer_blocks
 from framework.build.verify.reading import Reading
 from framework.schema.wording import counted
 

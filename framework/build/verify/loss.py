@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.build.hub import one_line
-from framework.build.loss import Batch, asks_for_router_logits, chunk_size, head_is_last, model_inputs
-from framework.build.model_parts import causal_model
-from framework.build.routers import KEY, RouterLoss, has_routers, load_balancing_loss, router_coefficient
+from framework.build.losses.loss import Batch, asks_for_router_logits, chunk_size, head_is_last, model_inputs
+from framework.build.losses.router_loss import KEY, RouterLoss, has_routers, load_balancing_loss, router_coefficient
+from framework.build.model.parts import causal_model
 from framework.build.tasks.next_token import NextToken
 from framework.build.verify.reading import Reading
 from framework.schema.choices import Task

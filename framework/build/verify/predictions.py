@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.build.dtypes import autocast_dtype
-from framework.build.loss import Batch, ignore_phases, token_logits
-from framework.build.model_parts import causal_model
+from framework.build.losses.loss import Batch, ignore_phases, token_logits
+from framework.build.model.parts import causal_model
 
 _TOLERANCE = {torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.1

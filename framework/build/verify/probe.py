@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.build.assembly import Assembly
-from framework.build.batches import full_batch
-from framework.build.compiled import plain_code
-from framework.build.flex_attention import NAME as FLEX_ATTENTION
+from framework.build.attention.flex_attention import NAME as FLEX_ATTENTION
+from framework.build.data.batches import full_batch
 from framework.build.hub import one_line
-from framework.build.loss import Batch, model_inputs
-from framework.build.model_parts import transformer_blocks
+from framework.build.levers.compiled import plain_code
+from framework.build.losses.loss import Batch, model_inputs
+from framework.build.model.parts import transformer_blocks
 
 PROBE_TOKENS = 16
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from framework.build.assembly import Assembly
-from framework.build.float8 import linear_layers
-from framework.build.float8_base import HELD, Float8Base
+from framework.build.levers.float8 import linear_layers
+from framework.build.levers.float8_base import HELD, Float8Base
 from framework.build.verify.reading import Reading
 from framework.schema.choices import Fp8
 from framework.schema.wording import counted

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from framework.build.assembly import Assembly
+from framework.build.parallel.shard import parameter_groups
 from framework.build.ranks import local_part
-from framework.build.shard import parameter_groups
 from framework.build.verify.reading import Reading
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy
 from framework.schema.wording import counted

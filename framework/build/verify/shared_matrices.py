@@ -12,7 +12,7 @@ from framework.build.verify.reading import Reading
 from framework.schema.wording import counted
 
 if TYPE_CHECKING:
-    from framework.build.tensor_parallel import TensorParallel
+    from framework.build.parallel.tensor_parallel import TensorParallel
 
 KEY = "fsdp.tensor_parallel_size"
 TOKENS = 8

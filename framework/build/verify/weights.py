@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from framework.build.adapters.quantize import is_packed
 from framework.build.assembly import Assembly
 from framework.build.dtypes import AUTOCAST_DTYPES, TORCH_DTYPES
-from framework.build.float8_base import HELD
-from framework.build.freeze import still_frozen
-from framework.build.model_parts import causal_model
-from framework.build.quantize import is_packed
+from framework.build.levers.float8_base import HELD
+from framework.build.model.freeze import still_frozen
+from framework.build.model.parts import causal_model
 from framework.build.verify.reading import Reading
 from framework.memory.resolve import said_of_float16
 from framework.schema.choices import MixedPrecision, TorchDtype

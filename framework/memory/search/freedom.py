@@ -14,9 +14,9 @@ from framework.memory.search.space import (
     SHARDING,
 )
 from framework.schema.availability import left_open
-from framework.schema.batch_rules import rows_of_global_batch
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key, unknown
+from framework.schema.rules.batch import rows_of_global_batch
 
 MOVABLE = (MICRO_BATCH, ACCUMULATION, EVAL_BATCH, *PREFERRED, *OFF_THE_CARD, *SHARDING)
 """Keys that `fit` moves without being asked; none of them changes what is learnt."""

@@ -41,7 +41,7 @@ def test_the_loss_falls_and_everything_is_read_back(optimizer, dtype):
 @pytest.mark.parametrize("optimizer", ON_CPU)
 @pytest.mark.parametrize("lever", [{"optimizer_in_backward": True}, {"optimizer_offload": "host"}])
 def test_updates_in_backward_and_states_on_the_host_learn_the_same(optimizer, lever):
-    """Exact for what treats each parameter by itself; refused pairs are in tests/schema/test_optimizer_rules.py."""
+    """Exact for what treats each parameter by itself; refused pairs are in tests/schema/rules/test_optimizer.py."""
     low_bit = "bit" in optimizer
     if low_bit and ("optimizer_offload" in lever or "torchao" in optimizer):
         pytest.skip("refused")

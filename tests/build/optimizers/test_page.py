@@ -5,7 +5,7 @@ import pytest
 from benchmarks.optimizers_page import EIGHTH, PAGE, ROWS, bytes_of, page, stepped, stood_in
 from framework.build.optimizers.low_bit import LOW_BIT
 from framework.schema.choices import Optimizer
-from framework.schema.optimizer_rules import PAGED, TORCHAO
+from framework.schema.rules.optimizer import PAGED, TORCHAO
 from tests.optimizers import eager, needs  # noqa: F401
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.build.settle import settle
+from framework.build.resolve_model import settle
 from framework.errors import RequestError
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step

@@ -17,7 +17,7 @@ from framework.memory.search.space import (
     structures,
 )
 from framework.schema.config import TrainingConfig
-from framework.schema.rules import Needs, find_conflicts
+from framework.schema.rules.every import Needs, find_conflicts
 from tests.memory.search.card import MIB, Arithmetic
 from tests.tiny import LLAMA
 

@@ -11,7 +11,7 @@ from framework.memory.search.found import Found
 from framework.memory.search.freedom import freedom
 from framework.memory.search.space import with_rows
 from framework.schema.config import TrainingConfig
-from framework.schema.rules import Needs, find_conflicts
+from framework.schema.rules.every import Needs, find_conflicts
 from tests.memory.search.card import MIB, Arithmetic
 from tests.memory.search.test_fastest import config_on, short_of
 

@@ -20,7 +20,7 @@ from framework.memory.search.space import (
     micro_batches,
     structures,
 )
-from framework.run.rehearse import rehearse
+from framework.run.rehearsal.rehearse import rehearse
 from framework.schema.config import TrainingConfig
 from tests.memory.search.card import Arithmetic
 from tests.memory.search.test_fastest import FREE, config_on

@@ -1,0 +1,96 @@
+"""An adapter goes into the weights that it was trained on."""
+
+import warnings
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.build.adapters.quantize import dequantize, is_quantized
+
+
+def merge(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The plain model, in `dtype`, that computes what base and adapter compute together. Takes `model` apart.
+
+    A quantised base is dequantised first, because a merge into packed weights would round the adapter away.
+    """
+    with warnings.catch_warnings():
+        # peft reads a property that transformers 5.20 renamed; nothing a user could change
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        model = _on_plain_weights(model) if is_quantized(model) else model
+    _lift_whole(model, trained=True)
+    _part_adapted(model.get_base_model())
+    with warnings.catch_warnings():
+        # of tied weights, which `_part_adapted` and `untie_where_different` see to
+        warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings=True`", UserWarning)
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied", UserWarning)
+        merged: PreTrainedModel = model.merge_and_unload()
+    return finished(merged, dtype)
+
+
+def detach(model: PeftModel) -> PreTrainedModel:
+    """The base model without its adapter, in the dtype that it is held in. Takes `model` apart."""
+    return finished(model.get_base_model() if hasattr(model, "prompt_encoder") else _unloaded(model), None)
+
+
+def finished(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model as it can be written: trainable again, cast, and stating whether its head is still its embedding."""
+    model._hf_peft_config_loaded = False  # else save_pretrained looks for an adapter
+    if dtype is not None:
+        model.to(dtype)
+    untie_where_different(model)
+    return model
+
+
+def untie_where_different(model: PreTrainedModel) -> None:
+    """A head trained apart from the embedding that it was tied to must not be tied again when it is loaded."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight:
+        return
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def _unloaded(model: PeftModel) -> PreTrainedModel:
+    """The base as it was, packed or not. Peft 0.21 takes IA3 off no model that says it is packed, as if to merge it."""
+    _lift_whole(model, trained=False)
+    said = vars(model.get_base_model())
+    packed = {name: said.pop(name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if name in said}
+    base: PreTrainedModel = model.unload()
+    vars(base).update(packed)
+    return base
+
+
+def _lift_whole(model: PeftModel, trained: bool) -> None:
+    """What was trained whole, or else what it was before, in place of peft's wrappers: peft 0.21 takes a block for one
+    layer with a `weight` where IA3 or VeRA is beside it, and writes the trained values over those of before."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            model.set_submodule(name, module.modules_to_save["default"] if trained else module.original_module)
+
+
+def _part_adapted(model: PreTrainedModel) -> None:
+    """A weight of its own for a head or embedding that has an adapter and shares its weight with the other of the two,
+    which an update of one would else reach as well."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    for layer in (head, embedding):
+        if isinstance(layer, BaseTunerLayer):
+            base = layer.get_base_layer()
+            base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+
+
+def _on_plain_weights(model: PeftModel) -> PeftModel:
+    config, state = model.peft_config["default"], get_peft_model_state_dict(model)
+    base = _unloaded(model)
+    dequantize(base)
+    config.init_lora_weights = True
+    config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in base.modules())  # packed layers never are
+    plain = PeftModel(base, config, autocast_adapter_dtype=True)
+    set_peft_model_state_dict(plain, state)
+    return plain

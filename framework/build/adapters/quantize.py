@@ -1,0 +1,316 @@
+"""`peft.q_lora` becomes a frozen base in 4 or 8 bits, through bitsandbytes.
+
+Linear layers are packed; embeddings, head, norms and stacked experts stay in the model's own dtype, and nothing is
+cast to float32 (peft's prepare_model_for_kbit_training would: on an 8B model 2 GiB, and larger activations).
+"""
+
+import importlib.util
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.build.model.heads import answers_for_rows
+from framework.build.place import Place
+from framework.errors import Problem, RequestError
+from framework.schema.choices import PeftMethod
+from framework.schema.config import TrainingConfig
+from framework.schema.peft import PeftParams
+
+BLOCK, NESTED_BLOCK = 64, 256
+"""Weights, and scales, that share one scale (bitsandbytes/functional.py, quantize_4bit)."""
+DECOMPOSITION_ITERATIONS = 16
+"""Of the fast singular value decomposition, as peft's `pissa_niter_16`."""
+
+Factors = Mapping[str, tuple[Tensor, Tensor]]
+"""Name of a module -> (A, B), on the host."""
+
+
+def require_bitsandbytes(key: str, otherwise: str) -> None:
+    """Raises RequestError when the package that packs the weights is not installed, with what else `key` may be."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        message = "packed weights need the package bitsandbytes, which is not installed"
+        raise RequestError([Problem(key, message, expected=f"pip install bitsandbytes, or {otherwise}")])
+
+
+def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig) -> None:
+    """Raises RequestError where a checkpoint is stored packed by bitsandbytes and the run does not hold it just so:
+    such weights arrive as they are stored, whatever was asked for and planned. Sharded ones are not held so."""
+    stored: Any = getattr(architecture, "quantization_config", None)
+    settings = stored if isinstance(stored, dict) or stored is None else stored.to_dict()
+    if not settings or settings.get("quant_method") != "bitsandbytes" or not config.model.load_pretrained_weights:
+        return
+    if config.fsdp.is_sharded:
+        message = f"the weights of {config.model.model_name} are stored packed, and are split as they are packed here"
+        works = "the checkpoint that it was packed from, or fsdp.enable_fsdp: false"
+        raise RequestError([Problem("fsdp.enable_fsdp", message, expected=works)])
+    peft, bits = config.peft, 4 if settings.get("load_in_4bit") else 8
+    code, nested = settings.get("bnb_4bit_quant_type", "fp4"), bool(settings.get("bnb_4bit_use_double_quant"))
+    kind, asked = kind_name(bits, code, nested), "not quantised"
+    if config.training.use_peft and peft.q_lora:
+        asked = kind_name(peft.q_lora_bits, str(peft.bnb_4bit_quant_type), peft.use_bnb_nested_quant)
+    keys = {"peft.q_lora_bits": str(bits)}
+    keys |= {"peft.bnb_4bit_quant_type": code, "peft.use_bnb_nested_quant": str(nested).lower()} if bits == 4 else {}
+    words = " ".join(f"{key}={value}" for key, value in keys.items())
+    expected = f"peft=qlora {words}, or the checkpoint that it was packed from"
+    if asked != kind:
+        message = f"the weights of {config.model.model_name} are stored as {kind}, and asked for is {asked}"
+        raise RequestError([Problem("peft.q_lora", message, expected=expected)])
+    if peft.peft_method is PeftMethod.LOFTQ:
+        message = (
+            f"loftq needs what quantisation loses, and the weights of {config.model.model_name} are stored as {kind}"
+        )
+        raise RequestError(
+            [Problem("peft.peft_method", message, expected="lora, or the checkpoint before it was packed")]
+        )
+
+
+ROW_HEADS = ("classifier", "pre_classifier", "score", "head", r".*\.pooler", "pooler")
+"""What transformers' families call the layers of a head of a task of rows, as it wants them: names, or expressions."""
+
+
+def quantization(params: PeftParams, computed: torch.dtype, of_rows: bool) -> BitsAndBytesConfig:
+    """What transformers is told. `computed` is the dtype that 4-bit weights are multiplied in; `of_rows`: the model
+    answers for whole rows by a head that is trained, of which transformers by itself leaves out the last layer's name
+    alone."""
+    kept = list(ROW_HEADS) if of_rows else None
+    if params.q_lora_bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
+    return BitsAndBytesConfig(
+        llm_int8_skip_modules=kept,
+        load_in_4bit=True,
+        bnb_4bit_quant_type=str(params.bnb_4bit_quant_type),
+        bnb_4bit_use_double_quant=params.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=computed,
+    )
+
+
+def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, place: Place) -> Factors:
+    """Pack the linear layers of a model that was built in full, as a quantised load would; other tensors move to
+    `place`. A model that was loaded packed stays as it is; one on meta gets the shapes.
+
+    For loftq, the factors of the best adapter of rank `lora_r` for what each layer loses; else nothing.
+    """
+    import bitsandbytes as bnb
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    lost: dict[str, tuple[Tensor, Tensor]] = {}
+    if not is_quantized(model):
+        plain = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+        config = quantization(params, computed, answers_for_rows(model))
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+        quantizer.preprocess_model(model, device_map=None)
+        for name, module in model.named_modules():
+            if isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+                weight, module.bias = plain[name].weight.detach(), plain[name].bias
+                weight = (weight.T if isinstance(plain.pop(name), Conv1D) else weight).contiguous()
+                _fill(module, weight, place)
+                if params.peft_method is PeftMethod.LOFTQ and not place.rehearsed:
+                    lost[name] = _best_factors(weight.float().cpu() - dequantized(module).float().cpu(), params.lora_r)
+        quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+        _move_rest(model, place)
+    keep_packing(model)
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line for each 8-bit product
+    return lost
+
+
+def keep_packing(model: nn.Module) -> None:
+    """Leave 4-bit weights on a CPU as they are: bitsandbytes would repack them for evaluation in a form that nobody
+    trains on, which rows that are no multiple of its blocks have not (bitsandbytes 0.50)."""
+    import bitsandbytes as bnb
+
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _fill(module: Any, weight: Tensor, place: Place) -> None:
+    import bitsandbytes as bnb
+
+    is_4bit, old = isinstance(module, bnb.nn.Linear4bit), module.weight
+    if place.rehearsed or weight.is_meta:
+        module.weight = _packed_shape(old, weight) if is_4bit else _bytes_shape(weight)
+    elif is_4bit:
+        # the module comes along, because the quantisation leaves the scales with it too
+        module.weight = bnb.nn.Params4bit(weight, requires_grad=False, **{**old.__dict__, "module": module}).to(
+            place.device
+        )
+    else:
+        module.weight = bnb.nn.Int8Params(weight.cpu(), requires_grad=False).to(place.device)
+    module._is_hf_initialized = True
+
+
+def _packed_shape(old: Any, weight: Tensor) -> Any:
+    """A 4-bit weight without values: what quantize_4bit leaves behind."""
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState
+
+    count, device = weight.numel(), torch.device("meta")
+    scales = -(-count // BLOCK)
+    state = QuantState(
+        absmax=torch.empty(scales, dtype=torch.float32, device=device),
+        shape=weight.shape,
+        code=torch.empty(16, dtype=torch.float32, device=device),
+        blocksize=BLOCK,
+        quant_type=old.quant_type,
+        dtype=weight.dtype,
+    )
+    if old.compress_statistics:
+        state.absmax = torch.empty(scales, dtype=torch.uint8, device=device)
+        state.offset = torch.empty((), dtype=torch.float32, device=device)
+        state.state2 = QuantState(
+            absmax=torch.empty(-(-scales // NESTED_BLOCK), dtype=torch.float32, device=device),
+            code=torch.empty(256, dtype=torch.float32, device=device),
+            blocksize=NESTED_BLOCK,
+            dtype=torch.float32,
+        )
+        state.nested = True
+    data = torch.empty(((count + 1) // 2, 1), dtype=torch.uint8, device=device)
+    settings = {"quant_type": old.quant_type, "compress_statistics": old.compress_statistics, "blocksize": BLOCK}
+    return bnb.nn.Params4bit(data, requires_grad=False, quant_state=state, bnb_quantized=True, **settings)
+
+
+def _bytes_shape(weight: Tensor) -> Any:
+    import bitsandbytes as bnb
+
+    data = torch.empty_like(weight, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    return bnb.nn.Int8Params(data, requires_grad=False, CB=data, SCB=scales)
+
+
+def _move_rest(model: PreTrainedModel, place: Place) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != place.device.type and not tensor.is_meta:
+            tensor.data = tensor.data.to(place.device)
+
+
+def _best_factors(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """(A, B) whose product B A is closest to `residual` (out, in), whatever was drawn before: the decomposition begins
+    with directions by lot, and any number of ranks must start from the same adapter."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        left, scales, right = torch.svd_lowrank(residual, min(rank, *residual.shape), niter=DECOMPOSITION_ITERATIONS)
+    roots = scales.sqrt()
+    a, b = roots[:, None] * right.T, left * roots
+    missing = rank - len(roots)
+    return torch.nn.functional.pad(a, (0, 0, 0, missing)), torch.nn.functional.pad(b, (0, missing))
+
+
+def weight_count(parameter: Tensor) -> int:
+    """Weights that a parameter stands for: two to each byte where it is packed."""
+    state = packed_state(parameter)
+    return int(state.shape.numel()) if state is not None else parameter.numel()
+
+
+def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """What packed weights need beside them that is neither parameter nor buffer: scales, codes, offsets."""
+    for module in model.modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")  # peft's layers show that of their base
+        state = getattr(weight, "quant_state", None)
+        if isinstance(state, Packing):
+            continue
+        if state is not None:
+            found = [state.absmax, state.code, state.offset]
+            found += [state.state2.absmax, state.state2.code] if state.nested else []
+            yield from (tensor for tensor in found if tensor is not None)
+        elif type(weight).__name__ == "Int8Params":
+            kept: Any = module.state
+            scales = weight.SCB if weight.SCB is not None else kept.SCB  # type: ignore[union-attr]
+            if scales is not None:
+                yield scales
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a 4-bit weight stands for that holds its scales itself (framework/build/parallel/quantized_shards.py): the
+    `shape` (out, in) and `dtype` of the matrix that was packed, and how it was."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    quant_type: str
+    nested: bool
+
+
+def packed_state(parameter: Tensor) -> Any:
+    """What goes with the numbers of a 4-bit weight, bitsandbytes' QuantState or a Packing; None for others."""
+    return getattr(parameter, "quant_state", None)
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Whether a weight is held in 4 or 8 bits."""
+    return packed_state(parameter) is not None or type(parameter).__name__ == "Int8Params"
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any weight of the model is held in 4 or 8 bits."""
+    return any(map(is_packed, model.parameters()))
+
+
+def quantized_kinds(model: nn.Module) -> Counter[str]:
+    """What the packed layers are, in words, with how many there are."""
+    kinds: Counter[str] = Counter()
+    for parameter in model.parameters():
+        if (state := packed_state(parameter)) is not None:
+            kinds[kind_name(4, state.quant_type, state.nested)] += 1
+        elif is_packed(parameter):
+            kinds[kind_name(8, "", False)] += 1
+    return kinds
+
+
+def kind_name(bits: int, code: str, nested: bool) -> str:
+    """`4-bit nf4, nested scales` and the like."""
+    return f"4-bit {code}" + (", nested scales" if nested else "") if bits == 4 else "8-bit"
+
+
+def unquantized(model: PreTrainedModel) -> str:
+    """The frozen parameters that are not packed, by place and dtype, in one line."""
+    counted: Counter[tuple[str, str]] = Counter()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or is_packed(parameter):
+            continue
+        owner = model.get_submodule(name.rpartition(".")[0])
+        known = {id(embedding): "embedding", id(head): "head"}.get(id(owner))
+        kind = known or ("experts" if parameter.dim() == 3 else "norms and biases" if parameter.dim() == 1 else "other")
+        counted[kind, str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return ", ".join(f"{kind} {count:,} {dtype}" for (kind, dtype), count in counted.most_common())
+
+
+def dequantized(module: Any) -> Tensor:
+    """The weight of a packed layer as a matrix (out, in)."""
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    weight: Tensor = dequantize_bnb_weight(module.weight, getattr(module, "state", None)).detach()
+    return weight
+
+
+def dequantize(model: PreTrainedModel) -> None:
+    """Plain layers, in the model's own dtype, in place of the packed ones."""
+    import bitsandbytes as bnb
+
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, bnb.nn.Linear4bit | bnb.nn.Linear8bitLt):
+            continue
+        weight = dequantized(module).to(model.get_input_embeddings().weight.dtype)
+        if getattr(module, "source_cls", nn.Linear) is Conv1D:
+            plain: nn.Module = Conv1D(weight.shape[0], weight.shape[1])
+            plain.weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
+        else:
+            plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            plain.weight = nn.Parameter(weight, requires_grad=False)
+        plain.bias = module.bias
+        model.set_submodule(name, plain)
+    model.hf_quantizer.remove_quantization_config(model)
+    for attribute in ("is_loaded_in_4bit", "is_loaded_in_8bit", "hf_quantizer"):
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+    with warnings.catch_warnings():
+        model.config._is_quantized = False

@@ -1,0 +1,215 @@
+"""`peft.lora_target_modules` becomes the modules and stacked expert weights that an adapter goes on."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peft.utils import constants
+from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from framework.build.hub import nearest
+from framework.build.model.heads import head_layers
+from framework.errors import Problem, RequestError
+from framework.schema.choices import PeftMethod
+from framework.schema.peft import PeftParams
+from framework.schema.wording import counted
+
+KEY = "peft.lora_target_modules"
+ALL_LINEAR = "all-linear"
+_FUSED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
+_DENSE = ("self_attention.dense", "attention.dense", "self_attn.dense", "attention.output.dense")
+_WIDENING = ("gate_up_proj", "c_fc", "fc1", "lin1", "dense_h_to_4h", "mlp.Wi", "intermediate.dense")
+ROLES = (
+    ("q_proj", "query", "q_lin", *_FUSED),
+    ("k_proj", "key", "k_lin", *_FUSED),
+    ("v_proj", "value", "v_lin", *_FUSED),
+    ("o_proj", "out_proj", "out_lin", "attn.c_proj", "attn.Wo", *_DENSE),
+    ("gate_proj", "w1", *_WIDENING),
+    ("up_proj", "w3", *_WIDENING),
+    ("down_proj", "w2", "mlp.c_proj", "fc2", "lin2", "dense_4h_to_h", "mlp.Wo", "output.dense"),
+)
+"""Names that the model families of transformers give to a layer of one role: queries, keys, values, the projection out
+of attention; the gate, the way up and the way down of the feed-forward network."""
+_ON_EXPERTS = (PeftMethod.LORA, PeftMethod.RSLORA)
+"""Kinds that peft can put on stacked weights (ParamWrapper in peft/tuners/lora/layer.py), without dropout."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Full names of the adapted modules and of the adapted stacked weights, and what of it the user should know."""
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
+
+
+def linear_modules(model: PreTrainedModel) -> list[str]:
+    """Full names of every linear layer but the head."""
+    head, kinds = head_layers(model), (nn.Linear, Conv1D)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module not in head]
+
+
+def stacked_experts(model: nn.Module) -> list[str]:
+    """Full names of the weights that hold a matrix for each expert: three-dimensional parameters."""
+    return [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+
+
+def find_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
+    """The targets as written, else peft's own choice for this kind of model and adapter.
+
+    Raises RequestError, naming the linear layers there are, when nothing matches.
+    """
+    wanted = params.lora_target_modules
+    if wanted is None:
+        wanted = _default(params, model)
+    if not wanted:
+        expected = f"[{ALL_LINEAR}], or some of {_available(model)}; unset is peft's choice for the model"
+        raise RequestError([Problem(KEY, "names no module to adapt", expected=expected)])
+    if wanted in (ALL_LINEAR, (ALL_LINEAR,)):
+        return _all_linear(params, model)
+    modules, experts = [name for name, _ in model.named_modules() if name], stacked_experts(model)
+    if isinstance(wanted, str):
+        return _by_expression(params, model, wanted, modules, experts)
+    found: dict[str, list[str]] = {target: _named(target, [*modules, *experts]) for target in wanted}
+    renamed = _renamed_experts(params, model)
+    missing = [target for target, names in found.items() if not names and target not in renamed]
+    if len(missing) == len(found):
+        raise RequestError([_no_match(f"{KEY}[{list(found).index(target)}]", target, model) for target in missing])
+    cautions = [f"{KEY}: {_no_match('', target, model).message}; the others do" for target in missing]
+    names = [name for target, hits in found.items() for name in hits or _named(renamed.get(target, ""), experts)]
+    return _split(params, model, names, cautions)
+
+
+def modules_within(model: nn.Module, named: Sequence[str]) -> set[str]:
+    """Full names of the modules that are meant by a name or its end, and of all inside them."""
+    names = [name for name, _ in model.named_modules() if name]
+    roots = [found for wanted in named for found in _named(wanted, names)]
+    return {name for name in names for root in roots if name == root or name.startswith(f"{root}.")}
+
+
+def _named(target: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name == target or name.endswith(f".{target}")]
+
+
+def _by_expression(
+    params: PeftParams, model: PreTrainedModel, text: str, modules: list[str], experts: list[str]
+) -> Targets:
+    """A text is a regular expression for whole names, or, without any of its signs, one name."""
+    try:
+        expression = re.compile(text)
+    except re.error as error:
+        raise RequestError([Problem(KEY, f"{text!r} is not a regular expression: {error}")]) from None
+    names = _named(text, [*modules, *experts]) or [name for name in [*modules, *experts] if expression.fullmatch(name)]
+    leaves = {name for name in names if name in experts or not list(model.get_submodule(name).children())}
+    if not leaves:
+        raise RequestError([_no_match(KEY, text, model)])
+    return _split(params, model, [name for name in names if name in leaves], [])
+
+
+def _default(params: PeftParams, model: PreTrainedModel) -> tuple[str, ...]:
+    tables = {
+        PeftMethod.IA3: constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+        PeftMethod.VERA: constants.TRANSFORMERS_MODELS_TO_VERA_TARGET_MODULES_MAPPING,
+    }
+    table = tables.get(params.peft_method, constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
+    known = table.get(model.config.model_type)
+    if known is None:
+        message = f"peft has no default for {model.config.model_type}: name the targets"
+        raise RequestError([Problem(KEY, message, expected=f"[{ALL_LINEAR}], or some of {_available(model)}")])
+    return tuple(known)
+
+
+def _all_linear(params: PeftParams, model: PreTrainedModel) -> Targets:
+    """Every linear layer but the head and what is trained whole, and every stacked expert weight where the kind of
+    adapter can reach them."""
+    experts, whole = stacked_experts(model), modules_within(model, params.lora_modules_to_save)
+    linear = [name for name in linear_modules(model) if name not in whole]
+    modules, cautions = _without_clashes(params, model, linear)
+    if experts and (reason := _unreachable(params)):
+        cautions.append(f"{KEY}: the experts are not adapted: {reason}")
+        experts = []
+    return Targets(tuple(modules), tuple(experts), tuple(cautions))
+
+
+def _split(params: PeftParams, model: PreTrainedModel, names: list[str], cautions: list[str]) -> Targets:
+    experts = set(stacked_experts(model))
+    parameters = tuple(dict.fromkeys(name for name in names if name in experts))
+    if parameters and (reason := _unreachable(params)):
+        raise RequestError([Problem(KEY, f"{parameters[0]} cannot be adapted: {reason}")])
+    kept, clashes = _without_clashes(params, model, [name for name in names if name not in experts])
+    modules, cautions = tuple(dict.fromkeys(kept)), [*cautions, *clashes]
+    if not modules or parameters or not experts:
+        return Targets(modules, parameters, tuple(cautions))
+    suffixes = sorted({".".join(name.rsplit(".", 2)[-2:]) for name in experts})
+    reason = _unreachable(params)  # or a written list that leaves them out
+    how = f"{reason}, then " if reason else ""
+    caution = f"{KEY}: experts are at 0 %; {how}[{ALL_LINEAR}] or {', '.join(suffixes)} reach them"
+    return Targets(modules, parameters, (*cautions, caution))
+
+
+def _without_clashes(params: PeftParams, model: PreTrainedModel, names: list[str]) -> tuple[list[str], list[str]]:
+    """The names that peft does not take for those of experts (convert_peft_config_for_transformers), and a caution.
+
+    It would do so here and at each reload, so what has such a name in a model of experts cannot be adapted.
+    """
+    renamed = _renamed_experts(params, model)
+    clashing = [name for name in names if name.rsplit(".", 1)[-1] in renamed]
+    if not clashing:
+        return names, []
+    kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in clashing}))
+    layers = counted(len(clashing), "layer outside the experts is", "layers outside the experts are")
+    caution = f"{KEY}: {layers} not adapted: peft takes {kinds} for experts' names"
+    return [name for name in names if name not in clashing], [caution]
+
+
+def _unreachable(params: PeftParams) -> str | None:
+    """Why this adapter cannot go on stacked weights, with the setting that can."""
+    if params.peft_method not in _ON_EXPERTS:
+        return f"peft puts no {params.peft_method} on stacked weights, peft.peft_method=lora does"
+    if params.lora_dropout:
+        return "on stacked weights peft has no dropout, peft.lora_dropout=0 goes there"
+    return None
+
+
+def _renamed_experts(params: PeftParams, model: PreTrainedModel) -> dict[str, str]:
+    """Names that experts had before transformers 5 stacked them, which peft translates: old name -> stacked weight."""
+    if params.peft_method in (PeftMethod.VERA, PeftMethod.IA3) or not stacked_experts(model):
+        return {}
+    pattern = _MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    return {old: new for old, new in _MOE_TARGET_MODULE_MAPPING.get(pattern, {}).items() if old != "gate"}
+
+
+def _no_match(key: str, target: str, model: PreTrainedModel) -> Problem:
+    suffixes = linear_suffixes(model)
+    message = f"{target!r} names no module of this model"
+    if any(sign in target for sign in "*[](|)^$\\+?"):
+        message += " (a regular expression is one text, not an item of a list, and matches whole names)"
+    words = [word for word in re.split(r"[^A-Za-z0-9_]+", target) if word]
+    known = [ALL_LINEAR, *suffixes]
+    aliases = [alias for role in ROLES for alias in role]
+    near = next((found for word in [target, *words] if (found := nearest(word, [*known, *aliases]))), None)
+    near = _of_same_role(near or target, model) or (near if near in known else None)
+    near = ALL_LINEAR if target.lower() in ("all", "linear") else near
+    return Problem(key, message, expected=f"[{ALL_LINEAR}], or some of {_available(model)}", nearest=near)
+
+
+def _of_same_role(target: str, model: PreTrainedModel) -> str | None:
+    """What this model calls the layers of the role that another family's name stands for."""
+    names, last = linear_modules(model), target.rsplit(".", 1)[-1]
+    alike = [alias for role in ROLES if any(_named(last, [alias]) for alias in role) for alias in role]
+    return ", ".join(alias for alias in dict.fromkeys(alike) if _named(alias, names)) or None
+
+
+def _available(model: nn.Module) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in linear_suffixes(model).most_common())
+
+
+def linear_suffixes(model: nn.Module) -> Counter[str]:
+    """Last name of every linear layer, and the last two of every stacked expert weight, with how many there are."""
+    linear = (nn.Linear, Conv1D)
+    names = [name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, linear)]
+    return Counter([*names, *(".".join(name.rsplit(".", 2)[-2:]) for name in stacked_experts(model))])

@@ -1,0 +1,191 @@
+"""torch's attention kernels by their own names, which return what two results are put together with.
+
+That is the logarithm of the sum of exponentials of each query's scores, which `scaled_dot_product_attention` keeps to
+itself. Backward takes the result and that number of all keys, and so gives exact gradients for some of the keys.
+
+Private names of torch used here (tests/build/attention/test_ring_attention.py runs them, on a card
+test_ring_attention_gpu.py): the `aten._scaled_dot_product_*` operators and their `_backward`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from framework.errors import Problem, RequestError
+from framework.schema.choices import SdpaBackend
+
+aten: Any = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+WIDEST_FLASH, WIDEST_CUDNN = 256, 128
+LSE_ALIGNMENT = 32
+"""The efficient kernel rounds the rows of its logarithms up to this (kAlignLSE in kernel_forward.h)."""
+
+Rest = tuple[Tensor, ...]
+"""What a kernel wants back in backward although it drops out nothing."""
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Attention of queries `[rows, heads, queries, width]` over keys and values `[rows, key heads, keys, width]`.
+
+    `forward(q, k, v, causal, scale)` gives the result, shaped as the queries, the logarithms, float32 `[rows, heads,
+    queries]`, and what backward wants. `backward(gradient, q, k, v, out, logarithms, rest, causal, scale)` gives the
+    gradients of q, k and v. With `causal` there are as many keys as queries.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor, Rest]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def choose_kernel(query: Tensor, asked: SdpaBackend | None = None) -> AttentionKernel:
+    """The kernel for queries like these: in half precision cuDNN's from Hopper on and flash before, the efficient one
+    for float32 or an old card.
+
+    Raises RequestError where the one that was asked for, or any, does not take them.
+    """
+    able = list(_able(query))
+    kernel = next((item for item in able if asked in (None, item.name)), None)
+    if kernel is None:
+        key = "model.attn_implementation" if asked is None else "model.sdpa_backend"
+        heads = f"heads of {query.shape[-1]} numbers in {str(query.dtype).removeprefix('torch.')}"
+        message = f"{asked or 'no kernel'} on {query.device.type} {'can' if asked is None else 'cannot'} take {heads}"
+        raise RequestError([Problem(key, message, expected=", ".join(item.name for item in able) or "sdpa")])
+    return kernel
+
+
+def _able(query: Tensor) -> Iterator[AttentionKernel]:
+    """The kernels that take such queries, the one to prefer first."""
+    if query.device.type == "cpu":
+        yield CPU_FLASH
+        return
+    width, is_half, capability = query.shape[-1], query.dtype in HALF, torch.cuda.get_device_capability()
+    if is_half and width % 8 == 0 and width <= WIDEST_FLASH and capability >= (8, 0):
+        takes_cudnn = width <= (WIDEST_FLASH if capability == (9, 0) else WIDEST_CUDNN)
+        first, second = (CUDNN, FLASH) if capability >= (9, 0) else (FLASH, CUDNN)
+        yield from (item for item in (first, second) if item is FLASH or takes_cudnn)
+    if not width % (8 if is_half else 4):
+        yield EFFICIENT
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+    out, logarithms = aten._scaled_dot_product_flash_attention_for_cpu(q, *_expanded(q, k, v), 0.0, causal, scale=scale)
+    return out, logarithms, ()
+
+
+def _cpu_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    rest: Rest,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = _expanded(q, k, v)
+    of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, keys, values, out, logarithms, 0.0, causal, scale=scale
+    )
+    return of_q, *_summed(k, of_k, of_v)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+    out, logarithms, *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, causal, False, scale=scale
+    )
+    return out, logarithms, (seed, offset)
+
+
+def _flash_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    rest: Rest,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts = (None, None, q.shape[2], k.shape[2])  # of documents: there are none
+    result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
+        gradient, q, k, v, out, logarithms, *starts, 0.0, causal, *rest, scale=scale
+    )
+    return result
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+    out, logarithms, *_, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, logarithms.reshape(q.shape[:3]), (seed, offset)  # `[rows, heads, queries, 1]` as it comes
+
+
+def _cudnn_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    rest: Rest,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts = (None, None, q.shape[2], k.shape[2])
+    result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+        gradient, q, k, v, out, logarithms.unsqueeze(-1), *rest, None, *starts, 0.0, causal, scale=scale
+    )
+    return result
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+    out, logarithms, seed, offset = aten._scaled_dot_product_efficient_attention(
+        q, *_expanded(q, k, v), None, True, 0.0, causal, scale=scale
+    )
+    return out, logarithms[..., : q.shape[2]], (seed, offset)
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logarithms: Tensor,
+    rest: Rest,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    keys, values = _expanded(q, k, v)
+    aligned = F.pad(logarithms, (0, -logarithms.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
+    of_q, of_k, of_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+        gradient, q, keys, values, None, out, aligned, *rest, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return of_q, *_summed(k, of_k, of_v)
+
+
+def _expanded(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    """A key and a value head for each query head, for kernels that know no groups."""
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+
+def _summed(k: Tensor, *gradients: Tensor) -> Sequence[Tensor]:
+    """The gradients of the heads that a group shares, added up."""
+    rows, heads, keys, width = k.shape
+    if gradients[0].shape[1] == heads:
+        return gradients
+    return [gradient.reshape(rows, heads, -1, keys, width).sum(2) for gradient in gradients]
+
+
+CPU_FLASH = AttentionKernel("flash", _cpu_forward, _cpu_backward)
+FLASH = AttentionKernel("flash", _flash_forward, _flash_backward)
+CUDNN = AttentionKernel("cudnn", _cudnn_forward, _cudnn_backward)
+EFFICIENT = AttentionKernel("efficient", _efficient_forward, _efficient_backward)

@@ -1,0 +1,1 @@
+"""Rows and batches: read, cut, packed, streamed, cached."""

@@ -1,0 +1,306 @@
+"""Batches: which rows an optimizer step sees, in which order, as tensors.
+
+The order is a function of (seed, epoch) alone. The rows of a step are cut into micro batches, so that
+8 rows x 1, 4 x 2, 2 x 4 and 1 x 8 see the same rows in the same order.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from framework.build.data.documents import document_lengths, end_to_end, mark_documents, on_device
+from framework.build.data.packing import Packs
+from framework.build.data.rows import Row, Rows
+from framework.build.data.workers import from_workers
+from framework.build.model.heads import answers
+from framework.build.text.labels import IGNORED
+from framework.schema.choices import Task
+from framework.schema.config import Batch, TrainingConfig
+
+MicroBatch: TypeAlias = dict[str, torch.Tensor]
+"""`input_ids` and `labels`, int64 of shape (rows, longest row); `attention_mask` alike where a row is padded. Where
+rows hold several documents, what `mark_documents` says of them. Where rows as a whole have targets, `targets`, float32
+of shape (rows, numbers), NaN where a row does not count. Where a reference was asked before training, `reference`: what
+it said of each sequence, float32 of shape (sequences,)."""
+
+GROUPED_STEPS = 50
+"""Steps whose rows are sorted together: the lengths in a step are a fiftieth of all lengths."""
+
+_STEPS_STREAM = 1
+"""Stream of random numbers for the order of grouped steps, beside the epoch's own."""
+
+Share: TypeAlias = tuple[tuple[int, ...], bool]
+"""Rows of one micro batch on one rank, and whether their labels count. They do not in a stand-in (see `shares`)."""
+
+
+def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroBatch:
+    """Rows as one rectangle, padded on the right with labels of -100, whatever side the tokenizer pads on (P07).
+
+    It is as wide as the longest row, rounded up to a multiple of `multiple`.
+
+    Of pairs the better answers come first, then the worse ones in the same order.
+    Without padding there is no `attention_mask`: a mask of ones says nothing and costs the faster attention kernels.
+    """
+    targets = [row["target"] for row in rows if "target" in row]
+    rows = [*rows, *(row["rejected"] for row in rows if "rejected" in row)]
+    lengths = [len(row["input_ids"]) for row in rows]
+    shape = (len(rows), -(-max(lengths) // multiple) * multiple)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        input_ids[index, :length] = row["input_ids"]
+        labels[index, :length] = row["labels"]
+    batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+    if min(lengths) < shape[1]:
+        batch["attention_mask"] = (torch.arange(shape[1]) < torch.tensor(lengths)[:, None]).to(torch.int64)
+    reference = [row["reference"] for row in rows if "reference" in row]
+    if reference:
+        batch["reference"] = torch.tensor(reference, dtype=torch.float32)
+    if targets:
+        batch["targets"] = torch.tensor(targets, dtype=torch.float32)
+    if any("documents" in row for row in rows):
+        batch |= mark_documents([row.get("documents") or [len(row["input_ids"])] for row in rows], shape[1])
+    return batch
+
+
+def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
+    """The largest micro batch, with these tokens of shape (rows, `TrainingConfig.longest`), all supervised.
+
+    A packed row is a long document and one of a token: a mask as for any, and attention over as many pairs as can be.
+    Without padding the rows are the documents of one. Of pairs both answers are that long; single answers are good. A
+    task of rows has targets, and of several rows one is shorter by a token: an encoder is given a mask, which costs
+    more than a token less.
+    """
+    training = config.training
+    ids = ids.repeat(training.sequences_per_row, 1)
+    rows, length = ids.shape
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if training.asks_reference_once:
+        batch["reference"] = torch.zeros(rows, dtype=torch.float32, device=ids.device)
+    if training.task is Task.PREFERENCE and not training.has_pairs:
+        batch["targets"] = torch.ones((rows, 1), dtype=torch.float32, device=ids.device)
+    if training.task.is_of_rows:
+        batch |= _judged(config, ids)
+    if config.data.packing:
+        batch |= on_device(ids.device, mark_documents([[length - 1, 1]] * rows, length))
+    if config.data.padding_free:
+        batch = {name: tensor.view(1, -1) for name, tensor in batch.items()}
+        batch |= on_device(ids.device, mark_documents([[length] * rows], rows * length))
+    return batch
+
+
+def rows_and_tokens(config: TrainingConfig, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Rows of a batch, and the tokens of the longest; without padding the rows are the documents of one."""
+    if config.data.padding_free:
+        (lengths,) = document_lengths(batch)
+        return len(lengths), max(lengths)
+    sequences, tokens = batch["input_ids"].shape
+    return sequences // config.training.sequences_per_row, tokens
+
+
+def _judged(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
+    """The mask of the padding and the targets of rows that are as long as can be: the first class, or 0."""
+    rows, length = ids.shape
+    made = {}
+    if length > 1 and (rows > 1 or length != config.model.model_max_length):
+        made["attention_mask"] = torch.ones_like(ids)
+        made["attention_mask"][-1, -1] = 0
+    if config.training.task is Task.REWARD:
+        return {**made, "targets": torch.zeros((rows // 2, 1), dtype=torch.float32, device=ids.device)}
+    is_one_class = config.training.task is Task.CLASSIFICATION and config.data.multi_label is not True
+    width = 1 if is_one_class else len(answers(config))
+    made["targets"] = torch.zeros((rows, width), dtype=torch.float32, device=ids.device)
+    return made
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of the rows in one epoch: a permutation of range(rows)."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(rows)
+
+
+def order_by_length(lengths: npt.NDArray[np.int64], size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of the rows in one epoch where the `size` rows of a step are of about the same length.
+
+    A random order is cut into stretches of `GROUPED_STEPS` steps; in each the rows are sorted, longest first, and the
+    steps that they then make are shuffled. The rows that are left for a smaller last step stay last, sorted too.
+    """
+    order = epoch_order(len(lengths), seed, epoch)
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, _STEPS_STREAM])))
+    whole = len(order) // size * size
+    found = []
+    for start in range(0, len(order), GROUPED_STEPS * size):
+        stretch = order[start : start + GROUPED_STEPS * size]
+        left = stretch[max(0, whole - start) :]
+        steps = _longest_first(stretch[: len(stretch) - len(left)], lengths).reshape(-1, size)
+        found += [steps[generator.permutation(len(steps))].ravel(), _longest_first(left, lengths)]
+    return np.concatenate(found)
+
+
+def _longest_first(rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return rows[np.argsort(-lengths[rows], kind="stable")]
+
+
+def longest_rows(lengths: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
+    """Numbers of the `count` longest rows, or of all; of equal ones those that come first."""
+    return tuple(np.argsort(-lengths, kind="stable")[:count].tolist())
+
+
+def shares(rows: Sequence[int], per_device: int, world: int, rank: int) -> list[Share]:
+    """The micro batches that one rank makes of the rows of a step.
+
+    Every rank gets the same number of them, since sharded ranks must meet in each. Where rows run out (the last step
+    of an epoch), a rank without any gets one row that the step has anyway, with labels that do not count.
+    """
+    across = per_device * world
+    found: list[Share] = []
+    for start in range(0, len(rows), across):
+        mine = tuple(rows[start + rank * per_device : min(start + (rank + 1) * per_device, len(rows))])
+        found.append((mine, True) if mine else ((rows[start],), False))
+    return found
+
+
+@dataclass(frozen=True)
+class MicroBatches(Dataset[MicroBatch]):
+    """The rows as tensors, by share; what a worker process holds."""
+
+    rows: Sequence[Row]
+    pad_token_id: int
+    padding_free: bool = False
+    multiple: int = 1
+
+    def __getitem__(self, share: Share) -> MicroBatch:
+        indices, counts = share
+        rows = [self.rows[index] for index in indices]
+        batch = collate([end_to_end(rows)] if self.padding_free else rows, self.pad_token_id, self.multiple)
+        return batch if counts else _uncounted(batch)
+
+
+def _uncounted(batch: MicroBatch) -> MicroBatch:
+    """The batch with nothing to learn from it."""
+    nothing = {"labels": torch.full_like(batch["labels"], IGNORED)}
+    if "targets" in batch:
+        nothing["targets"] = torch.full_like(batch["targets"], torch.nan)
+    return {**batch, **nothing}
+
+
+@dataclass(frozen=True)
+class GlobalBatches:
+    """The training rows in steps, for one rank. The last step of an epoch has the rows that are left.
+
+    A smaller last step needs no correction: the loss is a mean over the tokens of its step.
+    """
+
+    rows: Rows | Packs
+    batch: Batch
+    seed: int
+    pad_token_id: int
+    rank: int = 0
+    workers: int = 0
+    by_length: bool = False
+    padding_free: bool = False
+    multiple: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.rows) // self.batch.global_size)
+
+    def epochs(self, step: int) -> float:
+        """Epochs gone through before optimizer step `step` (0 is the first)."""
+        return step / self.steps_per_epoch
+
+    def start(self, step: int) -> Iterator[list[MicroBatch]]:
+        """From optimizer step `step` (0 is the first) on without end, the micro batches of each step.
+
+        A list has `batch.accumulation` of them, or fewer in the last step of an epoch. Raises ValueError without rows.
+        """
+        if not self.rows:
+            raise ValueError("there are no rows to make batches of")
+        batches = load(self._micro_batches, self._shares(step), self.workers)
+        for step_shares in self._steps(step):
+            yield [next(batches) for _ in step_shares]
+
+    def rows_of(self, step: int) -> list[int]:
+        """Numbers of the rows that this rank takes in optimizer step `step` (0 is the first); of a pack, all in it."""
+        return [row for share in self.shares_of(step) for row in share]
+
+    def all_rows_of(self, step: int) -> list[int]:
+        """The same of all ranks."""
+        ranks = (replace(self, rank=rank) for rank in range(self.batch.world))
+        return list(dict.fromkeys(row for rank in ranks for row in rank.rows_of(step)))
+
+    def shares_of(self, step: int) -> list[list[int]]:
+        """The same for each of its micro batches."""
+        shares = [list(share) for share, _ in next(self._steps(step))]
+        packs = self.rows if isinstance(self.rows, Packs) else None
+        return [[row for pack in share for row in packs.rows_of(pack)] for share in shares] if packs else shares
+
+    @property
+    def _micro_batches(self) -> MicroBatches:
+        return MicroBatches(self.rows, self.pad_token_id, self.padding_free, self.multiple)
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        if not self.by_length:
+            return epoch_order(len(self.rows), self.seed, epoch)
+        return order_by_length(self.rows.lengths, self.batch.global_size, self.seed, epoch)
+
+    def _shares(self, step: int) -> Iterator[Share]:
+        for step_shares in self._steps(step):
+            yield from step_shares
+
+    def _steps(self, step: int) -> Iterator[list[Share]]:
+        first_epoch, skipped = divmod(step, self.steps_per_epoch)
+        size = self.batch.global_size
+        for epoch in count(first_epoch):
+            order = self._order(epoch)
+            for start in range(skipped * size, len(order), size):
+                indices = order[start : start + size].tolist()
+                yield shares(indices, self.batch.per_device, self.batch.world, self.rank)
+            skipped = 0
+
+
+def eval_batches(
+    rows: Sequence[Row],
+    per_device: int,
+    pad_token_id: int,
+    rank: int = 0,
+    world: int = 1,
+    padding_free: bool = False,
+    multiple: int = 1,
+) -> Iterator[MicroBatch]:
+    """Every row once, in order; each rank gets the same number of batches."""
+    batches = MicroBatches(rows, pad_token_id, padding_free, multiple)
+    return (batches[share] for share in shares(range(len(rows)), per_device, world, rank))
+
+
+@dataclass(frozen=True)
+class _Endless:
+    """A sampler for the DataLoader, which asks for an iterable rather than an iterator."""
+
+    shares: Iterator[Share]
+
+    def __iter__(self) -> Iterator[Share]:
+        return self.shares
+
+
+def load(batches: MicroBatches, wanted: Iterator[Share], workers: int) -> Iterator[MicroBatch]:
+    """`wanted` as tensors, in order; made by `workers` processes, or here when that is 0."""
+    if not workers:
+        return (batches[share] for share in wanted)
+    # Workers do not tokenise. Saying so keeps the tokenizers library from warning, in each, that it was forked.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    loader = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=_Endless(wanted),
+        num_workers=workers,
+        # Its own generator, because the loader draws a seed for its workers and must not move the run's random state.
+        generator=torch.Generator(),
+    )
+    return from_workers(loader)

@@ -1,0 +1,239 @@
+"""Rows to ask a trained model about: read as in training, but for the answers, which they need not have."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.data.prepare import ENCODE_BATCH
+from framework.build.data.rows import row_length, truncate
+from framework.build.hub import nearest
+from framework.build.sources.files import Fault, read_records
+from framework.build.sources.find_files import find_files, is_local
+from framework.build.sources.sources import PROBLEM_LIMIT, Place, read_source
+from framework.build.text.boundaries import own_start, without_start
+from framework.build.text.chat import Chat, TemplateFault, render
+from framework.build.text.column_proposals import QUESTIONS
+from framework.build.text.encode import Encoding, StoredRow, encode_batch, row_question
+from framework.build.text.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
+from framework.build.text.row_formats import FORMS, Form, detect_form
+from framework.errors import Problem, RequestError
+from framework.schema.choices import RowFormat, Supervise, Task, Truncation
+from framework.schema.config import TrainingConfig
+from framework.schema.data import DatasetParams
+from framework.schema.params import FrozenMapping
+from framework.schema.split import Split
+from framework.schema.wording import counted
+
+KEY = "FILE"
+ASKING: dict[RowFormat, str] = {
+    RowFormat.TOKENS: "input_ids",
+    RowFormat.MESSAGES: "messages",
+    RowFormat.SHAREGPT: "conversations",
+    RowFormat.ALPACA: "instruction",
+    RowFormat.PROMPT_COMPLETION: "prompt",
+    RowFormat.TEXT: "text",
+}
+"""The forms that ask for a continuation, in the order they are looked for, and the column that asks."""
+
+
+def read_texts(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """Texts, or pairs of them, for a model that answers for whole rows; a label beside one is not read.
+
+    Cut as in training. Raises RequestError with every broken row.
+    """
+    source = _source(path, config)
+    form = _asking(RowFormat.LABELLED, "text")
+
+    def encode(rows: Sequence[StoredRow]) -> list[Encoded | str]:
+        encoded = encode_labelled(tokenizer, [(row["text"] or "", row.get("text_pair")) for row in rows])
+        return [
+            _fitted(one, config) if row["text"] else "there is no text" for row, one in zip(rows, encoded, strict=True)
+        ]
+
+    return _encoded(path, _stored(path, lambda record: _need(form, list(record), source), source), encode)
+
+
+def read_prompts(
+    path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> list[Encoded]:
+    """What a causal model is asked to go on from, of at most `most` tokens: chats up to the answer, prompts, texts.
+
+    Raises RequestError with every broken row, and with those that are too long.
+    """
+    source = _source(path, config)
+
+    def choose(record: Mapping[str, Any]) -> Form:
+        columns = list(record)
+        if source.format is not None and source.format in ASKING:
+            return _need(_asking(source.format, ASKING[source.format]), columns, source)
+        for name, column in ASKING.items():
+            if FORMS[name].name_in(column, columns, source.columns) in columns:
+                return _asking(name, column)
+        wanted = ", ".join(ASKING.values())
+        message = f"no column asks for anything; the columns are: {', '.join(columns) or 'none'}"
+        close = next(((name, found) for name in columns if (found := nearest(name, [*ASKING.values()]))), None)
+        meant = f"`{close[1]}` in place of `{close[0]}`" if close else None
+        asks = next((name for name in columns if name.lower() in QUESTIONS), None)
+        meant = f"`prompt` in place of `{asks}`" if asks else meant
+        raise RequestError([Problem(KEY, message, expected=f"one of: {wanted}", nearest=meant)])
+
+    def encode(rows: Sequence[StoredRow]) -> list[Encoded | str]:
+        return [_prompt(row, tokenizer, most) for row in rows]
+
+    return _encoded(path, _stored(path, choose, source), encode)
+
+
+def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
+    """Rows with their answers, the tokens that training would learn marked. Raises RequestError as training does.
+
+    Where the run learnt from pairs or judged answers, plain answers are read as well.
+    """
+    asked, task = _source(path, config), config.training.task
+    if task in (Task.PREFERENCE, Task.REWARD):
+        asked, task = _single_answers(asked) or (asked, task)
+    source = read_source(asked, KEY, task)
+    learnt = config.data.supervise
+    if learnt is None and config.training.task is Task.PRETRAIN:
+        learnt = Supervise.ALL
+    encoding, found, problems = Encoding(tokenizer, learnt), list[Encoded](), list[Problem]()
+    for batch in source.dataset.iter(batch_size=ENCODE_BATCH):
+        places = map(Place, batch["path"], batch["row"])
+        for place, row in zip(places, encode_batch(batch, encoding), strict=True):
+            fitted = str(row) if row is None or isinstance(row, UnsuitedChat) else _fitted(row, config)
+            fitted = "a column that it needs is absent or empty" if row is None else fitted
+            if isinstance(fitted, Encoded) and not np.any(fitted.labels != IGNORED):
+                fitted = f"no supervised token within {counted(config.longest, 'token')}"
+            if isinstance(fitted, str):
+                problems.append(Problem(KEY, fitted, where=str(place)))
+            else:
+                found.append(fitted)
+    if problems:
+        raise RequestError(problems[:PROBLEM_LIMIT])
+    return found
+
+
+def _source(path: str, config: TrainingConfig) -> DatasetParams:
+    """The file, read as the first source of the run was: its columns, its form where that was set."""
+    first = config.data.train[0] if config.data.train else None
+    if first is None:
+        return DatasetParams(path=path)
+    return DatasetParams(path=path, columns=first.columns, format=first.format)
+
+
+def _single_answers(source: DatasetParams) -> tuple[DatasetParams, Task] | None:
+    """The file as one of answers that stand alone, and the task that reads such; None where it has no such answers."""
+    columns, pair = _columns(source.path), FORMS[RowFormat.PREFERENCE]
+    if any(pair.name_in(answer, columns, source.columns) in columns for answer in ("chosen", "rejected")):
+        return None
+    there = {ours: theirs for ours, theirs in source.columns.items() if theirs in columns}
+    form = detect_form(columns, there, Task.SFT)
+    if form is None:
+        return None
+    read = {ours: theirs for ours, theirs in there.items() if ours in form.columns}
+    return DatasetParams(path=source.path, columns=FrozenMapping(read)), Task.SFT
+
+
+def _columns(path: str) -> list[str]:
+    """The columns of the first row; none where there is no row that can be read, which is told when all are."""
+    files = find_files(path, Split("train"), KEY) if is_local(path) else []
+    first = next((record for file in files for _, record in read_records(file)), None)
+    return list(first) if isinstance(first, dict) else []
+
+
+def _stored(
+    path: str, choose: Callable[[Mapping[str, Any]], Form], source: DatasetParams
+) -> Iterator[tuple[Place, StoredRow | Fault]]:
+    """Each row of the files as the form keeps it that their first row shows."""
+    form: Form | None = None
+    for file in find_files(path, Split("train"), KEY):
+        for number, record in read_records(file):
+            place = Place(str(file), number)
+            if isinstance(record, Fault):
+                yield place, record
+                continue
+            form = form or choose(record)
+            asks = form.name_in(form.needs[0], list(record), source.columns)
+            if asks not in record:
+                yield place, Fault(f"the row has no column `{asks}`; it has {', '.join(record) or 'none'}")
+                continue
+            if record[asks] is None:
+                yield place, Fault(f"column `{asks}` is empty: there is no text to go on from")
+                continue
+            values = form.read(form.take(record, source.columns))
+            yield place, Fault(values) if isinstance(values, str) else values
+
+
+def _encoded(
+    path: str,
+    rows: Iterator[tuple[Place, StoredRow | Fault]],
+    encode: Callable[[Sequence[StoredRow]], list[Encoded | str]],
+) -> list[Encoded]:
+    """The rows as tokens, in order. Raises RequestError for broken ones, and when there are none."""
+    places, kept, problems = list[Place](), list[StoredRow](), list[Problem]()
+    for place, row in rows:
+        if isinstance(row, Fault):
+            problems.append(Problem(KEY, row.message, where=str(place)))
+        else:
+            places.append(place)
+            kept.append(row)
+    found = []
+    for place, one in zip(places, encode(kept), strict=True):
+        if isinstance(one, str):
+            problems.append(Problem(KEY, one, where=str(place)))
+        else:
+            found.append(one)
+    if problems:
+        raise RequestError(problems[:PROBLEM_LIMIT])
+    if not found:
+        raise RequestError([Problem(KEY, f"{path} has no rows")])
+    return found
+
+
+def _asking(name: RowFormat, column: str) -> Form:
+    """The form as it is for rows that need no more than the column which asks."""
+    form = FORMS[name]
+    return replace(form, needs=(column,), also=tuple(other for other in form.columns if other != column))
+
+
+def _need(form: Form, columns: Sequence[str], source: DatasetParams) -> Form:
+    missing = form.missing(columns, source.columns)
+    if missing:
+        message = f"there is no column `{missing[0]}`; the columns are: {', '.join(columns) or 'none'}"
+        raise RequestError([Problem(KEY, message, nearest=nearest(missing[0], columns))])
+    return form
+
+
+def _fitted(row: Encoded, config: TrainingConfig) -> Encoded | str:
+    """The row within the limit, cut as in training; or why it is not."""
+    limit, policy = config.model.model_max_length, config.data.truncation
+    assert isinstance(limit, int), "the config is resolved"
+    if row_length(row) <= limit:
+        return row
+    if policy in (Truncation.LEFT, Truncation.RIGHT):
+        return truncate(row, limit, policy) or row
+    return f"the row has {counted(row_length(row), 'token')} and the limit is {limit} (data.truncation: {policy})"
+
+
+def _prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None) -> Encoded | str:
+    asked: Any = row_question(row, tokenizer)
+    if asked is None:
+        return "there is nothing to go on from"
+    if isinstance(asked, Chat):
+        try:
+            ids = tokenizer(render(tokenizer, asked, generation_prompt=True), add_special_tokens=False)["input_ids"]
+        except TemplateFault as fault:
+            return f"the chat template does not render it: {fault}"
+    elif isinstance(asked, str):
+        ids = tokenizer(without_start(asked, own_start(tokenizer)), verbose=False)["input_ids"]
+        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1 else ids
+    else:
+        ids = list(asked)
+    if not ids:
+        return "there is nothing to go on from"
+    if most is not None and len(ids) > most:
+        return f"the prompt has {counted(len(ids), 'token')}, and with the new ones the model has room for {most}"
+    tokens = np.array(ids, np.int32)
+    return Encoded(tokens, np.full(len(tokens), IGNORED, np.int32))

@@ -1,0 +1,397 @@
+"""The rows of a run: read, rendered, tokenised, fitted to the length limit, checked and counted."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import cast
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.data.mixing import mixture, shares_of
+from framework.build.data.packing import Packs, pack
+from framework.build.data.report import (
+    ERROR_SHARE,
+    DataReport,
+    Drawn,
+    SplitReport,
+    cautions,
+    loss_message,
+    merged_names,
+)
+from framework.build.data.row_cache import Fitted, RowCache
+from framework.build.data.row_progress import row_progress
+from framework.build.data.rows import Rows
+from framework.build.data.stream import Stream, columns_of, in_parts
+from framework.build.data.truncation import RowPolicy, Tally
+from framework.build.sources.files import Fault
+from framework.build.sources.python_rows import NOTHING, Given, PythonRows
+from framework.build.sources.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
+from framework.build.text.classes import Targets, WrongLabel, coarse_values, find_classes, find_values
+from framework.build.text.encode import Encoding, encode_batch, row_texts
+from framework.build.text.prompts import check_prompts
+from framework.build.text.task_formats import require_answers, require_learnable
+from framework.errors import Problem, RequestError
+from framework.schema.choices import Mixing, RowFormat, Supervise, Task
+from framework.schema.config import TrainingConfig
+from framework.schema.data import DatasetParams, Datasets
+from framework.schema.wording import counted
+
+ENCODE_BATCH = 256
+"""Rows tokenised in one call: enough to keep every core of a big host busy, little memory beside the rows."""
+
+HELD_OUT, TOKENIZER_TEXTS = 1, 2
+"""Streams of random numbers drawn from the run's seed, beside the epochs' (see `epoch_order`) and that of packing."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The rows that a run trains and evaluates on, and the account of how they came to be."""
+
+    train: Rows | Packs
+    eval: Rows | Packs | None
+    report: DataReport
+    targets: Targets | None = None
+    """What the rows' labels mean, where they have them."""
+    stream: Stream | None = None
+    """All training rows, where they are streamed; `train` are then those of its first block."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Rows as read. The sources stay apart for the report."""
+
+    train: datasets.Dataset
+    eval: datasets.Dataset | None
+    sources: tuple[Source, ...]
+    counts: tuple[int, ...]
+    """Training rows of each training source, which stand one after the other."""
+
+    @property
+    def unread(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """What the forms do not read of the training rows, and of the evaluation rows, by path."""
+        train, held_out = self.sources[: len(self.counts)], self.sources[len(self.counts) :]
+        found = merged_names(source.unread for source in train)
+        return found, merged_names(source.unread for source in held_out) if held_out else found
+
+
+def prepare_data(
+    config: TrainingConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None = None,
+    given: Given = NOTHING,
+    console: Console | None = None,
+) -> Data:
+    """Every row of the run, ready for batches. The same config gives the same rows on every rank.
+
+    The config is a resolved one: its `model.model_max_length` is a number. `vocab_size` is the number of rows of the
+    model's embedding, where it is known; on `console` there is a bar if it is a terminal. Raises RequestError, before
+    any weight is loaded, with all problems of a stage at once: sources; templates; rows; too much cut; nothing left.
+    """
+    if config.data.streaming:
+        return _prepare_stream(config, tokenizer, vocab_size, given)
+    cache = RowCache(config, tokenizer, vocab_size)
+    fitted, kept = cache.read(), None
+    if fitted is None:
+        fitted = _fit(config, tokenizer, vocab_size, given, console)
+        kept = cache.write(fitted)
+    train, train_report = _arrange(fitted.train, fitted.train_report, config, fitted.kept)
+    held_out, eval_report = cast(Rows | Packs | None, fitted.eval), fitted.eval_report
+    if fitted.eval is not None and eval_report is not None:
+        held_out, eval_report = _arrange(fitted.eval, eval_report, config)
+    notes = (*fitted.notes, *([kept] if kept else []))
+    report = DataReport(fitted.sources, train_report, eval_report, notes, fitted.warnings)
+    return Data(train, held_out, report, fitted.targets)
+
+
+def _fit(
+    config: TrainingConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int | None,
+    given: Given,
+    console: Console | None,
+) -> Fitted:
+    """Read, check, tokenise and fit all rows."""
+    splits = read_splits(config, given)
+    of_train, of_eval = splits.unread
+    encoding, warnings = _encoding(splits, config, tokenizer)
+    policy = _policy(config, vocab_size)
+    train, train_report, kept = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts, console)
+    held_out, eval_report = None, None
+    if splits.eval is not None:
+        held_out, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
+        eval_report = replace(eval_report, unread=of_eval)
+    train_report = replace(train_report, unread=of_train)
+    warnings = (*warnings, *_cautions(train_report, eval_report))
+    descriptions = tuple(source.description for source in splits.sources)
+    notes = _padding_note(tokenizer)
+    return Fitted(train, train_report, kept, held_out, eval_report, descriptions, warnings, notes, encoding.targets)
+
+
+def _prepare_stream(
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, given: Given
+) -> Data:
+    """What is known of a stream before it begins, and its evaluation rows."""
+    opened = open_streams(config, given)
+    splits = read_splits(config, given, opened)
+    encoding, warnings = _encoding(splits, config, tokenizer)
+    data, seed, policy = config.data, config.training.seed, _policy(config, vocab_size)
+    stream = Stream(opened, encoding, policy, seed, data.shuffle_buffer, data.packing, data.mixing)
+    train, train_report = _first_block(stream, config)
+    held_out, eval_report = cast(Rows | Packs | None, None), None
+    if splits.eval is not None:
+        rows, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
+        eval_report = replace(eval_report, unread=splits.unread[1])
+        held_out, eval_report = _arrange(rows, eval_report, config)
+    warnings = (*warnings, *_cautions(train_report, eval_report))
+    descriptions = tuple(source.description for source in splits.sources)
+    report = DataReport(descriptions, train_report, eval_report, _padding_note(tokenizer), warnings)
+    return Data(train, held_out, report, encoding.targets, stream)
+
+
+def _encoding(
+    splits: Splits, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Encoding, tuple[str, ...]]:
+    """How the rows become tokens, and warnings. Raises RequestError where they do not suit what is asked for."""
+    require_learnable(config.data.supervise, splits.sources)
+    require_answers(config.training, splits.sources)
+    warnings = check_prompts(splits.sources, tokenizer)
+    if tokenizer.eos_token_id is None and any(source.form is RowFormat.TEXT for source in splits.sources):
+        warnings += ("the tokenizer has no end token, so the model does not learn where a text ends",)
+    if config.training.task is Task.REGRESSION:
+        warnings += tuple(f"column `label`: {what}" for what in coarse_values(splits.train["label"]))
+    margins = config.training.task is Task.REWARD
+    return Encoding(tokenizer, _learnt(config), find_targets(splits, config), margins), warnings
+
+
+def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
+    return RowPolicy(
+        limit=_row_limit(config.model.model_max_length),
+        truncation=config.data.truncation,
+        splits_documents=config.training.task is Task.PRETRAIN,
+        vocab_size=vocab_size,
+    )
+
+
+def _cautions(*reports: SplitReport | None) -> list[str]:
+    return [caution for report in reports if report is not None for caution in cautions(report).values()]
+
+
+def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    if tokenizer.padding_side != "left":
+        return ()
+    return ("the tokenizer pads on the left; training pads on the right whatever it says",)
+
+
+def open_streams(config: TrainingConfig, given: Given) -> list[OpenSource]:
+    """The training sources, to be read as they are needed. Raises RequestError with the problems of all."""
+
+    def opened(index: int, source: DatasetParams) -> OpenSource:
+        return open_source(source, f"data.train[{index}]", config.training.task, given.train, streamed=True)
+
+    return gather(config.data.train, opened)
+
+
+def _first_block(stream: Stream, config: TrainingConfig) -> tuple[Rows | Packs, SplitReport]:
+    """What is known of a stream before it begins. Raises RequestError when its first rows do not suit the limit."""
+    block = next(stream.blocks(0))
+    if not block.rows:
+        raise RequestError([_nothing_left(block.report, block.first_dropped, config)])
+    _require_little_lost(block.report, config.training.task)
+    shares = shares_of(config.data.train) if stream.mixing is not Mixing.CONCATENATE else []
+    drawn = tuple(f"{share:.1%} {source.path}" for share, source in zip(shares, config.data.train, strict=False))
+    head = f"its first {counted(block.report.read, 'row')}" + (f"; drawn from {', '.join(drawn)}" if drawn else "")
+    return block.rows, replace(block.report, stream=head)
+
+
+def read_splits(config: TrainingConfig, given: Given = NOTHING, streams: Sequence[OpenSource] | None = None) -> Splits:
+    """The training and evaluation rows as read, `given` those of sources that come from Python.
+
+    Of `streams` only the first rows are read, which show what rows they have.
+    Raises RequestError with the problems of both.
+    """
+    data = config.data
+    if not data.train:
+        raise RequestError([Problem("data.train", "there is no data to train on", expected="a list of {path: ..}")])
+    if config.training.eval_steps is not None and not data.eval and not data.eval_fraction:
+        message = "evaluation is asked for and there is nothing to evaluate on"
+        raise RequestError([Problem("training.eval_steps", message, expected="data.eval or data.eval_fraction")])
+    if streams is None:
+        train, train_problems = _try_read(data.train, "data.train", config.training.task, given.train)
+    else:
+        train, train_problems = [stream.read(most=ENCODE_BATCH) for stream in streams], []
+    held_out, eval_problems = _try_read(data.eval, "data.eval", config.training.task, given.eval)
+    if train_problems or eval_problems:
+        raise RequestError([*train_problems, *eval_problems])
+    rows, counts = join_sources(train), tuple(len(source.dataset) for source in train)
+    if held_out:
+        return Splits(rows, join_sources(held_out), (*train, *held_out), counts)
+    if not data.eval_fraction:
+        return Splits(rows, None, tuple(train), counts)
+    rest, chosen = hold_out(len(rows), data.eval_fraction, config.training.seed)
+    ends = np.searchsorted(rest, np.cumsum(counts))
+    left = rows.select(rest, keep_in_memory=True), rows.select(chosen, keep_in_memory=True)
+    return Splits(*left, tuple(train), tuple(np.diff(ends, prepend=0).tolist()))
+
+
+def hold_out(count: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(rest, held out): numbers of a random `fraction` of the rows, at least one, and of the others, both in order.
+
+    The seed decides. Raises RequestError when nothing would be left to train on.
+    """
+    size = max(1, round(fraction * count))
+    if size >= count:
+        message = f"{fraction} of {counted(count, 'row')} leaves no row to train on"
+        raise RequestError([Problem("data.eval_fraction", message)])
+    order = _generator(seed, HELD_OUT).permutation(count)
+    return np.sort(order[size:]), np.sort(order[:size])
+
+
+def training_texts(config: TrainingConfig, given: Given = NOTHING) -> Iterator[str]:
+    """The text of the training rows, held-out rows excluded, in a random order that the seed decides.
+
+    For building a tokenizer, which reads only the first part of it. Raises RequestError as `read_splits` does.
+    """
+    if config.data.streaming:
+        for source in open_streams(config, given):
+            for part in in_parts(source.rows(), ENCODE_BATCH):
+                yield from row_texts(columns_of([values for _, values in part if not isinstance(values, Fault)]))
+        return
+    rows = read_splits(config, given).train
+    shuffled = rows.select(
+        _generator(config.training.seed, TOKENIZER_TEXTS).permutation(len(rows)), keep_in_memory=True
+    )
+    for batch in shuffled.iter(batch_size=ENCODE_BATCH):
+        yield from row_texts(batch)
+
+
+def _prepare_split(
+    rows: datasets.Dataset,
+    name: str,
+    encoding: Encoding,
+    policy: RowPolicy,
+    config: TrainingConfig,
+    counts: Sequence[int] = (),
+    console: Console | None = None,
+) -> tuple[Rows, SplitReport, tuple[int, ...]]:
+    """The rows of a split, fitted, and how many are of each source, where `counts` were read of each."""
+    tally, kept = Tally(policy, f"data.{name}"), list[int]()
+    ends = np.cumsum(counts or [len(rows)]).tolist()
+    with row_progress(name, len(rows), console) as done:
+        for start, end in pairwise([0, *ends]):
+            for batch in rows.select(range(start, end)).iter(batch_size=ENCODE_BATCH):
+                places = map(Place, batch["path"], batch["row"])
+                encoded = encode_batch(batch, encoding)
+                are_known = tally.all_are_known(encoded)
+                for place, row in zip(places, encoded, strict=True):
+                    if not tally.is_full_of_problems:
+                        tally.take(place, row, are_known)
+                done(len(batch["row"]))
+                if tally.is_full_of_problems:
+                    break
+            kept.append(len(tally.kept))
+    if tally.problems:
+        raise RequestError(tally.problems)
+    prepared, report = tally.finish(name)
+    if not prepared:
+        raise RequestError([_nothing_left(report, tally.first_dropped, config)])
+    _require_little_lost(report, config.training.task)
+    return prepared, report, tuple(np.diff(kept, prepend=0).tolist())
+
+
+def _require_little_lost(report: SplitReport, task: Task) -> None:
+    if report.supervised_lost_share > ERROR_SHARE:
+        expected = f"at least {report.lengths['0.95']}, which keeps 95 % of the rows whole"
+        if task is Task.SFT:
+            expected += "; or training.task=pretrain, which splits long texts instead"
+        raise RequestError([Problem("model.model_max_length", loss_message(report), expected=expected)])
+
+
+def _arrange(
+    rows: Rows, report: SplitReport, config: TrainingConfig, kept: Sequence[int] = ()
+) -> tuple[Rows | Packs, SplitReport]:
+    """The rows of an epoch: mixed and packed, where that is asked for. `kept` of them are of each source."""
+    data, seed, arranged = config.data, config.training.seed, cast(Rows | Packs, rows)
+    is_mixed = data.mixing is not Mixing.CONCATENATE and report.name == "train"
+    if is_mixed:
+        arranged = rows = replace(rows, order=mixture(data.train, kept, data.mixing, seed))
+    if data.packing:
+        arranged = packs = pack(rows, report.limit, seed)
+        report = replace(report, packs=len(packs), packed_tokens=int(rows.lengths.sum()))
+    if is_mixed and rows.order is not None:
+        drawn = np.histogram(rows.order, bins=[0, *np.cumsum(kept)])[0].tolist()
+        paths, epochs = [source.path for source in data.train], [_epochs(config, len(arranged))] * len(kept)
+        described = tuple(map(Drawn, paths, shares_of(data.train), kept, drawn, epochs))
+        report = replace(report, mixture=described, mixing=str(data.mixing))
+    return arranged, report
+
+
+def _epochs(config: TrainingConfig, rows: int) -> float:
+    """How often the run goes through the rows of an epoch."""
+    steps = config.training.max_steps
+    return config.training.num_train_epochs if steps is None else steps * config.batch.global_size / rows
+
+
+def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
+    """What the labels of the rows mean; None for tasks without. Classes are those of the training rows and of the rows
+    held out from them, or `data.labels`."""
+    if config.training.task not in (Task.CLASSIFICATION, Task.REGRESSION):
+        return None
+    labels = list(splits.train["label"])
+    if splits.eval is not None and not config.data.eval:
+        labels += splits.eval["label"]
+    if config.training.task is Task.REGRESSION:
+        return find_values(labels)
+    try:
+        return find_classes(labels, config.data.labels)
+    except WrongLabel as wrong:
+        expected = "names or whole numbers; values are for training.task=regression"
+        raise RequestError([Problem("data.train", f"column `label`: {wrong}", expected=expected)]) from None
+
+
+def _learnt(config: TrainingConfig) -> Supervise | None:
+    """Which tokens are asked for; None where it is left to the rows' form."""
+    if config.data.supervise is None and config.training.task is Task.PRETRAIN:
+        return Supervise.ALL
+    return config.data.supervise
+
+
+def _row_limit(limit: int | str | None) -> int:
+    if not isinstance(limit, int):
+        raise TypeError("rows are made for a resolved config, whose length is known")
+    if limit < 2:
+        message = "a row of one token has nothing to predict"
+        raise RequestError([Problem("model.model_max_length", message, expected="at least 2")])
+    return limit
+
+
+def _try_read(sources: Datasets, key: str, task: Task, given: PythonRows | None) -> tuple[list[Source], list[Problem]]:
+    try:
+        return read_sources(sources, key, task, given), []
+    except RequestError as error:
+        return [], list(error.problems)
+
+
+def _nothing_left(report: SplitReport, first: str | None, config: TrainingConfig) -> Problem:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in report.dropped.items())
+    try:
+        per_step = f"; a step takes {config.batch.global_size}"
+    except ValueError:
+        per_step = ""
+    steps = "planned optimizer steps: 0; " if report.name == "train" else "nothing is left to evaluate on; "
+    dropped = sum(report.dropped.values())
+    message = f"{steps}{counted(report.read, 'row')} read, {dropped} dropped ({reasons}), 0 kept{per_step}"
+    return Problem(
+        f"data.{report.name}",
+        f"{message}. The first: {first}",
+        expected="rows with a value in each column that they need, and an answer to learn that begins within "
+        "model.model_max_length",
+    )
+
+
+def _generator(seed: int, stream: int) -> np.random.Generator:
+    # The spawn key keeps these streams apart from the epochs', which are seeded without one.
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(stream,))))

@@ -1,0 +1,219 @@
+"""Rows that are read as they are needed: block after block, each shuffled, tokenised and fitted by itself.
+
+A block is `data.shuffle_buffer` rows as they are read. Which rows it holds, and in which order it gives them, is a
+function of (seed, epoch, number of the block); so a position in the stream is three numbers, and to go on from there
+rows are counted over, not tokenised.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count, islice
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from framework.build.data.mixing import shares_of
+from framework.build.data.packing import Packs, pack
+from framework.build.data.report import SplitReport, merged_names
+from framework.build.data.rows import Row, Rows
+from framework.build.data.truncation import RowPolicy, Tally
+from framework.build.sources.files import Fault
+from framework.build.sources.sources import PROBLEM_LIMIT, UNREAD, OpenSource, Place
+from framework.build.text.encode import Encoding, encode_batch
+from framework.build.text.format_rows import Values
+from framework.errors import Problem, RequestError
+from framework.schema.choices import Mixing
+
+ENCODE_BATCH = 256
+"""Rows tokenised in one call."""
+
+_ORDER_STREAM = 4
+"""Stream of random numbers drawn from the run's seed, beside those of data.py and packing.py."""
+
+T = TypeVar("T")
+Raw: TypeAlias = tuple[OpenSource, Place, Values | Fault]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a stream stands: `taken` rows of a block of an epoch were given."""
+
+    epoch: int = 0
+    block: int = 0
+    taken: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows to train on, in the order in which they are given, and the account of those they were made of."""
+
+    rows: Rows | Packs
+    order: Sequence[int]
+    places: Sequence[Place]
+    """Where each row that was kept stands; a pack holds several."""
+    report: SplitReport
+    lengths: Sequence[int]
+    """Tokens of each row that was read."""
+    first_dropped: str | None
+
+    def places_of(self, index: int) -> list[Place]:
+        """Where the rows of one row of a batch stand."""
+        held = self.rows.rows_of(index) if isinstance(self.rows, Packs) else [index]
+        return [self.places[each] for each in held]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A block that a row, or a step, is the first to take from, or to pass over because no row of it was kept."""
+
+    epoch: int
+    number: int
+    report: SplitReport
+    lengths: Sequence[int]
+    """Tokens of each row that was read."""
+
+
+@dataclass(frozen=True)
+class StreamedRow:
+    """A row of a stream, where it comes from, and where the stream stands after it."""
+
+    row: Row
+    places: Sequence[Place]
+    after: Position
+    begun: Sequence[Begun] = ()
+    """The blocks that begin with it, those before it without a row among them."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The training rows of a run without end, epoch after epoch."""
+
+    sources: Sequence[OpenSource]
+    encoding: Encoding
+    policy: RowPolicy
+    seed: int
+    buffer: int
+    """Rows of a block, as they are read."""
+    packing: bool = False
+    mixing: Mixing = Mixing.CONCATENATE
+
+    @property
+    def repeats(self) -> bool:
+        """Whether each epoch has the same rows."""
+        return self.mixing is Mixing.CONCATENATE
+
+    def rows(self, start: Position) -> Iterator[StreamedRow]:
+        """The rows from a position on. Raises RequestError for rows that cannot be read, and when none is kept."""
+        first, taken, begun = start.block, start.taken, list[Begun]()
+        for epoch in count(start.epoch):
+            found = bool(first or taken)
+            for number, block in enumerate(self.blocks(epoch, first), first):
+                begun.append(Begun(epoch, number, block.report, block.lengths))
+                for index in range(taken, len(block.order)):
+                    found = True
+                    row = block.order[index]
+                    after = Position(epoch, number, index + 1)
+                    yield StreamedRow(block.rows[row], block.places_of(row), after, tuple(begun))
+                    begun.clear()
+                taken = 0
+            first = 0
+            if not found:
+                raise RequestError([Problem("data.train", "the stream ends, and no row of it can be learnt from")])
+
+    def blocks(self, epoch: int, first: int = 0) -> Iterator[Block]:
+        """The blocks of one epoch from number `first` on."""
+        raw = self._mixed(epoch) if self.mixing is not Mixing.CONCATENATE else self._joined()
+        behind = islice(raw, first * self.buffer, None)
+        for number, rows in enumerate(in_parts(behind, self.buffer), first):
+            yield self._block(rows, epoch, number)
+
+    def _block(self, raw: Sequence[Raw], epoch: int, number: int) -> Block:
+        tally, places = Tally(self.policy, "data.train"), list[Place]()
+        problems = [
+            Problem(source.key, values.message, where=str(place))
+            for source, place, values in raw
+            if isinstance(values, Fault)
+        ]
+        if problems:
+            raise RequestError(problems[:PROBLEM_LIMIT])
+        for part in in_parts(raw, ENCODE_BATCH):
+            rows = [(place, values) for _, place, values in part if not isinstance(values, Fault)]
+            encoded = encode_batch(columns_of([values for _, values in rows]), self.encoding)
+            are_known = tally.all_are_known(encoded)
+            for (place, _), row in zip(rows, encoded, strict=True):
+                tally.take(place, row, are_known)
+                places += [place] * (len(tally.kept) - len(places))
+        if tally.problems:
+            raise RequestError(tally.problems[:PROBLEM_LIMIT])
+        kept, report = tally.finish("train")
+        known = ((source, values) for source, _, values in raw if not isinstance(values, Fault))
+        names = ({source.params.path: values[UNREAD]} for source, values in known if UNREAD in values)
+        report = replace(report, unread=merged_names(names))
+        numbers = np.random.SeedSequence([self.seed, epoch, number], spawn_key=(_ORDER_STREAM,))
+        generator = np.random.Generator(np.random.Philox(numbers))
+        made: Rows | Packs = kept
+        if self.packing and kept:
+            made = pack(kept, self.policy.limit, int(generator.integers(2**31)))
+        order = generator.permutation(len(made)) if self.buffer > 1 else np.arange(len(made))
+        return Block(made, order.tolist(), places, report, tally.lengths, tally.first_dropped)
+
+    def _joined(self) -> Iterator[Raw]:
+        return chain.from_iterable(_raw(source) for source in self.sources)
+
+    def _mixed(self, epoch: int) -> Iterator[Raw]:
+        """Rows of an epoch, the source of each drawn by weight, as `datasets.interleave_datasets` draws them."""
+        generator = np.random.default_rng([self.seed, epoch])
+        shares = shares_of([source.params for source in self.sources])
+        readers = [_Reader(source) for source in self.sources]
+        while True:
+            for index in generator.choice(len(readers), size=1000, p=shares):
+                yield readers[index].take()
+                exhausted = [reader.is_exhausted for reader in readers]
+                if all(exhausted) if self.mixing is Mixing.ALL_EXHAUSTED else any(exhausted):
+                    return
+
+
+@dataclass
+class _Reader:
+    """A source that begins again when it ends. `is_exhausted` once each of its rows was given."""
+
+    source: OpenSource
+    is_exhausted: bool = False
+    _rows: Iterator[Raw] = field(init=False)
+    _next: Raw = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._begin()
+
+    def take(self) -> Raw:
+        row = self._next
+        following = next(self._rows, None)
+        if following is None:
+            self.is_exhausted = True
+            self._begin()
+        else:
+            self._next = following
+        return row
+
+    def _begin(self) -> None:
+        self._rows = _raw(self.source)
+        self._next = next(self._rows)  # opening the source has found a first row
+
+
+def _raw(source: OpenSource) -> Iterator[Raw]:
+    return ((source, place, values) for place, values in source.rows())
+
+
+def in_parts(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of `size`; the last has what is left."""
+    rest = iter(items)
+    return iter(lambda: list(islice(rest, size)), [])
+
+
+def columns_of(rows: Sequence[Values]) -> Mapping[str, list[Any]]:
+    """Rows by column, None where a row has none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}

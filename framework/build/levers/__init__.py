@@ -1,0 +1,1 @@
+"""Memory levers on the built model: checkpointing, offload, compile, kernels, allocator."""

@@ -1,0 +1,218 @@
+"""torch.compile of each transformer block, or of the whole model, and what tells that compiled code really ran.
+
+Only passes that train run compiled code. Evaluation, samples and probes see rows of many shapes and keep no
+activations: they run the plain code, and cost no compilation. A checkpoint is always around the compiled code of a
+block, never in it, so that what is kept is the block's input. Names of parameters stay as they are (C05).
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from framework.build.hub import one_line
+from framework.build.model.parts import causal_model
+from framework.build.place import Place
+from framework.errors import Problem, RequestError, VerificationFailed
+from framework.schema.choices import CompileScope
+from framework.schema.config import TrainingConfig
+
+Run = Callable[..., Any]
+WHOLE = "the model below its head"
+"""Name of the region that is no block."""
+
+
+class Compiler:
+    """The backend of torch.compile: Inductor under a memory budget. It notes what it compiled and how often that ran.
+
+    `budgets` holds the budget that was in force while each graph was cut into forward and backward.
+    """
+
+    def __init__(self, budget: float | None) -> None:
+        self._budget = budget
+        self.budgets: list[float] = []
+        self.seconds = 0.0
+        self.runs = 0
+
+    @property
+    def graphs(self) -> int:
+        return len(self.budgets)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        from torch._functorch import config
+
+        started = time.perf_counter()
+        with config.patch(activation_memory_budget=self._budget) if self._budget else contextlib.nullcontext():
+            self.budgets.append(float(config.activation_memory_budget))
+            compiled = lower(graph, inputs)
+        self.seconds += time.perf_counter() - started
+
+        def run(*arguments: Any) -> Any:
+            self.runs += 1
+            return compiled(*arguments)
+
+        return run
+
+
+def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Run:
+    """What `backend="inductor"` does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph, inputs)
+    return cast(Run, compiled)
+
+
+CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
+"""Whether a block checkpoints inside its call, as since transformers 5.2x, and not around it."""
+
+
+class Region:
+    """The call of one compiled module. `compiled` is what a rehearsal puts its own in the place of.
+
+    `plain` is all of the call, or of a sharded module its forward alone: its weights are gathered by hooks around that.
+    `calls` counts passes that train, `compiled_calls` those of them that ran code of the compiler: torch falls back to
+    the plain code without an error when it has compiled for too many shapes.
+    """
+
+    def __init__(self, name: str, module: nn.Module, compiler: Compiler, plain: Run) -> None:
+        self.name = name
+        self.module = module
+        self.compiler = compiler
+        self.plain = plain
+        self.compiled = plain
+        self.is_on = True
+        self.calls = self.compiled_calls = 0
+        self.is_reported = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module
+        if not (self.is_on and torch.is_grad_enabled()):
+            return self.plain(*args, **kwargs)
+        checkpoints = self.name != WHOLE and getattr(module, "gradient_checkpointing", False) and module.training
+        if CHECKPOINTS_IN_FORWARD and checkpoints:
+            return module._gradient_checkpointing_func(partial(self._run_without_checkpoint, **kwargs), *args)
+        return self._run(*args, **kwargs)
+
+    def _run_without_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module
+        module.gradient_checkpointing = False
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            module.gradient_checkpointing = True
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.compiler.runs
+        try:
+            result = self.compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            cause = error.inner_exception if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) else error
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            message = f"training.compile: {self.name} does not compile: {one_line(cause)}"
+            raise VerificationFailed(f"{message}; training.compile=false trains without") from error
+        self.calls += 1
+        self.compiled_calls += self.compiler.runs > before
+        return result
+
+
+MOST_STATIC_LENGTHS = 8
+"""Up to so many row lengths each gets code of its own, which a GPU needs 8-10 s to make (SPEED.md section 6, H100);
+for more, one code serves all lengths after the first."""
+
+
+def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> None:
+    """Give the blocks, or the model, that the loss calls a compiled call, when that was asked for.
+
+    Equal blocks share their code. Raises RequestError for a model class without blocks.
+    """
+    if config.training.compile is not True:
+        return
+    compiler = Compiler(_budget(config))
+    is_static = 1 <= possible_lengths(config) <= MOST_STATIC_LENGTHS
+    if not place.rehearsed:
+        # Every run has a compiler of its own, and torch keeps the code of eight for a function: what it compiled for
+        # earlier runs of this process is forgotten.
+        torch._dynamo.reset()
+        if is_static:
+            limit = 4 * MOST_STATIC_LENGTHS  # full and shorter micro batches, and blocks of two kinds
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    for name, module in modules_to_compile(config, model):
+        region = Region(name, module, compiler, _forward_of(module) if config.fsdp.is_sharded else module._call_impl)
+        if not place.rehearsed:
+            region.compiled = torch.compile(region.plain, backend=compiler, dynamic=False if is_static else None)
+        if config.fsdp.is_sharded:
+            module.forward = region
+        else:
+            module._compiled_call_impl = region
+
+
+def _forward_of(module: nn.Module) -> Run:
+    """The forward of the module's class, which sharding has yet to make another: transformers checkpoints in it."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
+def possible_lengths(config: TrainingConfig) -> int:
+    """How many lengths a micro batch can have when rows are padded to a multiple; 0: any length."""
+    multiple, length = config.data.pad_to_multiple_of, config.model.model_max_length
+    if multiple is None or not isinstance(length, int):
+        return 0
+    return config.longest // multiple
+
+
+def _budget(config: TrainingConfig) -> float | None:
+    budget = config.training.activation_memory_budget
+    return budget if isinstance(budget, float | int) else None
+
+
+def modules_to_compile(config: TrainingConfig, model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and modules that `compile_scope` means: the blocks, or all of the model below its head.
+
+    The head is left out because a chunked loss calls it apart, and adapters wrap calls around the model as a whole that
+    break the graph.
+    """
+    if config.training.compile_scope is CompileScope.MODEL:
+        return [(WHOLE, causal_model(model).base_model)]
+    blocks = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    if not blocks:
+        message = f"{type(causal_model(model)).__name__} has no blocks that transformers knows of"
+        raise RequestError([Problem("training.compile_scope", message, expected="model")])
+    return blocks
+
+
+def compiled_regions(model: nn.Module) -> list[Region]:
+    """The compiled calls that a built model has."""
+    calls = (call for module in model.modules() for call in (module._compiled_call_impl, vars(module).get("forward")))
+    return [call for call in calls if isinstance(call, Region)]
+
+
+def newly_plain(model: nn.Module) -> list[str]:
+    """A sentence about each region that has fallen back to plain code since it was last asked about."""
+    fallen = [item for item in compiled_regions(model) if item.compiled_calls < item.calls and not item.is_reported]
+    for region in fallen:
+        region.is_reported = True
+    return [f"{item.name} ran plain code: torch gave up compiling for one more shape of batch" for item in fallen]
+
+
+@contextlib.contextmanager
+def plain_code(model: nn.Module) -> Iterator[None]:
+    """Within the block a model runs as it is written: a probe of a few tokens must not cost a compilation."""
+    regions = compiled_regions(model)
+    for region in regions:
+        region.is_on = False
+    try:
+        yield
+    finally:
+        for region in regions:
+            region.is_on = True

@@ -1,0 +1,1 @@
+"""A model from its config or checkpoint: resolved, probed, built, loaded in shards."""

@@ -1,0 +1,293 @@
+"""Model parameters become a transformers model on its place, in the dtype that was asked for."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from framework.build.adapters.quantize import quantization, refuse_other_packing
+from framework.build.attention.flex_attention import NAME as FLEX_ATTENTION
+from framework.build.attention.flex_attention import know_flex_attention
+from framework.build.attention.ring_attention import NAME as RING_ATTENTION
+from framework.build.attention.ring_attention import know_ring_attention
+from framework.build.dtypes import TORCH_DTYPES
+from framework.build.hub import hub_is_reachable, leave_to_run_code, nearest, one_line
+from framework.build.loading.unmatched import Unmatched, sort_unmatched
+from framework.build.model.heads import fit_head, model_class, read_by_model
+from framework.build.model_folder import local_folder, reads_own_config, require_model, weight_files
+from framework.build.place import Place
+from framework.build.text.tokenizer import END_TOKEN_ID
+from framework.errors import Problem, RequestError
+from framework.schema.architecture import laid_over
+from framework.schema.choices import PeftMethod, TorchDtype
+from framework.schema.config import TrainingConfig
+
+
+def read_architecture(config: TrainingConfig) -> PretrainedConfig:
+    """The Hugging Face config: that of `model.model_name`, with what `model.architecture` says of it laid over; or
+    `model.architecture` alone, where it is a whole one of a hub model, or there are no weights to load.
+
+    The head is that of the task. Raises RequestError when neither gives one, a written key is unknown to the config
+    class, its dtype is none to compute in, or the model cannot do this task.
+    """
+    model = config.model
+    written = model.architecture.thaw() if model.architecture is not None else {}
+    if reads_own_config(model):
+        architecture = _named_architecture(config, written)
+    elif model.architecture is not None:
+        architecture = _written_architecture(written)
+    else:
+        raise RequestError([Problem("model.model_name", "no model is named", expected="model_name or architecture")])
+    if model.tokenizer is not None and model.load_pretrained_weights is False:
+        architecture.vocab_size = model.tokenizer.vocab_size
+        # else generation would stop at whatever token has the id that the family's own tokenizer ends with
+        architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
+    _refuse_dtype(architecture, config)
+    fit_head(config, architecture)
+    return architecture
+
+
+def _refuse_dtype(architecture: PretrainedConfig, config: TrainingConfig) -> None:
+    """Raises RequestError for a dtype that nothing can be computed in, such as int8."""
+    dtype = architecture.dtype
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or (isinstance(named, torch.dtype) and named.is_floating_point):
+        return
+    key = "model.model_name" if reads_own_config(config.model) else "model.architecture.dtype"
+    message = f"its config says that the weights are {dtype}, and a model computes in floating point"
+    raise RequestError([Problem(key, message, expected="float32, bfloat16 or float16")])
+
+
+def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
+    key = "model.architecture"
+    try:
+        known = AutoConfig.for_model(written["model_type"])
+    except KeyError:
+        raise RequestError([Problem(f"{key}.model_type", "is missing", expected="a transformers model type")]) from None
+    except ValueError:
+        unknown = Problem(f"{key}.model_type", f"transformers knows no {written['model_type']!r}")
+        raise RequestError([unknown]) from None
+    _refuse_unknown(known, written["model_type"], written)
+    try:
+        return AutoConfig.for_model(**written)
+    except Exception as error:  # config classes check their values in many ways
+        raise RequestError([Problem(key, f"{type(known).__name__} refuses it: {one_line(error)}")]) from None
+
+
+def _refuse_unknown(known: PretrainedConfig, model_type: str, written: dict[str, Any]) -> None:
+    """Raises RequestError for each written key that a config class does not know."""
+    names = set(known.to_dict()) | set(known.attribute_map) | {"dtype", "architectures"}
+    unknown_keys = [
+        Problem(f"model.architecture.{name}", f"is not a key of {type(known).__name__}", nearest=nearest(name, names))
+        for name in sorted(set(written) - names)
+        if not read_by_model(known, name) and not _is_older_name(model_type, name, written[name])
+    ]
+    if unknown_keys:
+        raise RequestError(unknown_keys)
+
+
+def _is_older_name(model_type: str, name: str, value: Any) -> bool:
+    """Whether the config class takes a key as an earlier version's, such as `torch_dtype` or `rope_theta`, and keeps it
+    under another name; what it does not know it keeps as it is."""
+    try:
+        own = deepcopy(value)  # which transformers fills in place
+        return name not in vars(AutoConfig.for_model(model_type, **{name: own}))
+    except Exception:
+        return True  # it knows enough of it to refuse it, which is told below
+
+
+def _named_architecture(config: TrainingConfig, written: dict[str, Any]) -> PretrainedConfig:
+    """The config that lies next to the weights, with `written` laid over it; `written` alone for another kind."""
+    model, key = config.model, "model.model_name"
+    folder = local_folder(str(model.model_name))
+    if folder is not None:
+        require_model(folder, key)
+    try:
+        read: PretrainedConfig = AutoConfig.from_pretrained(
+            str(folder) if folder is not None else model.model_name,
+            revision=model.model_revision or "main",
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=folder is not None or not hub_is_reachable(),
+        )
+    except Exception as error:  # the hub client and its cache raise many kinds, of which none is a fault of ours
+        message = f"the config.json of {model.model_name!r} could not be read: {one_line(error)}"
+        raise RequestError([Problem(key, message, expected=leave_to_run_code(error))]) from None
+    if "/" in (kernel := str(read._attn_implementation)):  # which transformers would fetch and run
+        message = f"the config.json of {model.model_name!r} names code of a hub as its attention: {kernel}"
+        raise RequestError([Problem(key, message, expected="a config.json without it")])
+    if not written:
+        return read
+    if written.get("model_type", read.model_type) != read.model_type:
+        return _written_architecture(written)
+    _refuse_unknown(read, read.model_type, written)
+    try:
+        laid: PretrainedConfig = type(read).from_dict(laid_over(read.to_dict(), written))
+        return laid
+    except Exception as error:
+        message = f"{type(read).__name__} refuses it: {one_line(error)}"
+        raise RequestError([Problem("model.architecture", message)]) from None
+
+
+def build_model(
+    config: TrainingConfig, architecture: PretrainedConfig, place: Place, computed: torch.dtype | None = None
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """The task's model in train mode, pretrained weights streamed to the place or random ones; and the names of the
+    head's weights that the checkpoint does not have, so that they are random.
+
+    `model.torch_dtype_str` must be resolved; `auto` takes the checkpoint's dtype (float32 where it states none).
+    `computed` is autocast's dtype, which the weights of a base that is quantised while it loads are multiplied in.
+    Raises RequestError when the weights cannot be loaded, do not match the architecture, or are stored packed otherwise
+    than they are to be held.
+    """
+    refuse_other_packing(config, architecture)
+    dtype = TORCH_DTYPES.get(config.model.torch_dtype_str or TorchDtype.AUTO) or architecture.dtype or torch.float32
+    attention = str(config.model.attn_implementation) if config.model.attn_implementation else None
+    of_rows = config.training.task.is_of_rows
+    know_ring_attention()
+    if attention == FLEX_ATTENTION:
+        know_flex_attention()
+    packed = quantization(config.peft, computed or dtype, of_rows) if is_packed_when_loaded(config) else None
+    if config.model.load_pretrained_weights and not place.rehearsed:
+        model, new = _pretrained(config, architecture, dtype, attention, place, packed)
+    else:
+        model, new = _random(config, architecture, dtype, attention, place), ()
+    if config.model.sdpa_backend is not None and model.config._attn_implementation not in ("sdpa", RING_ATTENTION):
+        message = f"{architecture.model_type} does not use torch's attention here"
+        raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
+    if config.training.task.is_of_rows:
+        _read_no_ids(model)
+    model.train()
+    return model, new
+
+
+def _read_no_ids(model: PreTrainedModel) -> None:
+    """BERT and GPT-2 look whether ids are padding, to warn: it waits for the card, and masks of ours go by position."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
+
+
+def is_packed_when_loaded(config: TrainingConfig) -> bool:
+    """Whether pretrained weights are quantised one by one as they arrive; loftq needs all of each to see its loss."""
+    return config.training.use_peft and config.peft.q_lora and config.peft.peft_method is not PeftMethod.LOFTQ
+
+
+def _random(
+    config: TrainingConfig, architecture: PretrainedConfig, dtype: torch.dtype, attention: str | None, place: Place
+) -> PreTrainedModel:
+    settings = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": config.model.trust_remote_code}
+    try:
+        with torch.device(place.device), no_init_weights() if place.rehearsed else contextlib.nullcontext():
+            model = model_class(config.training.task).from_config(architecture, **settings)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of every kind: it comes of the values in the config
+        raise RequestError([_refused(architecture, attention, error)]) from None
+    built: PreTrainedModel = model
+    built.tie_weights()  # which goes with the values that a rehearsal does without
+    return built
+
+
+def _refused(architecture: PretrainedConfig, attention: str | None, error: Exception) -> Problem:
+    """Which of the two it was that transformers would not build: the attention kernel or the shape."""
+    reason = one_line(error)
+    if attention is not None and "attention" in reason.lower():
+        missing = f"{attention} cannot be used with {architecture.model_type}: {reason}"
+        return Problem("model.attn_implementation", missing, nearest="eager, or leave it unset")
+    return Problem("model.architecture", f"transformers cannot build it: {reason}")
+
+
+@contextlib.contextmanager
+def unreported() -> Iterator[None]:
+    """What a checkpoint lacks or has too much is told by name, in place of transformers' table of it."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_error)  # at a higher level it would list what tensor parallelism does not split
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+def _pretrained(
+    config: TrainingConfig,
+    architecture: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str | None,
+    place: Place,
+    packed: BitsAndBytesConfig | None,
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    if config.model.model_name is None:
+        raise RequestError(
+            [
+                Problem(
+                    "model.load_pretrained_weights",
+                    "there are no weights to load without model.model_name",
+                    expected="model.model_name, or load_pretrained_weights: false for random weights",
+                )
+            ]
+        )
+    loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # packed from the host, later
+    device = torch.device("cpu") if loses_first else place.device
+    loaded, unmatched = _loaded(config, architecture, dtype, attention, device, packed)
+    return loaded, unmatched.new
+
+
+def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
+    """Names of the weights of `model.model_name` that this task's model has no use for, such as another task's head.
+
+    The checkpoint is loaded as training loads it, but onto no device: names and shapes are read, and no values. Raises
+    RequestError as `build_model` does for weights that are missing, damaged, left over or of another shape.
+    """
+    stored_packed = getattr(architecture, "quantization_config", None) is not None
+    if not config.model.load_pretrained_weights or config.model.model_name is None or stored_packed:
+        return ()
+    shape = deepcopy(architecture)  # loading writes into it
+    _, unmatched = _loaded(config, shape, torch.float32, None, torch.device("meta"), None)
+    return unmatched.left_over
+
+
+def _loaded(
+    config: TrainingConfig,
+    architecture: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str | None,
+    device: torch.device,
+    packed: BitsAndBytesConfig | None,
+) -> tuple[PreTrainedModel, Unmatched]:
+    name, key = str(config.model.model_name), "model.model_name"
+    if (folder := local_folder(name)) is not None:
+        require_model(folder, key)
+        weight_files(folder, key)
+    try:
+        with unreported():
+            model, info = model_class(config.training.task).from_pretrained(
+                str(folder) if folder is not None else name,
+                config=architecture,
+                dtype=dtype,
+                attn_implementation=attention,
+                revision=config.model.model_revision or "main",
+                trust_remote_code=config.model.trust_remote_code,
+                local_files_only=folder is not None or not hub_is_reachable(),
+                device_map={"": device},
+                quantization_config=packed,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told below, by name
+                use_safetensors=True,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers and the hub client raise many kinds
+        if attention is not None and "attention" in str(error).lower():
+            raise RequestError([_refused(architecture, attention, error)]) from None
+        message = f"the weights of {name!r} do not load: {one_line(error)}"
+        raise RequestError([Problem(key, message)]) from None
+    return model, sort_unmatched(model, info, name, key)

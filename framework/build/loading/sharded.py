@@ -1,0 +1,223 @@
+"""Weights that arrive unit by unit while a model is sharded: no device ever holds more than its part and one unit.
+
+The model is built without weights. Each unit is filled right before it is split: with random values, drawn from the
+unit's name, so that they are the same on any number of ranks; or from the checkpoint's own files, which every rank
+maps and reads. Where transformers renames or joins a checkpoint's tensors, the first rank loads it on its host (one
+copy of the model there, none elsewhere) and sends each tensor to the others.
+"""
+
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from framework.build.adapters.quantize import is_packed, refuse_other_packing
+from framework.build.hub import UNLOADABLE, one_line
+from framework.build.loading.model import build_model
+from framework.build.model.heads import is_new
+from framework.build.model_folder import checkpoint_files, local_folder, weight_files
+from framework.build.optimizers.seeds import mixed
+from framework.build.place import Place
+from framework.build.ranks import Ranks
+from framework.errors import Problem, RequestError
+from framework.schema.config import TrainingConfig
+
+_HOST = torch.device("cpu")
+_ADAPTED = ".default"
+"""In the names of what peft adds."""
+
+Source = Callable[[str, Tensor], bool]
+"""Fill a tensor with the values of a name; whether there are any."""
+
+
+def await_weights(
+    config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks
+) -> "Arrival | None":
+    """The model that is filled while it is sharded; None where it is built with its weights."""
+    is_split = config.fsdp.is_sharded or config.fsdp.tensor_parallel_size > 1
+    has_parts = is_split and ranks.world > 1 and not place.rehearsed
+    return Arrival(config, architecture, place, ranks) if has_parts else None
+
+
+def needs_whole_model(config: TrainingConfig) -> bool:
+    """Whether something is made of the whole model's values before it is split: it is then loaded on every host."""
+    peft = config.peft
+    copies = bool(peft.lora_modules_to_save) or config.training.task.is_of_rows
+    return config.training.use_peft and (not peft.peft_method.starts_from_nothing or copies)
+
+
+def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
+    """Whether the first rank will load the checkpoint for all, as far as it can be told before anything is read: where
+    transformers joins tensors of this model, or a folder that is here has other names."""
+    if not config.model.load_pretrained_weights:
+        return False
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    if any(isinstance(transform, WeightConverter) for transform in transforms):
+        return True
+    folder = local_folder(str(config.model.model_name))
+    if folder is None:
+        return False
+    stored = set[str]()
+    has_weights = any(folder.glob("*.safetensors*"))  # a plan is made of a folder without weights, too
+    with ExitStack() as files:
+        for file in weight_files(folder, "model.model_name") if has_weights else ():
+            stored.update(files.enter_context(_opened(file)).keys())
+    names = (name.replace(".base_layer", "") for name, _ in model.named_parameters() if _ADAPTED not in name)
+    return any(name not in stored and not is_new(model, name) for name in names)
+
+
+class Arrival:
+    """A `model` on meta, and how its weights come. `new` names those that the checkpoint does not have; what is
+    added to the model is made at `place`.
+
+    Where something is made of the whole model's values (DoRA, PiSSA, modules trained in full beside an adapter), every
+    host loads all of it first.
+    """
+
+    def __init__(self, config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks) -> None:
+        self._config, self._place, self.place = config, place, Place(_HOST, place.kind)
+        self._filled: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # a unit is let go
+        self._files = ExitStack()
+        self._source: Source = lambda name, tensor: False
+        self._names: dict[int, str] = {}
+        self.new: tuple[str, ...] = ()
+        refuse_other_packing(config, architecture)
+        if needs_whole_model(config):
+            self.model, self.new = build_model(config, architecture, self.place)
+            return
+        model = config.model.model_copy(update={"load_pretrained_weights": False})
+        with init_empty_weights(include_buffers=False):
+            self.model, _ = build_model(config.model_copy(update={"model": model}), architecture, self.place)
+        self.model.tie_weights()  # each parameter was made anew when it went to meta
+        if config.model.load_pretrained_weights:
+            self._source = self._find_source(architecture, ranks)
+
+    def learn_names(self) -> None:
+        """The names of the base's weights as they will be looked up: call it when they are the ones to be filled."""
+        self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def fill(self, unit: nn.Module) -> None:
+        """Give values to what is on meta in `unit`, and pack it where it is to be packed: tensor by tensor as they are
+        read, or all when they are drawn. Each rank must call this for the same units in the same order."""
+        modules = [module for module in unit.modules() if any(map(_is_empty, module._parameters.values()))]
+        complete = all(map(_is_empty, unit.parameters()))
+        missing, adapted = set[nn.Module](), set[Tensor]()
+        drawn: list[Any] = []
+        for module in modules:
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or not _is_empty(parameter):
+                    continue
+                real = self._filled.get(id(parameter))
+                if real is None:
+                    real = nn.Parameter(self._room(module, parameter), parameter.requires_grad)
+                    known = self._names.get(id(parameter))
+                    has_values = known is None or self._source(known, real.data)
+                    if known is None:
+                        adapted.add(real)
+                    elif not has_values:
+                        missing.add(module)
+                    if is_packed(parameter) and has_values:
+                        cast(Any, module).pack(real.data)
+                        continue
+                    if is_packed(parameter):
+                        drawn.append(module)
+                    self._filled[id(parameter)] = real
+                module._parameters[name] = real
+        if missing or adapted:
+            self._draw(unit, missing, adapted, complete)
+        for module in drawn:
+            module.pack(module.weight)
+
+    def _room(self, module: nn.Module, parameter: Tensor) -> Tensor:
+        if is_packed(parameter):
+            room: Tensor = cast(Any, module).empty_matrix(self._place.device)
+            return room
+        return torch.empty_like(parameter, device=self._place.device)
+
+    def close(self) -> None:
+        """Let go of the checkpoint's files."""
+        self._files.close()
+
+    def _draw(self, unit: nn.Module, missing: set[nn.Module], adapted: set[Tensor], complete: bool) -> None:
+        """Random values as transformers and peft draw them, children first; the same on every rank. `complete`: all of
+        the unit has just come, so that none of it is drawn again."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        seed = mixed(self._config.training.seed, 0, zlib.crc32(names.get(id(unit), "the rest").encode()))
+        devices = [self._place.device] if self._place.kind == "cuda" else []
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(seed)
+            for module in reversed(list(unit.modules())):
+                if module in missing or (complete and len(missing) > 1):
+                    self.model._init_weights(module)
+        if adapted:
+            from framework.build.adapters.start import start_layers  # peft takes seconds to import
+
+            layers = [(names.get(id(module), ""), module) for module in unit.modules()]
+            started = [(name, layer) for name, layer in layers if not adapted.isdisjoint(layer.parameters())]
+            start_layers(started, self._config.training.seed, self._place)
+
+    def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
+        files = list(checkpoint_files(self._config.model))
+        opened = [self._files.enter_context(_opened(file)) for file in files]
+        stored = {name: tensors for tensors in opened for name in sorted(tensors.keys())}
+        wanted = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        absent = [name for name in wanted if name not in stored]
+        same = all(_shape(stored[name], name) == wanted[name] for name in wanted if name in stored)
+        if files and same and all(is_new(self.model, name) for name in absent):
+            self.new = tuple(sorted(absent))
+            return lambda name, tensor: _read(stored.get(name), name, tensor)
+        return self._sent_by_first(architecture, ranks)
+
+    def _sent_by_first(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
+        """The first rank loads the checkpoint with transformers, and every rank is sent each tensor."""
+        loaded: PreTrainedModel | None = None
+        if ranks.is_main:
+            plain = self._config.peft.model_copy(update={"q_lora": False})  # each tensor is packed where it arrives
+            config = self._config.model_copy(update={"peft": plain})
+            loaded, self.new = build_model(config, architecture, Place(_HOST, self._place.kind))
+        said = [self.new]
+        torch.distributed.broadcast_object_list(said, 0)
+        self.new = said[0]
+        values = dict(loaded.named_parameters()) if loaded is not None else {}
+
+        def send(name: str, tensor: Tensor) -> bool:
+            if ranks.is_main:
+                tensor.copy_(values.pop(name).detach())
+            torch.distributed.broadcast(tensor, 0)
+            return True
+
+        return send
+
+
+def _is_empty(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.is_meta
+
+
+def _shape(tensors: Any, name: str) -> tuple[int, ...]:
+    return tuple(tensors.get_slice(name).get_shape())
+
+
+def _read(tensors: Any, name: str, target: Tensor) -> bool:
+    if tensors is None:
+        return False
+    target.copy_(tensors.get_tensor(name))
+    return True
+
+
+def _opened(file: Path) -> Any:
+    """The tensors of a file. Raises RequestError where it is missing or damaged."""
+    try:
+        return safe_open(file, framework="pt")
+    except UNLOADABLE as error:
+        raise RequestError([Problem("model.model_name", f"{file} does not load: {one_line(error)}")]) from None

@@ -1,0 +1,74 @@
+"""Weights that a checkpoint and the model that it is loaded into do not share: what is refused, and what may be."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from framework.build.model.heads import is_new
+from framework.errors import Problem, RequestError
+from framework.schema.wording import counted
+
+BUFFERS = (".inv_freq", ".position_ids", ".token_type_ids", ".masked_bias", ".attn.bias", ".attention.bias")
+"""Ends of the names of constants that earlier versions of transformers saved, and that models compute for themselves:
+rotary frequencies, positions, and the triangular masks of GPT-2 and GPT-NeoX."""
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """`new`: weights of the head that the checkpoint does not have, so that they start random. `left_over`: weights of
+    the checkpoint that this model has no place for and does not need, such as another task's head."""
+
+    new: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
+
+
+def sort_unmatched(model: PreTrainedModel, info: Mapping[str, Any], name: str, key: str) -> Unmatched:
+    """What of transformers' report of a load is allowed. Raises RequestError, under `key`, for the rest: weights that
+    would stay random, that have another shape, or that the model was trained with and would do without."""
+    new = tuple(sorted(each for each in info["missing_keys"] if is_new(model, each)))
+    shapes = {
+        key: f"{key} ({_shape(stored)} there, {_shape(own)} here)" for key, stored, own in info["mismatched_keys"]
+    }
+    absent = sorted({*info["missing_keys"]} - {*new} - shapes.keys())
+    needed, left_over = sort_left_over(model, info["unexpected_keys"])
+    problems = [
+        Problem(key, f"{message}, first {names[0]}", expected=expected)
+        for names, message, expected in (
+            (absent, f"{_weights(absent, 'the model')} not in {name!r} and would stay random", None),
+            (sorted(shapes.values()), f"{_weights(shapes, 'the model')} of another shape in {name!r}", None),
+            (
+                needed,
+                f"{_weights(needed, repr(name))} left over, for which the model as it is configured has no place",
+                _WHOLE,
+            ),
+        )
+        if names
+    ]
+    if problems:
+        raise RequestError(problems)
+    return Unmatched(new, left_over)
+
+
+_WHOLE = "a config.json, and a model.architecture, that describe all of the checkpoint"
+
+
+def sort_left_over(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Of a checkpoint's weights that a model has no place for: those that belong to its body, and the others, which are
+    constants, heads of other tasks and whole parts, such as a vision tower, that this model does without."""
+    prefix = f"{model.base_model_prefix}."
+    parts = {name for name, _ in model.base_model.named_children()}
+    needed, harmless = list[str](), list[str]()
+    for name in sorted(names):
+        within = name.removeprefix(prefix).partition(".")[0] in parts
+        (needed if within and not name.endswith(BUFFERS) else harmless).append(name)
+    return needed, tuple(harmless)
+
+
+def _weights(names: Iterable[str], owner: str) -> str:
+    return counted(len([*names]), f"weight of {owner} is", f"weights of {owner} are")
+
+
+def _shape(size: Iterable[int]) -> str:
+    return f"[{', '.join(map(str, size))}]"

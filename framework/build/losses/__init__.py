@@ -1,0 +1,1 @@
+"""Losses over logits, whole or a chunk of tokens at a time."""

@@ -1,0 +1,112 @@
+"""`model.freeze_layers` and `model.freeze_first_blocks`: which parameters are not trained."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from framework.build.model.parts import transformer_blocks
+from framework.errors import Problem, RequestError
+from framework.schema.model import ModelParams
+from framework.schema.wording import counted
+
+EMBEDDINGS = "embeddings"
+"""The word that means every embedding, whatever the family calls it."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What one pattern, or `first 8 blocks`, matched: parameters by their names in the model as it was built."""
+
+    key: str
+    pattern: str
+    names: frozenset[str]
+    parameters: int
+    bytes: int
+    shares_head: bool = False
+    """Whether the head's weight is among them, because it is an embedding's."""
+
+    def __str__(self) -> str:
+        tied = ", the head among them" if self.shares_head else ""
+        return f"frozen by {self.pattern}: {counted(self.parameters, 'parameter')}, {self.bytes / 2**20:,.1f} MiB{tied}"
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether the dotted `pattern` stands, segment by segment, somewhere in the dotted `name`.
+
+    `layers.1` matches `model.layers.1.mlp.weight` and not `model.layers.10.mlp.weight`; each segment may be a glob.
+    """
+    wanted, given = pattern.split("."), name.split(".")
+    starts = range(len(given) - len(wanted) + 1)
+    return any(all(map(fnmatchcase, given[start:], wanted)) for start in starts)
+
+
+def freeze(params: ModelParams, model: PreTrainedModel) -> tuple[Frozen, ...]:
+    """Switch off the gradients of every parameter that a pattern matches or that is in the first blocks.
+
+    Raises RequestError naming each pattern that matches nothing, or when nothing is left to train.
+    """
+    found, problems = [], []
+    if params.freeze_first_blocks:
+        blocks, count = transformer_blocks(model), params.freeze_first_blocks
+        if count > len(blocks):
+            message = f"the model has {counted(len(blocks), 'block')}"
+            problems.append(Problem("model.freeze_first_blocks", message, expected=f"at most {len(blocks)}"))
+        inside = {id(parameter) for block in blocks[:count] for parameter in block.parameters()}
+        names = [name for name, parameter in model.named_parameters() if id(parameter) in inside]
+        found.append(_freeze("model.freeze_first_blocks", f"first {counted(count, 'block')}", names, model))
+    for index, pattern in enumerate(params.freeze_layers):
+        key = f"model.freeze_layers[{index}]"
+        names = [name for name, _ in model.named_parameters() if matches(pattern, name)]
+        names += _embeddings(model) if pattern == EMBEDDINGS else []
+        if not names:
+            problems.append(_no_match(key, pattern, model))
+        found.append(_freeze(key, pattern, names, model))
+    if found and not problems and not any(parameter.requires_grad for parameter in model.parameters()):
+        problems.append(Problem(found[0].key.partition("[")[0], "freezes every parameter: nothing is left to train"))
+    if problems:
+        raise RequestError(problems)
+    return tuple(found)
+
+
+def _freeze(key: str, pattern: str, names: Iterable[str], model: PreTrainedModel) -> Frozen:
+    parameters = [model.get_parameter(name) for name in sorted(set(names))]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    head, embedding = (
+        getattr(part, "weight", None) for part in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
+    shares = head is embedding and any(parameter is head for parameter in parameters)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return Frozen(key, pattern, frozenset(names), sum(parameter.numel() for parameter in parameters), size, shares)
+
+
+def _embeddings(model: nn.Module) -> list[str]:
+    return [
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        for part, _ in module.named_parameters(recurse=False)
+    ]
+
+
+def still_frozen(model: nn.Module, names: frozenset[str], numel: Callable[[str, Tensor], int]) -> int:
+    """How many parameters of those names have no gradient now, in the model or under its adapter; `numel` counts all of
+    one of which this rank may have a part."""
+    return sum(
+        numel(name, parameter)
+        for name, parameter in model.named_parameters()
+        if name.removeprefix("base_model.model.").replace(".base_layer.", ".") in names and not parameter.requires_grad
+    )
+
+
+def _no_match(key: str, pattern: str, model: nn.Module) -> Problem:
+    names = [name for name, _ in model.named_modules() if name]
+    tails = {".".join(name.split(".")[-len(pattern.split(".")) :]) for name in names}
+    near = get_close_matches(pattern, sorted(tails), 3, cutoff=0.4)
+    return Problem(
+        key, f"{pattern!r} matches no module of this model", nearest=", ".join(near) or None, expected="a module name"
+    )

@@ -1,0 +1,189 @@
+"""The head that a task puts on a model: the logits of each token, or one answer for a row as a whole.
+
+A model that answers for rows is transformers' `...ForSequenceClassification` of its kind. An encoder is pooled as its
+family does it; of a decoder the last token that is not padding is read, which it finds by `pad_token_id`.
+"""
+
+import inspect
+import re
+import sys
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from framework.build.model.convolutions import CONVOLUTIONAL
+from framework.build.text.tokenizer import padding_id
+from framework.errors import Problem, RequestError
+from framework.schema.choices import Task
+from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
+
+ASSUMED = {Task.CLASSIFICATION: ("negative", "positive"), Task.REGRESSION: ("value",), Task.REWARD: ("reward",)}
+"""Names of a model's answers where neither `data.labels` nor rows have told."""
+
+_KEY = "model.architecture"
+_OURS = ("num_labels", "id2label", "label2id", "problem_type")
+"""Keys of a Hugging Face config that `data.labels` and the task decide."""
+
+
+def model_class(task: Task) -> Any:
+    """The transformers class that builds and loads the model of a task."""
+    return AutoModelForSequenceClassification if task.is_of_rows else AutoModelForCausalLM
+
+
+def answers(config: TrainingConfig) -> tuple[str, ...]:
+    """Names of the numbers that the model of a task of rows gives for each of them."""
+    labels = config.data.labels if config.training.task is not Task.REWARD else ()
+    return labels or ASSUMED[config.training.task]
+
+
+def said_of_answers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
+    """What a plan has assumed of the head, and of convolutions."""
+    said = []
+    if config.training.task in (Task.CLASSIFICATION, Task.REGRESSION) and not config.data.labels:
+        assumed = len(answers(config))
+        said.append(f"data.labels is unset, and a plan reads no rows: the head has {counted(assumed, 'output')}")
+    if type(architecture) in CONVOLUTIONAL and config.gpu.name != "cpu":
+        said.append("cuDNN's workspaces for convolutions are not known beforehand: they come on top")
+    return tuple(said)
+
+
+def fit_head(config: TrainingConfig, architecture: PretrainedConfig) -> None:
+    """Write the size, the names and the kind of the head into the model's own config. Raises RequestError for a model
+    that cannot have the head of this task."""
+    task = config.training.task
+    if not task.is_of_rows:
+        _refuse_encoder(architecture)
+        return
+    _refuse_without_classifier(config, architecture)
+    names = answers(config)
+    architecture.num_labels = len(names)
+    architecture.id2label = dict(enumerate(names))
+    architecture.label2id = {name: index for index, name in enumerate(names)}
+    kinds = {True: "multi_label_classification", False: "single_label_classification"}
+    is_class = task is Task.CLASSIFICATION
+    architecture.problem_type = kinds[config.data.multi_label is True] if is_class else "regression"
+    text = architecture.get_text_config()
+    if text.pad_token_id is None:
+        text.pad_token_id = 0  # until `pad_like` knows the tokenizer
+
+
+def refuse_without_attention(config: TrainingConfig, architecture: PretrainedConfig) -> None:
+    """Raises RequestError for options that a convolutional model has nothing for."""
+    if type(architecture) not in CONVOLUTIONAL:
+        return
+    kind, model = architecture.model_type, config.model
+    asked = {"model.attn_implementation": model.attn_implementation, "model.sdpa_backend": model.sdpa_backend}
+    problems = [
+        Problem(key, f"{kind} has no attention", expected="unset") for key, value in asked.items() if value is not None
+    ]
+    if config.training.use_peft:
+        message = f"an adapter saves nothing beside {kind}, which has few weights and none that are pretrained"
+        problems.append(Problem("training.use_peft", message, expected="false"))
+    if problems:
+        raise RequestError(problems)
+
+
+def pad_like(architecture: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A decoder that answers for rows takes the id that rows are padded with for the padding."""
+    architecture.get_text_config().pad_token_id = padding_id(tokenizer)
+
+
+def answers_for_rows(model: nn.Module) -> bool:
+    """Whether a transformers model has the head of a task of rows."""
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
+def head_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """What stands on top of the model's body, by name.
+
+    In a model of tokens the matrix of the logits. In one of rows all beside the body, and an encoder's pooler, which
+    checkpoints that were trained on masked tokens do not have.
+    """
+    if answers_for_rows(model):
+        body = model.base_model_prefix
+        tops = {name: module for name, module in model.named_children() if name != body}
+        pooler = getattr(model.base_model, "pooler", None)
+        tops |= {f"{body}.pooler": pooler} if pooler is not None else {}
+        return {name: module for name, module in tops.items() if any(True for _ in module.parameters())}
+    head = model.get_output_embeddings()
+    return {name: module for name, module in model.named_modules() if module is head} if head is not None else {}
+
+
+def head_layers(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of the head and those within them."""
+    return {inner for module in head_modules(model).values() for inner in module.modules()}
+
+
+def is_new(model: PreTrainedModel, name: str) -> bool:
+    """Whether a weight that a checkpoint lacks belongs to the head of a task of rows, which then starts random."""
+    return answers_for_rows(model) and name.startswith(tuple(f"{top}." for top in head_modules(model)))
+
+
+def reads_both_ways(architecture: PretrainedConfig) -> bool:
+    """Whether each token sees those behind it, padding too unless a mask hides it."""
+    if not _has_causal_model(architecture):
+        return True
+    return getattr(architecture, "is_decoder", None) is False and read_by_model(architecture, "is_decoder")
+
+
+def _has_causal_model(architecture: PretrainedConfig) -> bool:
+    """Whether transformers has a decoder of the kind, or the model brings the code of one."""
+    brought = getattr(architecture, "auto_map", None) or {}
+    return AutoModelForCausalLM._model_mapping.get(type(architecture), None) or "AutoModelForCausalLM" in brought
+
+
+def read_by_model(architecture: PretrainedConfig, key: str) -> bool:
+    """Whether the model's code reads a key that its config class does not declare, as Qwen3-MoE does `head_dim`."""
+    kind: Any = type(architecture)
+    return _reads(kind, key)
+
+
+@cache
+def _reads(kind: Any, key: str) -> bool:
+    classes = (AutoModelForCausalLM, AutoModelForSequenceClassification)
+    built = next((mapped for auto in classes if (mapped := auto._model_mapping.get(kind, None))), None)
+    try:
+        code = inspect.getsource(sys.modules[built.__module__]) if built else ""
+    except (KeyError, OSError):
+        return False
+    name = re.escape(key)  # not where an example in a docstring sets it
+    return re.search(rf'config\.{name}\b(?!\s*=[^=])|getattr\((?:self\.)?config, "{name}"', code) is not None
+
+
+def _refuse_encoder(architecture: PretrainedConfig) -> None:
+    """Tasks of tokens predict the next one, which a model that reads both ways would simply see."""
+    if not _has_causal_model(architecture):
+        message = f"{architecture.model_type} is not a causal language model"
+        expected = "a decoder, such as llama; or training.task=classification"
+        raise RequestError([Problem(f"{_KEY}.model_type", message, expected=expected)])
+    if reads_both_ways(architecture):
+        message = f"{architecture.model_type} reads both ways here, so the next token would be visible to it"
+        raise RequestError([Problem(f"{_KEY}.is_decoder", message, expected="true; or training.task=classification")])
+
+
+def _refuse_without_classifier(config: TrainingConfig, architecture: PretrainedConfig) -> None:
+    task, kind = config.training.task, architecture.model_type
+    mapped = AutoModelForSequenceClassification._model_mapping.get(type(architecture), None)
+    problems = [
+        Problem(f"{_KEY}.{key}", "is decided by training.task and data.labels", expected="leave it out")
+        for key in _OURS
+        if key in (config.model.architecture or {})
+    ]
+    if mapped is None or architecture.is_encoder_decoder:
+        why = "is an encoder with a decoder" if architecture.is_encoder_decoder else "has no classifier in transformers"
+        expected = "bert, modernbert, llama, qwen3 and most other encoders and decoders"
+        problems.append(Problem(f"{_KEY}.model_type", f"{kind} {why}, and the task is {task}", expected=expected))
+    elif getattr(architecture, "is_decoder", False) and read_by_model(architecture, "is_decoder"):
+        message = f"{kind} is pooled at its first token, which sees nothing behind it when it reads one way"
+        problems.append(Problem(f"{_KEY}.is_decoder", message, expected="false"))
+    if problems:
+        raise RequestError(problems)

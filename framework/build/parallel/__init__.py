@@ -1,0 +1,1 @@
+"""Several devices: copies, shards, context and tensor parallelism."""

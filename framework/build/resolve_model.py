@@ -1,0 +1,52 @@
+"""A request's config with everything written out that follows from the model's own config."""
+
+from transformers import PretrainedConfig
+
+from framework.build.levers.liger import refuse_unknown_to_liger
+from framework.build.loading.document_isolation import refuse_leaks
+from framework.build.loading.model import read_architecture
+from framework.build.loading.teacher import read_teacher
+from framework.build.loading.token_mixing import refuse_mixing
+from framework.build.losses.router_loss import refuse_other_terms
+from framework.build.model.heads import refuse_without_attention
+from framework.errors import Problem, RequestError
+from framework.memory.resolve import resolve
+from framework.schema.architecture import position_count, scales_positions
+from framework.schema.choices import Task
+from framework.schema.config import TrainingConfig
+from framework.schema.rules.every import find_derived_conflicts
+from framework.schema.rules.model import too_long
+
+
+def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
+    """The config with everything derived written out, and the model's own config that it was derived from.
+
+    Raises RequestError as `read_architecture` does, for rows longer than the model has positions, for a checkpoint's
+    dtype that cannot be trained as it is, or not on this card, where packed documents would see each other, where
+    matrices cannot be shared as asked, for terms of the model's own loss that are not built, and for a teacher that is
+    not one for this model.
+    """
+    architecture = read_architecture(config)
+    settings = architecture.get_text_config().to_dict()
+    resolved = resolve(config, settings)
+    length, positions = resolved.model.model_max_length, position_count(settings)
+    found = find_derived_conflicts(resolved)
+    if isinstance(length, int) and positions is not None and not scales_positions(settings):
+        found = list(too_long(resolved, length, positions)) or found
+    derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in found]
+    if derived:
+        raise RequestError(derived)
+    refuse_without_attention(resolved, architecture)
+    refuse_other_terms(resolved, architecture)
+    refuse_unknown_to_liger(resolved.model, architecture)
+    refuse_leaks(resolved, architecture)
+    refuse_mixing(resolved, architecture)
+    if resolved.fsdp.tensor_parallel_size > 1:
+        from framework.build.parallel.tensor_parallel import (
+            refuse_unplanned,  # torch's tensors in parts take seconds to import
+        )
+
+        refuse_unplanned(resolved, architecture)
+    if resolved.training.task is Task.DISTILLATION:
+        read_teacher(resolved, architecture)
+    return resolved, architecture

@@ -1,0 +1,1 @@
+"""Where rows come from: files, folders, the hub, Python, and their columns."""

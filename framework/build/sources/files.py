@@ -1,0 +1,237 @@
+"""Data files, read row by row: JSONL, JSON, CSV, Parquet, Arrow and plain text, each fault with its place."""
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from framework.build.hub import one_line
+from framework.build.sources.arrow_values import python_rows
+from framework.build.sources.compressed import BROKEN, COMPRESSED, ending, open_bytes
+from framework.schema.wording import counted
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a row of a file cannot be read."""
+
+    message: str
+
+
+Record: TypeAlias = tuple[int, dict[str, Any] | Fault]
+"""The row's number in its file (the line, where a file has lines; from 1), and its columns or what is wrong with it."""
+
+CSV_FIELD_LIMIT = 2**31 - 1
+"""Characters in one field. Python's own limit of 131072 is there for parsing untrusted uploads."""
+
+ARROW_BATCH = 1000
+"""Rows decoded at a time: enough to amortise the call, few enough that long rows stay small beside the file."""
+
+
+def read_jsonl(path: Path) -> Iterator[Record]:
+    """One JSON object a line; blank lines are no rows."""
+    for number, line in _lines(path):
+        if isinstance(line, Fault):
+            yield number, line
+        elif line.strip():
+            yield number, _parse_object(line)
+
+
+def read_json(path: Path) -> Iterator[Record]:
+    """An array of objects, one object, or JSONL under another name. The whole file is held in memory."""
+    try:
+        with open_bytes(path) as file:
+            value = json.loads(file.read().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from read_jsonl(path)
+        elif error.doc.strip():
+            yield error.lineno, Fault(f"not JSON: {error.msg} at column {error.colno}")
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        yield 1, Fault(f"not JSON: {one_line(error)}")
+    else:
+        rows = value if isinstance(value, list) else [value]
+        yield from ((number, _as_object(row)) for number, row in enumerate(rows, 1))
+
+
+def read_csv(path: Path) -> Iterator[Record]:
+    """One row a record under a header line; every value is text. `.tsv` is separated by tabs."""
+    csv.field_size_limit(CSV_FIELD_LIMIT)
+    delimiter = "\t" if ending(path) == ".tsv" else ","
+    with open_bytes(path) as file:
+        reader = csv.reader(_decoded(file), delimiter=delimiter, strict=True)
+        header: list[str] = []
+        try:
+            for values in reader:
+                if not values:
+                    continue
+                if not header:
+                    header = values
+                    if twice := _twice(header):
+                        yield reader.line_num, Fault(f"the header names a column twice: {twice}")
+                        return
+                elif len(values) != len(header):
+                    yield reader.line_num, Fault(f"{counted(len(values), 'field')}, but the header has {len(header)}")
+                else:
+                    yield reader.line_num, dict(zip(header, values, strict=True))
+        except csv.Error as error:
+            yield reader.line_num, Fault(f"not CSV: {error}")
+        except UnicodeDecodeError as error:
+            yield reader.line_num + 1, Fault(_not_utf8(error))
+
+
+def read_parquet(path: Path) -> Iterator[Record]:
+    """One row a row."""
+    yield from _read_batches("Parquet", path, _parquet_batches)
+
+
+def read_arrow(path: Path) -> Iterator[Record]:
+    """An Arrow IPC file, or the stream that `datasets` writes. Its pages are mapped, not held."""
+    yield from _read_batches("Arrow", path, _arrow_batches)
+
+
+def _parquet_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(path) as file:
+        yield _no_rows(file.schema_arrow)
+        yield from file.iter_batches(batch_size=ARROW_BATCH)
+
+
+def _arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    with pa.memory_map(str(path)) as mapped:
+        try:
+            reader = pa.ipc.open_file(mapped)
+            batches: Iterable[pa.RecordBatch] = map(reader.get_batch, range(reader.num_record_batches))
+        except pa.ArrowInvalid:
+            mapped.seek(0)
+            reader = batches = pa.ipc.open_stream(mapped)
+        yield _no_rows(reader.schema)
+        for batch in batches:
+            for start in range(0, batch.num_rows, ARROW_BATCH):
+                yield batch.slice(start, ARROW_BATCH)
+
+
+def _no_rows(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in schema], schema=schema)
+
+
+def _read_batches(kind: str, path: Path, batches: Callable[[Path], Iterator[pa.RecordBatch]]) -> Iterator[Record]:
+    """The rows of the batches, the first of which is empty and has the columns."""
+    with path.open("rb"):
+        pass  # a file that cannot be opened is told as one
+    number = 0
+    try:
+        for batch in batches(path):
+            if not number and (twice := _twice(batch.schema.names)):
+                yield 0, Fault(f"the schema names a column twice: {twice}")
+                return
+            batch.validate(full=True)  # a damaged offset would be followed to anywhere
+            for record in python_rows(batch):
+                number += 1
+                yield number, record
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        yield number + 1, Fault(f"not {kind}: {one_line(error)}")
+
+
+def read_text(path: Path) -> Iterator[Record]:
+    """One row a line, as the `text` loader of Hugging Face datasets reads it; blank lines are no rows."""
+    for number, line in _lines(path):
+        if isinstance(line, Fault):
+            yield number, line
+        elif line.strip():
+            yield number, {"text": line.rstrip("\r\n")}
+
+
+READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".txt": read_text,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+}
+"""How a file is read, by the ending of its name in lower case."""
+
+UNCOMPRESSED = (".parquet", ".arrow")
+"""Kinds that are compressed inside; around them, nothing is expected."""
+
+
+def is_read(path: Path) -> bool:
+    """Whether the name of the file has an ending that is read."""
+    return ending(path) in READERS and (ending(path) not in UNCOMPRESSED or ending(path) == path.suffix.lower())
+
+
+def endings() -> str:
+    """What is read, in words."""
+    around = ", ".join(COMPRESSED)
+    return f"files that end in {', '.join(READERS)}, the kinds of text also compressed ({around})"
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The rows of a file that `is_read`. Raises OSError when it cannot be opened."""
+    return _read(READERS[ending(path)], path)
+
+
+def _read(reader: Callable[[Path], Iterator[Record]], path: Path) -> Iterator[Record]:
+    number = 0
+    try:
+        for number, record in reader(path):
+            yield number, record
+    except BROKEN as error:
+        yield number + 1, Fault(f"the compressed data is cut short or damaged here: {one_line(error)}")
+
+
+def stream_records(path: Path) -> Iterator[Record]:
+    """The same, never holding the whole file: `.json` has to be JSONL under another name."""
+    return _read(_json_lines if ending(path) == ".json" else READERS[ending(path)], path)
+
+
+def _json_lines(path: Path) -> Iterator[Record]:
+    with open_bytes(path) as file:
+        start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"["):
+        yield 0, Fault("an array is one JSON text, which has to be read whole; for streaming write an object a line")
+    else:
+        yield from read_jsonl(path)
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
+    """The lines as text, ends of lines kept. Raises UnicodeDecodeError."""
+    return (line.decode("utf-8-sig" if not number else "utf-8") for number, line in enumerate(lines))
+
+
+def _twice(names: Iterable[str]) -> str:
+    return ", ".join(name for name, times in Counter(names).items() if times > 1)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str | Fault]]:
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                yield number, Fault(_not_utf8(error))
+
+
+def _parse_object(text: str) -> dict[str, Any] | Fault:
+    try:
+        return _as_object(json.loads(text))
+    except json.JSONDecodeError as error:
+        return Fault(f"not JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return Fault(f"not JSON: {one_line(error)}")
+
+
+def _as_object(value: object) -> dict[str, Any] | Fault:
+    return value if isinstance(value, dict) else Fault(f"expected an object {{..}}, not {type(value).__name__}")
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start}"

@@ -1,0 +1,411 @@
+"""Where rows come from: local files, the Hugging Face hub, or the sources of Python's own standard library."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import datasets
+import pyarrow as pa
+
+from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
+from framework.build.sources.arrow_values import without_nulls
+from framework.build.sources.docstrings import standard_docstrings
+from framework.build.sources.files import Fault, Record, read_records, stream_records
+from framework.build.sources.find_files import (
+    PYTHON_ROWS,
+    STANDARD_DOCSTRINGS,
+    STANDARD_LIBRARY,
+    find_files,
+    is_local,
+    nearest_path,
+)
+from framework.build.sources.python_rows import PythonRows, python_records
+from framework.build.text.format_rows import Values
+from framework.build.text.row_formats import FORMS, Form, choose_form
+from framework.errors import Problem, RequestError
+from framework.schema.choices import RowFormat, Task
+from framework.schema.data import DatasetParams
+from framework.schema.split import Split, parse_split
+from framework.schema.wording import counted
+
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
+"""Folders of the standard library's folder that hold no library source."""
+
+PROBLEM_LIMIT = 10
+"""Broken rows that are listed before reading stops."""
+
+CHUNK = 10_000
+"""Rows that become one piece of the Arrow table."""
+
+UNREAD = "unread"
+"""Beside the columns that a row keeps: names of what its form does not read."""
+
+T = TypeVar("T")
+
+Files: TypeAlias = Iterable[tuple[str, Iterator[Record]]]
+"""Names of files and the rows of each."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row stands: its file, and its line or number in it (from 1; 0 is the file as a whole)."""
+
+    path: str
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.row}" if self.row else self.path
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one `DatasetParams`: what their form keeps, `path` and `row` (where a row stands)."""
+
+    dataset: datasets.Dataset
+    form: RowFormat
+    description: str
+    unread: Mapping[str, Sequence[str]]
+    """The path -> columns and fields of turns that the form does not read."""
+
+
+def join_sources(sources: Sequence[Source]) -> datasets.Dataset:
+    """The rows of the sources as one dataset."""
+    return datasets.concatenate_datasets([source.dataset for source in sources])
+
+
+def read_sources(
+    sources: Sequence[DatasetParams], key: str, task: Task = Task.SFT, given: PythonRows | None = None
+) -> list[Source]:
+    """Each source by itself, its rows fit for the task. Raises RequestError with the problems of all of them."""
+    return gather(sources, lambda index, source: read_source(source, f"{key}[{index}]", task, given))
+
+
+def gather(sources: Sequence[DatasetParams], read: Callable[[int, DatasetParams], T]) -> list[T]:
+    """What `read` makes of each source. Raises RequestError with the problems of all of them."""
+    made: list[T] = []
+    problems: list[Problem] = []
+    for index, source in enumerate(sources):
+        try:
+            made.append(read(index, source))
+        except RequestError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise RequestError(problems)
+    return made
+
+
+def read_source(source: DatasetParams, key: str, task: Task = Task.SFT, given: PythonRows | None = None) -> Source:
+    """One source. Raises RequestError."""
+    return open_source(source, key, task, given).read()
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source whose files are found and whose form is known; none but its first row is read yet."""
+
+    params: DatasetParams
+    key: str
+    reach: "_Reach"
+    form: Form
+
+    @property
+    def found(self) -> str:
+        """How the form was found, in words."""
+        return "as set" if self.params.format else "found by its columns"
+
+    def rows(self) -> Iterator[tuple[Place, Values | Fault]]:
+        """Each row as its form keeps it, from the first on; read as it is asked for, anew with every call."""
+        for place, record in self.reach.records():
+            if isinstance(record, Fault):
+                yield place, record
+                continue
+            values = self.form.read(self.form.take(record, self.params.columns))
+            if isinstance(values, str):
+                yield place, Fault(values)
+                continue
+            if unread := [*self.form.unread(record, self.params.columns), *self.reach.never_read]:
+                values[UNREAD] = unread
+            yield place, values
+
+    def read(self, most: int | None = None) -> Source:
+        """All rows, or the first `most` of them for a look ahead. Raises RequestError."""
+        table = _Table(self.form)
+        problems, unread = list[Problem](), dict[str, None]()
+        for place, values in islice(self.rows(), most):
+            if isinstance(values, Fault):
+                problems.append(Problem(self.key, values.message, where=str(place)))
+            else:
+                unread |= dict.fromkeys(values.get(UNREAD, ()))
+                table.add(values, place)
+            if len(problems) == PROBLEM_LIMIT:
+                problems.append(Problem(self.key, f"reading stopped after {PROBLEM_LIMIT} broken rows"))
+                break
+        if problems:
+            raise RequestError(problems)
+        many = f"{counted(table.size, 'row')}" if most is None else "a stream"
+        description = f"{self.params.path}: {many} of `{self.form.name}` ({self.found})"
+        names = {self.params.path: tuple(unread)} if unread else {}
+        return Source(table.finish(), self.form.name, description, names)
+
+
+def open_source(
+    source: DatasetParams,
+    key: str,
+    task: Task = Task.SFT,
+    given: PythonRows | None = None,
+    streamed: bool = False,
+) -> OpenSource:
+    """Find the files, and by the first row the form unless it is set. Raises RequestError.
+
+    A source that is `streamed` is never held as a whole, neither here nor by the hub's client.
+    """
+    _check_request(source, key)
+    reach = _Reach(*_opener(source, key, given, streamed), _slice_of(source, streamed))
+    head = list(_through_first_record(reach.records()))
+    if not head:
+        message = f"`{source.split}` holds none: the source has {counted(reach.count, 'row')}"
+        raise RequestError([Problem(f"{key}.split", message)])
+    return OpenSource(source, key, reach, _find_form(source, head, key, task))
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """The records of a source that a slice leaves, as often as they are asked for."""
+
+    files: Callable[[], Files]
+    never_read: Sequence[str]
+    """Columns that are not even decoded."""
+    split: Split
+
+    @cached_property
+    def count(self) -> int:
+        """Records without the slice. Reads them all."""
+        return sum(1 for _ in _located(self.files()))
+
+    def records(self) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
+        located = _located(self.files())
+        if self.split.is_whole:
+            return located
+        return islice(located, *self.split.rows(self.count if self.split.needs_count else None))
+
+
+def _opener(
+    source: DatasetParams, key: str, given: PythonRows | None, streamed: bool
+) -> tuple[Callable[[], Files], Sequence[str]]:
+    """What opens the files, and columns that are left behind there."""
+    if source.path == STANDARD_LIBRARY:
+        return standard_library, ()
+    if source.path == STANDARD_DOCSTRINGS:
+        return standard_docstrings, ()
+    if source.path == PYTHON_ROWS:
+        if given is None:
+            message = "these rows came from Python, and none are given now"
+            argument = "eval_rows" if key.startswith("data.eval") else "train_rows"
+            raise RequestError([Problem(key, message, expected=f"framework.train(config, {argument}=...)")])
+        return lambda: [(PYTHON_ROWS, python_records(given))], ()
+    if is_local(source.path):
+        paths = find_files(source.path, parse_split(source.split), key)
+        read = stream_records if streamed else read_records
+        return lambda: ((str(path), read(path)) for path in paths), ()
+    dataset = _hub_dataset(source, key, streamed)
+    columns = dataset.column_names or []
+    readable = _readable(columns, source)
+    left = [f"`{column}`" for column in columns if column not in readable]
+    kept = dataset.select_columns(readable) if left else dataset
+    return lambda: [(source.path, _dataset_records(kept))], left
+
+
+def _readable(columns: Sequence[str], source: DatasetParams) -> list[str]:
+    """Columns that some form may read; all where there is none. Decoding pictures or sound only to drop them would take
+    most of the time."""
+    wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
+    return [column for column in columns if column in wanted] or list(columns)
+
+
+def _is_on_hub(source: DatasetParams) -> bool:
+    return source.path not in (STANDARD_LIBRARY, STANDARD_DOCSTRINGS, PYTHON_ROWS) and not is_local(source.path)
+
+
+def _slice_of(source: DatasetParams, streamed: bool) -> Split:
+    """The slice that is left for us to take; the hub's client takes its own, but of no stream."""
+    return Split("train") if _is_on_hub(source) and not streamed else parse_split(source.split)
+
+
+def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
+    """The running Python's library sources, a file a row, by path below its folder; sorted, so always in one order.
+
+    Tests, caches and installed packages are left out, and files that are not UTF-8.
+    """
+    root = Path(os.__file__).parent
+    for path in library_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        yield path.relative_to(root).as_posix(), iter([(1, {"text": text})])
+
+
+def library_files() -> list[Path]:
+    """Its files, sorted."""
+    root = Path(os.__file__).parent
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - LEFT_OUT  # never enters site-packages, which may be enormous
+        found.extend(Path(folder, file) for file in files if file.endswith(".py"))
+    return sorted(found, key=lambda path: path.relative_to(root))
+
+
+def _check_request(source: DatasetParams, key: str) -> None:
+    problems = []
+    on_hub = _is_on_hub(source)
+    if source.name is not None and not on_hub:
+        problems.append(Problem(f"{key}.name", f"{source.path} is no hub dataset, so it has no configurations"))
+    if source.digest is not None and source.path != PYTHON_ROWS:
+        problems.append(Problem(f"{key}.digest", f"is for rows from Python ({PYTHON_ROWS}), and is not checked here"))
+    if not on_hub:
+        problems.extend(_split_problems(source, f"{key}.split"))
+    forms = sorted({column for form in FORMS.values() for column in form.columns})
+    for column in source.columns:
+        if column not in forms:
+            message = f"there is no column {column!r} to map onto"
+            problems.append(
+                Problem(f"{key}.columns", message, expected=" or ".join(forms), nearest=nearest(column, forms))
+            )
+    if problems:
+        raise RequestError(problems)
+
+
+def _split_problems(source: DatasetParams, key: str) -> Iterator[Problem]:
+    if "+" in source.split:
+        yield Problem(key, "joined splits are for the hub", expected="each of them as a source of its own")
+    elif parse_split(source.split).name != "train" and not Path(source.path).expanduser().is_dir():
+        message = f"{source.path} is neither a folder nor on the hub, so it has no splits"
+        yield Problem(key, message, expected="train, or a slice of it such as `train[:1000]`")
+
+
+def _located(files: Files) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
+    for path, records in files:
+        number, is_empty = 0, True
+        try:
+            for number, record in records:
+                is_empty = False
+                yield Place(path, number), record
+        except OSError as error:
+            yield Place(path, number), Fault(f"cannot be read: {error.strerror or one_line(error)}")
+            continue
+        if is_empty:
+            yield Place(path, 0), Fault("the file has no rows")
+
+
+def _through_first_record(
+    located: Iterator[tuple[Place, dict[str, Any] | Fault]],
+) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
+    for place, record in islice(located, PROBLEM_LIMIT):
+        yield place, record
+        if not isinstance(record, Fault):
+            return
+
+
+def _find_form(
+    source: DatasetParams, head: Sequence[tuple[Place, dict[str, Any] | Fault]], key: str, task: Task
+) -> Form:
+    """The form that is set, or that the columns of the first record show. Raises RequestError when they show none."""
+    record = head[-1][1] if head else Fault("")
+    if isinstance(record, Fault):
+        faults = ((place, fault) for place, fault in head if isinstance(fault, Fault))
+        raise RequestError([Problem(key, fault.message, where=str(place)) for place, fault in faults])
+    try:
+        return choose_form(source, record, key, task)
+    except RequestError as error:
+        raise RequestError([replace(problem, where=str(head[-1][0])) for problem in error.problems]) from None
+
+
+class _Table:
+    """Rows on their way into Arrow. `size` counts those added."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.size = 0
+        self.chunks: list[pa.Table] = []
+        self.values: list[Values] = []
+        self.places: list[Place] = []
+
+    def add(self, values: Values, place: Place) -> None:
+        """Take the row."""
+        self.size += 1
+        self.values.append(values)
+        self.places.append(place)
+        if len(self.values) == CHUNK:
+            self._flush()
+
+    def finish(self) -> datasets.Dataset:
+        self._flush()
+        # The fingerprint is only for caches, which nothing here uses; datasets would hash the whole table to make one.
+        return datasets.Dataset(pa.concat_tables(self.chunks), fingerprint="unused")
+
+    def _flush(self) -> None:
+        kept = pa.Table.from_pylist(self.values, schema=self.form.schema)
+        kept = kept.append_column("path", pa.array([place.path for place in self.places], pa.string()))
+        self.chunks.append(kept.append_column("row", pa.array([place.row for place in self.places], pa.int64())))
+        self.values, self.places = [], []
+
+
+def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> datasets.Dataset | datasets.IterableDataset:
+    """A dataset on the hub, or one downloaded before. Raises RequestError."""
+    split = source.split
+    if streamed:
+        split = _streamed_split(source, key).name
+    local = Path(source.path).absolute()
+    downloaded = Path(datasets.config.HF_DATASETS_CACHE, source.path.replace("/", "___")).exists()
+    if not downloaded and not hub_is_reachable():
+        message = f"no file or folder {local}; {hub_host()} cannot be reached from here, and no dataset "
+        message += f"{source.path!r} was downloaded before"
+        raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))])
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        dataset = datasets.load_dataset(
+            source.path, source.name, split=split, **({"streaming": True} if streamed else {})
+        )
+    except Exception as error:  # datasets and the hub client raise many kinds, all of them about the request
+        message = f"no file or folder {local}; {hub_host()} answered: {one_line(error)}"
+        raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))]) from error
+    return dataset
+
+
+def _streamed_split(source: DatasetParams, key: str) -> Split:
+    """Raises RequestError for a slice whose rows would have to be counted, which would load all of them."""
+    split = parse_split(source.split) if "+" not in source.split else None
+    if split is None or split.needs_count:
+        message = f"of a stream from the hub `{source.split}` cannot be taken without loading all of it"
+        raise RequestError([Problem(f"{key}.split", message, expected="row numbers, as in `train[:1000]`")])
+    return split
+
+
+def _dataset_records(dataset: datasets.Dataset | datasets.IterableDataset) -> Iterator[Record]:
+    """The rows, with the names of classes where the dataset knows them; a class of -1 is none."""
+    number, classes = 0, _class_names(dataset.features or {})
+    for batch in dataset.iter(batch_size=1000):
+        for column, names in classes.items():
+            batch[column] = [_named_class(value, names) for value in batch[column]]
+        batch = {column: without_nulls(values) for column, values in batch.items()}  # structs have them as in Arrow
+        for values in zip(*batch.values(), strict=True):
+            number += 1
+            yield number, dict(zip(batch, values, strict=True))
+
+
+def _class_names(features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """The names of the classes of each column that has classes, or lists of them."""
+    inner = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
+    return {column: feature.names for column, feature in inner.items() if isinstance(feature, datasets.ClassLabel)}
+
+
+def _named_class(value: Any, names: Sequence[str]) -> Any:
+    if isinstance(value, list):
+        return [_named_class(each, names) for each in value]
+    return None if value is None or value < 0 else names[value]

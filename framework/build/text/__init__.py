@@ -1,0 +1,1 @@
+"""From rows to tokens and labels: row formats, chat templates, tokenizer."""

@@ -1,0 +1,402 @@
+"""Chat templates: where they come from, how a conversation is rendered, and whether a tokenizer can do it."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+from jinja2 import Environment, TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+
+from framework.beside import path_like
+from framework.build.hub import nearest, one_line
+from framework.build.text.cpu_limit import OutOfTime, limited, watched
+from framework.build.text.remarks import REASONING
+from framework.errors import Problem, RequestError
+from framework.regular_files import read_regular
+
+Message: TypeAlias = dict[str, Any]
+"""`role` and `content`; a turn may also have what framework/build/text/messages.py keeps: tool calls, reasoning, a
+name."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and the tools that it may call."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] = ()
+    prompt: int = 0
+    """Messages at the beginning that are the prompt, where the row says so."""
+    left_out: frozenset[int] = frozenset()
+    """Numbers of the messages that the row says are not supervised."""
+    asks_others: bool = False
+    """Whether it says that turns are supervised which are not the assistant's."""
+
+    def through(self, count: int) -> "Chat":
+        """Its first messages."""
+        return replace(self, messages=self.messages[:count])
+
+    def answers(self) -> list[int]:
+        """Numbers of the messages that the assistant writes."""
+        return [index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT]
+
+
+Span: TypeAlias = tuple[int, int]
+"""First character and the one after the last."""
+
+T = TypeVar("T")
+
+
+class TemplateFault(ValueError):
+    """Why a template does not render a conversation: whatever Jinja, or the template's own arithmetic, has raised."""
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+ASSISTANT = "assistant"
+
+_PLAIN = frozenset({"role", "content", "name"})
+"""Fields of a message that hold a text and mean the same to every template."""
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+ROWS_CHECKED = 3
+"""Rows that `check_chat` renders (case D07)."""
+
+RENDER_SECONDS = 1.0
+"""Processor time that one rendering may take, up to twice as much. Public templates take 0.1 to 5 ms, and a
+conversation of 1 MB 50 ms."""
+
+SLOWEST, TRIED_SECONDS = 50_000, 1.0
+"""Characters a second that a template has to write, and the processor time after which that is looked at. Eight public
+templates write 590,000 or more of conversations of a few words (EPYC, jinja2 3.1, 2026-11)."""
+
+
+def template_names() -> list[str]:
+    """Names that `model.chat_template` may have instead of a text or a file."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+
+
+def read_template(written: str) -> str:
+    """The Jinja text meant by `model.chat_template`: a name of ours, the text itself, or the path of a file.
+
+    Raises RequestError when it is none of them.
+    """
+    if written in template_names():
+        return (TEMPLATES / f"{written}.jinja").read_text(encoding="utf-8")
+    if "{{" in written or "{%" in written:
+        return written
+    path = Path(written).expanduser()
+    try:
+        return read_regular(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+        problem = Problem(
+            "model.chat_template",
+            f"{written!r} is no template of ours, has no Jinja in it, and the file {path.absolute()} {reason}",
+            expected=f"a file, a Jinja text, or one of: {', '.join(template_names())}",
+            nearest=nearest(written, template_names()) or path_like(written, Path.is_file),
+        )
+        raise RequestError([problem]) from error
+
+
+def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its thought under the names that templates read, as transformers has it since 5.2x."""
+    thought = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if thought is None:
+        return dict(message)
+    return {"thinking": thought, **message, "reasoning_content": thought}
+
+
+MOST_ADDED, MOST_TIMES = 50_000, 20
+"""Characters that a template may write of its own, and how often what it is given: longer texts come of its loops."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A tokenizer's template, with what every rendering reads of the tokenizer read once: for a batch of rows."""
+
+    tokenizer: PreTrainedTokenizerBase
+    effort: "Effort" = field(default_factory=lambda: Effort(), compare=False)
+
+    def render(self, chat: Chat, generation_prompt: bool = False) -> str:
+        """The conversation as text; with `generation_prompt`, up to where the model would begin to write.
+
+        Raises TemplateFault when the template refuses it, RequestError when it takes too long.
+        """
+
+        def plain(messages: Sequence[Message]) -> str:
+            said = {**self._named, "add_generation_prompt": generation_prompt}
+            return cast(str, self._plain.render(messages=messages, tools=None, documents=None, **said))
+
+        def prepared(messages: Sequence[Message]) -> str:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                list(chat.tools) or None,
+                chat_template=self._text(chat),
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+            return cast(str, text)
+
+        if _is_plain(chat):
+            return self._timed(plain, chat, chat.messages, str)
+        return self._with_arguments(prepared, chat, str)
+
+    def render_marked(self, chat: Chat) -> tuple[str, list[Span]]:
+        """The conversation as text, and the spans that the template's `{% generation %}` blocks wrote.
+
+        Raises TemplateFault when the template refuses it, RequestError when it takes too long.
+        """
+
+        def rendered(messages: Sequence[Message]) -> tuple[str, list[Span]]:
+            found = render_jinja_template(
+                [list(messages)],
+                tools=list(chat.tools) or None,
+                chat_template=self._text(chat),
+                return_assistant_tokens_mask=True,
+                **self._named,
+            )
+            texts, spans = cast(tuple[list[str], list[list[Span]]], found)
+            return texts[0], spans[0]
+
+        return self._with_arguments(rendered, chat, lambda made: made[0])
+
+    def _with_arguments(self, render: Callable[[Sequence[Message]], T], chat: Chat, text: Callable[[T], str]) -> T:
+        """What `render` makes, with the arguments of calls as objects; or as JSON text, where the template adds them to
+        a text (DeepSeek's does) or would write an object as Python prints it."""
+        messages = [_with_thought(message) for message in chat.messages]
+        if not any(message.get("tool_calls") for message in messages):
+            return self._timed(render, chat, messages, text)
+        made: T | TemplateFault
+        try:
+            made = self._timed(render, chat, messages, text)
+            if not any(_is_printed(call, text(made)) for call in _calls(messages)):
+                return made
+        except TemplateFault as fault:
+            made = fault
+        try:
+            return self._timed(render, chat, [_with_text_arguments(message) for message in messages], text)
+        except TemplateFault:
+            if isinstance(made, TemplateFault):
+                raise made from None
+            return made
+
+    def _timed(
+        self,
+        render: Callable[[Sequence[Message]], T],
+        chat: Chat,
+        messages: Sequence[Message],
+        text: Callable[[T], str],
+    ) -> T:
+        """What `render` makes. A template is a program that came with a model: it may raise anything, or not end."""
+        started = time.thread_time()
+        try:
+            with watched(RENDER_SECONDS):
+                made = limited(lambda: render(messages))
+        except OutOfTime:
+            took = f"more than {RENDER_SECONDS:g} s"
+        except Exception as error:
+            raise TemplateFault(one_line(error)) from error
+        else:
+            written = len(text(made))
+            given = 0 if written <= MOST_ADDED else len(str(messages)) + len(str(chat.tools))
+            if written > MOST_ADDED + MOST_TIMES * given:
+                raise TemplateFault(f"it writes {written:,} characters for {given:,} of the conversation")
+            self.effort.add(time.thread_time() - started, written)
+            if not self.effort.is_too_slow:
+                return made
+            took = f"{self.effort.seconds / self.effort.times:.2g} s"
+        begin = next((message["content"] for message in messages if message["content"]), "")[:40]
+        message = f"the chat template takes {took} to render the conversation that begins with {begin!r}"
+        raise RequestError([Problem("model.chat_template", message, expected="a template that ends in milliseconds")])
+
+    def marks_generation(self, chat: Chat) -> bool:
+        """Whether the template itself says what the assistant writes, by `{% generation %}` blocks."""
+        return _has_generation_block(self._text(chat))
+
+    @cached_property
+    def specials(self) -> tuple[str, ...]:
+        """Every token that is never made of pieces of text, as it is written."""
+        tokens = self.tokenizer.added_tokens_decoder.values()
+        return tuple(token.content for token in tokens if token.content.strip())
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        return dict(self.tokenizer.special_tokens_map)
+
+    @cached_property
+    def _without_tools(self) -> str:
+        return self._read(None)
+
+    @cached_property
+    def _plain(self) -> Any:
+        return _compiled(self._without_tools)
+
+    def _text(self, chat: Chat) -> str:
+        """The text of the template for this chat: a tokenizer may have another one for chats with tools."""
+        return self._read(list(chat.tools)) if chat.tools else self._without_tools
+
+    def _read(self, tools: list[dict[str, Any]] | None) -> str:
+        try:
+            text = cast(str, self.tokenizer.get_chat_template(tools=tools))
+            _refuse_powers(text)
+        except (ValueError, TemplateError) as error:
+            raise TemplateFault(one_line(error)) from error
+        return text
+
+
+@dataclass
+class Effort:
+    """The processor time that renderings took, and the characters that they wrote."""
+
+    seconds: float = 0.0
+    characters: int = 0
+    times: int = 0
+
+    def add(self, seconds: float, characters: int) -> None:
+        self.seconds += seconds
+        self.characters += characters
+        self.times += 1
+
+    @property
+    def is_too_slow(self) -> bool:
+        return self.seconds > TRIED_SECONDS and self.characters < SLOWEST * self.seconds
+
+
+def _calls(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            yield call.get("function", call)
+
+
+def _is_printed(call: Mapping[str, Any], text: str) -> bool:
+    """Whether the arguments stand in the text as Python prints an object, which no model was made to write."""
+    arguments = call["arguments"]
+    printed = repr(arguments)
+    return bool(arguments) and printed != _as_text(arguments) and printed in text
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    made = []
+    for call in message["tool_calls"]:
+        inner = call.get("function", call)
+        inner = {**inner, "arguments": _as_text(inner["arguments"])}
+        made.append({**call, "function": inner} if "function" in call else inner)
+    return {**message, "tool_calls": made}
+
+
+def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str:
+    """One conversation, as `Template.render` has it."""
+    return Template(tokenizer).render(chat, generation_prompt)
+
+
+@cache
+def _compiled(template: str) -> Any:
+    """transformers' own compiled template; its globals in one mapping, for each rendering goes through them."""
+    compiled = _compile_jinja_template(template)
+    compiled.globals = dict(compiled.globals)
+    return compiled
+
+
+@cache
+def _refuse_powers(template: str) -> None:
+    """Raises ValueError for `a ** b`: no template needs it, and of large numbers it takes for ever, in one step that
+    cannot be interrupted. `f(**names)` is another thing."""
+    before = ""
+    for _, kind, value in Environment().lex(template):
+        if value == "**" and kind == "operator" and before not in ("(", ","):
+            raise ValueError("it uses `**`, which may compute for ever")
+        before = before if kind == "whitespace" else value
+
+
+def _is_plain(chat: Chat) -> bool:
+    """Whether there are only turns with texts, of which `apply_chat_template` makes no other messages first.
+
+    Walking through them for each rendering would take longer than the rendering; a test compares the two.
+    """
+    return bool(chat.messages) and not chat.tools and all(each.keys() <= _PLAIN for each in chat.messages)
+
+
+@cache
+def _has_generation_block(template: str) -> bool:
+    return bool(_GENERATION_BLOCK.search(template))
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer can render a conversation."""
+    return bool(tokenizer.chat_template)
+
+
+def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tuple[str, ...]:
+    """Whether this tokenizer can render these conversations; looks at the first three. Returns warnings.
+
+    Raises RequestError when there is no template, or when the template does not compile or refuses a row.
+    """
+    try:
+        tokenizer.get_chat_template()
+    except ValueError as error:
+        problem = Problem(
+            "model.chat_template",
+            "the rows are chats and the tokenizer has no chat template",
+            expected=f"a template in model.chat_template: a Jinja file, or one of {', '.join(template_names())}",
+        )
+        raise RequestError([problem]) from error
+    warnings: dict[str, None] = {}
+    template = Template(tokenizer)
+    for number, chat in enumerate(islice(chats, ROWS_CHECKED), 1):
+        try:
+            warnings.update(dict.fromkeys(_doubts(template, chat)))
+        except TemplateFault as error:
+            message = f"the chat template does not render chat {number}: {error}"
+            raise RequestError([Problem("model.chat_template", message)]) from error
+    return tuple(warnings)
+
+
+def _doubts(template: Template, chat: Chat) -> list[str]:
+    """What would make the trained model behave unlike the rows it was trained on, judged by the last answer."""
+    whole = template.render(chat)
+    last = max(chat.answers(), default=0)
+    if not last:
+        return []
+    found = []
+    prompt = template.render(chat.through(last), generation_prompt=True)
+    if not whole.startswith(prompt):
+        found.append(
+            f"the prompt that generation starts from ends in {prompt[-40:]!r}, which the training rows do not have; "
+            "the model is trained on other text than it will see"
+        )
+    ending = whole.rstrip()
+    if last == len(chat.messages) - 1 and not ending.endswith(template.specials):
+        found.append(
+            f"an assistant turn ends in {ending[-20:]!r}, which is no special token of this tokenizer, "
+            "so nothing tells generation to stop"
+        )
+    elif template.marks_generation(chat) and (token := _unmarked_end(template, chat)):
+        found.append(
+            f"the generation block of the template leaves out {token!r}, the end of the turn, "
+            "so the model does not learn to stop"
+        )
+    if chat.tools and whole == template.render(replace(chat, tools=())):
+        found.append("the template does not write the `tools` of the rows; the model is not told of them")
+    return [f"model.chat_template: {doubt}" for doubt in found]
+
+
+def _unmarked_end(template: Template, chat: Chat) -> str | None:
+    """The special token that follows the last generation block, if there is one."""
+    whole, spans = template.render_marked(chat)
+    rest = whole[spans[-1][1] :] if spans else ""
+    return next((token for token in template.specials if rest.startswith(token)), None)

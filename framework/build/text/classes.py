@@ -1,0 +1,160 @@
+"""What rows as a whole are told to be: their classes by number, or their values."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+import numpy.typing as npt
+
+from framework.build.hub import nearest
+from framework.build.text.messages import describe
+from framework.schema.wording import counted
+
+HIGHEST = float(np.finfo(np.float32).max)
+"""Targets are float32; a larger number would be infinite there."""
+
+
+COARSE = 1e-3
+"""Of the spread of values: steps of float32 above it are a part of what is to be learnt."""
+
+
+class WrongLabel(ValueError):
+    """A label that does not fit the others."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """How a label becomes numbers.
+
+    Of one class in each row the target is its number; of several, 1 or 0 for each class; of values, the values.
+    """
+
+    names: tuple[str, ...]
+    """Names of the classes, in the order of their numbers; none where rows have values."""
+    several: bool
+    """Whether a row may have any number of classes."""
+    size: int
+    """Numbers in a target."""
+
+    def of(self, label: object) -> npt.NDArray[np.float32]:
+        """The target, float32 of shape (size,). Raises WrongLabel."""
+        if not self.names:
+            return self._values(label)
+        if isinstance(label, list) is not self.several:
+            wanted = "a list of classes" if self.several else "one class"
+            raise WrongLabel(f"expected {wanted}, as in the first row, not {label!r}")
+        if not isinstance(label, list):
+            return np.array([self._index(label)], np.float32)
+        found = np.zeros(self.size, np.float32)
+        found[[self._index(each) for each in label]] = 1
+        return found
+
+    def _index(self, label: object) -> int:
+        name = class_name(label)
+        if _is_no_class(label):
+            raise WrongLabel(f"{name} is no class; rows without one have no label, and values are for task regression")
+        if name in self.names:
+            return self.names.index(name)
+        if isinstance(label, (int, float)) and label < len(self.names) and not any(map(str.isdecimal, self.names)):
+            return int(label)  # of classes that are numbers themselves, one that is not there is none
+        close = nearest(name, self.names)
+        known = ", ".join(self.names[:12]) + (", .." if len(self.names) > 12 else "")
+        raise WrongLabel(f"{name!r} is none of the classes ({known})" + (f"; did you mean {close}?" if close else ""))
+
+    def _values(self, label: object) -> npt.NDArray[np.float32]:
+        values = label if isinstance(label, list) else [label]
+        if not values:
+            raise WrongLabel("expected a number or a list of them, and the list is empty")
+        if len(values) != self.size:
+            raise WrongLabel(f"expected {counted(self.size, 'value')}, as in the first row, not {len(values)}")
+        return np.array([_number(value) for value in values], np.float32)
+
+
+def find_classes(labels: Iterable[str | None], given: Sequence[str] | None) -> Targets:
+    """The classes of these labels (JSON texts): those given, or every name that occurs, sorted; numbers by size.
+
+    Raises WrongLabel where there are labels, and none of them is a class.
+    """
+    several: bool | None = None
+    names: set[str] = set()
+    first: object = None
+    for label in _parsed(labels):
+        first = label if several is None else first
+        several = isinstance(label, list) if several is None else several
+        for each in label if isinstance(label, list) else [label]:
+            if not _is_no_class(each):  # such a row is refused, with its place
+                names.add(class_name(each))
+    found = tuple(given) if given else _sorted(names)
+    if not found and several is not None:
+        raise WrongLabel(f"no row has a class: the first label is {json.dumps(first)}")
+    return Targets(found, bool(several), len(found) if several else 1)
+
+
+def find_values(labels: Iterable[str | None]) -> Targets:
+    """How many values each row has, judged by the first."""
+    first = next((label for label in _parsed(labels) if label != []), 0.0)
+    return Targets((), False, len(first) if isinstance(first, list) else 1)
+
+
+def coarse_values(labels: Iterable[str | None]) -> list[str]:
+    """What float32 loses of values that lie close together and far from 0, in words; a line for each that a row has."""
+    rows = [label if isinstance(label, list) else [label] for label in _parsed(labels)]
+    found = []
+    for column in zip_longest(*rows):
+        values = np.unique([number for value in column if (number := _finite(value)) is not None])
+        if not len(values):
+            continue
+        kept, step = len(np.unique(values.astype(np.float32))), float(np.spacing(np.float32(abs(values).max())))
+        spread = float(values.std())
+        if kept < len(values) and step > COARSE * spread:
+            found.append(
+                f"the {counted(len(values), 'different value')} from {values[0]:.10g} to {values[-1]:.10g} are "
+                f"{kept:,} in float32, whose steps are {step:g} there: subtract {values.mean():.10g} from them "
+                f"in the file and divide by {spread:.3g}, and undo both on what predict says"
+            )
+    return found
+
+
+def class_name(label: object) -> str:
+    """The class as text: `true`, `3` (also for 3.0, which tables make of it), or its name."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    return str(int(label)) if isinstance(label, float) and label == int(label) else str(label)
+
+
+def _is_no_class(label: object) -> bool:
+    return isinstance(label, (int, float)) and (label < 0 or label != int(label))
+
+
+def _sorted(names: set[str]) -> tuple[str, ...]:
+    """Numbers by size, all else by name; `1` and `01` are of one size, and their order must not be the set's."""
+    by_name = sorted(names)
+    return tuple(sorted(by_name, key=int) if all(map(str.isdecimal, names)) else by_name)
+
+
+def _parsed(labels: Iterable[str | None]) -> Iterator[object]:
+    """The labels there are. Most rows share few of them, so each text is read once."""
+    seen: dict[str, object] = {}
+    for text in labels:
+        if text is not None and text not in seen:
+            seen[text] = json.loads(text)
+            yield seen[text]
+
+
+def _number(value: object) -> float:
+    number = _finite(value)
+    if number is None:
+        raise WrongLabel(f"expected a finite number (of float32), not {describe(value)}")
+    return number
+
+
+def _finite(value: object) -> float | None:
+    """The number that is meant, where float32 has it."""
+    try:
+        if isinstance(value, (int, float, str)) and abs(number := float(value)) <= HIGHEST:
+            return number
+    except (ValueError, OverflowError):
+        pass
+    return None

@@ -1,0 +1,291 @@
+"""Rows of any form, as tokens with their labels."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.text.chat import Chat, Message, has_template
+from framework.build.text.classes import Targets, WrongLabel
+from framework.build.text.labels import (
+    Encoded,
+    UnsuitedChat,
+    encode_chats,
+    encode_completions,
+    encode_labelled,
+    encode_texts,
+    encode_tokens,
+)
+from framework.build.text.messages import SUPERVISED
+from framework.schema.choices import RowFormat, Supervise
+
+Result: TypeAlias = Encoded | UnsuitedChat | None
+"""A row as tokens, why it cannot be had, or None where the row is empty."""
+
+StoredRow: TypeAlias = dict[str, Any]
+"""A row as a form keeps it, by column."""
+
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request."
+)
+ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+)
+"""How the prompts of Stanford's Alpaca begin (2023); what tokenizers without a chat template are given."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How rows become tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    learnt: Supervise | None = None
+    """Which tokens; None is what each form is for: the answers of a chat, the completion of a prompt."""
+    targets: Targets | None = None
+    """How labels become numbers, where rows have them."""
+    margins: bool = False
+    """Whether pairs say by how much the one answer is better."""
+
+    def learnt_of(self, usual: Supervise) -> Supervise:
+        return self.learnt or usual
+
+
+def encode_batch(batch: Mapping[str, Sequence[Any]], encoding: Encoding) -> list[Result]:
+    """The rows of a batch in order."""
+    found: list[Result] = [None] * len(batch["form"])
+    for form in set(batch["form"]):
+        indices = [index for index, own in enumerate(batch["form"]) if own == form]
+        rows = [{column: values[index] for column, values in batch.items()} for index in indices]
+        full = [(index, row) for index, row in zip(indices, rows, strict=True) if not _is_empty(row)]
+        results = _ENCODERS[RowFormat(form)]([row for _, row in full], encoding)
+        for (index, _), result in zip(full, results, strict=True):
+            found[index] = result
+    return found
+
+
+def row_texts(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """Every text in these rows, for building a tokenizer on."""
+    for row in _rows(batch):
+        yield from (row[column] for column in ("text", "text_pair") if row.get(column))
+        for column in ("messages", "prompt", "completion", "chosen", "rejected"):
+            if row.get(column):
+                yield from _texts_in(json.loads(row[column]))
+
+
+def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str] | None:
+    """The conversation that the row is rendered as, or its prompt and completion; of a pair, with the better answer.
+
+    None where the row has no prompt, or nothing in it.
+    """
+    form = RowFormat(row["form"])
+    if _is_empty(row):
+        return None
+    if form in (RowFormat.MESSAGES, RowFormat.SHAREGPT):
+        return _conversation(row)
+    if form is RowFormat.ALPACA:
+        return _alpaca(row, tokenizer)
+    if form is RowFormat.PREFERENCE:
+        return _answered(row, "chosen")
+    return _answered(row, "completion") if form in (RowFormat.PROMPT_COMPLETION, RowFormat.UNPAIRED) else None
+
+
+def row_question(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | Sequence[int] | None:
+    """What the row asks a model to go on from: a chat up to the answer, a text, or tokens; None where nothing is asked.
+
+    The answer beside it, where there is one, is left out.
+    """
+    form = RowFormat(row["form"])
+    if form is RowFormat.TOKENS:
+        return row["input_ids"] if row["input_ids"] is not None and len(row["input_ids"]) else None
+    if form is RowFormat.TEXT:
+        return row["text"] or None
+    if form in (RowFormat.MESSAGES, RowFormat.SHAREGPT):
+        return _before_answer(_conversation(row)) if row["messages"] is not None else None
+    if row["prompt"] is None:
+        return None
+    if form is RowFormat.ALPACA:
+        asked = _alpaca({**row, "completion": '""'}, tokenizer)
+        return asked.through(asked.prompt) if isinstance(asked, Chat) else asked[0]
+    prompt = json.loads(row["prompt"])
+    return prompt if isinstance(prompt, str) else _chat(prompt, row)
+
+
+def _before_answer(chat: Chat) -> Chat:
+    """The conversation without the answer that it ends in."""
+    last = len(chat.messages) - 1
+    return chat.through(last) if last in chat.answers() and last else chat
+
+
+def _rows(batch: Mapping[str, Sequence[Any]]) -> Iterator[StoredRow]:
+    for values in zip(*batch.values(), strict=True):
+        yield dict(zip(batch, values, strict=True))
+
+
+NEEDED: Mapping[RowFormat, tuple[str, ...]] = {
+    RowFormat.TEXT: ("text",),
+    RowFormat.MESSAGES: ("messages",),
+    RowFormat.SHAREGPT: ("messages",),
+    RowFormat.PROMPT_COMPLETION: ("prompt", "completion"),
+    RowFormat.ALPACA: ("prompt", "completion"),
+    RowFormat.PREFERENCE: ("chosen", "rejected"),
+    RowFormat.UNPAIRED: ("prompt", "completion", "label"),
+    RowFormat.LABELLED: ("text", "label"),
+    RowFormat.TOKENS: ("input_ids",),
+}
+"""Columns without which a row is empty."""
+
+_BLANK = ("[]", '""')
+"""Texts that stand for values of what is learnt that are there and hold nothing."""
+
+
+def _is_empty(row: StoredRow) -> bool:
+    needed = NEEDED[RowFormat(row["form"])]
+    if any(row.get(column) is None for column in needed):
+        return True
+    learnt = [row[column] for column in needed if column not in ("prompt", "label")]
+    return any(not len(value) or (isinstance(value, str) and value in _BLANK) for value in learnt)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        texts = [
+            value[name] for name in ("content", "instruction", "input", "system", "reasoning_content") if name in value
+        ]
+        yield from (text for text in texts if text)
+        yield from _texts_in(value.get("history", []))
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts_in(each)
+
+
+def _texts(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return list(encode_texts(encoding.tokenizer, [row["text"] for row in rows])) if rows else []
+
+
+def _conversations(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    learnt = encoding.learnt_of(Supervise.ASSISTANT)
+    return list(encode_chats(encoding.tokenizer, [_conversation(row) for row in rows], learnt))
+
+
+def _alpacas(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return _answers([_alpaca(row, encoding.tokenizer) for row in rows], encoding)
+
+
+def _completions(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return _answers([_answered(row, "completion") for row in rows], encoding)
+
+
+def _preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    chosen, rejected = (
+        _answers([_answered(row, column) for row in rows], encoding) for column in ("chosen", "rejected")
+    )
+    written = (np.array([json.loads(row.get("margin") or "0")], np.float32) for row in rows)
+    margins = [margin if encoding.margins else None for margin in written]
+    return [
+        replace(one, rejected=other, target=margin)
+        if isinstance(one, Encoded) and isinstance(other, Encoded)
+        else one
+        if isinstance(one, UnsuitedChat)
+        else other
+        for one, other, margin in zip(chosen, rejected, margins, strict=True)
+    ]
+
+
+def _unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    found = _completions(rows, encoding)
+    verdicts = (np.array([json.loads(row["label"])], np.float32) for row in rows)
+    return [
+        replace(one, target=verdict) if isinstance(one, Encoded) else one
+        for one, verdict in zip(found, verdicts, strict=True)
+    ]
+
+
+def _labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    if encoding.targets is None:
+        raise TypeError("labelled rows are encoded with what their labels mean")
+    found: list[Result] = []
+    encoded = encode_labelled(encoding.tokenizer, [(row["text"], row.get("text_pair")) for row in rows])
+    for row, one in zip(rows, encoded, strict=True):
+        try:
+            found.append(replace(one, target=encoding.targets.of(json.loads(row["label"]))))
+        except WrongLabel as wrong:
+            found.append(UnsuitedChat(f"column `label`: {wrong}"))
+    return found
+
+
+def _tokens(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return [encode_tokens(row["input_ids"], row.get("labels")) for row in rows]
+
+
+_ENCODERS: Mapping[RowFormat, Callable[[Sequence[StoredRow], Encoding], list[Result]]] = {
+    RowFormat.TEXT: _texts,
+    RowFormat.MESSAGES: _conversations,
+    RowFormat.SHAREGPT: _conversations,
+    RowFormat.ALPACA: _alpacas,
+    RowFormat.PROMPT_COMPLETION: _completions,
+    RowFormat.PREFERENCE: _preferences,
+    RowFormat.UNPAIRED: _unpaired,
+    RowFormat.LABELLED: _labelled,
+    RowFormat.TOKENS: _tokens,
+}
+
+
+def _answers(rows: Sequence[Chat | tuple[str, str]], encoding: Encoding) -> list[Result]:
+    """Prompts with their completions, as chats or as plain texts; each row by itself decides which."""
+    learnt = encoding.learnt_of(Supervise.COMPLETION)
+    chats = [row for row in rows if isinstance(row, Chat)]
+    texts = [row for row in rows if not isinstance(row, Chat)]
+    from_chats = iter(encode_chats(encoding.tokenizer, chats, learnt) if chats else ())
+    from_texts = iter(encode_completions(encoding.tokenizer, texts, learnt is Supervise.ALL))
+    return [next(from_chats) if isinstance(row, Chat) else next(from_texts) for row in rows]
+
+
+def _conversation(row: StoredRow) -> Chat:
+    return _chat(json.loads(row["messages"]), row)
+
+
+def _chat(messages: Sequence[Message], row: StoredRow, prompt: int = 0) -> Chat:
+    """The conversation with the tools of the row; which turns are supervised is no part of what templates are given."""
+    said = {index: message[SUPERVISED] for index, message in enumerate(messages) if SUPERVISED in message}
+    if said:
+        messages = [{name: value for name, value in each.items() if name != SUPERVISED} for each in messages]
+    left_out = frozenset(index for index, is_supervised in said.items() if not is_supervised)
+    tools = json.loads(row["tools"]) if row.get("tools") else ()
+    return Chat(messages, tools, prompt, left_out, any(said.values()))
+
+
+def _answered(row: StoredRow, column: str) -> Chat | tuple[str, str]:
+    prompt, answer = json.loads(row["prompt"] or '""'), json.loads(row[column])
+    if isinstance(answer, str):
+        return (prompt, answer)
+    prompt = prompt or []
+    return _chat([*prompt, *answer], row, len(prompt))
+
+
+def _alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str]:
+    """A conversation where there is a template, or where there are earlier turns, which need one; else a text."""
+    asked = json.loads(row["prompt"])
+    is_chat = has_template(tokenizer) or asked.get("history")
+    return _alpaca_chat(asked, row) if is_chat else _alpaca_text(asked, row)
+
+
+def _alpaca_chat(asked: dict[str, Any], row: StoredRow) -> Chat:
+    question = asked["instruction"] + (f"\n{asked['input']}" if asked["input"] else "")
+    system = [{"role": "system", "content": asked["system"]}] if asked["system"] else []
+    turns = [text for pair in asked.get("history", []) for text in pair] + [question, json.loads(row["completion"])]
+    roles = ("user", "assistant") * (len(turns) // 2)
+    messages = [*system, *({"role": role, "content": text} for role, text in zip(roles, turns, strict=True))]
+    return Chat(messages, prompt=len(messages) - 1)
+
+
+def _alpaca_text(asked: dict[str, Any], row: StoredRow) -> tuple[str, str]:
+    start = asked["system"] or (ALPACA_WITH_INPUT if asked["input"] else ALPACA_WITHOUT_INPUT)
+    middle = f"\n\n### Input:\n{asked['input']}" if asked["input"] else ""
+    prompt = f"{start}\n\n### Instruction:\n{asked['instruction']}{middle}\n\n### Response:\n"
+    return prompt, json.loads(row["completion"])

@@ -1,0 +1,424 @@
+"""Which tokens of a row are learnt. Everything is decided by position; no token id ever decides it."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from framework.build.text.boundaries import own_end, own_start, without_end, without_start
+from framework.build.text.chat import (
+    RENDER_SECONDS,
+    Chat,
+    Message,
+    Span,
+    Template,
+    TemplateFault,
+)
+from framework.build.text.cpu_limit import watched
+from framework.build.text.remarks import REASONING, Remark, is_empty, thoughts
+from framework.schema.choices import Supervise
+
+IGNORED = -100
+"""Label of a token that is not learnt: `ignore_index` of torch's cross entropy."""
+
+STAND_IN = "\ue000answer\ue000"
+"""Takes an answer's place to find where the template puts it. Private-use characters do not occur in real text."""
+
+HEADER_END = 8
+"""Characters by which the end of a prompt is recognised in a rendered chat: as many as a short token for turns has."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """One row as tokens. `labels[i]` is `input_ids[i]` where it is learnt, else `IGNORED`; both int32, same length.
+    Labels that came with the row are what they are.
+
+    The first label is always `IGNORED`: nothing stands before that token to predict it from. So the number of labels
+    that are not `IGNORED` is exactly the number of terms of the loss, where the loss is over tokens.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
+    target: npt.NDArray[np.float32] | None = None
+    """What the row as a whole is to be told to be: its class, its value, or one number for each class."""
+    rejected: "Encoded | None" = None
+    """The worse answer to the same prompt; this row has the better one."""
+    parts: tuple[Span, ...] = ()
+    """Where the text stands, or both of a pair, in a row that is learnt as a whole; none in any other row. What the
+    tokenizer put around them stays when the row is cut."""
+    remarks: frozenset[Remark] = frozenset()
+    """What may be a mistake in it."""
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A rendered conversation and the parts of it that are learnt."""
+
+    text: str
+    spans: Sequence[Span]
+    remarks: frozenset[Remark]
+
+
+class UnsuitedChat(ValueError):
+    """A conversation that the template cannot render, or whose answers cannot be found in what it renders."""
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoded]:
+    """Whole texts, every token learnt, with the tokenizer's own start token if it adds one and its end token; one of
+    each where the text has them written out."""
+    start, last = own_start(tokenizer), tokenizer.eos_token or ""
+    bare = [without_end(without_start(text, start), last) for text in texts]
+    batch = tokenizer(bare, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    end = tokenizer.eos_token_id
+    rows = []
+    for ids in cast(list[list[int]], batch["input_ids"]):
+        if isinstance(end, int) and ids[-1:] != [end]:
+            ids.append(end)
+        rows.append(_encoded(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)))
+    return rows
+
+
+def encode_chats(
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat], learnt: Supervise = Supervise.ASSISTANT
+) -> list[Encoded | UnsuitedChat]:
+    """Conversations. Learnt: what the assistant writes, through the token that ends its turn, in every turn
+    (`assistant`), in the last one, or in those after the prompt (`completion`); or `all` of the text.
+
+    Where the template has `{% generation %}` blocks they decide. Else the answers are found by rendering (see
+    `answer_spans`). A token is learnt when it shares a character with an answer. A conversation that cannot be encoded
+    has the reason in its place.
+    """
+    template = Template(tokenizer)
+    with watched(RENDER_SECONDS):
+        marked = [_mark(template, chat, learnt) for chat in chats]
+    texts = [mark.text for mark in marked if isinstance(mark, Marked)]
+    if not texts:
+        return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
+    tokens = iter(_tokens(tokenizer, texts))
+    return [
+        replace(_learn_between(next(tokens), mark.spans), remarks=mark.remarks) if isinstance(mark, Marked) else mark
+        for mark in marked
+    ]
+
+
+def encode_completions(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[str, str]], everything: bool = False
+) -> list[Encoded]:
+    """Texts as prompt and completion, end to end; learnt is the completion with the end token, or `everything`.
+
+    The tokenizer adds its own start token, and one that is written out is no second one; nor is an end token. A token
+    that has characters of both is learnt.
+    """
+    if not rows:
+        return []
+    bare = [_bare(tokenizer.eos_token or "", own_start(tokenizer), *row) for row in rows]
+    texts = [prompt + completion for prompt, completion in bare]
+    batch = tokenizer(texts, return_offsets_mapping=True, verbose=False)
+    end = tokenizer.eos_token_id
+    found = []
+    for number, (ids, offsets) in enumerate(zip(batch["input_ids"], batch["offset_mapping"], strict=True)):
+        prompt, completion = bare[number]
+        is_ended = isinstance(end, int) and bool(rows[number][1])
+        if is_ended and ids[-1:] != [end]:
+            ids, offsets = [*ids, end], [*offsets, (0, 0)]
+        row = _learn_spans(ids, offsets, [(0 if everything else len(prompt), len(prompt) + len(completion))])
+        if is_ended:
+            row.labels[-1:] = end
+        found.append(row if completion.strip() else replace(row, remarks=frozenset({Remark.EMPTY_ANSWER})))
+    return found
+
+
+def _bare(end: str, start: str, prompt: str, completion: str) -> tuple[str, str]:
+    """Prompt and completion without a start and an end token that are written out."""
+    completion = without_end(completion, end)
+    return (without_start(prompt, start), completion) if prompt else ("", without_start(completion, start))
+
+
+def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str | None]]) -> list[Encoded]:
+    """Texts, or pairs of them, with the tokenizer's own special tokens; no token is learnt."""
+    found, start, end = [], own_start(tokenizer), own_end(tokenizer)
+    for written in texts:
+        text, pair = (each and (without_end(without_start(each, start), end) or each) for each in written)
+        batch = tokenizer(text, pair, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        ids = np.array(batch["input_ids"], dtype=np.int32)
+        owners = np.array([-1 if owner is None else owner for owner in batch.sequence_ids(0)])
+        places = (np.flatnonzero(owners == owner) for owner in (0, 1))
+        parts = tuple((int(place[0]), int(place[-1]) + 1) for place in places if len(place))
+        found.append(replace(_encoded(ids, np.zeros(len(ids), dtype=np.bool_)), parts=parts))
+    return found
+
+
+def encode_tokens(ids: Sequence[int], labels: Sequence[int] | None) -> Encoded:
+    """Tokens as they are, with the labels that came with them (D05), or all learnt."""
+    tokens = np.array(ids, dtype=np.int32)
+    if labels is None:
+        return _encoded(tokens, np.ones(len(tokens), dtype=np.bool_))
+    own = np.array(labels, dtype=np.int32)
+    own[:1] = IGNORED  # nothing stands before the first token, so no loss can be taken over it
+    return Encoded(tokens, own)
+
+
+def answer_spans(template: Template, chat: Chat, whole: str, answers: Sequence[int]) -> list[Span]:
+    """Where in `whole`, the rendered chat, the model's part of these assistant turns stands.
+
+    A turn is the difference between the chat rendered up to its prompt and the chat rendered up to its end, when each
+    of them is the beginning of the next. Templates that render a turn differently when it is not the last (they drop
+    its reasoning, or move the system message) fail that test; there the turn is found by putting a stand-in in its
+    place. Raises UnsuitedChat when that fails too.
+    """
+    prompts = {index: _render_or_none(template, chat.through(index), generation_prompt=True) for index in answers}
+    closing = _closing(chat, whole, prompts.get(len(chat.messages) - 1)) if len(answers) > 1 else ""
+    spans = []
+    for index in answers:
+        span = _difference_span(template, chat, index, whole, prompts[index], closing)
+        span = span or _stand_in_span(template, chat, index, whole)
+        spans.append(_without_space_after_end(span, whole, template.specials))
+    return spans
+
+
+def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | UnsuitedChat:
+    try:
+        is_marked = learnt is not Supervise.ALL and template.marks_generation(chat)
+        whole, spans = template.render_marked(chat) if is_marked else (template.render(chat), [])
+        _require_calls(chat, whole)
+        answers = _learnt_answers(chat, learnt)
+        remarks = _remarks(chat, whole, answers)
+        if learnt is Supervise.ALL:
+            remarks -= {Remark.OTHER_TURN}
+            return Marked(whole, list(_around(_left_out_spans(template, chat, whole), len(whole))), remarks)
+        if is_marked and answers == chat.answers():
+            return Marked(whole, spans, remarks)
+        turns = answer_spans(template, chat, whole, answers)
+        if is_marked:
+            turns = [span for span in spans if any(span[0] < end and span[1] > start for start, end in turns)]
+        return Marked(whole, turns, remarks)
+    except UnsuitedChat as unsuited:
+        return unsuited
+    except TemplateFault as fault:
+        return UnsuitedChat(f"the chat template does not render it: {fault}")
+
+
+def _remarks(chat: Chat, whole: str, answers: Sequence[int]) -> frozenset[Remark]:
+    written = (text for index in chat.answers() for text in thoughts(chat.messages[index]))
+    seen = {
+        Remark.EMPTY_ANSWER: any(is_empty(chat.messages[index]) for index in answers),
+        Remark.LOST_THOUGHT: any(text not in whole for text in written),
+        Remark.OTHER_TURN: chat.asks_others,
+    }
+    return frozenset(remark for remark, is_so in seen.items() if is_so)
+
+
+def _left_out_spans(template: Template, chat: Chat, whole: str) -> list[Span]:
+    """Where the turns stand that the row says are not supervised. Raises UnsuitedChat where one cannot be found."""
+    own = [index for index in chat.answers() if index in chat.left_out]
+    spans = answer_spans(template, chat, whole, own)
+    for index in sorted(chat.left_out.difference(own)):
+        before = _render_or_none(template, chat.through(index)) or ""
+        through = _render_or_none(template, chat.through(index + 1))
+        if through is None or not through.startswith(before) or not whole.startswith(through):
+            what = "is not supervised, by the row, and cannot be found in what the chat template renders"
+            raise UnsuitedChat(f"message {index + 1} {what}")
+        spans.append((len(before), len(through)))
+    return spans
+
+
+def _around(spans: Sequence[Span], length: int) -> Iterator[Span]:
+    """What lies between the spans, before the first and behind the last."""
+    at = 0
+    for start, end in sorted(spans):
+        if start > at:
+            yield (at, start)
+        at = max(at, end)
+    if at < length:
+        yield (at, length)
+
+
+def _require_calls(chat: Chat, whole: str) -> None:
+    """Raises UnsuitedChat when a tool call is not in the rendered chat: its turn would be learnt as an empty one."""
+    for number, message in enumerate(chat.messages, 1):
+        for call in message.get("tool_calls", ()):
+            if call.get("function", call)["name"] not in whole:
+                raise UnsuitedChat(f"the chat template does not write the tool call in message {number}")
+
+
+def _learnt_answers(chat: Chat, learnt: Supervise) -> list[int]:
+    answers = chat.answers()
+    if learnt is Supervise.LAST:
+        answers = answers[-1:]
+    if learnt is Supervise.COMPLETION:
+        answers = [index for index in answers if index >= chat.prompt]
+    return [index for index in answers if index not in chat.left_out]
+
+
+_CALLED = ("__call__", "_encode_plus", "_batch_encode_plus")
+"""Methods that a call of a tokenizer goes through, in the versions of transformers from 5.0 on."""
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Encoding]:
+    """The texts without start and end tokens, which templates write themselves.
+
+    A call makes a dictionary for each text, which takes long where texts are short. So only the first is tokenised by
+    one, which sets what the tokenizer of the tokenizers library is to do, and the others by that tokenizer itself;
+    except where a kind of tokenizer has a call of its own.
+    """
+
+    def called(part: Sequence[str]) -> list[Encoding]:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+        return cast(list[Encoding], tokenizer(list(part), **options, verbose=False).encodings)
+
+    own, usual = type(tokenizer), PreTrainedTokenizerFast
+    if any(getattr(own, name, None) is not getattr(usual, name, None) for name in _CALLED):
+        return called(texts)
+    backend = cast(PreTrainedTokenizerFast, tokenizer).backend_tokenizer
+    return [*called(texts[:1]), *backend.encode_batch(texts[1:], add_special_tokens=False)]
+
+
+def _learn_between(tokens: Encoding, spans: Sequence[Span]) -> Encoded:
+    """The tokens that share a character with a span are learnt. The tokens of a text stand in its order, so the ends of
+    a span are searched for: the characters of all tokens, as Python has them, take longer to make than the tokens.
+    """
+    input_ids = np.array(tokens.ids, dtype=np.int32)
+    labels, numbers = np.full(len(input_ids), IGNORED, dtype=np.int32), range(len(input_ids))
+    characters = cast(Callable[[int], Span], tokens.token_to_chars)
+    for start, end in spans:
+        first = bisect_right(numbers, start, key=lambda token: characters(token)[1])
+        behind = bisect_left(numbers, end, first, key=lambda token: characters(token)[0])
+        labels[first:behind] = input_ids[first:behind]
+    labels[:1] = IGNORED
+    return Encoded(input_ids, labels)
+
+
+def _learn_spans(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> Encoded:
+    characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    learnt = np.zeros(len(ids), dtype=np.bool_)
+    for start, end in spans:
+        learnt |= (characters[:, 1] > start) & (characters[:, 0] < end)
+    return _encoded(np.array(ids, dtype=np.int32), learnt)
+
+
+def _encoded(input_ids: npt.NDArray[np.int32], learnt: npt.NDArray[np.bool_]) -> Encoded:
+    labels = np.where(learnt, input_ids, np.int32(IGNORED))
+    labels[:1] = IGNORED
+    return Encoded(input_ids, labels)
+
+
+def _render_or_none(template: Template, chat: Chat, generation_prompt: bool = False) -> str | None:
+    """Templates may refuse a part of a conversation that they render as a whole."""
+    try:
+        return template.render(chat, generation_prompt) if chat.messages else None
+    except TemplateFault:
+        return None
+
+
+def _closing(chat: Chat, whole: str, prompt: str | None) -> str:
+    """What the template writes behind an answer that ends the chat, `prompt` before it; empty where none is seen."""
+    if prompt is None or not whole.startswith(prompt):
+        return ""
+    return next((whole[end:] for _, end in _as_it_stands(chat.messages[-1], whole, len(prompt))), "")
+
+
+def _as_it_stands(message: Message, whole: str, start: int) -> Iterator[Span]:
+    """Where the content of a plain message stands from `start` on, as it is or without space around it."""
+    content = message["content"]
+    if content and message.keys() <= {"role", "content"}:
+        for text in dict.fromkeys((content, content.strip())):
+            if whole.startswith(text, start):
+                yield (start, start + len(text))
+
+
+def _difference_span(
+    template: Template, chat: Chat, index: int, whole: str, prompt: str | None, closing: str
+) -> Span | None:
+    """Templates drop thoughts that were followed by another question, so the turn is also tried without its own.
+
+    Where the answer stands behind its prompt as it is, and what follows begins with `closing`, the chat need not be
+    rendered up to its end to know where that is.
+    """
+    message = chat.messages[index]
+    if closing and prompt is not None and whole.startswith(prompt):
+        for start, end in _as_it_stands(message, whole, len(prompt)):
+            if whole.startswith(closing, end):
+                return (start, end + len(closing))
+    bare = {name: value for name, value in message.items() if name not in REASONING}
+    for turn in [message] if bare == message else [message, bare]:
+        is_whole = turn is message and index == len(chat.messages) - 1
+        through = whole if is_whole else _render_or_none(template, _with_message(chat, index, turn).through(index + 1))
+        if prompt is not None and through is not None and through.startswith(prompt) and whole.startswith(through):
+            return (len(prompt), len(through))
+    return None
+
+
+def _stand_in_span(template: Template, chat: Chat, index: int, whole: str) -> Span:
+    message = chat.messages[index]
+    for kept in ({"role": message["role"]}, message):
+        stand_in = _with_message(chat, index, {**kept, "content": STAND_IN})
+        before, found, after = (_render_or_none(template, stand_in) or "").rpartition(STAND_IN)
+        start = _shared_length(before, whole)
+        end = len(whole) - _shared_length(after[::-1], whole[::-1])
+        if found and start <= end and _may_be(whole[start:end].strip(), message, whole.endswith(after)):
+            break
+    else:
+        raise UnsuitedChat(f"the answer in message {index + 1} cannot be found in what the chat template renders")
+    start = _start_of_turn(template, chat.through(index), before[:start], start)
+    return (start, _end_of_turn(template, stand_in.through(index + 1), whole, end))
+
+
+def _start_of_turn(template: Template, asked: Chat, before: str, start: int) -> int:
+    """Where the turn starts whose answer starts at `start`, behind `before`: where generation would.
+
+    The model also writes what the template puts between the prompt and its answer: an empty thought, a channel, a
+    space.
+    """
+    prompt = _render_or_none(template, asked, generation_prompt=True)
+    if prompt is None:
+        return start
+    if before.startswith(prompt):
+        return len(prompt)
+    header = prompt[_shared_length(prompt, _render_or_none(template, asked) or "") :]
+    found = before.rfind(header) + len(header)
+    last = asked.messages[-1]["content"].strip()
+    if header.strip() and found >= len(header) and last and last not in before[found:]:
+        return found
+    bare = before.rstrip()
+    return len(bare) if bare and prompt.endswith(bare[-HEADER_END:]) else start
+
+
+def _may_be(text: str, message: Message, is_all_else_there: bool) -> bool:
+    """Whether this can be what a template makes of a message: a part of its content, or its calls and thoughts too."""
+    is_plain = not message.get("tool_calls") and not any(message.get(name) for name in REASONING)
+    return text in message["content"] or (not is_plain and is_all_else_there and message["content"].strip() in text)
+
+
+def _with_message(chat: Chat, index: int, message: Message) -> Chat:
+    return replace(chat, messages=[*chat.messages[:index], message, *chat.messages[index + 1 :]])
+
+
+def _end_of_turn(template: Template, through: Chat, whole: str, end: int) -> int:
+    """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
+
+    Where the last turn of a chat ends in another token (`<|return|>`) than the turns before it (`<|end|>`), the two
+    share their first characters; that is enough, since a token is learnt whole when one character of it is. What both
+    begin behind a token that ends the turn (`<|endoftext|>`, `<|user|>`) is no part of it.
+    """
+    closing = (_render_or_none(template, through) or "").rpartition(STAND_IN)[2]
+    shared = closing[: _shared_length(closing, whole[end:])]
+    ends = [shared.rfind(token) + len(token) for token in template.specials if token in shared]
+    return end + max(ends, default=len(shared))
+
+
+def _without_space_after_end(span: Span, whole: str, specials: tuple[str, ...]) -> Span:
+    """A line break after the token that ends the turn is the template's; generation has stopped before it."""
+    start, end = span
+    text = whole[start:end].rstrip()
+    return (start, start + len(text)) if specials and text.endswith(specials) else span
+
+
+def _shared_length(first: str, second: str) -> int:
+    """Characters at the beginning that both have."""
+    pairs = zip(first, second, strict=False)
+    return next((length for length, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -1,0 +1,173 @@
+"""The tokenizer: loaded, or built on the training text; with the chat template that the recipe asks for."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from framework.build.hub import cached_models, hub_host, hub_is_reachable, leave_to_run_code, nearest, one_line
+from framework.build.model_folder import local_folder, missing_folder, read_object, require_readable
+from framework.build.text.chat import read_template
+from framework.errors import Problem, RequestError
+from framework.schema.config import TrainingConfig
+from framework.schema.model import ModelParams
+from framework.schema.wording import counted
+
+END_TOKEN = "<|endoftext|>"
+"""Ends a document and stands before the first one, as in GPT-2; so the token that starts a text is trained too."""
+
+END_TOKEN_ID = 0
+"""Special tokens come first in a vocabulary that is built here."""
+
+PAD_TOKEN = "<|pad|>"
+
+BPE_CHARACTERS = 8_000_000
+"""Text that the BPE trainer reads at most. Merges of a small vocabulary settle long before this; 2.6 s on 2 cores of
+an EPYC (tokenizers 0.23, 2026-07), and time grows in proportion."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+"""Any one of these makes a folder one that a tokenizer may be loaded from."""
+
+
+def build_tokenizer(config: TrainingConfig, texts: Iterable[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with `model.chat_template` set on it so that it is saved with the model.
+
+    `texts` is read only where `model.tokenizer` asks for a tokenizer built on them. A missing pad token stays missing
+    (see `padding_id`). Raises RequestError when it can be neither built nor loaded.
+    """
+    model = config.model
+    if model.tokenizer is None:
+        tokenizer = _load_tokenizer(model)
+    elif model.tokenizer_name is not None:
+        message = "is set, and model.tokenizer asks to build one; only one of them can be had"
+        raise RequestError([Problem("model.tokenizer_name", message)])
+    else:
+        tokenizer = train_tokenizer(texts, model.tokenizer.vocab_size)
+    if model.chat_template is not None:
+        tokenizer.chat_template = read_template(model.chat_template)
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE (GPT-2's scheme: every text encodes, and decodes to itself) of at most `vocab_size` tokens.
+
+    The same texts give the same tokenizer. Reads at most `BPE_CHARACTERS` characters. Raises RequestError when there
+    is no text.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN, PAD_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    sample = _first_characters(texts, BPE_CHARACTERS)
+    if not any(sample):
+        raise RequestError([Problem("model.tokenizer", "there is no training text to build the tokenizer on")])
+    tokenizer.train_from_iterator(sample, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_TOKEN,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills short rows: the pad token, else the end token, else 0.
+
+    Any id serves, because labels and attention mask are made from positions and never by looking for this id.
+    """
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(token_id, int):
+            return token_id
+    return 0
+
+
+def _first_characters(texts: Iterable[str], limit: int) -> list[str]:
+    taken = []
+    for text in texts:
+        taken.append(text[:limit])
+        limit -= len(taken[-1])
+        if not limit:
+            break
+    return taken
+
+
+def _load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
+    key = "model.tokenizer_name" if model.tokenizer_name is not None else "model.model_name"
+    name = model.tokenizer_name or model.model_name
+    if name is None:
+        expected = "a hub id, a folder, or `model.tokenizer: {train: bpe, vocab_size: 4096}` to build one"
+        raise RequestError([Problem("model.tokenizer_name", "there is no tokenizer", expected=expected)])
+    folder = local_folder(name)
+    if folder is not None and not folder.is_dir():
+        raise RequestError([missing_folder(name, key)])
+    if folder is not None:
+        return read_tokenizer_of(folder, key, model.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name,
+            revision=model.model_revision,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=not hub_is_reachable(),
+        )
+    except (
+        Exception
+    ) as error:  # transformers, tokenizers and the hub client raise many kinds here, some plain Exception
+        raise RequestError([_not_found(name, key, error)]) from error
+    return _as_saved(tokenizer, name, key)
+
+
+def read_tokenizer_of(folder: Path, key: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder. Raises RequestError, under `key`, naming the file that is missing or damaged."""
+    require_readable(folder, key)
+    _require_tokenizer_files(folder, key)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # of many kinds, some plain Exception
+        if (folder / TOKENIZER_FILES[0]).exists():
+            read_object(folder / TOKENIZER_FILES[0], key)
+        message = f"the tokenizer in {folder.absolute()} does not load: {one_line(error)}"
+        raise RequestError([Problem(key, message, expected=leave_to_run_code(error))]) from error
+    return _as_saved(tokenizer, str(folder), key)
+
+
+def _as_saved(tokenizer: PreTrainedTokenizerBase, name: str, key: str) -> PreTrainedTokenizerBase:
+    """The tokenizer without what transformers notes of how it was loaded, which it would write when it is saved."""
+    # A folder with no vocabulary still loads for some model types, as a tokenizer that knows only its special tokens.
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+        message = f"the tokenizer of {name!r} has no vocabulary, only {counted(len(tokenizer), 'special token')}"
+        raise RequestError([Problem(key, message)])
+    for note in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(note, None)
+    return tokenizer
+
+
+def _require_tokenizer_files(folder: Path, key: str) -> None:
+    if any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        return
+    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    message = f"the folder {folder.absolute()} has no tokenizer files; it has {found}"
+    raise RequestError([Problem(key, message, expected="tokenizer.json, or set model.tokenizer_name")])
+
+
+def _not_found(name: str, key: str, error: Exception) -> Problem:
+    tried = f"no folder {Path(name).absolute()}"
+    if hub_is_reachable():
+        tried += f"; {hub_host()} answered: {one_line(error)}"
+    else:
+        tried += f"; {hub_host()} cannot be reached from here; and it is not among the models downloaded before"
+    known = cached_models()
+    return Problem(
+        key,
+        f"no tokenizer {name!r} was found: {tried}",
+        expected=f"one of the downloaded models: {', '.join(known[:8])}" if known else None,
+        nearest=nearest(name, known),
+    )

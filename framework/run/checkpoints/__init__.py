@@ -1,0 +1,1 @@
+"""Checkpoints, resume, export and merge."""

@@ -1,0 +1,58 @@
+"""What all ranks do for a save, and the trial of it before the first step."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.assembly import Assembly
+from framework.run.checkpoints.checkpoint import Contents, contents_of, empty_parts, tried_parts
+from framework.run.checkpoints.export import try_export
+from framework.run.ranks.coordinator import Crew
+from framework.run.rng import dumped
+
+
+@dataclass(frozen=True)
+class CommonSave:
+    """Where ranks meet that each write a part. `group`: in which of torch's, where they write beside training."""
+
+    folder: Path
+    crew: Crew
+    group: Any = None
+
+    def empty_parts(self, contents: Contents) -> Path | None:
+        """The folder that all ranks write their parts into, where each has one."""
+        if not contents.is_split:
+            return None
+        return Path(self.crew.shared(f"parts/{contents.step}", partial(empty_parts, self.folder)))
+
+    def write_parts(self, contents: Contents, parts: Path) -> None:
+        """This rank's part."""
+        from framework.run.checkpoints.sharded import write_parts  # torch's part of it takes seconds to import
+
+        write_parts(parts, contents.tensors, self.group)
+
+    def attempt(self, assembly: Assembly, tokenizer: PreTrainedTokenizerBase) -> str | None:
+        """What is small of the export is written, sharded weights are gathered, or written and read back, and all is
+        thrown away before anything is learnt: a save that cannot work fails now (C04, O03). In words what was done of
+        the second."""
+        with self.crew.phase("trying to export"):
+            self.crew.shared("tried exporting", partial(try_export, assembly, tokenizer, self.folder / "final"))
+        if not assembly.is_in_parts:
+            return None
+        began = time.perf_counter()
+        with self.crew.phase("trying to save"):
+            contents = contents_of(assembly, 0)
+            if parts := self.empty_parts(contents):
+                self.write_parts(contents, parts)
+                self.crew.shared("tried saving", partial(tried_parts, parts, contents.tensors))
+        done = "every rank has written its part" if parts else "rank 0 has gathered all weights"
+        return f"{done}, in {time.perf_counter() - began:.1f} s"
+
+
+def random_states_of_others(crew: Crew, step: int) -> list[str]:
+    """For a checkpoint, the states of the generators of ranks 1, 2, ..."""
+    return crew.gathered(f"random/{step}", dumped())[1:] if crew.ranks.world > 1 else []

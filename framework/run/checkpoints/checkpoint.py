@@ -1,0 +1,317 @@
+"""Checkpoints that are complete or absent: written aside, read back, renamed, and only then are older ones retired.
+
+A checkpoint holds the trained state, not the export: weights in the dtype they are trained in, optimizer states, random
+states and the step. Tensors are safetensors, the rest is JSON; nothing is pickled.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from framework.build.assembly import Assembly
+from framework.build.ranks import Ranks
+from framework.build.verify.fingerprints import fixed_fingerprint
+from framework.errors import Problem, RequestError, SaveFailed
+from framework.memory.explain.causes import Repair
+from framework.run.checkpoints.optimizer_state import SEPARATOR, flat_state, restore_state
+from framework.run.checkpoints.read_back import damage, save_verified, told
+from framework.run.record.files import aside_of, discard
+from framework.run.record.layout import FINAL, PARTS, checkpoint_name, checkpoints, exported, leftovers
+from framework.run.rng import parsed, random_state, restore_random_state
+from framework.run.trained_parameters import trained_state
+from framework.schema.choices import StateDictType
+
+FORMAT = 1
+"""Version of the files in a checkpoint."""
+_SEAL = "crc32"
+_ALWAYS = {"step", "optimizer", "random", "config"}
+"""Of the state, what every version has written."""
+
+_WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
+
+
+def forget_halves(folder: Path) -> None:
+    """Give back the disk of what a run that was killed had half written, or half deleted."""
+    for left in leftovers(folder):
+        whole = left.with_name(left.stem.removeprefix("."))
+        if left.suffix == ".replaced" and not whole.exists():  # killed between two renames
+            left.rename(whole)
+        discard(left)
+
+
+def empty_parts(folder: Path) -> str:
+    """Make the folder that all ranks write into, beside the checkpoints of a run folder."""
+    parts = folder / "checkpoints" / f".{PARTS}"
+    discard(parts)
+    parts.mkdir(parents=True)
+    return str(parts)
+
+
+def tried_parts(parts: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Read back what all ranks have written, and delete it. Raises SaveFailed when it is not what there is."""
+    from framework.run.checkpoints.sharded import verify_parts  # torch's part of it takes seconds to import
+
+    verify_parts(parts, tensors)
+    shutil.rmtree(parts)
+    return "tried"
+
+
+@contextlib.contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `target` in one rename when the block ends well, and vanishes when it does not.
+
+    Raises SaveFailed for any error of the file system; `target` is then as it was.
+    """
+    aside, replaced = aside_of(target), target.with_name(f".{target.name}.replaced")
+    try:
+        discard(aside)
+        aside.mkdir(parents=True)
+        yield aside
+        readable = aside.stat().st_mode & 0o666  # by the umask; safetensors gives its files to their owner alone
+        for file in aside.rglob("*"):
+            if file.is_file():
+                file.chmod(readable)
+            _flush(file)
+        discard(replaced)
+        if os.path.lexists(target):
+            target.rename(replaced)
+        aside.rename(target)
+        _flush(target.parent)
+        if target.name == FINAL and replaced.is_dir():
+            for path in set(replaced.iterdir()) - set(exported(replaced)):  # which someone else has put there
+                if not os.path.lexists(target / path.name):
+                    path.rename(target / path.name)
+        discard(replaced)
+    except (OSError, SafetensorError) as error:
+        discard(aside)
+        raise SaveFailed(f"{target} could not be written: {error}. Earlier saves are untouched.") from error
+    except BaseException:
+        discard(aside)
+        raise
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint holds, in hand, so that it can be written wherever the run is by then.
+
+    `tensors` are the trained weights and, under names with a SEPARATOR, the optimizer's states; `others` the random
+    states of ranks 1, 2, ... as `random_state.dumped` gives them; `document` what goes into JSON. With `is_split` each
+    rank has its part of every tensor, and all write. `is_apart`: training changes none of the tensors.
+    """
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    random: Mapping[str, Tensor]
+    others: Sequence[str]
+    document: Mapping[str, Any]
+    is_split: bool = False
+    is_apart: bool = False
+
+
+def contents_of(
+    assembly: Assembly,
+    step: int,
+    repairs: Sequence[Repair] = (),
+    stream: Mapping[str, Any] | None = None,
+    others: Sequence[str] = (),
+    read: Mapping[str, Any] | None = None,
+) -> Contents:
+    """What a checkpoint of this moment holds; where weights are split every rank must call this.
+
+    `read` are the digests of `read_digests`.
+    """
+    is_gathered = assembly.config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT
+    if not assembly.is_in_parts:
+        states, numbers = flat_state(assembly)
+        tensors = {**trained_state(assembly.model), **states}
+    else:
+        from framework.run.checkpoints.sharded import (  # torch's part of it takes seconds to import
+            split_state,
+            whole_on_host,
+        )
+
+        tensors, numbers = split_state(assembly)
+        if is_gathered:
+            tensors = whole_on_host(tensors, assembly.ranks.is_main)
+    random_tensors, random_numbers = random_state()
+    document = {
+        "format": FORMAT,
+        "step": step,
+        "optimizer": numbers,
+        "random": random_numbers,
+        "loss_scale": assembly.loss_scale.state(),
+        "reference": fixed_fingerprint(assembly),
+        "stream": stream,
+        "read": dict(read or {}),
+        "repairs": [repair.to_json() for repair in repairs],
+        "config": assembly.config.model_dump(mode="json"),
+    }
+    is_split, is_apart = assembly.is_in_parts and not is_gathered, assembly.is_in_parts and is_gathered
+    return Contents(step, tensors, random_tensors, others, document, is_split, is_apart)
+
+
+def save_checkpoint(
+    folder: Path, contents: Contents, keep: int, parts: Path | None = None, say: Callable[[str], None] = print
+) -> Path:
+    """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
+
+    `parts`: the folder into which all ranks have written what is split, which moves into the checkpoint. `say` is told
+    of an older one that cannot be deleted.
+
+    Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
+    """
+    target = folder / "checkpoints" / checkpoint_name(contents.step)
+    with written_aside(target) as aside:
+        files = {_RANDOM: contents.random}
+        if parts is None:
+            files[_WEIGHTS] = {name: item for name, item in contents.tensors.items() if SEPARATOR not in name}
+            files[_OPTIMIZER] = {name: item for name, item in contents.tensors.items() if SEPARATOR in name}
+        else:
+            from framework.run.checkpoints.sharded import verify_parts
+
+            parts.rename(aside / PARTS)
+            verify_parts(aside / PARTS, contents.tensors)
+        for name, tensors in files.items():
+            on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
+            save_verified(aside / name, on_host)
+        for rank, text in enumerate(contents.others, 1):
+            (aside / _random_of(rank)).write_text(text)
+        names = sorted(str(file.relative_to(aside)) for file in aside.rglob("*") if file.is_file())
+        document = {
+            **contents.document,
+            "files": names,
+            "others": [zlib.crc32(text.encode()) for text in contents.others],
+        }
+        (aside / _STATE).write_text(_sealed(document))
+    for old in checkpoints(folder)[:-keep]:
+        if reason := _retire(old):
+            say(f"warning   {old} could not be deleted: {reason}")
+    return target
+
+
+def _retire(checkpoint: Path) -> str | None:
+    """Delete a checkpoint, under another name first: a kill must leave no half one under its own. Else why not."""
+    if checkpoint.is_symlink():
+        return f"it is a link to {os.readlink(checkpoint)}, which no run made"
+    aside = checkpoint.with_name(f".{checkpoint.name}.retired")
+    try:
+        discard(aside)
+        checkpoint.rename(aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        left = f"; what is left of it is {aside}" if aside.exists() else ""
+        return f"{error.strerror or error}{left}"
+    return None
+
+
+def _random_of(rank: int) -> str:
+    return f"random-{rank:05d}.json"
+
+
+def _sealed(document: Mapping[str, Any]) -> str:
+    """A document as JSON that begins with the checksum of the rest."""
+    text = json.dumps(document)
+    return f'{{"{_SEAL}": {zlib.crc32(text.encode())}, {text[1:]}'
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The JSON part of a checkpoint. Raises RequestError when it is of another format or damaged."""
+    try:
+        text = (checkpoint / _STATE).read_text()
+        state: dict[str, Any] = json.loads(text)
+    except (OSError, ValueError) as error:
+        found = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise _unusable(checkpoint, f"{_STATE} {found}") from None
+    if not isinstance(state, dict) or "format" not in state:
+        raise _unusable(checkpoint, f"{_STATE} is not what a run writes")
+    if state["format"] != FORMAT:
+        found = f"{checkpoint} has format {state['format']}, this version reads {FORMAT}"
+        raise RequestError([Problem("--resume", found)])
+    if state.pop(_SEAL, None) is not None and text != _sealed(state):
+        raise _unusable(checkpoint, f"{_STATE} has changed since it was written")
+    if gone := sorted(_ALWAYS - state.keys()):
+        raise _unusable(checkpoint, f"{_STATE} lacks {', '.join(gone)}")
+    return state
+
+
+def _unusable(checkpoint: Path, found: str) -> RequestError:
+    older = [each for each in checkpoints(checkpoint.parent.parent) if each.name < checkpoint.name]
+    then = f"--resume then goes on from {older[-1].name}" if older else "there is no older one to go on from"
+    return RequestError([Problem("--resume", f"{checkpoint}/{found}", expected=f"delete {checkpoint}: {then}")])
+
+
+def verify_checkpoint(checkpoint: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
+    """Read every byte of a checkpoint, each rank its share of the files. Raises RequestError for a damaged one."""
+    for name in state.get("files", [])[ranks.rank :: ranks.world]:
+        file = checkpoint / name
+        if file.suffix == ".safetensors":
+            found = damage(file)
+        elif not file.exists():
+            found = "is missing"
+        else:
+            is_whole = zlib.crc32(file.read_bytes()) in state["others"]
+            found = None if is_whole else "has changed since it was written"
+        if found:
+            raise _unusable(checkpoint, f"{name} {found}")
+    ranks.meet()  # none goes on to read what another has found damaged
+
+
+def load_checkpoint(checkpoint: Path, assembly: Assembly, is_other_allowed: bool = False) -> int:
+    """Put a checkpoint's tensors and random states back in place. Returns its step. `is_other_allowed`: what the model
+    is measured against may have other weights than it had.
+
+    Raises RequestError when it holds other tensors than the model that was built.
+    """
+    state = read_state(checkpoint)
+    verify_checkpoint(checkpoint, state, assembly.ranks)
+    built = fixed_fingerprint(assembly)
+    if not is_other_allowed and None not in (built, state.get("reference")) and state["reference"] != built:
+        message = f"the model that {checkpoint} was measured against had other weights than the one built now"
+        raise RequestError([Problem("--resume", message, expected="the files that the run began with")])
+    if assembly.is_in_parts or (checkpoint / PARTS).exists():
+        from framework.run.checkpoints.sharded import load_parts
+
+        load_parts(checkpoint, assembly, state["optimizer"])
+    else:
+        _load_whole(checkpoint, assembly, state["optimizer"])
+    first_alike = assembly.ranks.rank - assembly.ranks.rank % assembly.ranks.alike  # those alike draw alike
+    if first_alike == 0:
+        restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
+    elif (own := checkpoint / _random_of(first_alike)).exists():  # else there were fewer ranks
+        restore_random_state(*parsed(own.read_text()))
+    assembly.loss_scale.restore(state.get("loss_scale", {}))
+    return int(state["step"])
+
+
+def _load_whole(checkpoint: Path, assembly: Assembly, numbers: dict[str, Any]) -> None:
+    device = str(assembly.place.device)
+    expected, stored = trained_state(assembly.model), load_file(checkpoint / _WEIGHTS, device=device)
+    different = sorted(set(expected) ^ set(stored)) or [
+        name for name in expected if expected[name].shape != stored[name].shape
+    ]
+    if different:
+        message = f"{checkpoint} holds another model: {told(different)}"
+        raise RequestError([Problem("--resume", message)])
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(stored.pop(name))
+    restore_state(assembly, load_file(checkpoint / _OPTIMIZER), numbers)

@@ -1,0 +1,70 @@
+"""`tunesmith merge`: a trained adapter and its base become one plain Hugging Face folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+
+from framework.build.adapters.merge import merge
+from framework.build.adapters.quantize import quantized_kinds
+from framework.build.model.heads import answers_for_rows
+from framework.errors import Problem, RequestError
+from framework.run.checkpoints.checkpoint import written_aside
+from framework.run.checkpoints.export import write_model
+from framework.run.checkpoints.trained_model import (
+    MERGED_FOLDER,
+    PROMPTS,
+    Artefact,
+    find_artefact,
+    load_base,
+    with_adapter,
+)
+from framework.run.record.run_folder import make_writable
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Where the plain model is, its dtype, from what it was dequantised (empty: the base was plain), and the class of
+    transformers that loads it."""
+
+    folder: Path
+    dtype: str
+    dequantized: str
+    loader: str
+
+
+def merge_run(source: Path, output: Path | None = None, trusts_code: bool = False, allow: Sequence[str] = ()) -> Merged:
+    """Write the model that a run's adapter and its base are together, to `output` (else `merged/` in `source`).
+
+    `source` is a run folder, or a folder with an adapter whose base can be loaded by its name. The weights are in the
+    dtype that the run would export. Code that comes with the base runs where `trusts_code` says so. `allow` may
+    name `model.base`, which has changed since. Raises RequestError when there is no adapter to merge, saying what the
+    folder is.
+    """
+    transformers.utils.logging.disable_progress_bar()  # it would be drawn into pipes too
+    target = output if output is not None else source / MERGED_FOLDER
+    artefact = _adapter(find_artefact(source, trusts_code, allow))
+    if target.exists():
+        raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])
+    make_writable(target.parent, "--output", target)  # before any weight is loaded
+    base, dtype = load_base(artefact)
+    kinds = ", ".join(quantized_kinds(base))
+    loader = "AutoModelForSequenceClassification" if answers_for_rows(base) else "AutoModelForCausalLM"
+    adapted = with_adapter(base, artefact)
+    with written_aside(target) as aside:
+        write_model(merge(adapted, dtype), aside, dtype)
+        if (artefact.folder / "tokenizer_config.json").exists():
+            artefact.tokenizer.save_pretrained(aside)
+    return Merged(target, str(dtype).removeprefix("torch."), kinds, loader)
+
+
+def _adapter(artefact: Artefact) -> Artefact:
+    """The folder with the adapter. Raises RequestError saying what there is instead."""
+    folder, kind = artefact.folder, artefact.adapter_kind
+    if kind is None:
+        raise RequestError([Problem("RUN", f"{folder} is a plain model already: there is no adapter to merge")])
+    if kind in PROMPTS:
+        message = f"{folder} holds tokens before the row ({kind}): there is nothing to add to the weights"
+        raise RequestError([Problem("RUN", message, expected="the adapter as it is, with its base")])
+    return artefact

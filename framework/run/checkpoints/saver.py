@@ -1,0 +1,140 @@
+"""The checkpoints of a run, from the step that they are of until they are complete."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from framework.build.assembly import Assembly
+from framework.errors import SaveFailed
+from framework.memory.explain.causes import Repair
+from framework.run.checkpoints.all_ranks import CommonSave, random_states_of_others
+from framework.run.checkpoints.async_writer import Writer
+from framework.run.checkpoints.checkpoint import Contents, contents_of, save_checkpoint
+from framework.run.inputs.inputs import Inputs
+from framework.run.inputs.training_batches import TrainingBatches, stream_state
+from framework.run.ranks.coordinator import Crew
+from framework.run.record.layout import step_of
+from framework.run.record.meter import Meter
+from framework.run.record.progress import ProgressLine
+from framework.run.record.run_folder import RunFolder
+from framework.run.rehearsal.footprint import state_tensors
+from framework.schema.config import TrainingConfig
+
+
+class SavedRun(Protocol):
+    """What a save reads of the run that is saved."""
+
+    config: TrainingConfig
+    folder: RunFolder
+    inputs: Inputs
+    assembly: Assembly
+    batches: TrainingBatches
+    progress: ProgressLine
+    meter: Meter
+    crew: Crew
+    step: int
+    read: dict[str, Any]
+    repairs: list[Repair]
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps of the whole run."""
+        ...
+
+
+class Saving:
+    """One checkpoint at a time: the main rank writes, or all ranks their parts. `saved` is the step of the last."""
+
+    def __init__(self, session: SavedRun) -> None:
+        self._session = session
+        self.saved = session.step
+        self.writer = Writer(session.config.training.async_save, session.assembly.ranks.world == 1)
+        self._begun: int | None = None
+        self._common = CommonSave(session.folder.path, session.crew)
+        self._said = set[str]()
+
+    def meet(self) -> None:
+        """All ranks make the group in which they write beside training, where they do."""
+        if self._session.assembly.is_in_parts and self.writer.beside:
+            from framework.run.checkpoints.sharded import writers_group
+
+            self._common = replace(self._common, group=writers_group())
+
+    def attempt(self) -> str | None:
+        """Try before the first step what a save does; in words what that was, where sharded weights were part of it."""
+        return self._common.attempt(self._session.assembly, self._session.inputs.tokenizer)
+
+    def save(self, beside: bool = False) -> None:
+        """A checkpoint of the step just made, unless it is there already. It is complete when this returns; with
+        `beside`, where that was asked for, when this is called again. Raises SaveFailed, also of the one before."""
+        self._finish()
+        if self.saved != self._session.step:
+            self._begin()
+        if not beside or not self.writer.beside:
+            self._finish()
+
+    def newest(self) -> int:
+        """The step of the newest complete checkpoint, when what is being written is there; 0 without any. For a rank
+        that has failed: it does not wait for the others."""
+        self.writer.settle()
+        found = self._session.folder.newest()
+        return step_of(found) if found is not None else 0
+
+    def _begin(self) -> None:
+        session = self._session
+        session.meter.observe("save")
+        with session.crew.phase(f"saving step {session.step}"):
+            others = random_states_of_others(session.crew, session.step)
+            if session.assembly.is_in_parts or session.assembly.ranks.is_main:
+                stream = stream_state(session.batches, session.step)
+                contents = contents_of(session.assembly, session.step, session.repairs, stream, others, session.read)
+                live = (*session.assembly.trained, *state_tensors(session.assembly))
+                self.writer.begin(contents, partial(self._write, parts=self._common.empty_parts(contents)), live)
+        if self.writer.count == 1:
+            session.progress.say(f"after step {session.step}: {self.writer.reading}")
+        self._begun = session.step
+
+    def _finish(self) -> None:
+        """All ranks wait until the checkpoint that was begun is complete, outside of any collective."""
+        if self._begun is not None:
+            crew = self._session.crew
+            with crew.phase(f"writing the checkpoint of step {self._begun}"):
+                failure = crew.shared(f"saved/{self._begun}", self._failure)
+            begun, self._begun = self._begun, None
+            if failure:
+                raise SaveFailed(failure)
+            self.writer.wait()
+            self.saved = begun
+            if self.saved == self._session.total:
+                self.writer.copies.clear()
+
+    def _write(self, contents: Contents, parts: Path | None) -> None:
+        session = self._session
+        if parts is not None:
+            self._common.write_parts(contents, parts)
+        if session.assembly.ranks.is_main:
+            keep, folder = session.config.training.save_total_limit, session.folder
+            try:
+                save_checkpoint(folder.path, contents, keep, parts, self._say_once)
+            except SaveFailed as error:
+                if folder.fallback is None or parts is not None:
+                    raise
+                try:
+                    saved = save_checkpoint(folder.fallback, contents, keep, say=self._say_once)
+                except SaveFailed as second:
+                    raise SaveFailed(f"{error}\n{second}") from second
+                session.progress.say(f"warning   {error} The checkpoint is {saved}")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._session.progress.say(text)
+
+    def _failure(self) -> str:
+        """Why the checkpoint that was begun could not be written; empty where it was."""
+        try:
+            self.writer.wait()
+        except SaveFailed as error:
+            return str(error)
+        return ""

@@ -1,0 +1,281 @@
+"""What a run has left behind, found and loaded again: a plain model, or an adapter with its base."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from framework.beside import path_like
+from framework.build.adapters.quantize import is_quantized, keep_packing, quantize
+from framework.build.dtypes import autocast_dtype
+from framework.build.hub import hub_is_reachable, leave_to_run_code, one_line
+from framework.build.loading.bases import BASE, Base, differences, read_base
+from framework.build.loading.model import build_model, read_architecture, unreported
+from framework.build.loading.unmatched import sort_unmatched
+from framework.build.model.heads import ASSUMED, model_class, pad_like
+from framework.build.model_folder import KEY, local_folder, read_object, require_model, require_readable, weight_files
+from framework.build.place import real_place
+from framework.build.resolve_model import settle
+from framework.build.text.tokenizer import read_tokenizer_of
+from framework.compose import load_of_run
+from framework.compose.trust import trusted_keys, untrusted
+from framework.errors import Problem, RequestError
+from framework.run.checkpoints.export import BASE_FOLDER, BASE_RECORD
+from framework.run.inputs.same_rows import MOST
+from framework.run.record.layout import FINAL, UNFINISHED
+from framework.run.record.overwrite import ENVIRONMENT
+from framework.schema.choices import Task
+from framework.schema.config import TrainingConfig
+from framework.schema.model import ModelParams
+from framework.schema.rules.model import remote_code, remote_code_conflicts
+from framework.schema.training import TrainingParams
+
+ADAPTER_FILE, CONFIG_FILE, MODEL_FILE = "adapter_config.json", "config.yaml", "config.json"
+MERGED_FOLDER = "merged"
+ADAPTER_WEIGHTS, PICKLED_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
+TRUST = "--trust-remote-code"
+PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
+"""peft's names of adapters that are tokens before the row."""
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """The folder of a trained model or adapter, and the config of the run it came from, where that is known."""
+
+    folder: Path
+    config: TrainingConfig | None
+    trusts_code: bool = False
+    """Whether Python code that comes with the model, or its base, may run."""
+    allows_other_base: bool = False
+    """Whether an adapter is put on another base than it was trained on."""
+
+    @property
+    def adapter_kind(self) -> str | None:
+        """peft's name of the kind of adapter; None for a plain model."""
+        file = self.folder / ADAPTER_FILE
+        return str(_read(file).get("peft_type", "")) if file.exists() else None
+
+    @property
+    def task(self) -> Task:
+        """What it was trained for: as the run says, else as its files tell."""
+        if self.config is not None:
+            return self.config.training.task
+        if self.adapter_kind is not None:
+            kind = _read(self.folder / ADAPTER_FILE).get("task_type")
+            return Task.CLASSIFICATION if kind == "SEQ_CLS" else Task.SFT
+        settings = _read(self.folder / MODEL_FILE)
+        classes = settings.get("architectures")
+        if not isinstance(classes, list) or not any(
+            str(name).endswith("ForSequenceClassification") for name in classes
+        ):
+            return Task.SFT
+        if settings.get("problem_type") != "regression":
+            return Task.CLASSIFICATION
+        named = settings.get("id2label")
+        names = tuple(named.values()) if isinstance(named, dict) else ()
+        return Task.REWARD if names == ASSUMED[Task.REWARD] else Task.REGRESSION
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that was saved with it. Raises RequestError."""
+        return read_tokenizer_of(self.folder, "RUN", self.trusts_code)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_object(file, "RUN")
+
+
+def find_artefact(source: Path, trusts_code: bool = False, allow: Sequence[str] = ()) -> Artefact:
+    """What a run folder, or a folder with a model or an adapter, holds. `allow` may name `model.base`.
+
+    Raises RequestError saying what there is, with every file that is damaged, and where the run's model comes with code
+    that is not trusted.
+    """
+    if wrong := [word for word in allow if word != BASE]:
+        raise RequestError([Problem("--allow", f"{word} may not differ here", None, BASE) for word in wrong])
+    for folder in (source / FINAL, source):
+        if (folder / ADAPTER_FILE).exists() or (folder / MODEL_FILE).exists():
+            require_readable(folder, "RUN")
+            return Artefact(folder, _config_of(folder, trusts_code), trusts_code, BASE in allow)
+    if (source / CONFIG_FILE).exists():
+        message = f"{source} is a run that has not finished: it has no {FINAL}/"
+        raise RequestError([Problem("RUN", message, expected=f"tunesmith train {source / CONFIG_FILE} --resume")])
+    what = "has neither a model nor a run in it" if source.is_dir() else "is no folder"
+    expected = f"a run folder, or one with {MODEL_FILE} or {ADAPTER_FILE}"
+    nearest = None if source.is_dir() else path_like(source, Path.is_dir)
+    raise RequestError([Problem("RUN", f"{source} {what}", expected=expected, nearest=nearest)])
+
+
+def code_that_runs(source: Path) -> list[str]:
+    """Which Python code the model of a run or folder, once trusted, runs: a sentence each. Raises RequestError."""
+    artefact = find_artefact(source, trusts_code=True)
+    if artefact.config is None:
+        return [remote_code(str(artefact.folder), None)]
+    return [conflict.message for conflict in remote_code_conflicts(artefact.config)]
+
+
+def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
+    """The config of the run that a folder is of: what a run exports and what is merged of it lie in its own folder. A
+    config in the folder above any other says nothing of it."""
+    whole = folder.absolute()
+    written = whole.parent / CONFIG_FILE
+    is_export = whole.name in (FINAL, MERGED_FOLDER) or whole.name.startswith(UNFINISHED)
+    is_of_run = is_export and (whole.parent / ENVIRONMENT).exists()
+    if not is_of_run or not written.exists():
+        return None
+    config = load_of_run(written)
+    if not trusts_code and (keys := trusted_keys(config)):
+        expected = f"{TRUST}, if you trust the code that comes with {config.model.model_name}"
+        raise RequestError([untrusted(key, str(written), expected) for key in keys])
+    return config
+
+
+def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
+    """A plain model of the task's class, in the dtype it was written in. Raises RequestError where a weight of it is
+    missing, damaged or left over."""
+    folder = local_folder(name)
+    if folder is not None:
+        require_model(folder, "RUN")
+        weight_files(folder, "RUN")
+    try:
+        with unreported():
+            model, info = model_class(task).from_pretrained(
+                name,
+                dtype="auto",
+                local_files_only=folder is not None or not hub_is_reachable(),
+                trust_remote_code=trusts_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told below, by name
+                use_safetensors=True,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # transformers raises many kinds for what a config says
+        message = f"{name} does not load: {one_line(error)}"
+        raise RequestError([Problem("RUN", message, expected=leave_to_run_code(error))]) from None
+    if new := sort_unmatched(model, info, name, "RUN").new:
+        raise RequestError([Problem("RUN", f"{name} has no {new[0]}, so that its answers would be random")])
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def load_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
+    """The weights that the adapter was trained on, as they were held then, and the dtype to write them in.
+
+    Raises RequestError when the adapter does not say which these are, they do not load, or have changed since.
+    """
+    with _as_run():
+        return _found_base(artefact)
+
+
+@contextlib.contextmanager
+def _as_run() -> Iterator[None]:
+    """What is found wrong with the base inside is said with the place that names it."""
+    try:
+        yield
+    except RequestError as error:
+        expected = f"the base where it was, or where it is now as model.model_name in the run's {CONFIG_FILE}"
+        raise RequestError(
+            [
+                replace(problem, expected=expected) if problem.key == KEY and not problem.expected else problem
+                for problem in error.problems
+            ]
+        ) from None
+
+
+def _found_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
+    if artefact.config is not None:
+        return _base_of_run(artefact.config, artefact)
+    if artefact.task.is_of_rows:
+        message = f"{artefact.folder} does not say how many classes its model has, nor their names"
+        raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
+    name = _read(artefact.folder / ADAPTER_FILE).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        message = f"{artefact.folder} does not say which base it belongs on"
+        raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
+    about = _about(name, artefact)
+    _require_same_base(artefact, about, read_architecture(about))
+    model = load_plain(name, artefact.task, artefact.trusts_code)
+    return model, model.dtype
+
+
+def _about(name: str, artefact: Artefact) -> TrainingConfig:
+    model = ModelParams(model_name=name, trust_remote_code=artefact.trusts_code)
+    return TrainingConfig(model=model, training=TrainingParams(task=artefact.task))
+
+
+def _require_same_base(artefact: Artefact, config: TrainingConfig, architecture: PretrainedConfig) -> None:
+    """Raises RequestError where `config.model` is not what the adapter was trained on, as far as that was recorded."""
+    record = artefact.folder / BASE_RECORD
+    if not record.exists() or artefact.allows_other_base:
+        return
+    try:
+        before = Base.from_json(_read(record))
+    except ValueError as error:
+        raise RequestError([Problem("RUN", f"{record} {error}", expected=f"--allow {BASE}")]) from None
+    if changed := differences(before, read_base(config, architecture)):
+        message = f"{config.model.model_name} is not what the adapter was trained on: {'; '.join(changed[:MOST])}"
+        raise RequestError([Problem(BASE, message, expected=f"the base as it was, or --allow {BASE}")])
+
+
+def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
+    """The base with the adapter on it. Raises RequestError where it does not go there."""
+    if not (artefact.folder / ADAPTER_WEIGHTS).exists():  # else peft looks for them on a hub
+        is_pickled = (artefact.folder / PICKLED_WEIGHTS).exists()
+        message = f"{artefact.folder} has no {ADAPTER_WEIGHTS}"
+        message += f", and {PICKLED_WEIGHTS} is pickled, which is not read" if is_pickled else ""
+        raise RequestError([Problem("RUN", message, expected="weights in safetensors")])
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            # peft reads a property that transformers 5.20 renamed; nothing a user could change
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            adapted: PeftModel = PeftModel.from_pretrained(base, str(artefact.folder))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # peft raises many kinds for what an adapter_config says
+        message = f"{artefact.folder} does not go on its base: {one_line(error)}"
+        raise RequestError([Problem("RUN", message)]) from None
+    if (artefact.folder / GENERATION_CONFIG_NAME).exists():
+        base.generation_config = GenerationConfig.from_pretrained(str(artefact.folder))
+    return adapted
+
+
+def load_model(artefact: Artefact) -> Any:
+    """Model, or base and adapter, to be asked: in evaluation mode, on the GPU where there is one."""
+    if artefact.adapter_kind is None:
+        model: Any = load_plain(str(artefact.folder), artefact.task, artefact.trusts_code)
+    else:
+        model = with_adapter(load_base(artefact)[0], artefact)
+    if is_quantized(model):
+        keep_packing(model)
+    on_card = any(parameter.is_cuda for parameter in model.parameters())  # packed weights are there already
+    return (model if on_card or not torch.cuda.is_available() else model.to("cuda")).eval()
+
+
+def _base_of_run(config: TrainingConfig, artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
+    config, architecture = settle(config)
+    stated = architecture.dtype  # building writes the training dtype over it
+    if (artefact.folder / BASE_FOLDER).exists():
+        about = _about(str(artefact.folder / BASE_FOLDER), artefact)
+        _require_same_base(artefact, about, architecture)
+        model = load_plain(str(artefact.folder / BASE_FOLDER), artefact.task, artefact.trusts_code)
+    else:
+        _require_same_base(artefact, config, architecture)
+        if config.training.task.is_of_rows:
+            pad_like(architecture, artefact.tokenizer)
+        is_too_large = config.model.offload_frozen_base is True
+        place = real_place(torch.device("cuda" if torch.cuda.is_available() and not is_too_large else "cpu"))
+        set_seed(config.training.seed)  # random weights come out as they did for the run
+        autocast = autocast_dtype(config.training)
+        model, _ = build_model(config, architecture, place, autocast)
+        if config.peft.q_lora:
+            quantize(config.peft, model, autocast or model.dtype, place)
+    return model, getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype

@@ -1,0 +1,1 @@
+"""Processes of a run or a sweep, started and watched."""

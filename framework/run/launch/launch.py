@@ -1,0 +1,158 @@
+"""`--nproc`: one process a device, started and watched over by this one.
+
+torch's own launcher gives ranks that it ends 30 seconds and then kills them, whatever they are about: a rank that saves
+because Ctrl-C was pressed would lose its checkpoint. It has no exit codes but its own, either. So the processes are
+ours; what they find in their environment is what torchrun gives, and how they meet is torch's.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from framework.build.refuse import refuse_impossible
+from framework.errors import DoesNotFit, Problem, RequestError, TrainingStopped
+from framework.run.checkpoints.resume import check_allowed
+from framework.run.planning.capacity import require_room, too_large
+from framework.run.planning.fit import decide_or_refuse
+from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.python_process import train_command
+from framework.run.ranks.coordinator import FAILED, GRACE, HERE, PARENT
+from framework.run.ranks.signals import noted_signals
+from framework.run.record.run_folder import open_folder
+from framework.schema.choices import OnOutOfMemory
+from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
+from framework.text import to_yaml
+
+LOST = 4
+"""Exit code of a run one of whose ranks was killed: it has stopped by itself."""
+_HOST = "127.0.0.1"
+_PAUSE = 0.1
+
+
+def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
+    """Train a decided config on `gpu.count` devices of this machine; the exit code of the run.
+
+    Each rank runs `tunesmith train` with `options`. Raises RequestError and DoesNotFit for what can be refused before.
+    """
+    config = _possible(config, name, options)
+    world = config.gpu.count
+    # made in this process, so that no other can take its port in between
+    store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+    crew = PrefixStore("tunesmith/0/0", store)
+    crew.set(PARENT, "")
+    with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+        recipe = Path(folder) / f"{name}.yaml"
+        recipe.write_text(to_yaml(config))
+        command = train_command(str(recipe), *options)
+        ranks: list[subprocess.Popen[bytes]] = []
+        with noted_signals() as noted:
+            try:
+                for rank in range(world):  # in sessions of their own: a terminal's Ctrl-C reaches them through us alone
+                    told = _environment(rank, world, store.port)
+                    ranks.append(subprocess.Popen(command, env=told, start_new_session=True))
+                return _watched(ranks, crew, noted)
+            finally:
+                for process in ranks:
+                    if process.poll() is None:
+                        process.kill()
+                        process.wait()
+
+
+def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> TrainingConfig:
+    """The config without `auto`; whatever can be refused is refused here, once, before any rank is started."""
+    check_allowed([options[at + 1] for at, word in enumerate(options) if word == "--allow"])
+    require_devices(config)
+    decided = decide_or_refuse(config)
+    for line in decided.said:
+        print(f"auto      {line}", file=sys.stderr)
+    refuse_impossible(decided.config, devices="one")
+    folder = open_folder(decided.config, name, "--resume" in options, "--overwrite" in options)
+    plan = plan_in_subprocess(decided.config)
+    if not plan.fits and decided.config.training.on_oom is not OnOutOfMemory.SHRINK:  # which the first rank says
+        raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was started.")
+    require_room(plan, folder.path, decided.config.data.workers, decided.config.gpu.count)
+    return decided.config
+
+
+def require_devices(config: TrainingConfig) -> None:
+    """Raises RequestError when this machine has fewer cards than processes are to be started."""
+    count = torch.cuda.device_count()
+    if config.gpu.name != "cpu" and config.gpu.count > count:
+        message = counted(config.gpu.count, "process is", "processes are")
+        message += f" asked for, and this machine has {counted(count, 'CUDA card')}"
+        raise RequestError([Problem("gpu.count", message, expected="gpu=cpu, or at most as many processes as cards")])
+
+
+def _environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun gives its processes. Its store, like ours, is kept by who starts them."""
+    threads = max(1, (os.cpu_count() or 1) // world)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # what the store's clients say, with their frames, when this process is killed
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _watched(ranks: Sequence["subprocess.Popen[bytes]"], crew: Store, noted: list[int]) -> int:
+    """Wait for all of them. When one fails the others follow within seconds. Signals go on to them; before all are
+    there to take them, when there is nothing to save either, KeyboardInterrupt is raised."""
+    while any(process.poll() is None for process in ranks):
+        if noted and not crew.check([f"{HERE}/{rank}" for rank in range(len(ranks))]):
+            raise KeyboardInterrupt
+        while noted:
+            number = noted.pop(0)
+            for process in ranks:
+                if process.poll() is None:
+                    process.send_signal(number)
+        failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
+        if failed is not None:
+            return _ended(ranks, failed, crew)
+        time.sleep(_PAUSE)
+    return next((_ended(ranks, rank, crew) for rank, process in enumerate(ranks) if process.returncode), 0)
+
+
+def _ended(ranks: Sequence["subprocess.Popen[bytes]"], failed: int, crew: Store) -> int:
+    """Leave a note for a rank that was killed and let the others go. The run's exit code.
+
+    Raises TrainingStopped for ranks that were killed, since none of them can say so.
+    """
+    code = ranks[failed].returncode
+    mine = json.dumps({"rank": failed, "code": code if code > 0 else LOST})
+    note = json.loads(crew.compare_set(FAILED, "", mine))
+    end = time.monotonic() + 4 * GRACE
+    while any(process.poll() is None for process in ranks) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+    deaths = [
+        f"rank {rank} {_death(-process.returncode)}; checkpoints are intact"
+        for rank, process in enumerate(ranks)
+        if process.poll() is not None and process.returncode < 0
+    ]
+    if code < 0 and note["rank"] == failed:  # so no rank has told of another failure
+        raise TrainingStopped("; ".join(deaths))
+    for death in deaths:
+        print(f"error {death}", file=sys.stderr)
+    return int(note["code"])
+
+
+def _death(number: int) -> str:
+    """What ended a process, in words."""
+    if number == signal.SIGKILL:
+        return "was killed (SIGKILL), by a user or by the system when the host's memory ran out"
+    return f"died of {signal.Signals(number).name}"

@@ -1,0 +1,194 @@
+"""One run of a sweep, in the process that Hydra's launcher has chosen. Loads no torch.
+
+It is `tunesmith train` in a process of its own, so that its memory, its exit code and its end are its own. What became
+of it is a file in the sweep's folder.
+"""
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from framework.compose import draft
+from framework.compose.sweep import Job, Sweep, quoted
+from framework.run.launch.device_locks import own_cards
+from framework.run.planning.python_process import train_command
+from framework.run.ranks.environment import launched
+from framework.run.ranks.signals import passing_signals_on
+from framework.run.record.files import replace_file
+from framework.run.record.layout import checkpoints
+
+INTERRUPTED = 130
+KILLED = 4
+"""Exit code of a run that a signal ended, or that its launcher lost."""
+_WORST_FIRST = (INTERRUPTED, 1, 4, 3, 2, 0)
+_RESULTS = "results"
+_STOP = "interrupted"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a run. Losses are the last ones of a run that is done; no `exit_code`: it was not begun."""
+
+    number: int
+    overrides: tuple[str, ...]
+    folder: str
+    exit_code: int | None
+    seconds: float = 0.0
+    steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    peak_allocated_bytes: int | None = None
+
+    @property
+    def value(self) -> float:
+        """What the sweep would like to be small: the loss on rows held out, else that of the last step."""
+        loss = self.eval_loss if self.eval_loss is not None else self.loss
+        return math.inf if loss is None else loss
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """What Hydra calls for each run of a sweep. It travels to other processes and machines, pickled."""
+
+    recipe: str
+    sweep: Sweep
+    options: tuple[str, ...] = ()
+    """Of `train`, as typed."""
+    nproc: int | None = None
+    resume: bool = False
+    """Whether runs that have a checkpoint go on from it; the others start."""
+    fail_fast: bool = False
+    quiet: bool = False
+
+    def __call__(self, job: Job) -> float:
+        """Make the run and keep its result. Returns `Result.value`; what goes wrong in the run raises nothing."""
+        found = launched()
+        if found is not None and found.rank > 0:  # one of several tasks of one run: the first speaks for all
+            return float(subprocess.run(self.command(job), check=False).returncode and math.inf)
+        results = job.sweep / _RESULTS
+        results.mkdir(parents=True, exist_ok=True)
+        own = (job.number, job.overrides, str(job.folder))
+        if found is None and self._is_over(job.sweep):
+            return _keep(Result(*own, exit_code=None), results)
+        began = time.monotonic()
+        with own_cards(self._cards(job) if found is None else 0, partial(_waits, job)) as environment:
+            code = self._run(job, results / f"{job.number}.log", environment)
+        seconds = round(time.monotonic() - began, 1)
+        return _keep(Result(*own, code, seconds, **(_read(job.folder) if code == 0 else {})), results)
+
+    def words(self, job: Job) -> list[str]:
+        """The words after the recipe that say this run to any process."""
+        words = [word for word in self.sweep.words_of(job) if not word.startswith("training.output_dir=")]
+        return [*words, f"training.output_dir={quoted(str(job.folder))}"]
+
+    def arguments(self, job: Job) -> list[str]:
+        """What follows `tunesmith train`."""
+        going_on = ["--resume"] if self.resume and has_checkpoint(job.folder) else []
+        options = [*self.options, *(["--nproc", str(self.nproc)] if self.nproc else []), *going_on]
+        return [self.recipe, *self.words(job), *options]
+
+    def command(self, job: Job) -> list[str]:
+        """What is run."""
+        return train_command(*self.arguments(job))
+
+    def _cards(self, job: Job) -> int:
+        """How many cards of this machine the run is for. It composes anew, since the machine is part of it."""
+        gpu = draft(self.recipe, self.words(job), self.nproc).config.gpu
+        return 0 if gpu.name == "cpu" else gpu.count
+
+    def _is_over(self, sweep: Path) -> bool:
+        """Whether what became of other runs keeps this one from being begun."""
+        codes = {result.exit_code for result in results_of(sweep)}
+        return INTERRUPTED in codes or is_stopped(sweep) or (self.fail_fast and bool(codes - {0, None}))
+
+    def _run(self, job: Job, log: Path, environment: Mapping[str, str]) -> int:
+        """Its exit code. Each line that it prints goes to the log, and to stderr behind the run's number."""
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        with (
+            log.open("w", encoding="utf-8") as file,
+            subprocess.Popen(
+                self.command(job), env={**os.environ, **environment}, start_new_session=True, **pipes
+            ) as process,
+            passing_signals_on([process]),
+        ):
+            file.write(f"tunesmith train {shlex.join(self.arguments(job))}\n")
+            assert process.stdout is not None
+            for raw in process.stdout:
+                line = raw.decode(errors="replace")
+                file.write(line)
+                file.flush()
+                if not self.quiet:
+                    print(f"[{job.number}] {line}", end="", file=sys.stderr, flush=True)
+        return process.returncode if process.returncode >= 0 else KILLED
+
+
+def _waits(job: Job) -> None:
+    print(f"[{job.number}] waits until a card is free", file=sys.stderr)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run can go on in this folder."""
+    return bool(checkpoints(folder))
+
+
+def forget_results(sweep: Path) -> None:
+    """Remove what an earlier start of this sweep has noted about its runs. The runs stay as they are."""
+    for file in [*(sweep / _RESULTS).glob("*.json"), sweep / _RESULTS / _STOP]:
+        file.unlink(missing_ok=True)
+
+
+def stop(sweep: Path) -> None:
+    """Let no further run of this sweep begin, wherever it would."""
+    (sweep / _RESULTS).mkdir(parents=True, exist_ok=True)
+    (sweep / _RESULTS / _STOP).touch()
+
+
+def is_stopped(sweep: Path) -> bool:
+    """Whether no further run is to begin."""
+    return (sweep / _RESULTS / _STOP).exists()
+
+
+def results_of(sweep: Path) -> list[Result]:
+    """What became of the runs so far, by number."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in (sweep / _RESULTS).glob("*.json")]
+    return sorted((Result(**values) for values in found), key=lambda result: result.number)
+
+
+def reason_of(sweep: Path, result: Result) -> str:
+    """The first error that a run has printed."""
+    file = sweep / _RESULTS / f"{result.number}.log"
+    log = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    said = (line.removeprefix("error ") for line in log.splitlines() if line.startswith("error "))
+    return next(said, f"exit code {result.exit_code}")
+
+
+def worst(codes: Iterable[int | None]) -> int:
+    """The exit code of a sweep with runs of these."""
+    found = set(codes)
+    return next(code for code in _WORST_FIRST if code in found or code == 0)
+
+
+def _keep(result: Result, results: Path) -> float:
+    replace_file(results / f"{result.number}.json", json.dumps(asdict(result)) + "\n")
+    return result.value
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """The last figures in a run folder; none after a dry run, which makes no folder."""
+    try:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        peak = json.loads((folder / "memory.json").read_text(encoding="utf-8"))["measured"]["allocated_bytes"]
+    except FileNotFoundError:
+        return {}
+    last = {name: line[name] for line in lines for name in ("step", "loss", "eval_loss") if name in line}
+    found = {"steps": last.get("step"), "loss": last.get("loss"), "eval_loss": last.get("eval_loss")}
+    return {**found, "peak_allocated_bytes": peak}

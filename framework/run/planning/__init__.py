@@ -1,0 +1,1 @@
+"""Plans made in processes of their own: plan, fit, measure, calibrate, diff."""

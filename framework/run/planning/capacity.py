@@ -1,0 +1,100 @@
+"""Whether this machine has the disk and the host memory that the plan asks for, before anything is loaded."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from framework.errors import DoesNotFit
+from framework.memory.ledger import Plan
+from framework.memory.planning import WORKER_BYTES
+from framework.run.record.run_folder import held
+from framework.schema.wording import counted
+
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
+_GIB = 1 << 30
+
+
+def require_room(plan: Plan, folder: Path | None, workers: int = 0, processes: int = 1) -> None:
+    """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it. None
+    where another machine writes.
+
+    `workers` is how many processes that prepare batches the plan's host memory counts for each of the `processes` that
+    train on this machine.
+    """
+    disk = _short_of_disk(plan, folder) if folder is not None else ()
+    host = HostRoom.now().shortage(plan, workers, processes)
+    short = [*disk, *([host] if host is not None else [])]
+    if short:
+        raise DoesNotFit("; ".join(short) + ". Nothing was loaded.")
+
+
+def _short_of_disk(plan: Plan, folder: Path) -> Iterator[str]:
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free + _held(folder)
+    if plan.disk_bytes > free:
+        yield (
+            f"the run writes up to {_gib(plan.disk_bytes)} ({_gib(plan.checkpoint_bytes)} a checkpoint), "
+            f"{existing} has {_gib(free)} free: lower training.save_total_limit, raise training.save_steps "
+            "or choose another training.output_dir"
+        )
+
+
+@dataclass(frozen=True)
+class HostRoom:
+    """Host memory as it was at one moment, in bytes: `free` to be had, and `held` by this process, which a process that
+    trains in its stead has as well."""
+
+    free: int
+    held: int
+
+    @classmethod
+    def now(cls) -> "HostRoom":
+        return cls(available_host_bytes(), psutil.Process().memory_info().rss)
+
+    def shortage(self, plan: Plan, workers: int, processes: int) -> str | None:
+        """What a plan lacks for the `processes` of this machine, each with so many `workers`; None if it has room."""
+        held, needed = self.held * processes, plan.host_bytes_of(processes)
+        if (missing := needed - held) <= self.free:
+            return None
+        among = f" for {counted(processes, 'process', 'processes')}" if processes > 1 else ""
+        pinned = plan.host.pinned_bytes * processes
+        among += f" ({_gib(pinned)} of it pinned)" if pinned else ""
+        said = f"the run needs up to {_gib(needed)} of host memory{among}, {_gib(held + self.free)} can be had"
+        left = workers - -(-(missing - self.free) // (WORKER_BYTES * processes))
+        if workers and left >= 0:
+            said += f": there is room for {left} of the {workers} data.workers ({_gib(WORKER_BYTES)} each)"
+        return said
+
+
+def available_host_bytes() -> int:
+    """Host memory that a new allocation can still get: the system's, or what the container's limit leaves."""
+    system = int(psutil.virtual_memory().available)
+    try:
+        return min(system, int(_MEMORY_LIMIT.read_text()) - int(_MEMORY_USED.read_text()))
+    except (OSError, ValueError):  # no limit, or no such file
+        return system
+
+
+def _held(folder: Path) -> int:
+    """Bytes of an earlier or interrupted run in the folder, which new saves replace."""
+    files = (file for path in held(folder) for file in (path, *path.rglob("*")))
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"
+
+
+def too_large(plan: Plan) -> str:
+    """The verdict in one sentence, and what it was compared with."""
+    upper, usable = plan.peak.device_bytes_upper, plan.device.usable_bytes or 0
+    terms = plan.peak.terms.to_json()
+    largest = max(terms, key=lambda name: terms[name])
+    return (
+        f"the run needs up to {upper / 2**30:.2f} GiB in {plan.peak.phase}, {plan.device.name} has "
+        f"{usable / 2**30:.2f} GiB usable; most is {largest} ({terms[largest] / 2**30:.2f} GiB)."
+    )

@@ -1,0 +1,161 @@
+"""`fit`: the search with real rehearsals, and `auto` in a config replaced by what it finds. Loads no torch."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from framework.errors import DoesNotFit, OutOfMemory, Problem, RequestError
+from framework.memory.installed import detect
+from framework.memory.levers import word
+from framework.memory.search.concessions import INEXACT
+from framework.memory.search.fastest import Shortage, no_shortage
+from framework.memory.search.find import find
+from framework.memory.search.found import Found
+from framework.memory.search.freedom import freedom, opened
+from framework.memory.units import size
+from framework.run.planning.capacity import HostRoom
+from framework.run.planning.plan_pool import Rehearsals
+from framework.run.planning.plan_process import plan_in_subprocess
+from framework.schema.availability import left_open
+from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
+
+Judge = Callable[[Sequence[TrainingConfig]], int]
+"""Which of some configs, fastest first by their plans, is the best."""
+
+
+def fit(
+    config: TrainingConfig,
+    *,
+    pins: Collection[str] = (),
+    inexact: Collection[str] = (),
+    judge: Judge | None = None,
+    runs_here: bool | None = None,
+) -> Found:
+    """The fastest settings of a composed config that are planned to fit its card, with the same global batch.
+
+    Args:
+        pins: keys or sections that stay as they are.
+        inexact: keys at which the trajectory may change for speed, of `framework.memory.search.concessions.INEXACT`;
+            where nothing else fits, all of them may that are not pinned.
+        judge: chooses among the fastest; `measured_best` runs them.
+        runs_here: whether it will train on this machine, so that its packages, compilers and host memory are needed.
+            None: if the card is this machine's.
+
+    Raises RequestError for a card without memory of its own, an unknown pin, or a request that is refused.
+    """
+    strange = [key for key in inexact if key not in INEXACT]
+    if strange:
+        problems = [
+            Problem(f"--set-free {key}", "is no key that may be given up", None, ", ".join(INEXACT)) for key in strange
+        ]
+        raise RequestError(problems)
+    free = freedom(pins)
+    last_resort = [key for key in INEXACT if not any(key == pin or key.startswith(f"{pin}.") for pin in pins)]
+    return _searched(
+        config, free, inexact, last_resort, judge, detect() == config.gpu.name if runs_here is None else runs_here
+    )
+
+
+def _searched(
+    config: TrainingConfig,
+    free: Collection[str],
+    inexact: Collection[str],
+    last_resort: Collection[str],
+    judge: Judge | None,
+    runs_here: bool,
+) -> Found:
+    if config.gpu.usable_bytes is None:
+        message = f"{config.gpu.name} has no memory of its own that settings could be fitted to"
+        raise RequestError([Problem("gpu.name", message, expected="gpu=rtx4090_24gb, a size such as gpu=24gb")])
+    shortage = _shortage(config) if runs_here else no_shortage
+    with Rehearsals() as measure:
+        found = find(config, measure, free, inexact, last_resort, runs_here, judge, shortage)
+    if found is None:
+        plan_in_subprocess(opened(config))  # raises with what is wrong
+        raise RequestError([Problem("", "no candidate could be planned, though the request itself can")])
+    return found.remarking([f"some candidates could not be planned: {fault}" for fault in measure.faults])
+
+
+def _shortage(config: TrainingConfig) -> Shortage:
+    """What plans lack of this machine's host memory, as it is before anything is rehearsed."""
+    here = HostRoom.now()
+    return lambda plan: here.shortage(plan, config.data.workers, plan.host.processes)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A config without `auto`, and why each lever is what it is. `found` is None where there was nothing to search."""
+
+    config: TrainingConfig
+    said: tuple[str, ...]
+    found: Found | None = None
+
+
+def decide(config: TrainingConfig, runs_here: bool) -> Decided:
+    """The config with every `auto` replaced. Without any it is the config itself, and nothing is searched.
+
+    Levers that are `auto` may change the trajectory only where nothing else fits, which `said` tells. A card without
+    memory of its own gets the plain values. What does not fit is handed back as the closest miss.
+    """
+    keys = left_open(config)
+    if not keys:
+        return Decided(config, ())
+    if config.gpu.usable_bytes is None:
+        plain = opened(config)
+        return Decided(
+            plain, tuple(f"{key}={_value(plain, key)}: the plain value, {config.gpu.name} has no limit" for key in keys)
+        )
+    found = _searched(config, (), (), [key for key in INEXACT if key in keys], None, runs_here)
+    said = [f"{change.key}={word(change.new)}: {_reason(change.saves_bytes, change.why)}" for change in found.changes]
+    return Decided(found.config, (*said, *found.remarks), found)
+
+
+def decide_or_refuse(config: TrainingConfig) -> Decided:
+    """`decide` for a run on this machine. Raises DoesNotFit where no choice fits the card."""
+    decided = decide(config, runs_here=True)
+    if decided.found is not None and not decided.found.fits:
+        if decided.found.plan.fits:
+            raise DoesNotFit(f"no choice of {', '.join(left_open(config))} fits: {decided.found.shortage}.")
+        need = decided.found.plan.peak.device_bytes_upper
+        usable = config.gpu.usable_bytes or 0
+        message = (
+            f"no choice of {', '.join(left_open(config))} fits {config.gpu.name}: the closest needs up to {size(need)}"
+        )
+        raise DoesNotFit(f"{message}, {size(usable)} is usable. `tunesmith fit` may move other levers too.")
+    return decided
+
+
+def _reason(saves: int | None, why: str) -> str:
+    moved = "" if not saves else f"{'saves' if saves > 0 else 'takes'} {size(abs(saves))}. "
+    return moved + why
+
+
+def _value(config: TrainingConfig, key: str) -> str:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return word(value)
+
+
+def measured_best(said: Callable[[str], None]) -> Judge:
+    """A judge that runs each config for some steps on this machine's card, each in a fresh process, so that what one
+    leaves behind cannot make another fail. Tells what it measures. Raises OutOfMemory when all fail."""
+
+    def judge(configs: Sequence[TrainingConfig]) -> int:
+        from framework.run.planning.measure import measure_in_subprocess
+
+        speeds: dict[int, float] = {}
+        for number, config in enumerate(configs):
+            try:
+                measured = measure_in_subprocess(config)
+            except OutOfMemory as error:
+                said(f"measured: {counted(config.batch.per_device, 'row')} a forward pass ran out of memory ({error})")
+                continue
+            speeds[number] = measured.tokens_per_second
+            taken = f"{size(measured.device_bytes)}, {measured.tokens_per_second:,.0f} tokens/s"
+            said(f"measured: {counted(config.batch.per_device, 'row')} a forward pass, {taken}")
+        if not speeds:
+            raise OutOfMemory("every candidate that was planned to fit ran out of memory on this card")
+        return max(speeds, key=lambda number: speeds[number])
+
+    return judge

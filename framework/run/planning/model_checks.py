@@ -1,0 +1,82 @@
+"""Tier B of `check`: what only the tokenizer, the model's shape and the rows can tell. Loads no weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from framework.build.adapters.targets import KEY
+from framework.build.assembly import assemble
+from framework.build.loading.bases import check_all_weights
+from framework.build.place import rehearsal_place
+from framework.build.resolve_model import settle
+from framework.errors import Problem, RequestError
+from framework.memory.search.freedom import opened
+from framework.run.inputs.inputs import read_rows_for, read_tokenizer, with_labels
+from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What tier B found."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+    """What training would say of the adapter and the rows."""
+    rows: str
+    """The rows that were read, in words."""
+
+
+def inspect(config: TrainingConfig) -> Findings:
+    """Every problem that building the model without storage, its tokenizer and its rows bring to light.
+
+    Rows are read and tokenised as for training: all of them, of a stream the first block. A lever that is `auto` is
+    looked at with its plain value, where its search begins.
+    """
+    problems, cautions = list[Problem](), list[Problem]()
+
+    def attempt(action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except RequestError as error:
+            problems.extend(error.problems)
+            return None
+
+    data, settled = None, attempt(lambda: settle(opened(config)))
+    if settled is not None:
+        config, architecture = settled
+        place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
+        cautions.extend(attempt(lambda: [*check_all_weights(config, architecture, in_folders=True)]) or ())
+        assembly = attempt(lambda: assemble(config, architecture, place, total_steps=1))
+        if assembly is not None and config.fsdp.is_sharded:
+            from framework.build.parallel.shard import refuse_unsharded  # torch's sharding takes seconds to import
+
+            attempt(lambda: refuse_unsharded(config, assembly.model, assembly.model))
+        if assembly is not None and assembly.adapter is not None:
+            cautions.extend(_about_adapter(caution) for caution in assembly.adapter.cautions)
+        if config.data.train:
+            tokenizer = attempt(lambda: read_tokenizer(config, architecture))
+            if tokenizer is not None:
+                data = attempt(lambda: read_rows_for(config, architecture, tokenizer))
+    if data is None:
+        return Findings(tuple(dict.fromkeys(problems)), tuple(cautions), "no rows")
+    if config.training.task.is_of_rows:
+        attempt(lambda: with_labels(config, data.targets))
+    read = data.report.train.read
+    rows = (
+        f"the first {counted(read, 'row')} of a stream"
+        if data.stream is not None
+        else f"all {counted(read, 'training row')}"
+    )
+    if unread := data.report.train.unread:
+        rows += f"; not read: {', '.join(dict.fromkeys(name for names in unread.values() for name in names))}"
+    warnings = (Problem("data.train", warning) for warning in data.report.warnings)
+    return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
+
+
+def _about_adapter(caution: str) -> Problem:
+    """A caution as a problem: most begin with the key that they are about."""
+    key, colon, message = caution.partition(": ")
+    return Problem(key, message) if colon and key == KEY else Problem("peft", caution)

@@ -1,0 +1,1 @@
+"""Several processes: who this one is, coordination, signals."""

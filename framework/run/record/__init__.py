@@ -1,0 +1,1 @@
+"""The run folder and its metrics: what is written while a run trains."""

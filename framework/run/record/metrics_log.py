@@ -1,0 +1,57 @@
+"""`metrics.jsonl`: a log that cannot be written never ends a run. Loads no torch."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from framework.run.record.files import append_line, replace_file
+from framework.schema.wording import counted
+
+FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """The lines of a run. Those that the disk does not take wait in memory and are tried again with each further one.
+
+    `say` is told once when lines begin to wait, and once when they are written.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._file, self._say = folder / FILE, say
+        self._waiting: list[str] = []
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Add one line."""
+        had = len(self._waiting)
+        self._waiting.append(json.dumps(values))
+        error = self._flush()
+        if error is not None and not had:
+            self._say(f"warning   {self._file} cannot be written ({error.strerror}): its lines wait in memory")
+        elif error is None and had:
+            self._say(f"metrics   {counted(had + 1, 'line')} that waited in memory are written")
+
+    def close(self, elsewhere: Path | None) -> None:
+        """Write what still waits, to `elsewhere` where the file itself does not take it; say what is lost."""
+        count = len(self._waiting)
+        if not count or self._flush() is None:
+            return
+        lost = f"warning   the last {counted(count, 'line')} of {self._file} could not be written"
+        if elsewhere is not None:
+            try:
+                elsewhere.mkdir(parents=True, exist_ok=True)
+                replace_file(elsewhere / FILE, "".join(f"{line}\n" for line in self._waiting))
+            except OSError as error:
+                return self._say(f"{lost}, nor to {elsewhere}: {error.strerror}")
+            return self._say(f"warning   the last {counted(count, 'line')} of {self._file} are in {elsewhere / FILE}")
+        self._say(lost)
+
+    def _flush(self) -> OSError | None:
+        """Write what waits, as far as that goes; what kept it from going on."""
+        try:
+            while self._waiting:
+                append_line(self._file, self._waiting[0])
+                del self._waiting[0]
+        except OSError as error:
+            return error
+        return None

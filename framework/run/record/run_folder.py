@@ -1,0 +1,304 @@
+"""The run folder: where it is, what is already in it, and the files that say what happened."""
+
+import contextlib
+import fnmatch
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from framework.errors import Problem, RequestError, SaveFailed
+from framework.memory.explain.causes import Circumstances
+from framework.memory.explain.evidence import EARLIER, REPORT, STOPPED, read_circumstances, write_circumstances
+from framework.run.record.files import replace_file
+from framework.run.record.layout import FINAL, UNFINISHED, checkpoints
+from framework.run.record.lock import refuse_taken
+from framework.run.record.metrics_log import FILE as METRICS
+from framework.run.record.overwrite import ENVIRONMENT, overwrite_problems, read_environment
+from framework.run.record.revision import describe_revision
+from framework.schema.config import TrainingConfig
+from framework.text import to_yaml
+
+SNAPSHOT = "oom_snapshot.pickle"
+"""Opens in PyTorch's viewer (pytorch.org/memory_viz)."""
+_STOPS = {REPORT: (REPORT, SNAPSHOT), STOPPED: (STOPPED,)}
+"""The report of a stop -> the files that tell of it."""
+PAGE = "report.html"
+"""What `tunesmith report` writes there."""
+TENSORBOARD = "tensorboard"
+"""Folder of its events."""
+_OURS = (
+    "config.yaml",
+    "config-until-step-*.yaml",
+    "reference.safetensors",
+    "plan.json",
+    ENVIRONMENT,
+    "environment-until-step-*.json",
+    METRICS,
+    "memory.json",
+    *(name for files in _STOPS.values() for name in files),
+    *(f"{Path(name).stem}{EARLIER}{Path(name).suffix}" for files in _STOPS.values() for name in files),
+    "checkpoints",
+    FINAL,
+    f"{UNFINISHED}*",
+    TENSORBOARD,
+    PAGE,
+)
+"""Everything that is written of a run, as patterns. `--overwrite` removes these and nothing else."""
+
+_PACKAGES = (
+    *("tunesmith", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
+    *("numpy", "triton", "bitsandbytes", "torchao", "liger-kernel"),
+)
+_OF_A_START = ("date", "command")
+"""What `environment.json` says that is another one at each start."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run."""
+
+    path: Path
+    is_written: bool = True
+    """Whether this process writes there: of several ranks the main one alone."""
+    fallback: Path | None = None
+    """Where checkpoints and the export go when they cannot be written here."""
+
+    def held(self) -> list[Path]:
+        """What runs have written here and in the fallback. Raises OSError for what cannot be a folder."""
+        return [*held(self.path), *(held(self.fallback) if self.fallback is not None else ())]
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, here or in the fallback."""
+        found = [*checkpoints(self.path), *(checkpoints(self.fallback) if self.fallback is not None else ())]
+        return max(found, key=lambda checkpoint: checkpoint.name, default=None)
+
+    def write_json(self, name: str, document: Mapping[str, Any]) -> None:
+        """Write one document whole or not at all."""
+        if self.is_written:
+            _replace(self.path / name, json.dumps(document, indent=2) + "\n")
+
+    def write_config(self, config: TrainingConfig) -> None:
+        """The resolved config, which trains again as it is."""
+        if self.is_written:
+            _replace(self.path / "config.yaml", to_yaml(config))
+
+    def keep_config(self, config: TrainingConfig, step: int) -> None:
+        """Have the config that trained until `step`, where another trains from there on, say so in its name.
+
+        Raises SaveFailed.
+        """
+        file = self.path / "config.yaml"
+        earlier = file.read_text(errors="replace") if file.is_file() else ""
+        if not self.is_written or earlier in ("", to_yaml(config)):
+            return
+        (kept,) = _free(self.path, ("config.yaml",), f"-until-step-{step:08d}").values()
+        _replace(kept, earlier)
+
+    def write_environment(self, device: Mapping[str, Any], step: int) -> None:
+        """Where the run is made from here on. What it was until `step`, where that is not the same, keeps its file
+        under a name that says so. Raises SaveFailed."""
+        if not self.is_written:
+            return
+        earlier, now = read_environment(self.path), {**environment(), **device}
+        if step and earlier and any(earlier.get(name) != now[name] for name in now if name not in _OF_A_START):
+            (kept,) = _free(self.path, (ENVIRONMENT,), f"-until-step-{step:08d}").values()
+            self.write_json(kept.name, earlier)
+        self.write_json(ENVIRONMENT, now)
+
+    def moved_versions(self) -> list[str]:
+        """One line for each version that is another than when the run was started last."""
+        earlier, now = read_environment(self.path), environment()
+        before, after = (
+            {"python": known.get("python"), **dict(known.get("packages") or {})} for known in (earlier, now)
+        )
+        known = [name for name in after if name in before and before[name] != after[name]]
+        return [f"{name} {after[name] or 'missing'}, was {before[name] or 'missing'}" for name in known]
+
+    def write_stop(self, step: int, reason: str) -> None:
+        """Why a run stopped by itself, for `explain`; a full disk leaves it out, since the reason is told anyway."""
+        if self.is_written:
+            with contextlib.suppress(SaveFailed):
+                _replace(self.path / STOPPED, f"{write_circumstances(Circumstances(step=step))}\n{reason}\n")
+
+    def forget_metrics_after(self, step: int, is_last: bool = False) -> None:
+        """Drop the lines of steps that will be made again after resuming at `step`, and one cut short by a kill.
+
+        With `is_last` nothing is left to train but the evaluation behind that step comes again: its line goes too.
+        """
+        file = self.path / METRICS
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        kept = [line.decode() for line in lines if _is_kept(line, step, is_last)]
+        _replace(file, "".join(f"{line}\n" for line in kept))
+
+    def set_stops_aside(self, step: int) -> None:
+        """Have the reports of stops say in their names at which step that was: the run goes on from `step`.
+
+        Raises SaveFailed.
+        """
+        for report, files in _STOPS.items():
+            if (self.path / report).exists():
+                stopped = read_circumstances((self.path / report).read_text(errors="replace")).step or step
+                _rename(self.path, files, f"-step-{stopped:08d}")
+
+
+def _is_kept(line: bytes, step: int, is_last: bool) -> bool:
+    """Whether a line of `metrics.jsonl` is whole and of a step that is not made again."""
+    try:
+        values = json.loads(line.decode())
+        comes_again = is_last and "eval_loss" in values and values["step"] == step
+        return float(values["step"]) <= step and not comes_again
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+def _rename(folder: Path, names: Sequence[str], said: str) -> None:
+    """Add `said` to the stems of those files that exist."""
+    for file, target in _free(folder, names, said).items():
+        try:
+            file.rename(target)
+        except FileNotFoundError:  # a snapshot is of a card
+            continue
+        except OSError as error:
+            raise SaveFailed(f"{file} could not be renamed to {target.name}: {error.strerror}") from error
+
+
+def _free(folder: Path, names: Sequence[str], said: str) -> dict[Path, Path]:
+    """Those files, and what they are called with `said` behind their stems, and a number where that name is taken."""
+    endings = (said, *(f"{said}-{number}" for number in range(2, 10_000)))
+    renamed = (
+        {folder / name: folder / f"{Path(name).stem}{end}{Path(name).suffix}" for name in names} for end in endings
+    )
+    return next(pairs for pairs in renamed if not any(target.exists() for target in pairs.values()))
+
+
+def _replace(file: Path, text: str) -> None:
+    try:
+        replace_file(file, text)
+    except OSError as error:
+        raise SaveFailed(f"{file} could not be written: {error.strerror}. Earlier saves are untouched.") from error
+
+
+def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:
+    """The folder of this run: `training.output_dir`, else `runs/<name>`, numbered when taken. Makes nothing.
+
+    Raises RequestError when the folder cannot be, is taken and neither `resume` nor `overwrite` says what to do with
+    it, when another run is at work there, when there is nothing to resume, or when what `overwrite` would remove is
+    read by this very run or not a run's.
+    """
+    written = config.training.output_dir
+    folder = RunFolder(Path(written) if written else default_path(name, resume, overwrite))
+    folder = replace(folder, fallback=fallback_of(config, folder.path))
+    try:
+        taken = folder.held()
+    except (OSError, ValueError) as error:  # too long, a file in its way, a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"{str(folder.path)[:200]} cannot be a folder: {reason}"
+        raise RequestError([Problem("training.output_dir", message, expected="a folder")]) from None
+    refuse_taken(folder.path)
+    if problems := [*folder_problems(config, folder.path, taken, resume, overwrite)]:
+        raise RequestError(problems)
+    if resume and folder.newest() is None:
+        raise RequestError([_nothing_to_resume(folder.path.absolute())])
+    return folder
+
+
+def fallback_of(config: TrainingConfig, folder: Path) -> Path | None:
+    """Where the run in a folder saves what it cannot save there: a folder of its own in `training.fallback_dir`."""
+    if config.training.fallback_dir is None:
+        return None
+    absolute = os.path.abspath(folder)
+    return Path(config.training.fallback_dir) / f"{folder.name[:200]}-{crc32(absolute.encode()):08x}"
+
+
+def folder_problems(
+    config: TrainingConfig, path: Path, taken: Sequence[Path], resume: bool, overwrite: bool
+) -> Sequence[Problem]:
+    """What keeps a run from a folder in which there is what is `taken`."""
+    if overwrite and not resume:
+        return overwrite_problems(config, path, taken)
+    if not taken or resume:
+        return ()
+    message = f"{path} already holds a run ({', '.join(found.name for found in taken)})"
+    return (Problem("training.output_dir", message, expected="--resume, --overwrite or another folder"),)
+
+
+def _nothing_to_resume(path: Path) -> Problem:
+    """Told with the runs beside it that have what it lacks."""
+    message = f"there is no checkpoint in {path / 'checkpoints'}"
+    siblings = {found.parent.parent for found in path.parent.glob("*/checkpoints/step-*")}
+    begun = sorted(sibling.name for sibling in siblings if checkpoints(sibling))
+    close = get_close_matches(path.name, begun, 1)
+    others = f"; of {path.parent} {', '.join(begun[:8])} have one" if begun else ""
+    expected = f"training.output_dir of a run that has one, or no --resume to begin anew{others}"
+    nearest = f"training.output_dir={path.parent / close[0]}" if close else None
+    return Problem("--resume", message, expected=expected, nearest=nearest)
+
+
+def make(folder: RunFolder) -> None:
+    """Make the folder on disk. Raises RequestError when it cannot be made or written to."""
+    make_writable(folder.path, "training.output_dir", folder.path.absolute())
+    if folder.fallback is not None:
+        make_writable(folder.fallback, "training.fallback_dir", folder.fallback.absolute())
+
+
+def make_writable(folder: Path, key: str, meant: Path) -> None:
+    """Make a folder that files can be written to. Raises RequestError, under the key that asked for what is `meant`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        message = f"{meant} cannot be made or written to: {error.strerror}"
+        raise RequestError([Problem(key, message, expected="a folder where files can be written")]) from None
+
+
+def default_path(name: str, resume: bool, overwrite: bool) -> Path:
+    """`runs/<name>` or the first of its numbered siblings that is free; the last that is taken to go on there."""
+    numbered = [Path("runs") / name, *(Path("runs") / f"{name}-{number}" for number in range(2, 10_000))]
+    free = next(index for index, path in enumerate(numbered) if not path.exists())
+    return numbered[max(free - 1, 0)] if resume or overwrite else numbered[free]
+
+
+def held(folder: Path) -> list[Path]:
+    """What runs have written in a folder, of what they write there at all; also where that is a link. Raises OSError
+    for what cannot be a folder."""
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    return [folder / name for pattern in _OURS for name in fnmatch.filter(names, pattern)]
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run wrote to the folder."""
+    return "packages" in read_environment(folder)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and commit: what is needed to run the same thing again."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "git": describe_revision(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

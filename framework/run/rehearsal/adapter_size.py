@@ -1,0 +1,71 @@
+"""Size of what an adapted run exports, read from the built model: the adapter, its base, or both as one model."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel
+
+from framework.build.adapters.adapter import MOVES_WEIGHTS, Adapter, adapter_state
+from framework.build.adapters.quantize import scale_tensors, weight_count
+from framework.build.assembly import Assembly
+from framework.build.ranks import local_part
+from framework.schema.choices import PeftSaveMode
+
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""As a safetensors header calls those that an adapter is held in."""
+
+
+def adapter_export_bytes(assembly: Assembly, adapter: Adapter, counts: Mapping[str, int]) -> int:
+    """Bytes of the weights in the final folder. `counts`: weights of each parameter, of all devices.
+
+    Tokenizer and configs, a few megabytes at most, are left out.
+    """
+    model, mode = adapter.model, assembly.config.peft.peft_save_mode
+    frozen = {name: item for name, item in model.named_parameters() if not item.requires_grad}
+    if mode is PeftSaveMode.MERGED:
+        weights = sum(counts[name] for name in frozen) + _untied_weights(model.get_base_model())
+        return weights * assembly.export_dtype.itemsize
+    # not `state_dict()`: it reads values of nested scales, which a rehearsal has not
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    named = {name: assembly.as_part(name, tensor) for name, tensor in tensors.items()}
+    written = dict(adapter_state(model, named))
+    if mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL:
+        base = map(local_part, (*frozen.values(), *scale_tensors(model)))
+        return file_bytes(written) + sum(item.numel() * item.element_size() for item in base)
+    is_moved = assembly.config.peft.peft_method in MOVES_WEIGHTS  # `write_adapter` adds what undoes its start
+    return file_bytes(written, ("lora_A", "lora_B") if is_moved else ())
+
+
+def _untied_weights(model: PreTrainedModel) -> int:
+    """Weights that a merged model has in addition, because head and embedding no longer share theirs."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None:
+        return 0
+    one, other = (
+        getattr(each, "original_module", getattr(each, "base_layer", each)).weight for each in (head, embedding)
+    )
+    has_adapter = isinstance(head, BaseTunerLayer) or isinstance(embedding, BaseTunerLayer)
+    comes_apart = one is other and (has_adapter or head.weight is not embedding.weight)
+    return weight_count(one) if comes_apart else 0
+
+
+def file_bytes(tensors: Mapping[str, torch.Tensor], doubled: Sequence[str] = ()) -> int:
+    """Bytes of the safetensors file that holds those tensors, its header included. `doubled`: parts of the names of
+    tensors that are written with twice the rank."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):  # its order
+        shape, is_doubled = list(tensor.shape), any(part in name for part in doubled)
+        if is_doubled:
+            shape[0 if "lora_A" in name else 1] *= 2
+        size = tensor.numel() * tensor.element_size() * (2 if is_doubled else 1)
+        header[name] = {"dtype": _DTYPES.get(tensor.dtype, "F32"), "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":"))
+    return 8 + -(-len(text) // 8) * 8 + end

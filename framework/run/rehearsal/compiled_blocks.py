@@ -1,0 +1,272 @@
+"""Plan compiled blocks: torch's own capture, passes and cut into forward and backward, on tensors without storage.
+
+Dynamo and the code generator are left out: a block is captured by AOTAutograd, whose runtime then saves between forward
+and backward what the real one would, through the same hooks, so that checkpoints and offloading work as they are. One
+capture serves all equal blocks. Only a plan of a compiled run imports this module.
+
+Private names of torch used here (tests/run/rehearsal/test_compiled_blocks.py holds a block's saved bytes to a measured
+run):
+`aot_function`, `min_cut_rematerialization_partition`, `joint_graph_passes`, `select_decomp_table`,
+`aot_autograd.preserve_rng_state`, the stack of function modes.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx, nn
+from torch._functorch import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from framework.build.assembly import Assembly
+from framework.build.hub import one_line
+from framework.build.levers.compiled import WHOLE, Region, compiled_regions
+from framework.errors import RequestError
+from framework.run.rehearsal.block_settings import block_settings
+from framework.run.rehearsal.compiled_graph import GraphReplay
+from framework.run.rehearsal.fake_device import PretendedCard
+from framework.run.rehearsal.tracker import Tracker
+from framework.schema.choices import CompileScope
+
+PLANNED = "compiled blocks keep what torch's own cut of each block into forward and backward keeps"
+BY_BLOCK = "the model is compiled as a whole and planned as if block by block: allocated may be 2.5 % short (1B, H200)"
+
+
+@dataclass
+class CompiledBlocks:
+    """The compiled calls of a rehearsal. `said` is how they were planned, for the plan's assumptions.
+
+    `by_block`: a region that is all of the model is planned as its blocks, because checkpoints within a graph are not
+    captured or the graph could not be.
+    """
+
+    mode: PretendedCard
+    budget: float | None
+    tracker: Tracker
+    captures: "dict[Any, Capture]" = field(default_factory=dict)
+    failure: str | None = None
+    by_block: bool = False
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        if self.failure is not None:
+            return (f"a block could not be captured ({self.failure}): planned as plain code, an upper end",)
+        return (PLANNED, BY_BLOCK) if self.by_block else (PLANNED,)
+
+    def call(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the compiled call of a module does, or its plain call when it could not be captured."""
+        module, is_whole = region.module, region.name == WHOLE
+        if self.failure is None and not self.mode.tracing and not (is_whole and self.by_block):
+            flat, spec = tree_flatten((args, kwargs))
+            key = _key(module, flat, spec)
+            if key in self.captures or self._captured(key, region, flat, spec):
+                capture = self.captures[key]
+                capture.user = self
+                return capture(module, flat)
+            if is_whole:
+                self.by_block, self.failure = True, None
+        return region.plain(*args, **kwargs)
+
+    def _captured(self, key: Any, region: Region, flat: list[Any], spec: TreeSpec) -> bool:
+        """Whether the block could be captured. If not, all are planned as the plain code."""
+        try:
+            self.captures[key] = self._capture(region, flat, spec)
+        except RequestError:
+            raise
+        except Exception as error:  # torch's tracer raises anything
+            self.failure = one_line(error, 120)
+        return key in self.captures
+
+    def _capture(self, region: Region, flat: list[Any], spec: TreeSpec) -> "Capture":
+        modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        capture = Capture(region, flat, spec, modes, self)
+        budget = 1.0 if self.budget is None else self.budget  # torch's default
+        self.mode.tracing = True
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings(action="ignore"))  # of the tracer, about its own doings
+                stack.enter_context(functorch_config.patch(activation_memory_budget=budget))
+                stack.enter_context(_without_function_modes())
+                stack.enter_context(_disable_current_modes())
+                # a checkpoint around the block must not count what is saved here as its own
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
+                # both would start CUDA
+                stack.enter_context(mock.patch.object(aot_autograd, "preserve_rng_state", contextlib.nullcontext))
+                stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=False))
+                stack.enter_context(_autocast_cache(False))
+                if region.name == WHOLE:  # what transformers asks of values is left out of a graph
+                    stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", return_value=True))
+                capture.run(region.module, flat)
+        finally:
+            self.mode.tracing = False
+        return capture
+
+
+class Capture:
+    """One block's forward and backward graphs, and how its arguments become their inputs.
+
+    `user` is the rehearsal that it runs in; a capture may outlive the one that made it (`Kept`).
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        flat: Sequence[Any],
+        spec: TreeSpec,
+        modes: Sequence[Any],
+        user: CompiledBlocks,
+    ) -> None:
+        module, call = region.module, region.plain
+        self.user = user
+        self._tensors = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
+        # not the tensors: they would stay alive as long as the capture
+        others = [None if isinstance(item, torch.Tensor) else item for item in flat]
+        self._spec: TreeSpec | None = None
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+
+        def function(*inputs: torch.Tensor) -> list[Any]:
+            leaves = list(others)
+            for index, tensor in zip(self._tensors, inputs, strict=False):
+                leaves[index] = tensor
+            args, kwargs = tree_unflatten(leaves, spec)
+            state = dict(zip(names, inputs[len(self._tensors) :], strict=True))
+            with _function_modes(modes), torch.nn.utils.stateless._reparametrize_module(module, state):
+                result = call(*args, **kwargs)
+            flat_result, self._spec = tree_flatten(result)
+            return flat_result
+
+        def forward(gm: fx.GraphModule, example_inputs: Any) -> GraphReplay:
+            return GraphReplay(gm, self._tracker, is_backward=False)
+
+        def backward(gm: fx.GraphModule, example_inputs: Any) -> GraphReplay:
+            return GraphReplay(gm, self._tracker, is_backward=True)
+
+        self._compiled = aot_autograd.aot_function(
+            function,
+            forward,
+            backward,
+            partial(_cut, weights=range(len(self._tensors), len(self._tensors) + len(names))),
+            select_decomp_table(),
+            inference_compiler=forward,
+            keep_inference_input_mutations=True,
+        )
+
+    def _tracker(self) -> Tracker | None:
+        return self.user.tracker if self.user.mode.tracing is False else None
+
+    def run(self, module: nn.Module, flat: Sequence[Any]) -> list[Any]:
+        held = [*module.parameters(), *module.buffers()]
+        return list(self._compiled(*(flat[index] for index in self._tensors), *held))
+
+    def __call__(self, module: nn.Module, flat: Sequence[Any]) -> Any:
+        with _without_function_modes():
+            result = self.run(module, flat)
+        assert self._spec is not None
+        return tree_unflatten(result, self._spec)
+
+
+Kept = dict[str, dict[Any, Capture]]
+"""Captures of rehearsals that went before in this process, by what their blocks depended on (`block_settings`)."""
+
+
+def plan_compiled_blocks(assembly: Assembly, mode: PretendedCard, tracker: Tracker, kept: Kept) -> CompiledBlocks:
+    """Let the compiled calls of an assembled rehearsal run as their graphs would. `kept` gives and takes captures."""
+    training = assembly.config.training
+    budget = training.activation_memory_budget
+    blocks = CompiledBlocks(mode, budget if isinstance(budget, float | int) else None, tracker)
+    blocks.captures = kept.setdefault(block_settings(assembly.config.model_dump(mode="json")), {})
+    regions = compiled_regions(assembly.model)
+    if training.compile_scope is CompileScope.MODEL:
+        blocks.by_block = training.enable_gradient_checkpointing is True or training.activation_offload is True
+        [whole] = regions
+        for name, module in assembly.model.named_modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                region = Region(name, module, whole.compiler, module._call_impl)
+                module._compiled_call_impl = region
+                regions.append(region)
+    for region in regions:
+        region.compiled = _call_of(region, blocks)
+    return blocks
+
+
+def _call_of(region: Region, blocks: CompiledBlocks) -> Callable[..., Any]:
+    return lambda *args, **kwargs: blocks.call(region, args, kwargs)
+
+
+_NO_MATTER = ("layer_idx", "gradient_checkpointing")
+"""Attributes that a block's compiled call does not read: checkpoints are around it."""
+
+
+def _key(module: nn.Module, flat: Sequence[Any], spec: TreeSpec) -> Any:
+    """What equal captures have in common: shapes, kinds and settings of everything that the call sees."""
+    tensors = [*(item for item in flat if isinstance(item, torch.Tensor)), *module.parameters(), *module.buffers()]
+    facts = tuple((tuple(item.shape), item.stride(), item.dtype, item.requires_grad) for item in tensors)
+    plain = (bool, int, float, str, type(None), torch.dtype)
+    others = tuple(item if isinstance(item, plain) else type(item) for item in flat)
+    settings = tuple(
+        (name, value)
+        for inner in module.modules()
+        for name, value in vars(inner).items()
+        if isinstance(value, plain) and name not in _NO_MATTER
+    )
+    regions = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled())
+    return type(module), facts, others, settings, regions, str(spec)
+
+
+def _cut(
+    joint: fx.GraphModule, inputs: Any, *, weights: Sequence[int], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """As Inductor cuts a joint graph (compile_fx.partition_fn), but for folding of constants, which need values.
+
+    `weights` are places of inputs that stay anyway: to keep one for backward costs nothing, so a cast of it (fp8) is
+    made again and not kept. Dynamo tells torch of them.
+    """
+    with inductor_config.patch(joint_graph_constant_folding=False):
+        joint_graph_passes(joint)
+    options |= {"compiler": "inductor", "static_lifetime_input_indices": list(weights)}
+    return min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    popped = []
+    while torch._C._len_torch_function_stack():
+        popped.append(torch._C._pop_torch_function_stack())
+    try:
+        yield
+    finally:
+        for mode in reversed(popped):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def _function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            torch._C._pop_torch_function_stack()
+
+
+@contextlib.contextmanager
+def _autocast_cache(enabled: bool) -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

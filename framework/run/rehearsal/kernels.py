@@ -1,0 +1,205 @@
+"""What the tracker must know of single operators: products, FLOPs, bytes, and kernels with hidden buffers."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from framework.memory import workspace as rules
+from framework.memory.attention import FORWARD_WORKSPACE_CUDNN, Attention, Backend, backward_workspace
+from framework.memory.cards import capability_of
+from framework.run.rehearsal.fake_autocast import HALF_DTYPES
+from framework.schema.gpu import GPUParams
+
+aten = torch.ops.aten
+MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addmv, aten.mv, aten.dot})
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an argument or result, one list deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif isinstance(item, list | tuple):
+                yield from (inner for inner in item if isinstance(inner, torch.Tensor))
+
+
+def count_bytes(tensor: torch.Tensor) -> int:
+    """Bytes a kernel moves for `tensor`: its elements, and an expanded tensor's storage only once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def count_moved(packet: Any, args: Sequence[Any], operands: Sequence[torch.Tensor]) -> int:
+    """Bytes that a call moves: each operand and result once. Our kernel of token losses reads the logits twice and
+    writes their gradient over them."""
+    moved = sum(map(count_bytes, operands))
+    if packet.__name__ == "token_losses_" and args[5]:
+        moved += 2 * count_bytes(args[0])
+    return moved
+
+
+def count_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor]) -> int:
+    """Floating-point operations: ours for attention, else by torch's formulas (torch.utils.flop_counter) or 0.
+
+    Causal attention over one sequence computes half of its scores.
+    """
+    if packet is aten._grouped_mm:
+        return _grouped_flops(args[0], args[1])
+    if packet is aten.addmm:
+        args, kwargs = args[:3], {}  # torch's formula takes no dtype of the result
+    formula = flop_registry.get(packet)
+    if formula is None or not results:
+        return 0
+    if "scaled_dot_product" in str(packet):
+        flops = _attention_flops(args, backward=str(packet).endswith("_backward"))
+    else:
+        out = results[0] if len(results) == 1 else tuple(results)
+        flops = int(formula(*args, **kwargs, out_val=out))
+    causal_at = _CAUSAL_ARGUMENT.get(packet)
+    if causal_at is not None and len(args) > causal_at and args[causal_at] is True:
+        return flops // 2
+    return flops
+
+
+def _attention_flops(args: Sequence[Any], backward: bool) -> int:
+    """Two products of every query with every key forward, five backward; a group of query heads may share a key head.
+
+    torch 2.11's own formula refuses such groups; 2.13's agrees with this one.
+    """
+    query, key, value = args[1:4] if backward else args[:3]
+    batch, heads, tokens, width = query.shape
+    products = 3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]
+    return int(2 * batch * heads * tokens * key.shape[-2] * products)
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Tokens sorted by expert: each row meets one expert's matrix; a weight gradient sums over all rows once."""
+    rows, inner = left.shape[-2:]
+    return 2 * rows * inner * right.shape[-1]
+
+
+def grouped_product(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any
+) -> torch.Tensor | None:
+    """The result of `_grouped_mm` for what its meta kernel refuses and CUDA computes group by group; None otherwise.
+
+    left (rows, k) or (groups, rows, k), right (groups, k, columns) or (k, columns); two matrices give one product a
+    group (the gradient of stacked weights).
+    """
+    if left.dtype == torch.bfloat16 or offsets is None:
+        return None
+    shape = (left.shape[-2], right.shape[-1])
+    stacked = left.dim() == right.dim()
+    return left.new_empty((offsets.shape[0], *shape) if stacked else shape)
+
+
+def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """(batch, m, n, k) of a matrix product, else ()."""
+    if packet is aten.mm or packet is aten.bmm:
+        left, right = args[0], args[1]
+    elif packet is aten.addmm or packet is aten.baddbmm:
+        left, right = args[1], args[2]
+    else:
+        return ()
+    batch = left.shape[0] if left.dim() == 3 else 1
+    return (batch, left.shape[-2], right.shape[-1], left.shape[-1])
+
+
+def workspace(packet: Any, args: Sequence[Any], card: GPUParams) -> list[int]:
+    """Bytes of the buffers that this operator's kernel on `card` allocates and frees inside one call."""
+    if packet is aten.sum:
+        return _sum_workspace(args, card)
+    if packet is aten._softmax_backward_data:
+        return [args[1].numel() * args[1].element_size()] if card.capability else []  # `grad * output` in SoftMax.cu
+    if packet in (aten.convolution, aten.convolution_backward):
+        return _convolution_workspace(args) if card.name == "cpu" else []
+    rule = _WORKSPACES.get(packet)
+    return [size for size in rule(args) if size > 0] if rule is not None else []
+
+
+def _convolution_workspace(args: Sequence[Any]) -> list[int]:
+    """On the CPU oneDNN computes on copies of the first two operands in blocks (torch 2.13, x86, 2026-11): input and
+    weight forward, gradient and input backward. Of cuDNN's workspaces nothing is known beforehand."""
+    return [tensor.numel() * tensor.element_size() for tensor in args[:2]]
+
+
+def _sum_workspace(args: Sequence[Any], card: GPUParams) -> list[int]:
+    """Only a sum over leading dimensions of contiguous memory splits its work over blocks for long."""
+    tensor, dims = args[0], args[1] if len(args) > 1 else None
+    if not dims or card.multiprocessors is None or card.capability is None or not tensor.is_floating_point():
+        return []
+    reduced = {dim % tensor.dim() for dim in dims}
+    if tensor.dim() - 1 in reduced or not tensor.is_contiguous():
+        return []
+    rows = math.prod(tensor.shape[dim] for dim in reduced)
+    threads = rules.threads_per_multiprocessor(capability_of(card.capability))
+    return rules.column_sum(rows, tensor.numel() // rows, tensor.element_size(), card.multiprocessors, threads)
+
+
+_CAUSAL_ARGUMENT: Mapping[Any, int] = {
+    aten._scaled_dot_product_flash_attention: 4,
+    aten._scaled_dot_product_cudnn_attention: 6,
+    aten._scaled_dot_product_efficient_attention: 6,
+    aten._scaled_dot_product_flash_attention_backward: 11,
+    aten._scaled_dot_product_cudnn_attention_backward: 14,
+    aten._scaled_dot_product_efficient_attention_backward: 11,
+}
+"""Position of `is_causal` in each attention operator's schema."""
+
+
+def _attention_rule(backend: Backend) -> Callable[[Sequence[Any]], list[int]]:
+    dropout_at = {Backend.FLASH: 10, Backend.CUDNN: 13, Backend.EFFICIENT: 9}[backend]
+
+    def rule(args: Sequence[Any]) -> list[int]:
+        query, key, value = args[1], args[2], args[3]
+        batch, heads, queries, head_dim = query.shape
+        call = Attention(
+            batch=batch,
+            heads=heads,
+            kv_heads=key.shape[1],
+            queries=queries,
+            keys=key.shape[2],
+            head_dim=head_dim,
+            value_dim=value.shape[-1],
+            half_precision=query.dtype in HALF_DTYPES,
+            bfloat16=query.dtype == torch.bfloat16,
+            masked=False,
+            causal=bool(args[dropout_at + (2 if backend is Backend.EFFICIENT else 1)])
+            if len(args) > dropout_at + 2
+            else False,
+            dropout=float(args[dropout_at]),
+            requires_grad=True,
+        )
+        return backward_workspace(backend, call)
+
+    return rule
+
+
+def _embedding_rule(args: Sequence[Any]) -> list[int]:
+    gradient, indices, rows = args[0], args[1], args[2]
+    return rules.embedding_backward(indices.numel(), rows, gradient.shape[-1])
+
+
+def has_fused_bias(packet: Any, args: Sequence[Any]) -> bool:
+    """Whether a matrix product adds its bias in cuBLASLt (isInputCompliesAddmmCudaLt in cuda/Blas.cpp)."""
+    return bool(packet is aten.addmm and args[0].dim() == 1 and min(args[2].shape) > 1)
+
+
+_WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
+    aten._scaled_dot_product_flash_attention_backward: _attention_rule(Backend.FLASH),
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_rule(Backend.CUDNN),
+    aten._scaled_dot_product_efficient_attention_backward: _attention_rule(Backend.EFFICIENT),
+    aten.embedding_dense_backward: _embedding_rule,
+    aten._foreach_norm: lambda args: rules.foreach_norm([tensor.numel() for tensor in args[0]]),
+    aten._scaled_dot_product_cudnn_attention: lambda args: [FORWARD_WORKSPACE_CUDNN],
+    aten.logsumexp: lambda args: rules.logsumexp(
+        args[0].numel(), args[0].numel() // args[0].shape[-1], args[0].element_size()
+    ),
+    aten._safe_softmax: lambda args: rules.safe_softmax(args[0].numel(), args[0].numel() // args[0].shape[-1]),
+    aten.sort: lambda args: rules.sort(args[0].numel()),
+}

@@ -1,0 +1,52 @@
+"""What one call of an operator is to the model of time: products, bytes, dtype and shape."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from framework.memory.trace import Operation
+from framework.run.rehearsal import kernels
+from framework.run.rehearsal.fake_bitsandbytes import is_packed_product, packed_shape
+
+aten = torch.ops.aten
+_DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.float16: "float16",
+}
+
+
+def operations_of(
+    phase: str,
+    compiled: bool,
+    packet: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    results: list[torch.Tensor],
+) -> list[Operation]:
+    """The operations that a call is on a card: one, or one for each group of a product that runs group by group."""
+    operands = [*kernels.tensors_in(args), *(kernels.tensors_in(tuple(kwargs.values())) if kwargs else ())]
+    multiplied = operands[1:] if packet is aten.addmm else operands  # what it adds to may be wider
+    floating = next((tensor.dtype for tensor in multiplied if tensor.dtype.is_floating_point), None)
+    operation = Operation(
+        name=packet.__name__,
+        phase=phase,
+        flops=kernels.count_flops(packet, args, kwargs, results),
+        bytes=kernels.count_moved(packet, args, [*operands, *results]),
+        dtype=_DTYPE_NAMES.get(floating, ""),
+        shape=kernels.product_shape(packet, args),
+        compiled=compiled,
+    )
+    if is_packed_product(packet):
+        shape = packed_shape(packet, args)
+        operation = operation._replace(shape=shape, flops=2 * math.prod(shape))
+    if packet is aten._grouped_mm and floating is not torch.bfloat16 and args[2] is not None:
+        groups = args[2].shape[0]  # one product after the other
+        operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups)
+        return [operation] * groups
+    return [operation]

@@ -1,0 +1,267 @@
+"""The very assembly and step of training, carried out on tensors without storage and recorded.
+
+`rehearse` patches torch while it runs, so the product calls it in a process of its own:
+`framework.run.planning.plan_process` starts this file with a config as JSON on stdin and reads the plan, or the
+problems, as JSON from stdout.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from framework.build.assembly import Assembly, assemble
+from framework.build.data.batches import full_batch
+from framework.build.launches import listening
+from framework.build.levers.activations import keeps
+from framework.build.losses.loss import Batch, Observe
+from framework.build.losses.router_loss import said_of_routers
+from framework.build.model.heads import reads_both_ways, said_of_answers
+from framework.build.place import Place, rehearsal_place
+from framework.build.ranks import ALONE, Ranks, local_part
+from framework.build.refuse import refuse_impossible
+from framework.build.resolve_model import settle
+from framework.build.tasks import said_of_companion
+from framework.errors import Problem, RequestError
+from framework.memory.ledger import Plan
+from framework.memory.planning import CARDS_A_MACHINE, make_plan
+from framework.memory.rehearsal import Rehearsal
+from framework.memory.requirements import needs_package
+from framework.memory.resolve import said_of_float16
+from framework.memory.trace import Kind, Space, Trace
+from framework.run.evaluate import evaluate
+from framework.run.rehearsal.fake_device import pretend
+from framework.run.rehearsal.footprint import read_footprint, state_space, state_tensors
+from framework.run.rehearsal.load_trace import record_load
+from framework.run.rehearsal.tracker import Tracker
+from framework.run.step import keep_nothing, reference_step, train_step
+from framework.run.trained_parameters import trained_state
+from framework.run.undo import copied_to_host
+from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
+from framework.schema.config import TrainingConfig
+
+if TYPE_CHECKING:  # else a plan of plain code would load torch's compiler
+    from framework.run.rehearsal.compiled_blocks import Kept
+
+REHEARSED_MICRO_BATCHES = 2
+"""The first makes the gradients, the second adds to them; all others are like the second."""
+
+
+def rehearse(config: TrainingConfig, kept: "Kept | None" = None) -> Plan:
+    """Plan a composed config, per device. Raises RequestError for what only the built model can tell.
+
+    `kept`: compiled blocks that rehearsals before this one captured, to which it adds its own.
+    """
+    return make_plan(record(config, kept))
+
+
+def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
+    """Build a config without storage and record evaluation and two of its steps. `kept` as in `rehearse`."""
+    refuse_impossible(config, devices="any")
+    config, architecture = settle(config)
+    place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
+    vocabulary = architecture.get_text_config().vocab_size
+    is_masked = _joins_rows(config) or (config.training.task.is_of_rows and reads_both_ways(architecture))
+    tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=is_masked)
+    is_compiled, is_adapted = config.training.compile is True, config.training.use_peft
+    if is_adapted:  # before torch is patched, too
+        from framework.build.verify.adapter_coverage import said_of_adapter
+    if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
+        from framework.run.rehearsal import compiled_blocks
+    ranks = rehearsed_ranks(config)
+    several: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if ranks.world > 1:
+        from framework.run.rehearsal.fake_ranks import pretend_ranks
+
+        several = pretend_ranks(config.gpu, ranks.world, tracker, config.fsdp.is_on_host)
+    launches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    launched: tuple[str, ...] = ()
+    if config.model.enable_liger_kernel is True:
+        from framework.run.rehearsal.triton_launches import SAID, noted_launches
+
+        launches, launched = noted_launches(tracker.record_launch), (SAID,)
+    own = listening(tracker.record_launch)
+    with _no_garbage_collection(), pretend(config.gpu) as mode, several, launches, own:
+        with torch.device(place.device):  # adapters too are made without storage
+            assembly = assemble(config, architecture, place, config.training.max_steps or 1000, ranks)
+        mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
+        mode.on_empty_cache = tracker.note_emptied_cache
+        blocks = None
+        if is_compiled:
+            blocks = compiled_blocks.plan_compiled_blocks(assembly, mode, tracker, {} if kept is None else kept)
+        record_load(tracker, assembly)
+        with tracker:
+            if config.is_replicated:
+                _hold_gradients(assembly)
+            _run(tracker, assembly)
+        tracker.observe("save")
+        footprint = read_footprint(assembly)
+        trace = tracker.finish()
+    _refuse_idle_policy(config, trace)
+    if assembly.context is not None and not assembly.context.calls:
+        message = f"{architecture.model_type} does not take its attention from outside"
+        raise RequestError([Problem("model.attn_implementation", message, expected="sdpa, or leave it unset")])
+    micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
+    read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
+    cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
+    planned = blocks.said if blocks is not None else ()
+    covered = said_of_adapter(assembly) if is_adapted else ()
+    split = tuple(map(str, filter(None, (assembly.tensor, assembly.sharding))))
+    said = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
+    said += (*said_of_companion(config, assembly.companion), *said_of_routers(config, architecture))
+    said += said_of_float16(config, architecture.get_text_config().to_dict())
+    return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
+
+
+def rehearsed_ranks(config: TrainingConfig) -> Ranks:
+    """The first rank where weights are split or rows are shared. Ranks that each have all are rehearsed as one."""
+    world, is_split = config.gpu.count, config.fsdp.is_sharded or config.sharing > 1
+    return Ranks(world=world, local_world=min(world, CARDS_A_MACHINE)) if is_split and world > 1 else ALONE
+
+
+def _hold_gradients(assembly: Assembly) -> None:
+    """What copies do when ranks take the model: memory for all gradients, which then live in it."""
+    if assembly.buckets is not None:
+        assembly.buckets.hold()
+        return
+    for parameter in assembly.trained:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:
+    """A policy that would keep nothing of what the model runs on this card, as attention made of small operators."""
+    training, policy = config.training, CheckpointingPolicy(config.training.gradient_checkpointing_policy)
+    if training.enable_gradient_checkpointing is not True or policy is CheckpointingPolicy.FULL:
+        return
+    if not any(keeps(policy, operation.name) for operation in trace.operations):
+        message = f"{policy} keeps nothing: attention runs on {config.gpu.name} as many small operators"
+        key = "training.gradient_checkpointing_policy"
+        raise RequestError([Problem(key, message, expected="save_matmuls, full, or half precision")])
+
+
+def _joins_rows(config: TrainingConfig) -> bool:
+    """Whether some micro batch has a row of several documents."""
+    rows = max(config.batch.per_device, config.eval_rows)
+    return config.data.packing or (config.data.padding_free and rows > 1)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Tensors die when their last reference does, as on the card; a collection at a random moment would move deaths."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _run(tracker: Tracker, assembly: Assembly) -> None:
+    """Evaluation, two steps, evaluation. The first step makes the optimizer's states, the second is like all others
+    (but for those that find the cache emptied, of which one more follows where there are any).
+
+    The second of each is not carried out again: it does what the first did, but for what the first has left behind
+    (tests/run/rehearsal/test_rehearse.py holds a repeated step to a second one).
+    """
+
+    def observe(phase: str) -> None:
+        if phase == "optimizer_step":
+            gradients = [parameter.grad for parameter in assembly.trained if parameter.grad is not None]
+            tracker.claim(gradients, Kind.GRADIENTS)
+        if phase == "end":
+            _claim_states(tracker, assembly)
+        tracker.observe(phase)
+
+    marks, config = tracker.trace.marks, assembly.config
+    if config.training.asks_reference_once:
+        reference_step(assembly, make_batch(assembly, config.eval_rows), observe)
+        observe("end")
+    before = len(marks) - 1
+    if config.data.eval or config.data.eval_fraction:
+        evaluate(assembly, [make_batch(assembly, config.eval_rows)], observe)
+        observe("end")
+    evaluated = len(marks) - 1
+    _step(tracker, assembly, observe)
+    observe("end")
+    stepped = len(marks) - 1
+    is_copied = config.training.async_save and assembly.place.kind == "cpu"
+    copies = _copies_of_a_save(tracker, assembly) if is_copied else ()
+    tracker.trace.repeat(evaluated, stepped)
+    if assembly.place.kind == "cuda" and (assembly.cache.steps or 1) > 1:
+        tracker.note_emptied_cache()  # the next step starts without the blocks that others find in the cache
+        tracker.trace.repeat(evaluated, stepped)
+    tracker.trace.repeat(before, evaluated)
+    del copies  # with the last save
+
+
+def _copies_of_a_save(tracker: Tracker, assembly: Assembly) -> list[torch.Tensor]:
+    """What a save beside training copies, where the host's memory is the device's: there it stays."""
+    tracker.observe("save")
+    weights, states = trained_state(assembly.model).values(), state_tensors(assembly)
+    copies = _copied(tracker, map(local_part, weights), Kind.WEIGHTS, assembly.place)
+    copies += _copied(tracker, states, Kind.OPTIMIZER, assembly.place)
+    tracker.observe("end")
+    return copies
+
+
+def _copied(tracker: Tracker, tensors: Iterable[torch.Tensor], kind: Kind, place: Place) -> list[torch.Tensor]:
+    """Copies in host memory, which on the CPU is the device's."""
+    copies = copied_to_host(tensors, place)
+    if place.kind == "cpu":
+        tracker.claim(copies, kind)
+    else:
+        for copy in copies:
+            tracker.claim_elsewhere(copy, kind, Space.HOST)
+    return copies
+
+
+def _claim_states(tracker: Tracker, assembly: Assembly) -> None:
+    for tensor in state_tensors(assembly):
+        if (space := state_space(assembly, tensor)) is Space.DEVICE:
+            tracker.claim([tensor], Kind.OPTIMIZER)
+        else:
+            tracker.claim_elsewhere(tensor, Kind.OPTIMIZER, space)
+
+
+def _step(tracker: Tracker, assembly: Assembly, observe: Observe) -> None:
+    config, place = assembly.config, assembly.place
+    micro_batches = [make_batch(assembly, config.batch.per_device) for _ in range(config.batch.accumulation)]
+    copies: list[torch.Tensor] = []
+
+    def before_update() -> None:
+        """The way back out of a first update, which lasts until the step is done."""
+        copies.extend(_copied(tracker, assembly.trained, Kind.WEIGHTS, place))
+
+    keep = before_update if config.training.on_oom is OnOutOfMemory.SHRINK else keep_nothing
+    train_step(assembly, micro_batches[:REHEARSED_MICRO_BATCHES], 1, observe, keep)
+
+
+def make_batch(assembly: Assembly, rows: int) -> Batch:
+    """The largest micro batch: every row as long as the longest."""
+    shape, device = (rows, assembly.config.longest), assembly.place.device
+    return full_batch(assembly.config, torch.zeros(shape, dtype=torch.int64, device=device))
+
+
+def main() -> int:
+    """Plan the config on stdin; 0 with the plan on stdout, or 2 with what is wrong with the request."""
+    stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the document
+    config = TrainingConfig.model_validate(json.load(sys.stdin))
+    if not needs_package(config, "bitsandbytes"):  # else peft imports it wherever it is installed, for two seconds
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    document: dict[str, Any]
+    try:
+        document = {"plan": rehearse(config).to_json()}
+    except RequestError as error:
+        document = {"errors": [problem.to_json() for problem in error.problems]}
+    with stdout:
+        json.dump(document, stdout)
+    return 2 if "errors" in document else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+"""Record every birth and death of device memory while a step runs on tensors without storage.
+
+A dispatch mode sees each operator after autograd; the storages it returns are the blocks of memory the card would
+hold. Kinds are decided at birth by phase and shape and corrected when more is known: a tensor that does not outlive
+forward was a temporary, and `claim` names weights, gradients and optimizer states from the real objects.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.build.ranks import local_part
+from framework.memory.trace import (
+    EXCHANGE,
+    GATHER,
+    GRAPH,
+    RECOMPUTED,
+    REDUCE,
+    TRANSFER,
+    Kind,
+    Operation,
+    Space,
+    Trace,
+)
+from framework.memory.workspace import CUBLASLT_WORKSPACE
+from framework.run.rehearsal import kernels
+from framework.run.rehearsal.fake_bitsandbytes import is_packed_product, packed_result, packed_workspace
+from framework.run.rehearsal.operations import operations_of
+from framework.run.rehearsal.pointwise import pointwise_result
+from framework.run.rehearsal.storage_blocks import Blocks
+from framework.schema.gpu import GPUParams
+
+aten = torch.ops.aten
+_BETWEEN, _FORWARD, _LOSS, _BACKWARD, _OPTIMIZER = "end", "forward", "loss", "backward", "optimizer_step"
+_HAS_LOGITS = ("forward", "backward", "eval")
+_KEEPS_RESULTS = (_FORWARD, "eval")
+_PASSES = (_FORWARD, _LOSS, _BACKWARD, "eval")
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The dispatch mode. `trace` is what it recorded.
+
+    `vocabulary`: a tensor of this last dimension is a logit. `padded`: whether the batch's attention mask has zeros or
+    its rows hold several documents, which answers who asks `mask.all()` and whether all positions are of one document.
+    """
+
+    def __init__(self, card: GPUParams, vocabulary: int = 0, padded: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace()
+        self.phase = "load"
+        self.read_values: list[str] = []
+        self._card = card
+        self._vocabulary = vocabulary
+        self._padded = padded
+        self._blocks = Blocks(self.trace)
+        self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of the workspaces taken
+        self._resize = torch.UntypedStorage.resize_
+        self._in_forward_code = False
+        self._is_compiled = False
+        self.is_one_of_several = False
+        """Whether tensors may be split over ranks."""
+        self.steps_on_host = False
+        """Whether the optimizer steps where the host holds weights, gradients and states."""
+        self._communicates = False
+        self.stream = 0
+        """The CUDA stream that tensors are born in; its pool of the allocator serves them."""
+
+    # -- what the step tells
+    def observe(self, phase: str, empties_cache: bool = False) -> None:
+        """A phase of the step begins."""
+        self.phase = phase
+        self._blocks.begin_stretch()
+        self.trace.enter(phase, empties_cache)
+
+    def note_emptied_cache(self) -> None:
+        """torch.cuda.empty_cache() was called."""
+        self.trace.enter(self.phase, empties_cache=True)
+
+    def claim(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+        """Say what `tensors` are for; those not yet known are born now."""
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                block = self._track(local_part(tensor))
+                if block is not None:
+                    self.trace.kinds[block] = kind
+                    self._blocks.is_known(block)
+
+    def claim_elsewhere(self, tensor: torch.Tensor, kind: Kind, space: Space) -> None:
+        """Say that `tensor`, which takes no memory here, stands for one in another memory than the device's."""
+        storage = tensor.untyped_storage()
+        if self._blocks.of(storage) is None:
+            self._blocks.bind(storage, self._bear(tensor.numel() * tensor.element_size(), kind, space))
+
+    def finish(self) -> Trace:
+        """Stop watching, so that what dies from now on is no longer recorded."""
+        self._blocks.stop()
+        return self.trace
+
+    # -- storages
+    def _track(self, tensor: torch.Tensor) -> int | None:
+        storage = tensor.untyped_storage()
+        if storage.device.type != "meta":
+            return None
+        block = self._blocks.of(storage)
+        if block is None:
+            block = self._bear(storage.nbytes(), self._guess_kind(tensor))
+            self._blocks.bind(storage, block)
+            if self.phase == _OPTIMIZER:
+                self.trace.makers[block] = len(self.trace.operations)
+        return block
+
+    def _bear(self, size: int, kind: Kind, space: Space = Space.DEVICE) -> int:
+        if self.steps_on_host and self.phase == _OPTIMIZER:
+            space = Space.HOST
+        block = self.trace.bear(size, kind, space, self.stream)
+        if kind is Kind.ACTIVATIONS and self.phase in _KEEPS_RESULTS:
+            self._blocks.may_be_temporary(block)
+        return block
+
+    def _guess_kind(self, tensor: torch.Tensor) -> Kind:
+        phase = self.phase
+        if self._communicates:
+            return Kind.COMMUNICATION
+        if phase == _LOSS or (tensor.dim() and tensor.shape[-1] == self._vocabulary and phase in _HAS_LOGITS):
+            return Kind.LOGITS_AND_LOSS
+        if phase in _KEEPS_RESULTS or phase == _BETWEEN:
+            return Kind.ACTIVATIONS
+        if phase == _BACKWARD:  # autograd runs without grad mode, recomputation of a checkpoint with it
+            return Kind.ACTIVATIONS if self._recomputes() else Kind.TEMPORARIES
+        return Kind.TEMPORARIES if phase == _OPTIMIZER else Kind.UNATTRIBUTED
+
+    # -- several ranks
+    @contextlib.contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Within the block, what is born is gathered from other ranks or on its way to them."""
+        before, self._communicates = self._communicates, True
+        try:
+            yield
+        finally:
+            self._communicates = before
+
+    def _exchange(self, packet: Any, args: tuple[Any, ...]) -> None:
+        """What crosses this card's link: all of a gather but what it holds, all that it gives away of a reduction.
+
+        An all-reduce is both (a ring). What is no part of sharding and comes in a pass is waited for: keys and values
+        of shared rows, sums of what each rank has a part of.
+        """
+        sizes = [sum(map(kernels.count_bytes, kernels.tensors_in((argument,)))) for argument in args[:2]]
+        name, size = (GATHER if "gather" in packet.__name__ else REDUCE), abs(sizes[0] - sizes[1])
+        size = size if sizes[1] else 2 * sizes[0]
+        is_waited_for = not self._communicates and (sizes[1] or self.phase in _PASSES)
+        name = EXCHANGE if is_waited_for else name
+        self.trace.operations.append(Operation(name, self._operation_phase(), 0, size, ""))
+
+    def send_to_host(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
+        """What is in `tensors` goes on in pinned memory; the device's copy dies."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            block = self._blocks.of(storage)
+            if block is None or self.trace.spaces[block] is not Space.DEVICE:
+                continue
+            self._note_transfer(tensor)
+            self._blocks.leave(block)
+            self._blocks.bind(storage, self.trace.bear(self.trace.sizes[block], kind, Space.PINNED))
+
+    def bring_from_host(self, size: int) -> int:
+        """`size` bytes arrive on the device; the block they take, which is to be buried."""
+        self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, size, ""))
+        return self._bear(size, Kind.COMMUNICATION)
+
+    # -- compiled code
+    @contextlib.contextmanager
+    def compiled_code(self, of_forward: bool) -> Iterator[None]:
+        """Within the block, what is recorded is compiled code, of forward even where backward runs it again."""
+        before = self._is_compiled, self._in_forward_code
+        self._is_compiled, self._in_forward_code = True, of_forward
+        self.trace.operations.append(Operation(GRAPH, self._operation_phase(), 0, 0, ""))
+        try:
+            yield
+        finally:
+            self._is_compiled, self._in_forward_code = before
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is one of the recorded blocks."""
+        return self._blocks.of(storage) is not None
+
+    def record_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """A library's kernel was called, with this result."""
+        self._record(func, func._overloadpacket, args, kwargs, result)
+
+    def record_result(self, tensor: torch.Tensor) -> None:
+        """Generated code has written `tensor`."""
+        self._track(tensor)
+
+    def record_kernel(self, name: str, moved: int) -> None:
+        """A generated kernel that moves `moved` bytes was launched."""
+        self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, "", (), True))
+
+    def record_launch(self, name: str, moved: int) -> None:
+        """Python code has launched a kernel that is no operator of torch's."""
+        self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, ""))
+
+    # -- torch calls
+    def __enter__(self) -> "Tracker":
+        resize, tracker = self._resize, self
+
+        def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tracker._note_resize(storage, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_record  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """`storage.resize_` is no operator; sharding frees and refills its gathered weights with it."""
+        block = self._blocks.of(storage)
+        if block is not None and self.trace.sizes[block] != size:
+            self._blocks.leave(block)
+            trace = self.trace
+            born = trace.bear(size, trace.kinds[block], trace.spaces[block], trace.streams[block])
+            self._blocks.bind(storage, born)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_one_of_several:
+            if any(kind.__name__ == "DTensor" for kind in types):
+                return NotImplemented  # a split tensor turns into operators on this rank's part
+            if active_fake_mode() is not None:
+                return func(*args, **kwargs)  # shapes of the whole, which torch works out beside the computation
+        with torch._C.DisableTorchFunction():
+            packet = func._overloadpacket
+            if packet is aten.empty and kwargs.get("pin_memory"):
+                return self._pin(args[0], kwargs.get("dtype") or torch.get_default_dtype())
+            if packet in _READS:
+                answer = self._answer(packet, args, kwargs)
+                if answer is not NotImplemented:
+                    return answer
+            result = None if kwargs else pointwise_result(func, args)
+            if packet is aten._grouped_mm:
+                result = kernels.grouped_product(*args)
+            elif result is None:
+                result = packed_result(packet, args, kwargs)
+            if result is None:
+                result = func(*args, **kwargs)
+            self._record(func, packet, args, kwargs, result)
+            return result
+
+    def _record(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        events = len(self.trace.events)
+        results = [result] if isinstance(result, torch.Tensor) else list(kernels.tensors_in(result))
+        touched = results or list(kernels.tensors_in(args))
+        if not touched or touched[0].device.type != "meta":
+            return  # bookkeeping on the host, such as the step count of an optimizer
+        for tensor in results:
+            self._track(tensor)
+        if func.namespace == "c10d":
+            self._exchange(packet, args)
+            return
+        made_memory = len(self.trace.events) > events
+        if packet in _IN_PLACE_IN_BACKWARD and made_memory and self.phase == _BACKWARD and not torch.is_grad_enabled():
+            self._blocks.note_update(packet, args, result)
+        is_product = packet in kernels.MATRIX_PRODUCTS or is_packed_product(packet)
+        if not (made_memory or func._schema.is_mutable or is_product):
+            self.trace.operations.append(Operation(packet.__name__, self._operation_phase(), 0, 0, ""))
+            return
+        if is_product:
+            self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
+        sizes = [*kernels.workspace(packet, args, self._card), *packed_workspace(packet, args, kwargs)]
+        blocks = [self._bear(size, Kind.TEMPORARIES) for size in sizes]
+        for block in reversed(blocks):
+            self.trace.bury(block)
+        phase = self._operation_phase()
+        self.trace.operations += operations_of(phase, self._is_compiled, packet, args, kwargs, results)
+
+    def _operation_phase(self) -> str:
+        """The phase, but for what a checkpoint runs again in backward: that is Python code, as slow as forward's."""
+        return RECOMPUTED if self.phase == _BACKWARD and self._recomputes() else self.phase
+
+    def _recomputes(self) -> bool:
+        """Whether forward is run again just now, in backward."""
+        return torch.is_grad_enabled() or self._in_forward_code
+
+    def _take_cublas_workspace(self, with_bias: bool) -> None:
+        """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own.
+
+        A product that adds its bias goes through cuBLASLt, which keeps a small one beside that of its handle.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        sizes = {False: self._card.cublas_workspace_bytes or 0}
+        if with_bias and sizes[False]:
+            sizes[True] = CUBLASLT_WORKSPACE
+        for light, size in sizes.items():
+            if size and (in_backward, light) not in self._cublas_owners:
+                self._cublas_owners.add((in_backward, light))
+                self.trace.bear(size, Kind.TEMPORARIES)
+
+    # -- values nobody has
+    def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Where device values would reach the host: an answer by policy, or NotImplemented to run the operator."""
+        tensor = args[0]
+        if packet is aten.equal:
+            return True if tensor.device.type == "meta" else NotImplemented
+        if packet is aten._to_copy:
+            device = kwargs.get("device")
+            if device is None or device.type != "cpu" or tensor.device.type != "meta":
+                return NotImplemented
+            return self._copy_to_host(tensor, kwargs.get("dtype") or tensor.dtype)
+        if packet is aten.copy_:
+            source = args[1]
+            if tensor.device.type == "cpu" and source.device.type == "meta":
+                self._note_transfer(tensor)
+                return tensor
+            if tensor.device.type == "meta" and self._is_offloaded(source):
+                self.claim([tensor], Kind.ACTIVATIONS)
+                self._note_transfer(tensor)
+                return tensor
+            return NotImplemented
+        if tensor.device.type != "meta":
+            return NotImplemented
+        self.read_values.append(str(packet))
+        if tensor.dtype == torch.bool or packet is aten.is_nonzero:
+            return not self._padded
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _pin(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Pinned host memory, which takes none here; what comes back from it to the device are activations."""
+        pinned = torch.zeros((), dtype=dtype).expand(size)
+        block = self.trace.bear(math.prod(size) * dtype.itemsize, Kind.ACTIVATIONS, Space.PINNED)
+        self._blocks.bind(pinned.untyped_storage(), block)
+        return pinned
+
+    def _is_offloaded(self, tensor: torch.Tensor) -> bool:
+        block = self._blocks.of(tensor.untyped_storage())
+        return block is not None and (self.trace.spaces[block], self.trace.kinds[block]) == (
+            Space.PINNED,
+            Kind.ACTIVATIONS,
+        )
+
+    def _note_transfer(self, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, size, ""))
+
+    def _copy_to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """One shared zero of the right shape: it takes no memory here, and its full size in the trace's host space."""
+        copy = torch.zeros((), dtype=dtype).expand(tensor.shape)
+        block = self.trace.bear(tensor.numel() * dtype.itemsize, Kind.ACTIVATIONS, Space.HOST)
+        self._blocks.bind(copy.untyped_storage(), block)
+        return copy
+
+
+_IN_PLACE_IN_BACKWARD = frozenset({aten.add, aten.index_put})
+_READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten._to_copy, aten.copy_})

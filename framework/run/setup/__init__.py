@@ -1,0 +1,1 @@
+"""Before the first step: read inputs, plan, build, verify."""

@@ -1,0 +1,290 @@
+"""Before the first step: what a run reads, plans, builds and verifies, and the first files that it writes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from rich.console import Console
+from transformers import set_seed
+
+from framework.build.assembly import Assembly, assemble
+from framework.build.data.end_tokens import learnt_ends, stop_at
+from framework.build.levers.allocator import choose_allocator
+from framework.build.loading.bases import ALLOWED_MODELS, check_all_weights
+from framework.build.model.parts import causal_model
+from framework.build.place import Place, real_place
+from framework.build.sources.python_rows import NOTHING, Given
+from framework.build.verify import (
+    verify,
+)
+from framework.console import TerminalConsole
+from framework.errors import (
+    DoesNotFit,
+    Problem,
+    RequestError,
+)
+from framework.memory.explain.causes import Repair
+from framework.run.checkpoints.checkpoint import forget_halves, load_checkpoint, read_state
+from framework.run.checkpoints.resume import check_resume
+from framework.run.inputs.inputs import Inputs, read_inputs
+from framework.run.inputs.same_rows import check_read, moved, needed_models, read_digests
+from framework.run.inputs.training_batches import TrainingBatches, total_steps, training_batches
+from framework.run.oom.report import Watch, explained_failures
+from framework.run.oom.smaller_batches import remembered
+from framework.run.planning.background_plan import Forecast, abandon
+from framework.run.planning.capacity import require_room, too_large
+from framework.run.planning.plan_of_all import plan_of_all
+from framework.run.ranks.coordinator import Crew
+from framework.run.record.layout import step_of
+from framework.run.record.lock import only_run
+from framework.run.record.meter import Meter
+from framework.run.record.overwrite import remove
+from framework.run.record.progress import ProgressLine
+from framework.run.record.run_folder import RunFolder, folder_problems, make
+from framework.run.record.trackers import check_trackers
+from framework.run.session import Planner, Session
+from framework.run.setup.agreement import agree, digest, find_folder, seed_apart
+from framework.run.setup.host_memory import HostWatch, said_of_load
+from framework.run.setup.reference_answers import ask_before_resuming
+from framework.schema.choices import OnOutOfMemory
+from framework.schema.config import TrainingConfig
+from framework.schema.rules.save import last_save_conflicts
+
+
+def open_session(
+    config: TrainingConfig,
+    name: str,
+    *,
+    resume: bool,
+    overwrite: bool,
+    allow: Sequence[str],
+    quiet: bool,
+    planner: Planner | None,
+    given: Given = NOTHING,
+    crew: Crew,
+) -> Session:
+    """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
+
+    Raises RequestError for what cannot be done, DoesNotFit when the plan is over the card, VerificationFailed for an
+    option that is not in effect, OutOfMemory. Close the session when it is done with.
+    """
+    check_trackers(config)
+    transformers.utils.logging.disable_progress_bar()  # ours is the one bar
+    with crew.phase("reading rows and planning"):
+        console = TerminalConsole(stderr=True, quiet=quiet or not crew.ranks.is_main)
+        inputs, forecast = _read_and_plan(config, planner if crew.ranks.is_main else None, given, console)
+    forecast = plan_of_all(crew, forecast)
+    try:
+        fits = forecast is None or forecast.plan.fits
+        if forecast is not None and not fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
+            raise DoesNotFit(f"{too_large(forecast.plan)} `tunesmith plan` shows every term; nothing was loaded.")
+        with crew.phase("loading the model"):
+            session = _build(inputs, forecast, name, resume, overwrite, allow, quiet, crew)
+        session.planner = planner
+        if forecast is not None and not fits:
+            session.progress.say(f"warning   {too_large(forecast.plan)} training.on_oom=shrink tries it nevertheless")
+        return session
+    except BaseException:
+        if forecast is not None:
+            forecast.stop()
+        raise
+
+
+def _read_and_plan(
+    config: TrainingConfig, planner: Planner | None, given: Given, console: Console
+) -> tuple[Inputs, Forecast | None]:
+    """The rows, and the plan, which a process of its own makes in the meantime."""
+    if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
+        inputs = read_inputs(config, given, console)
+        return inputs, planner(inputs.config) if planner is not None else None
+    with ThreadPoolExecutor(1) as beside:
+        planned = beside.submit(planner, config) if planner is not None else None
+        try:
+            inputs = read_inputs(config, given, console)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                abandon()
+            if planned is not None and planned.exception() is None:
+                planned.result().stop()
+            raise
+        return inputs, planned.result() if planned is not None else None
+
+
+def _build(
+    inputs: Inputs,
+    forecast: Forecast | None,
+    name: str,
+    resume: bool,
+    overwrite: bool,
+    allow: Sequence[str],
+    quiet: bool,
+    crew: Crew,
+) -> Session:
+    """The session around what was read and planned."""
+    config = inputs.config
+    folder = find_folder(crew, config, name, resume, overwrite)
+    if forecast is not None:
+        _require_room(forecast, folder, config, crew)
+    unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
+    read = read_digests(inputs)
+    origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
+    config = origin.config
+    batches = training_batches(config, inputs, origin.state, crew.ranks.rank)
+    total = _total_steps(config, batches)
+    agree(crew, digest(inputs, total))  # before the first collective, which starts the device
+    device = _start_device(config, crew)
+    meter = Meter(place := real_place(device))
+    watch = Watch(meter)
+    set_seed(config.training.seed)
+    with explained_failures(watch, forecast, None):
+        with HostWatch() as host:
+            assembly = assemble(config, inputs.architecture, place, total, crew.ranks)
+        stop_at(causal_model(assembly.model), learnt_ends(inputs.data.train, inputs.tokenizer))
+        seed_apart(config.training.seed, assembly.ranks)
+        meter.observe("end")  # what verifying runs is no part of loading
+        readings = verify(assembly)
+        _empty_cache(place)
+    quiet = quiet or not crew.ranks.is_main
+    progress = ProgressLine(assembly.schedule.total, origin.step, config.training.logging_steps, quiet)
+    for line in (*said_of_load(crew, assembly, host.grown), *_said_of_files(origin, unused)):
+        progress.say(line)
+    session = Session(
+        config,
+        folder,
+        inputs,
+        assembly,
+        readings,
+        batches,
+        progress,
+        meter,
+        forecast,
+        watch,
+        crew,
+        step=origin.step,
+        read=read,
+        repairs=[*origin.repairs],
+    )
+    if origin.checkpoint is not None and origin.state is not None:
+        ask_before_resuming(session, origin.state["config"])
+        with explained_failures(watch, forecast, None):
+            _load(origin.checkpoint, assembly, meter, bool({*ALLOWED_MODELS} & {*allow}))
+    return session
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a run begins with. One that is resumed has the checkpoint, its JSON part, and what differs from it."""
+
+    config: TrainingConfig
+    checkpoint: Path | None = None
+    state: Mapping[str, Any] | None = None
+    repairs: Sequence[Repair] = ()
+    changes: Sequence[str] = ()
+
+    @property
+    def step(self) -> int:
+        """The last optimizer step that was made."""
+        return int(self.state["step"]) if self.state is not None else 0
+
+
+def _said_of_files(origin: _Origin, unused: Sequence[Problem]) -> Iterator[str]:
+    """What differs from the checkpoint, and weights of a model's folder that the run has no use for."""
+    yield from (f"resumed with {change}" for change in origin.changes)
+    yield from (f"warning   {warning.key}: {warning.message}" for warning in unused)
+
+
+def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]) -> _Origin:
+    """The newest checkpoint of the folder. Raises RequestError where it cannot go on under this config."""
+    newest = folder.newest()
+    assert newest is not None, "`open_folder` has found one"
+    state = read_state(newest)
+    config, repairs = remembered(config, state.get("repairs", []), allow)
+    before = state.get("read", {})
+    changes = check_read(before, read, allow, needed_models(config))
+    changes = [*map(str, repairs), *check_resume(state["config"], config, allow, moved(before, read, allow)), *changes]
+    changes += folder.moved_versions()
+    return _Origin(config, newest, state, repairs, changes)
+
+
+def _total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
+    """Optimizer steps of the run. Raises RequestError where something asked for has no effect in so many."""
+    total = total_steps(config, batches)
+    found = last_save_conflicts(config, total)
+    if problems := [Problem(each.keys[0], each.message, expected=each.expected) for each in found]:
+        raise RequestError(problems)
+    return total
+
+
+def _require_room(forecast: Forecast, folder: RunFolder, config: TrainingConfig, crew: Crew) -> None:
+    """One rank of each machine looks at its host memory, for all of them there; the one that writes at its disk."""
+    if crew.ranks.local_rank == 0:
+        written = folder.path if folder.is_written else None
+        require_room(forecast.plan, written, config.data.workers, crew.ranks.local_world)
+
+
+def _start_device(config: TrainingConfig, crew: Crew) -> torch.device:
+    """The device of this process; its allocator has its settings before anything is on it."""
+    choose_allocator(config)
+    device = crew.start(config)
+    accelerator = Accelerator(cpu=config.gpu.name == "cpu")
+    return device or accelerator.device  # which it numbers where there are several, also a CPU
+
+
+def _load(checkpoint: Path, assembly: Assembly, meter: Meter, is_other_allowed: bool) -> None:
+    meter.observe("resume")
+    load_checkpoint(checkpoint, assembly, is_other_allowed)
+    _empty_cache(assembly.place)
+
+
+def _empty_cache(place: Place) -> None:
+    """Give back what a load left unused: what comes next starts from what is held, as it was planned."""
+    if place.kind == "cuda":
+        torch.cuda.empty_cache()
+
+
+def begin(session: Session, overwrite: bool) -> None:
+    """Write the files that say what is about to run. The first thing that changes the run folder."""
+    if session.folder.is_written:
+        _write_first(session, overwrite)
+    if session.config.batch != session.inputs.config.batch:
+        session.plan_again()  # what was planned is not the size that this run had shrunk to
+    else:
+        session.keep_forecast()
+
+
+def _write_first(session: Session, overwrite: bool) -> None:
+    folder, step = session.folder, session.step
+    make(folder)
+    session.held.enter_context(only_run(folder.path))
+    if folder.fallback is not None and folder.fallback.stat().st_dev == folder.path.stat().st_dev:
+        session.progress.say("warning   training.fallback_dir is on the disk of the run folder: both fill up together")
+    _look_again(session, overwrite)
+    if step:
+        for place in filter(None, (folder.path, folder.fallback)):
+            forget_halves(place)
+        folder.forget_metrics_after(step, is_last=step >= session.total)
+        folder.set_stops_aside(step)
+        folder.keep_config(session.config, step)
+    device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
+    folder.write_environment(device, step)
+    folder.write_config(session.config)
+
+
+def _look_again(session: Session, overwrite: bool) -> None:
+    """The folder, now that it is locked: another run may have been there since it was looked at first. What was there
+    before is removed where that was asked for. Raises RequestError."""
+    folder, newest = session.folder, session.folder.newest()
+    if session.step:
+        if newest is None or step_of(newest) != session.step:
+            message = f"another run has gone on in {folder.path} since this one has read its checkpoint"
+            raise RequestError([Problem("--resume", message, expected="the same command again")])
+        return
+    held = folder.held()
+    if problems := folder_problems(session.config, folder.path, held, resume=False, overwrite=overwrite):
+        raise RequestError(problems)
+    remove(held)

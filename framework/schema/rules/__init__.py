@@ -1,0 +1,1 @@
+"""Rules across keys: which settings contradict each other or have no effect."""

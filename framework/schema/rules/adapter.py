@@ -1,0 +1,65 @@
+"""What adapters do not go with."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import PeftMethod, PeftSaveMode, TorchDtype
+from framework.schema.config import TrainingConfig
+from framework.schema.rules.conflict import Conflict
+
+_HEADS = ("lm_head", "embed_out", "output_projection")
+"""Names that families of transformers give the matrix of the logits; others are found when the model is built."""
+
+
+PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
+
+
+NO_MATRICES = (PeftMethod.IA3, *PROMPTS)
+
+
+NOT_LORA = (PeftMethod.VERA, *NO_MATRICES)
+
+
+def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """What an adapter of each kind cannot be beside."""
+    peft, training, method = config.peft, config.training, config.peft.peft_method
+    if not training.use_peft:
+        return
+    key = "peft.peft_method"
+    if method is PeftMethod.PREFIX and training.activation_offload is True:
+        message = "a trained prefix is a cache of keys and values, which offloaded blocks drop"
+        yield Conflict((key, "training.activation_offload"), message, "prompt, or no offload")
+    if method is PeftMethod.PREFIX and training.enable_gradient_checkpointing is True:
+        message = "a trained prefix is a cache of keys and values, which checkpointed blocks drop"
+        yield Conflict((key, "training.enable_gradient_checkpointing"), message, "prompt, or no checkpointing")
+    if method in PROMPTS and config.model.chunked_loss not in (None, False, "auto"):
+        message = f"the chunked loss runs the model without its {method}"
+        yield Conflict((key, "model.chunked_loss"), message, "chunked_loss: false")
+    for name in ("lora_modules_to_save", "lora_target_modules"):
+        written = getattr(peft, name)  # a text is a regular expression: what it matches only the model tells
+        items = () if written is None or isinstance(written, str) else written
+        on_head = [item for item in items if item.rpartition(".")[2] in _HEADS]
+        if on_head and method not in PROMPTS and config.model.chunked_loss not in (None, False, "auto"):
+            message = f"the chunked loss multiplies by the head itself, without what {on_head[0]} trains beside it"
+            yield Conflict((f"peft.{name}", "model.chunked_loss"), message, "chunked_loss: false, or not the head")
+    if method in PROMPTS and peft.peft_save_mode is PeftSaveMode.MERGED:
+        message = f"a {method} is tokens before the row: there is nothing to add to the weights"
+        yield Conflict((key, "peft.peft_save_mode"), message, "adapter_only or adapter_and_base_model")
+    if method in PROMPTS and peft.lora_modules_to_save:
+        message = f"peft trains no whole modules beside a {method}"
+        yield Conflict((key, "peft.lora_modules_to_save"), message, "another method, or no modules")
+    joins = "packing" if config.data.packing else "padding_free"
+    if method in PROMPTS and config.data.joins_rows:
+        message = f"a {method} stands before the first document of a row alone"
+        yield Conflict((key, f"data.{joins}"), message, f"{joins}: false, or another method")
+    if peft.adapter_dtype is TorchDtype.FLOAT16:
+        message = "an adapter in float16 cannot be trained: its small updates vanish and a loss scaler refuses it"
+        yield Conflict(("peft.adapter_dtype",), message, "float32 (unset) or bfloat16")
+    if method is PeftMethod.LOFTQ and not peft.q_lora:
+        message = "loftq starts the adapter from what quantisation loses, and nothing is quantised"
+        yield Conflict((key, "peft.q_lora"), message, "peft.q_lora: true, or another method")
+    if method is PeftMethod.DORA and peft.q_lora and peft.q_lora_bits == 8 and config.gpu.name == "cpu":
+        message = "peft 0.21 loses the scales of 8-bit weights when dora reads them on a CPU"
+        yield Conflict((key, "peft.q_lora_bits", "gpu.name"), message, "4 bits, lora, or a CUDA GPU")
+    if method in (PeftMethod.PISSA, PeftMethod.OLORA) and peft.q_lora:
+        message = f"{method} moves a part of each weight into the adapter, which a quantised weight cannot lose exactly"
+        yield Conflict((key, "peft.q_lora"), message, "lora or loftq")

@@ -1,0 +1,127 @@
+"""What single values cannot say: keys that contradict each other, the card, or what a verb needs.
+
+Each rule is a pure function of the config. Tier A: no file is opened, nothing is built.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from framework.schema.config import TrainingConfig
+from framework.schema.keys import dotted, values
+from framework.schema.rules.adapter import adapter_conflicts
+from framework.schema.rules.attention import half_precision_attention, sdpa_backend
+from framework.schema.rules.batch import batch_conflicts, padding_conflicts, row_conflicts, step_conflicts
+from framework.schema.rules.classifier import classifier_conflicts
+from framework.schema.rules.conflict import Conflict
+from framework.schema.rules.context import context_conflicts
+from framework.schema.rules.data import data_conflicts
+from framework.schema.rules.device import cache_conflicts, streamed_base_conflicts
+from framework.schema.rules.liger import find_liger_conflicts
+from framework.schema.rules.model import model_conflicts, remote_code_conflicts, tokenizer_conflicts
+from framework.schema.rules.on_oom import survival_conflicts
+from framework.schema.rules.optimizer import matrix_conflicts, optimizer_conflicts, update_conflicts
+from framework.schema.rules.precision import (
+    card_conflicts,
+    fp8_conflicts,
+    loss_scale_conflicts,
+    precision_conflicts,
+    rounding_conflicts,
+    wide_base_conflicts,
+)
+from framework.schema.rules.ranks import ranks_conflicts
+from framework.schema.rules.recompute import compile_conflicts, recompute_conflicts
+from framework.schema.rules.save import save_conflicts
+from framework.schema.rules.sharding import sharding_conflicts
+from framework.schema.rules.task import task_conflicts
+from framework.schema.rules.tensor import tensor_conflicts
+from framework.schema.rules.unused import idle_conflicts
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a verb cannot do without."""
+
+    model: bool = False
+    data: Literal["unneeded", "advised", "required"] = "unneeded"
+    devices: Literal["one", "any"] = "one"
+    """`any` for a verb that looks at one device's share and runs nothing."""
+
+
+def find_conflicts(config: TrainingConfig, needs: Needs) -> list[Conflict]:
+    """Every conflict of every rule, warnings among them."""
+    return [conflict for rule in RULES for conflict in rule(config)] + list(_unmet_needs(config, needs))
+
+
+def find_derived_conflicts(config: TrainingConfig) -> list[Conflict]:
+    """Conflicts of a resolved config, which its written values may not have shown: a checkpoint's dtype, the autocast
+    of its card. What trains is written down with these values, and has to pass every rule when it is read again."""
+    return [conflict for rule in RULES for conflict in rule(config) if not conflict.is_warning]
+
+
+def _finite(config: TrainingConfig) -> Iterator[Conflict]:
+    """Numbers of an architecture that are not finite, and integers that are too large."""
+    for path, value in values(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Conflict((dotted(path),), f"cannot be {value}", "a finite number")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            yield Conflict((dotted(path),), "is too large for a 64-bit integer", "a smaller number")
+
+
+def _unmet_needs(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
+    model = config.model
+    if needs.model and model.model_name is None and model.architecture is None:
+        keys = ("model.model_name", "model.architecture")
+        yield Conflict(keys, "there is no model", "model.model_name, model.architecture, or a preset `model=`")
+    if (
+        needs.data == "required"
+        and model.load_pretrained_weights
+        and model.model_name is None
+        and model.architecture is not None
+    ):
+        keys = ("model.load_pretrained_weights", "model.model_name")
+        message = "there are no pretrained weights to load: an architecture is given, but no model.model_name"
+        yield Conflict(keys, message, "model.load_pretrained_weights: false, or model.model_name")
+    if needs.data != "unneeded" and not config.data.train:
+        is_warning = needs.data == "advised"
+        yield Conflict(("data.train",), "there is no training data", "data.train", is_warning)
+
+
+RULES = (
+    precision_conflicts,
+    loss_scale_conflicts,
+    rounding_conflicts,
+    wide_base_conflicts,
+    optimizer_conflicts,
+    matrix_conflicts,
+    update_conflicts,
+    cache_conflicts,
+    padding_conflicts,
+    compile_conflicts,
+    recompute_conflicts,
+    find_liger_conflicts,
+    streamed_base_conflicts,
+    sharding_conflicts,
+    survival_conflicts,
+    save_conflicts,
+    ranks_conflicts,
+    context_conflicts,
+    tensor_conflicts,
+    task_conflicts,
+    classifier_conflicts,
+    card_conflicts,
+    half_precision_attention,
+    sdpa_backend,
+    fp8_conflicts,
+    batch_conflicts,
+    step_conflicts,
+    model_conflicts,
+    remote_code_conflicts,
+    tokenizer_conflicts,
+    data_conflicts,
+    adapter_conflicts,
+    row_conflicts,
+    _finite,
+    idle_conflicts,
+)

@@ -1,0 +1,97 @@
+"""The optimizer, its states, and when it updates."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import MixedPrecision, Optimizer, OptimizerOffload, PeftMethod, Scheduler, TorchDtype
+from framework.schema.config import TrainingConfig
+from framework.schema.rules.conflict import Conflict
+
+BITSANDBYTES = (
+    Optimizer.ADAMW_8BIT,
+    Optimizer.LION_8BIT,
+    Optimizer.PAGED_ADAMW_32BIT,
+    Optimizer.PAGED_ADAMW_8BIT,
+    Optimizer.PAGED_LION_8BIT,
+)
+
+
+PAGED = BITSANDBYTES[2:]
+
+
+ANY_PRECISION = (Optimizer.ANYPRECISION_ADAMW, Optimizer.ANYPRECISION_ADAMW_8BIT)
+"""Ours for bfloat16 weights, which round no update away."""
+
+
+TORCHAO = (Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT)
+
+
+PROJECTING = (Optimizer.GALORE_ADAMW, Optimizer.APOLLO_ADAMW)
+FOR_MATRICES = (Optimizer.MUON, *PROJECTING)
+"""Optimizers that treat matrices of the blocks apart, and all else as AdamW does."""
+_WITHOUT_MATRICES = (PeftMethod.VERA, PeftMethod.PROMPT, PeftMethod.PREFIX)
+
+
+def matrix_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Adapters that have no matrix for the optimizer: it would be AdamW under another name. Other models without one
+    are found when the model is there (framework/build/optimizers/matrices.py)."""
+    choice, peft, key = config.training.optimizer, config.peft, "training.optimizer"
+    if choice not in FOR_MATRICES or not config.training.use_peft or peft.lora_modules_to_save:
+        return
+    works, projects = str(Optimizer.ADAMW_TORCH_FUSED), choice in PROJECTING
+    is_vectors = peft.peft_method is PeftMethod.IA3 and projects  # of shape (n, 1)
+    if peft.peft_method in _WITHOUT_MATRICES or is_vectors:
+        message = f"{peft.peft_method} trains no matrix inside the blocks, and {choice} is for those"
+        yield Conflict((key, "peft.peft_method"), message, works)
+    elif projects and (projected := config.training.projection_rank) >= (rank := peft.lora_r):
+        message = f"{choice} projects matrices whose smaller side is above {projected}, and the adapter's have {rank}"
+        below = f"training.projection_rank of at most {rank - 1}, or {works}" if rank > 1 else works
+        yield Conflict(("training.projection_rank", "peft.lora_r", key), message, below)
+
+
+def optimizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Weights and rates that an optimizer is not for."""
+    training, choice = config.training, config.training.optimizer
+    key = "training.optimizer"
+    if training.learning_rate == 0:
+        yield Conflict(("training.learning_rate",), "is 0: no weight changes", "a rate above 0", is_warning=True)
+    is_trained_in_float32 = config.model.torch_dtype_str == TorchDtype.FLOAT32 and not training.use_peft
+    if choice in ANY_PRECISION and is_trained_in_float32:
+        message = f"{choice} is for bfloat16 weights: float32 ones have nothing to round"
+        works = "model.torch_dtype_str=bfloat16 with training.mixed_precision_dtype=none, or adamw_torch_fused"
+        yield Conflict(("model.torch_dtype_str", key), message, works)
+    if choice is Optimizer.SCHEDULE_FREE_ADAMW and training.lr_scheduler_type is not Scheduler.CONSTANT:
+        message = f"schedule_free_adamw averages instead of decaying: a {training.lr_scheduler_type} rate undoes that"
+        yield Conflict(("training.lr_scheduler_type", key), message, "constant", is_warning=True)
+
+
+def update_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Updates in backward, and states off the device."""
+    training = config.training
+    keys: tuple[str, ...]
+    choice, offload, key = training.optimizer, training.optimizer_offload, "training.optimizer_in_backward"
+    if training.optimizer_in_backward is True:
+        if training.gradient_accumulation_steps != "auto" and _accumulation(config) > 1:
+            keys = (key, "training.gradient_accumulation_steps", "training.global_batch_size")
+            message = f"a gradient is gone after one micro batch, and {_accumulation(config)} are accumulated"
+            yield Conflict(keys, message, "one micro batch a step, or optimizer_in_backward: false")
+        if training.max_grad_norm:
+            message = "the global norm is known only when every gradient is there, and each is used up before"
+            yield Conflict((key, "training.max_grad_norm"), message, "training.max_grad_norm=0")
+        if training.mixed_precision_dtype is MixedPrecision.FP16:
+            message = "a scaled gradient that overflowed is known only when its weight has changed"
+            yield Conflict((key, "training.mixed_precision_dtype"), message, "bf16 or none")
+        if choice in TORCHAO:
+            yield Conflict((key, "training.optimizer"), f"{choice} compiles its step, not in backward", "adamw_8bit")
+    if offload in (OptimizerOffload.HOST, OptimizerOffload.NVME) and choice in (*BITSANDBYTES, *TORCHAO):
+        message = f"the states of {choice} are small or paged already, and are not offloaded"
+        yield Conflict(("training.optimizer_offload", "training.optimizer"), message, "none, or adamw_torch_fused")
+    if offload is OptimizerOffload.NVME and not training.optimizer_offload_folder:
+        keys = ("training.optimizer_offload_folder", "training.optimizer_offload")
+        yield Conflict(keys, "nvme needs a folder on that disk", "a folder, or optimizer_offload: host")
+
+
+def _accumulation(config: TrainingConfig) -> int:
+    try:
+        return config.batch.accumulation
+    except ValueError:  # said by batch_conflicts
+        return 1

@@ -1,0 +1,54 @@
+"""What is computed again, and what only the compiler decides."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import Attention, CheckpointingPolicy, SdpaBackend
+from framework.schema.config import TrainingConfig
+from framework.schema.rules.conflict import Conflict
+
+
+def compile_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """What only the compiler can do."""
+    training, key = config.training, "training.activation_memory_budget"
+    if training.activation_memory_budget is None:
+        return
+    if training.compile is False:
+        message = "only the compiler can tell which activations of a block are cheap to compute again"
+        yield Conflict((key, "training.compile"), message, "training.compile=true beside it")
+    elif training.enable_gradient_checkpointing is True:
+        message = "blocks are computed again as a whole: the budget is then only for the one block at work"
+        keys = (key, "training.enable_gradient_checkpointing")
+        yield Conflict(keys, message, "one of the two", is_warning=True)
+
+
+_VARIANT = "training.gradient_checkpointing_kwargs.use_reentrant"
+
+
+def recompute_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """What a checkpoint's policy cannot keep."""
+    training, model = config.training, config.model
+    policy, key = training.gradient_checkpointing_policy, "training.gradient_checkpointing_policy"
+    reentrant = training.gradient_checkpointing_kwargs.use_reentrant
+    if training.activation_offload is True and training.compile is True:
+        message = "compiled code hands nothing it keeps to the offload"
+        nearest = "compile: false, or training.activation_memory_budget"
+        yield Conflict(("training.activation_offload", "training.compile"), message, nearest)
+    if training.enable_gradient_checkpointing is not True:
+        return
+    if reentrant and training.compile is True:
+        yield Conflict((_VARIANT, "training.compile"), "the re-entrant checkpoint cannot be compiled", "false")
+    if policy is CheckpointingPolicy.FULL:
+        return
+    if reentrant:
+        message = "the re-entrant checkpoint keeps inputs alone"
+        yield Conflict((key, _VARIANT), message, "use_reentrant: false, or full")
+    if training.compile is True:
+        message = "what compiled code keeps is decided when it is compiled, by training.activation_memory_budget"
+        yield Conflict((key, "training.compile"), message, "full")
+    if model.attn_implementation is Attention.FLEX_ATTENTION:
+        message = "flex_attention runs as compiled code, whose results a policy cannot keep"
+        yield Conflict((key, "model.attn_implementation"), message, "sdpa, or full")
+    in_parts = Attention.EAGER is model.attn_implementation or SdpaBackend.MATH is model.sdpa_backend
+    if policy is CheckpointingPolicy.SAVE_ATTENTION and in_parts:
+        message = "this attention is many small operators: no one result of it could be kept"
+        yield Conflict((key, "model.attn_implementation", "model.sdpa_backend"), message, "a fused kernel, or full")

@@ -1,0 +1,29 @@
+"""What goes with checkpoints that are written beside training (`training.async_save`)."""
+
+from collections.abc import Iterator
+
+from framework.schema.config import TrainingConfig
+from framework.schema.rules.conflict import Conflict
+from framework.schema.wording import counted
+
+_KEY, _STEPS = "training.async_save", "training.save_steps"
+
+
+def save_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Beside the last save there is nothing left to train."""
+    training = config.training
+    if not training.async_save:
+        return
+    if training.save_steps is None:
+        yield Conflict((_KEY, _STEPS), "has no effect: the only save is at the end", "training.save_steps=100")
+    elif training.max_steps is not None:
+        yield from last_save_conflicts(config, training.max_steps)
+
+
+def last_save_conflicts(config: TrainingConfig, total: int) -> Iterator[Conflict]:
+    """The same, of a run whose steps are known."""
+    training = config.training
+    if training.async_save and training.save_steps is not None and training.save_steps >= total:
+        message = f"has no effect: the only save is at the end, after {counted(total, 'step')}"
+        fewer = f"training.save_steps={total // 2}, or async_save: false" if total > 1 else "training.async_save: false"
+        yield Conflict((_KEY, _STEPS), message, fewer)

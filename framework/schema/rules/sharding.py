@@ -1,0 +1,131 @@
+"""What goes with sharded weights (`fsdp.enable_fsdp`), and what does not."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import (
+    CompileScope,
+    Fp8,
+    MixedPrecision,
+    Optimizer,
+    OptimizerOffload,
+    PeftMethod,
+    PeftSaveMode,
+    ShardingStrategy,
+    TorchDtype,
+)
+from framework.schema.config import TrainingConfig
+from framework.schema.rules.conflict import Conflict
+
+_ON = "fsdp.enable_fsdp"
+_PACKED = (
+    *(Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.PAGED_ADAMW_32BIT, Optimizer.PAGED_ADAMW_8BIT),
+    *(Optimizer.PAGED_LION_8BIT, Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT),
+    Optimizer.ANYPRECISION_ADAMW_8BIT,
+)
+"""bitsandbytes' kernels do not take a part of a tensor (tried on two processes); torchao's states are not tried, and
+the scales of ours, one for 256 elements, are not cut with the weights."""
+_OF_MATRICES = (Optimizer.ADAFACTOR, Optimizer.GALORE_ADAMW, Optimizer.APOLLO_ADAMW)
+"""Their update of a weight needs sums or projections over all of it (tried on two processes)."""
+SHARDED_OPTIMIZERS = tuple(choice for choice in Optimizer if choice not in (*_PACKED, *_OF_MATRICES))
+"""Optimizers that train, save and load with sharded weights (tests/run/ranks/test_sharded.py tries each)."""
+
+
+def sharding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """What cannot be sharded, and sharding that would split nothing."""
+    fsdp = config.fsdp
+    if fsdp.enable_fsdp is not True:
+        return
+    if config.gpu.count == 1:
+        yield Conflict((_ON, "gpu.count"), "one device has nothing to split", "gpu.count of 2 or more, or --nproc")
+    if not fsdp.is_sharded:
+        for name in ("cpu_offload", "forward_prefetch"):
+            if getattr(fsdp, name) is True:
+                message = "with NO_SHARD every device holds all weights: nothing is gathered or kept on the host"
+                yield Conflict((f"fsdp.{name}", "fsdp.sharding_strategy"), message, str(ShardingStrategy.FULL_SHARD))
+        return
+    yield from _unsharded_optimizers(config)
+    yield from _unsharded_weights(config)
+    yield from _gathered_dtypes(config)
+
+
+def _of_a_billion(bytes_each: int, devices: int) -> str:
+    """What the states of 1e9 trained weights take of each device."""
+    return f"{bytes_each * 1e9 / devices / (1 << 30):.1f} GiB"
+
+
+def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
+    training, key = config.training, "training.optimizer"
+    choice = training.optimizer
+    if choice in _PACKED:
+        message = f"the states of {choice} cannot be sharded: they fail at the first step or at the save"
+        pure = config.model.torch_dtype_str is TorchDtype.BFLOAT16 and not training.use_peft
+        adamw, halves = (_of_a_billion(count, config.gpu.count) for count in (4 if pure else 8, 4))
+        works = (
+            f"adamw_torch_fused ({adamw} of states a device for each 1e9 trained weights), anyprecision_adamw "
+            f"({halves}, with weights in bfloat16), or fsdp.cpu_offload=true beside adamw_torch_fused ({adamw} of the "
+            "host)"
+        )
+        yield Conflict((key, _ON), message, works)
+    if choice in _OF_MATRICES:
+        message = f"{choice} needs all of a weight to update any of it, and each device has a part"
+        yield Conflict((key, _ON), message, "adamw_torch_fused, lion (half its states) or anyprecision_adamw")
+    if training.optimizer_in_backward is True:
+        message = "gradients are summed over the devices before they can be used"
+        yield Conflict(("training.optimizer_in_backward", _ON), message, "false: sharded gradients are small")
+    if training.optimizer_offload not in (OptimizerOffload.NONE, "auto"):
+        message = "sharded states move with their weights"
+        yield Conflict(("training.optimizer_offload", _ON), message, "none, or fsdp.cpu_offload=true")
+
+
+def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
+    training = config.training
+    if training.use_peft and config.peft.q_lora:
+        yield from _packed_base(config)
+    if training.mixed_precision_dtype is MixedPrecision.FP16:
+        message = "a loss scale is not kept over sharded gradients"
+        works = "none (this card has no bfloat16)" if config.gpu.lacks_bfloat16 else "bf16, or none"
+        yield Conflict(("training.mixed_precision_dtype", _ON), message, works)
+    if training.fp8 is not Fp8.NONE:
+        yield Conflict(("training.fp8", _ON), "fp8 products of sharded weights are not tried", "none")
+    if training.compile is True and training.compile_scope is CompileScope.MODEL:
+        message = "blocks are gathered one by one, between which one graph of the model would break"
+        yield Conflict(("training.compile_scope", _ON), message, str(CompileScope.BLOCK))
+    if training.use_peft and config.peft.peft_save_mode is not PeftSaveMode.ADAPTER_ONLY:
+        message = "the base is in parts, and would have to be gathered to be written"
+        works = "adapter_only, and `tunesmith merge` afterwards"
+        yield Conflict(("peft.peft_save_mode", _ON), message, works)
+    if config.fsdp.cpu_offload is True and config.gpu.name == "cpu":
+        message = "on the cpu the weights are in host memory anyway"
+        yield Conflict(("fsdp.cpu_offload", "gpu.name"), message, "false")
+
+
+def _packed_base(config: TrainingConfig) -> Iterator[Conflict]:
+    peft = config.peft
+    if peft.q_lora_bits == 8:
+        message = "8-bit weights are not sharded: bitsandbytes keeps their scales, and more copies of them, elsewhere"
+        works = "4, or fsdp.enable_fsdp: false (each device holds the packed base)"
+        yield Conflict(("peft.q_lora_bits", _ON), message, works)
+    if peft.peft_method is PeftMethod.DORA:
+        message = "dora measures the unpacked weights in each forward pass, and peft finds no scales at gathered ones"
+        yield Conflict(("peft.peft_method", "peft.q_lora", _ON), message, "lora or rslora")
+    if peft.peft_method is PeftMethod.IA3:
+        message = "peft scales what packed layers compute in float32 where there is no autocast, as with split weights"
+        yield Conflict(("peft.peft_method", "peft.q_lora", _ON), message, "lora or rslora")
+
+
+def _gathered_dtypes(config: TrainingConfig) -> Iterator[Conflict]:
+    """A unit with packed weights is gathered in one dtype, in which their bytes are stored (F01); what is shared by all
+    units is not gathered at all."""
+    peft, held = config.peft, config.model.torch_dtype_str
+    if not (config.fsdp.is_sharded and config.training.use_peft):
+        return
+    if peft.peft_method is PeftMethod.VERA and config.training.mixed_precision_dtype is MixedPrecision.BF16:
+        message = "vera's shared matrices are not gathered, and so not in the dtype of what they are multiplied with"
+        yield Conflict(("peft.peft_method", "training.mixed_precision_dtype", _ON), message, "lora, or none")
+    if not peft.q_lora:
+        return
+    is_pure = config.training.mixed_precision_dtype is MixedPrecision.NONE and held not in (None, TorchDtype.AUTO)
+    if is_pure and peft.adapter_dtype not in (None, TorchDtype.AUTO, held):
+        message = f"packed weights and adapter are gathered together, in one dtype, which without autocast is {held}"
+        works = f"auto or {held}, or training.mixed_precision_dtype: bf16 (it gathers a float32 adapter in bfloat16)"
+        yield Conflict(("peft.adapter_dtype", "peft.q_lora", _ON), message, works)

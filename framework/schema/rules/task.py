@@ -1,0 +1,79 @@
+"""What goes with a task, and what it does not read."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import PeftMethod, Task
+from framework.schema.config import TrainingConfig
+from framework.schema.distillation import DistillationParams
+from framework.schema.preference import READ_BY, PreferenceParams
+from framework.schema.rules.conflict import Conflict
+
+TASK, LOSS = "training.task", "training.preference.loss_type"
+MOVE_THE_BASE = (PeftMethod.PISSA, PeftMethod.OLORA, PeftMethod.LOFTQ)
+"""Adapters without which the model is not what it was before training."""
+
+
+def task_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Keys that the task does not read, rows that it cannot join, and references that would be another model."""
+    yield from _preference_keys(config)
+    yield from _distillation(config)
+    yield from _answers_in_a_row(config)
+    yield from _reference(config)
+
+
+def _preference_keys(config: TrainingConfig) -> Iterator[Conflict]:
+    preference, unset = config.training.preference, PreferenceParams()
+    written = [name for name in type(preference).model_fields if getattr(preference, name) != getattr(unset, name)]
+    for name in written:
+        key = f"training.preference.{name}"
+        if config.training.task is not Task.PREFERENCE:
+            yield Conflict((key, TASK), f"is read by the task preference, and this is {config.training.task}", "unset")
+        elif name not in ("loss_type", *READ_BY[preference.loss_type]):
+            users = ", ".join(str(loss) for loss, keys in READ_BY.items() if name in keys)
+            yield Conflict((key, LOSS), f"{preference.loss_type} does not read it", f"unset, or loss_type: {users}")
+
+
+def _distillation(config: TrainingConfig) -> Iterator[Conflict]:
+    training, unset = config.training, DistillationParams()
+    teacher = training.teacher
+    if training.task is Task.DISTILLATION:
+        if teacher is None or (teacher.model_name is None and teacher.architecture is None):
+            message = "there is no teacher to distil from"
+            yield Conflict(("training.teacher", TASK), message, "a model_name, or an architecture")
+        elif not teacher.load_pretrained_weights and teacher.architecture is None:
+            keys = ("training.teacher.load_pretrained_weights", "training.teacher.architecture")
+            yield Conflict(keys, "random weights need an architecture", "training.teacher.architecture")
+        if config.fsdp.is_sharded:
+            message = "a teacher is not sharded yet: each device would hold all of it"
+            yield Conflict(("fsdp.enable_fsdp", TASK), message, "fsdp.enable_fsdp: false")
+        return
+    written = [f"distillation.{name}" for name, value in training.distillation if value != getattr(unset, name)]
+    for name in [*(["teacher"] if teacher is not None else []), *written]:
+        message = f"is read by the task distillation, and this is {training.task}"
+        yield Conflict((f"training.{name}", TASK), message, "unset, or training.task=distillation")
+
+
+def _answers_in_a_row(config: TrainingConfig) -> Iterator[Conflict]:
+    """A row of these tasks is a whole answer, or two: what is learnt of it is one number."""
+    training, data = config.training, config.data
+    if training.task not in (Task.PREFERENCE, Task.REWARD):
+        return
+    for name, joins in (("packing", data.packing), ("padding_free", data.padding_free)):
+        if joins:
+            message = f"answers are compared as wholes, a sequence each, and {name} puts several into one"
+            yield Conflict((f"data.{name}", TASK), message, f"{name}: false; data.group_by_length saves padding")
+
+
+def _reference(config: TrainingConfig) -> Iterator[Conflict]:
+    training, method = config.training, config.peft.peft_method
+    if not training.has_reference or training.asks_reference_once:
+        return
+    if config.fsdp.is_sharded:
+        what = "an adapter is taken away" if training.use_peft else "a frozen copy is held"
+        message = f"the weights are sharded, and {what} on whole ones"
+        keys = ("fsdp.enable_fsdp", LOSS, "training.preference.precompute_reference")
+        yield Conflict(keys, message, "training.preference.precompute_reference=true, or fsdp.enable_fsdp: false")
+    if training.use_peft and method in MOVE_THE_BASE:
+        message = f"{method} takes its start out of the base: without the adapter it is not the model it was"
+        keys = ("peft.peft_method", LOSS, "training.preference.precompute_reference")
+        yield Conflict(keys, message, "training.preference.precompute_reference=true, or lora")

@@ -1,0 +1,99 @@
+"""What goes with matrices that several devices share (`fsdp.tensor_parallel_size`), and what does not."""
+
+from collections.abc import Iterator
+
+from framework.schema.choices import (
+    Attention,
+    Fp8,
+    MixedPrecision,
+    Optimizer,
+    OptimizerOffload,
+    PeftMethod,
+    PeftSaveMode,
+    ShardingStrategy,
+    Task,
+)
+from framework.schema.config import TrainingConfig
+from framework.schema.rules.conflict import Conflict
+from framework.schema.rules.sharding import SHARDED_OPTIMIZERS
+from framework.schema.wording import counted
+
+_SIZE = "fsdp.tensor_parallel_size"
+_OF_TOKENS = (Task.SFT, Task.PRETRAIN)
+_SPLIT_ADAPTERS = (PeftMethod.LORA, PeftMethod.RSLORA)
+"""Adapters that are products of two matrices, of which one can be cut as the weight beside them is."""
+SPLIT_OPTIMIZERS = tuple(choice for choice in SHARDED_OPTIMIZERS if choice is not Optimizer.MUON)
+"""Optimizers whose update of an element needs nothing of the others (tests/run/ranks/test_tensor.py tries each)."""
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+
+
+def tensor_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Sizes that do not go into the devices, and what needs whole matrices or was not tried with parts of them."""
+    size = config.fsdp.tensor_parallel_size
+    if size == 1:
+        return
+    yield from _groups(config, size)
+    yield from _of_training(config)
+    yield from _of_adapters(config)
+
+
+def _groups(config: TrainingConfig, size: int) -> Iterator[Conflict]:
+    count, fsdp = config.gpu.count, config.fsdp
+    if count % size:
+        fitting = [str(part) for part in range(2, count + 1) if not count % part]
+        message = f"{counted(count, 'device is no group', 'devices are not groups')} of {size}"
+        expected = ", ".join(fitting) or f"gpu.count of {size} or a multiple, or --nproc; 1 on one device"
+        yield Conflict((_SIZE, "gpu.count"), message, expected)
+    elif fsdp.enable_fsdp is True and count == size:
+        message = "all devices share each matrix: there is no other group to split weights over"
+        expected = f"enable_fsdp: false, or gpu.count={2 * size}"
+        yield Conflict(("fsdp.enable_fsdp", _SIZE), message, expected)
+    if config.model.attn_implementation is Attention.RING_ATTENTION:
+        message = "devices share either rows or matrices: both at once is not built"
+        yield Conflict((_SIZE, "model.attn_implementation"), message, "1, or another attn_implementation")
+    if fsdp.is_sharded and fsdp.sharding_strategy in _HYBRID:
+        message = "copies of shards of parts of a matrix are not tried"
+        yield Conflict(("fsdp.sharding_strategy", _SIZE), message, str(ShardingStrategy.FULL_SHARD))
+    if fsdp.is_on_host:
+        message = "parts of a matrix whose gradients are in host memory are not tried"
+        yield Conflict(("fsdp.cpu_offload", _SIZE), message, "false")
+
+
+def _of_training(config: TrainingConfig) -> Iterator[Conflict]:
+    training = config.training
+    if training.task not in _OF_TOKENS:
+        message = f"{training.task} with matrices that devices share is not tried"
+        yield Conflict((_SIZE, "training.task"), message, "1, or task: sft or pretrain")
+    if training.optimizer not in (*SPLIT_OPTIMIZERS, "auto"):
+        message = f"{training.optimizer} needs more of a matrix than a device has, or states that can be cut as it is"
+        yield Conflict(("training.optimizer", _SIZE), message, "adamw_torch_fused, lion, sgd or anyprecision_adamw")
+    if training.optimizer_offload not in (OptimizerOffload.NONE, "auto"):
+        message = "states that leave the device are not saved in parts"
+        yield Conflict(("training.optimizer_offload", _SIZE), message, "none")
+    if training.compile is True:
+        message = "compiled regions would contain the sums over devices: not tried"
+        yield Conflict(("training.compile", _SIZE), message, "false")
+    if training.fp8 is not Fp8.NONE:
+        yield Conflict(("training.fp8", _SIZE), "fp8 products of parts of a matrix are not tried", "none")
+    if training.mixed_precision_dtype is MixedPrecision.FP16:
+        message = "a loss scale is not kept over gradients that each device has a part of"
+        yield Conflict(("training.mixed_precision_dtype", _SIZE), message, "bf16, or none where the card has none")
+
+
+def _of_adapters(config: TrainingConfig) -> Iterator[Conflict]:
+    peft = config.peft
+    if not config.training.use_peft:
+        return
+    if peft.peft_method not in _SPLIT_ADAPTERS:
+        message = f"{peft.peft_method} is not cut along with the matrix that it is beside"
+        yield Conflict(("peft.peft_method", _SIZE), message, "lora or rslora")
+    if peft.q_lora:
+        message = "packed weights are not cut: their scales are no part of them"
+        yield Conflict(("peft.q_lora", _SIZE), message, "false")
+    if peft.lora_modules_to_save:
+        message = "modules trained in full beside an adapter are not tried with matrices that devices share"
+        yield Conflict(("peft.lora_modules_to_save", _SIZE), message, "[]")
+    if peft.peft_save_mode is not PeftSaveMode.ADAPTER_ONLY:
+        message = "the base is in parts, and would have to be gathered to be written"
+        works = "adapter_only, and `tunesmith merge` afterwards"
+        yield Conflict(("peft.peft_save_mode", _SIZE), message, works)

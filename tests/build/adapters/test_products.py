@@ -1,0 +1,107 @@
+"""Products of float32 adapters on a base in half precision, and DoRA's norms."""
+
+import pytest
+import torch
+from peft.tuners.lora.dora import DoraLinearLayer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from framework.build.adapters.products import DoraByRows, InInputDtype, row_norms
+from framework.run.step import train_step
+from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
+
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+
+
+class Products(TorchDispatchMode):
+    """Dtypes of the matrix products, by how often each was seen, and elements of the largest tensor made."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in PRODUCTS:
+            self.dtypes.add(args[0].dtype)
+        is_view = func._schema.returns and func._schema.returns[0].alias_info is not None
+        if isinstance(result, torch.Tensor) and not is_view:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def adapted(method="lora", architecture=LLAMA, dtype="bfloat16", autocast="none", **peft):
+    training = {"use_peft": True, "mixed_precision_dtype": autocast, "learning_rate": 1e-2}
+    peft = {"peft_method": method, "lora_target_modules": ["all-linear"], **peft}
+    return tiny_assembly(tiny_config(architecture, training=training, model={"torch_dtype_str": dtype}, peft=peft))
+
+
+@pytest.mark.parametrize("autocast", ["none", "bf16"])
+@pytest.mark.parametrize("method", ["lora", "rslora"])
+def test_products_of_a_float32_adapter_are_in_the_bases_dtype(method, autocast):
+    assembly = adapted(method, autocast=autocast)
+    assert {parameter.dtype for parameter in assembly.trained} == {torch.float32}
+    with Products() as seen:
+        train_step(assembly, [unequal_rows()], 1)
+    # attention's own scores and the rotary angles are float32 on the CPU
+    factors = [module for module in assembly.model.modules() if isinstance(module, InInputDtype)]
+    assert len(factors) == 2 * 14
+    assert torch.bfloat16 in seen.dtypes
+    layer = factors[0]
+    assert layer(torch.ones(2, layer.in_features, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert layer(torch.ones(2, layer.in_features)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_an_adapter_on_half_precision_learns_what_float32_does(method):
+    narrow, wide = adapted(method), adapted(method, dtype="float32")
+    wide.model.load_state_dict({name: value.float() for name, value in narrow.model.state_dict().items()})
+    losses = [
+        [train_step(assembly, [unequal_rows()], step).loss for step in range(1, 8)] for assembly in (narrow, wide)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert losses[1][-1] < losses[1][0] - 0.05
+
+
+def test_a_float32_base_keeps_pefts_layers():
+    assert not any(isinstance(module, InInputDtype) for module in adapted(dtype="float32").model.modules())
+
+
+def test_row_norms_are_those_of_the_sum():
+    generator = torch.Generator().manual_seed(0)
+    weight, down, up = (torch.randn(shape, generator=generator) for shape in ((50, 40), (4, 40), (50, 4)))
+    exact = torch.linalg.norm(weight.double() + 2.5 * up.double() @ down.double(), dim=1)
+    torch.testing.assert_close(row_norms(weight, down, up, 2.5).double(), exact, rtol=1e-6, atol=0)
+
+
+def test_a_row_that_the_adapter_cancels_has_a_norm_of_zero_and_not_of_nothing():
+    weight, down, up = torch.eye(3), torch.eye(3), -torch.eye(3)
+    assert row_norms(weight, down, up, 1.0).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, GPT2])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_dora_is_pefts_to_the_last_digits(architecture, dropout):
+    losses = []
+    for is_ours in (True, False):
+        assembly = adapted("dora", architecture, "float32", lora_dropout=dropout)
+        vectors = [module for module in assembly.model.modules() if isinstance(module, DoraByRows)]
+        assert vectors
+        for vector in () if is_ours else vectors:
+            vector.__class__ = DoraLinearLayer
+        torch.manual_seed(3)
+        losses.append([train_step(assembly, [unequal_rows()], step).loss for step in range(1, 6)])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+
+
+def test_dora_makes_nothing_as_large_as_a_weight():
+    """peft makes an identity of the input's width and a copy of the weight, here 512 x 512 and 512 x 32."""
+    wide = {**LLAMA, "intermediate_size": 512}
+    assembly = adapted("dora", wide)
+    layer = next(module for module in assembly.model.modules() if isinstance(module, DoraByRows))
+    base = torch.nn.Linear(512, 32, bias=False, dtype=torch.bfloat16)
+    down, up = InInputDtype(512, 8, bias=False), InInputDtype(8, 32, bias=False)
+    layer.weight = torch.nn.Parameter(torch.ones(32))
+    with Products() as seen:
+        layer(torch.ones(4, 512, dtype=torch.bfloat16), lora_A=down, lora_B=up, scaling=1.0, base_layer=base)
+    assert seen.largest <= 512 * 8

@@ -1,0 +1,182 @@
+"""Compiled blocks train the same, are counted, and leave no trace in names. Graphs are captured and cut as always;
+most tests run them operator by operator instead of through a C++ compiler, which takes a minute."""
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+from framework.build.levers import compiled
+from framework.build.levers.compiled import compiled_regions, newly_plain, possible_lengths
+from framework.build.verify import FirstStep, verify, verify_first_step
+from framework.errors import RequestError, VerificationFailed
+from framework.run.step import eval_step, train_step
+from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
+
+LORA = {"use_peft": True}
+ONE = FirstStep(((8, 24),))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Dynamo and the cut into forward and backward are real; the code is not lowered to C++."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(compiled, "lower", aot_eager)
+
+
+def build(architecture=LLAMA, *, scope="block", model=None, peft=None, **training):
+    training = {"compile": True, "compile_scope": scope, "learning_rate": 1e-2, **training}
+    if not training["compile"]:
+        del training["compile_scope"]
+    return tiny_assembly(tiny_config(architecture, training=training, model=model or {}, peft=peft or {}))
+
+
+def losses(assembly, steps=2):
+    return [train_step(assembly, [unequal_rows()], step).loss for step in range(1, steps + 1)]
+
+
+@pytest.mark.slow
+def test_checkpoints_inside_a_compiled_model_break_graphs_which_is_said(uncompiled):
+    options = {**LORA, "peft": {"lora_dropout": 0.0}, "enable_gradient_checkpointing": True}
+    expected = losses(build(compile=False, **options))
+    assembly = build(scope="model", **options)
+    assert losses(assembly) == pytest.approx(expected, rel=1e-5)
+    reading = after_step(assembly)["training.compile"]
+    assert reading.found == "1/1"
+    assert "graph breaks" in reading.source
+
+
+def after_step(assembly):
+    return {reading.key: reading for reading in verify_first_step(assembly, ONE)}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        (LLAMA, {}),
+        (GPT2, {}),
+        (LLAMA, {"enable_gradient_checkpointing": True}),
+        (LLAMA, {"mixed_precision_dtype": "bf16", "model": {"chunked_loss": 8}}),
+        (LLAMA, {**LORA, "peft": {"lora_target_modules": ["all-linear"], "lora_dropout": 0.0}}),
+        (LLAMA, {"model": {"freeze_layers": ["embed_tokens", "layers.0"]}, "activation_memory_budget": 0.5}),
+        (LLAMA, {"scope": "model", "model": {"chunked_loss": 8}}),
+    ],
+)
+def test_compiled_training_follows_the_plain_losses(uncompiled, architecture, options):
+    plain = {**options, "compile": False, "scope": "block"}
+    plain.pop("activation_memory_budget", None)
+    expected = losses(build(architecture, **plain))
+    assembly = build(architecture, **options)
+    verify(assembly)
+    assert losses(assembly) == pytest.approx(expected, rel=2e-3 if "mixed_precision_dtype" in options else 1e-5)
+    readings = after_step(assembly)
+    assert "0 graph breaks" in readings["training.compile"].source
+    if "activation_memory_budget" in options:
+        assert readings["training.activation_memory_budget"].found == "0.5"
+
+
+def test_equal_blocks_share_one_graph(uncompiled):
+    assembly = build({**LLAMA, "num_hidden_layers": 3})
+    losses(assembly)
+    reading = after_step(assembly)["training.compile"]
+    assert reading.found == "3/3"
+    assert reading.source.startswith("1 graph from 1 of 1 frame in")
+
+
+def test_the_ninth_run_of_a_process_is_compiled_too(uncompiled):
+    """torch keeps the code of eight compilers for a function, and runs plain code for the next."""
+    for _ in range(9):
+        assembly = build()
+        losses(assembly, steps=1)
+    assert {region.compiled_calls for region in compiled_regions(assembly.model)} == {1}
+
+
+def test_no_name_shows_that_it_is_compiled(uncompiled):
+    assembly, plain = build(), build(compile=False)
+    losses(assembly, 1)
+    assert list(assembly.model.state_dict()) == list(plain.model.state_dict())
+    assert [name for name, _ in assembly.model.named_parameters()] == [n for n, _ in plain.model.named_parameters()]
+
+
+def test_a_block_that_lost_its_compiled_call_stops_the_run():
+    assembly = build()
+    assembly.model.model.layers[1]._compiled_call_impl = None
+    with pytest.raises(VerificationFailed, match=r"training.compile: asked 2/2, in effect 1/2"):
+        verify(assembly)
+
+
+def test_plain_code_behind_a_compiled_call_stops_the_run():
+    """A silent fallback: here all compilation is switched off from outside."""
+    assembly = build()
+    torch.compiler.set_stance("force_eager")
+    try:
+        losses(assembly, 1)
+    finally:
+        torch.compiler.set_stance("default")
+    with pytest.raises(VerificationFailed, match=r"training.compile: asked 2/2, in effect 0/2"):
+        after_step(assembly)
+    assert len(newly_plain(assembly.model)) == 2
+    assert not newly_plain(assembly.model)
+
+
+def test_a_block_that_does_not_compile_is_named(monkeypatch):
+    def broken(graph, inputs):
+        raise RuntimeError("no such kernel")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "lower", broken)
+    with pytest.raises(VerificationFailed, match=r"model.layers.0 does not compile: .*no such kernel"):
+        losses(build(), 1)
+
+
+def test_evaluation_and_probes_compile_nothing(uncompiled):
+    assembly = build(model={"attn_implementation": "sdpa", "chunked_loss": 8})
+    verify(assembly)
+    eval_step(assembly, unequal_rows())
+    [first, *_] = regions = compiled_regions(assembly.model)
+    assert first.compiler.graphs == 0
+    assert all(region.is_on for region in regions)
+
+
+def test_rows_of_other_lengths_share_one_more_graph(uncompiled):
+    assembly = build()
+    for step, length in enumerate((24, 20, 18, 22), 1):
+        batch = {name: tensor[:, :length] for name, tensor in unequal_rows().items()}
+        train_step(assembly, [batch], step)
+    assert compiled_regions(assembly.model)[0].compiler.graphs == 2
+    assert not newly_plain(assembly.model)
+
+
+def test_few_lengths_get_code_of_their_own(uncompiled):
+    """Multiples of 8 up to 24: three lengths, so shapes are static; a fourth shape is one more row count."""
+    training = {"compile": True, "per_device_train_batch_size": 8}
+    sections = {"model": {"model_max_length": 24}, "data": {"pad_to_multiple_of": 8}}
+    config = tiny_config(training=training, **sections)
+    assert possible_lengths(config) == 3
+    assert possible_lengths(tiny_config(training=training)) == 0
+    assembly = tiny_assembly(config)
+    for step, length in enumerate((24, 16, 8, 16), 1):
+        batch = {name: tensor[:, -length:] for name, tensor in unequal_rows().items()}
+        train_step(assembly, [batch], step)
+    assert compiled_regions(assembly.model)[0].compiler.graphs == 3
+
+
+def test_a_model_without_known_blocks_can_only_be_compiled_whole(monkeypatch):
+    class Unknown(torch.nn.Module):
+        pass
+
+    monkeypatch.setattr(compiled, "GradientCheckpointingLayer", Unknown)
+    with pytest.raises(RequestError, match=r"training\.compile_scope: .* has no blocks"):
+        build()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++, which is not here")
+def test_inductor_itself_trains_the_same():
+    torch._dynamo.reset()
+    expected = losses(build(compile=False))
+    assembly = build(activation_memory_budget=0.5)
+    assert losses(assembly) == pytest.approx(expected, rel=1e-4)
+    assert after_step(assembly)["training.activation_memory_budget"].found == "0.5"

@@ -1,0 +1,102 @@
+"""Tier B of `check`: what it looks at where a search is still to decide."""
+
+import pytest
+
+from framework.checks import check_request
+from framework.errors import RequestError
+from framework.run.planning.fit import decide
+from framework.run.planning.model_checks import inspect
+from framework.run.rehearsal.rehearse import rehearse
+from framework.schema.availability import DTYPES, left_open
+from framework.schema.keys import every_key, key_at
+
+RECIPE = """
+model:
+  architecture: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+                 num_attention_heads: 4, num_key_value_heads: 2, vocab_size: 128}
+  load_pretrained_weights: false
+  model_max_length: 64
+training: {max_steps: 2, global_batch_size: 8}
+"""
+OPEN = [
+    key
+    for key in every_key()
+    if "auto" in getattr(key_at(tuple(key.split("."))), "choices", ()) and not key.endswith("dtype_str")
+    and key not in DTYPES
+]  # fmt: skip
+COMPANY = {"training.activation_memory_budget": ["training.compile=true"]}
+UNSEARCHED = [
+    "training.fp8",
+    "training.mixed_precision_dtype",
+    "training.optimizer_in_backward",
+    "training.gradient_checkpointing_policy",
+    "training.allocator.max_split_size_mb",
+    "training.allocator.garbage_collection_threshold",
+    "model.sdpa_backend",
+    "model.enable_liger_kernel",
+]
+
+
+def test_these_are_the_levers_of_a_search():
+    assert len(OPEN) > 15
+    assert not set(OPEN) & set(UNSEARCHED)
+
+
+@pytest.mark.parametrize("key", OPEN)
+def test_a_lever_that_is_open_is_looked_at_with_its_plain_value(key, write):
+    report = check_request(write(RECIPE), [f"{key}=auto", "gpu=cpu", *COMPANY.get(key, [])])
+    assert report.composition is not None, report.problems
+    config = report.composition.config
+    assert left_open(config) == (key,)
+    assert not inspect(config).problems
+    assert left_open(decide(config, runs_here=True).config) == ()
+
+
+@pytest.mark.parametrize("key", UNSEARCHED)
+def test_auto_where_nothing_is_searched_is_refused_in_a_sentence(key, write):
+    (problem,) = check_request(write(RECIPE), [f"{key}=auto"]).problems
+    assert (problem.key, problem.message) == (key, "cannot be 'auto', which no search decides")
+
+
+SHARDED = ["gpu=a100_40gb", "gpu.count=2", "fsdp.enable_fsdp=true"]
+NEEDS_THE_SHAPE = {
+    "a class that is not there": (
+        ["fsdp.transformer_layer_cls=GPT2Block"],
+        "fsdp.transformer_layer_cls",
+        "has no GPT2",
+    ),
+    "a class within a graph": (
+        ["fsdp.transformer_layer_cls=LlamaMLP", "training.compile=true"],
+        "fsdp.transformer_layer_cls",
+        "is a part of it",
+    ),
+    "an adapter of another dtype than a module beside it": (
+        ["peft=lora", "peft.adapter_dtype=bfloat16", "peft.lora_modules_to_save=[input_layernorm]"],
+        "model.torch_dtype_str",
+        "cannot be sharded together",
+    ),
+    "a target that is no module": (
+        ["peft=lora", "peft.lora_target_modules=[c_attn]"],
+        "peft.lora_target_modules",
+        "c_attn",
+    ),
+    "a module that is frozen and not there": (["model.freeze_layers=[h.0]"], "model.freeze_layers", "h.0"),
+    "a router loss without routers": (["training.router_aux_loss_coef=0.1"], "training.router_aux_loss_coef", "llama"),
+    "rows that are too long": (["model.model_max_length=100000"], "model.model_max_length", "positions"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_THE_SHAPE)
+def test_check_finds_what_needs_only_the_shape_of_the_model(name, write, monkeypatch):
+    """And a plan refuses the same."""
+    monkeypatch.setattr("framework.checks.unmet_requirements", lambda *_, **__: iter(()))
+    overrides, key, words = NEEDS_THE_SHAPE[name]
+    report = check_request(write(RECIPE.replace("vocab_size: 128", "vocab_size: 128, tie_word_embeddings: false")),
+                           [*SHARDED, *overrides])  # fmt: skip
+    assert report.composition is not None, report.problems
+    problems = inspect(report.composition.config).problems
+    assert [problem.key.partition("[")[0] for problem in problems] == [key]
+    assert words in str(problems[0])
+    with pytest.raises(RequestError) as caught:
+        rehearse(report.composition.config)
+    assert caught.value.problems == problems

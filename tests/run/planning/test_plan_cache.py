@@ -1,0 +1,47 @@
+"""Plans that are kept: of the same step, whatever of the card is usable."""
+
+from dataclasses import replace
+
+import pytest
+
+from framework.memory.cards import read_card
+from framework.memory.planning import make_plan
+from framework.run.planning import plan_cache
+from framework.run.rehearsal.rehearse import record
+from framework.schema.config import TrainingConfig
+from tests.tiny import LLAMA
+
+
+def config(rows=1, **card):
+    architecture = {name: value for name, value in LLAMA.items() if name != "vocab_size"}
+    return TrainingConfig(
+        model={"architecture": architecture, "load_pretrained_weights": False, "model_max_length": 32},
+        training={"per_device_train_batch_size": rows, "global_batch_size": 2},
+        gpu={**read_card("h100_80gb"), **card},
+    )
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("usable", [10**6, 40 * 10**9])
+@pytest.mark.parametrize("source", ["written", "assumed: the most that a test takes"])
+def test_a_plan_serves_another_limit_and_is_what_would_be_planned_for_it(usable, source):
+    first = config()
+    plan_cache.write(first, make_plan(record(first)))
+    other = config(usable_bytes=usable, sources={**first.gpu.sources, "usable_bytes": source})
+    found = plan_cache.read(other)
+    assert found is not None
+    assert found.fits == (usable > 10**9)
+    expected = make_plan(record(other))
+    assert set(found.assumptions) == set(expected.assumptions)
+    assert replace(found, assumptions=()) == replace(expected, assumptions=())
+
+
+def test_what_is_planned_otherwise_is_not_read():
+    plan_cache.write(config(), make_plan(record(config())))
+    assert plan_cache.read(config(rows=2)) is None
+    assert plan_cache.read(config(usable_bytes=None)) is None
+    assert plan_cache.read(config(capacity_bytes=10**10)) is None

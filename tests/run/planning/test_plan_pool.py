@@ -1,0 +1,76 @@
+"""Which worker gets which rehearsal, and what is said of one that ended."""
+
+from typing import Any
+
+from framework.memory.cards import read_card
+from framework.run.planning.plan_pool import _all, _Memory, _Worker
+from framework.run.rehearsal.block_settings import shared_work
+from framework.run.rehearsal.rehearse import rehearse
+from framework.schema.config import TrainingConfig
+from tests.tiny import LLAMA, tiny_config
+
+
+class Noted(_Worker):
+    """A worker that answers with its number and what it was asked."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.captured = set()
+        self.asked: list[Any] = []
+
+    def ask(self, configs: Any) -> None:
+        self.asked = list(configs)
+
+    def answers(self) -> list[dict[str, Any]] | None:
+        return [
+            {"worker": self.number, "rows": config["training"]["per_device_train_batch_size"]} for config in self.asked
+        ]
+
+
+def config(rows: int = 1, layers: int = 3, compiled: bool = False, **model: Any) -> dict[str, Any]:
+    training = {"per_device_train_batch_size": rows, "global_batch_size": 16, "compile": compiled}
+    architecture = {**LLAMA, "num_hidden_layers": layers}
+    return tiny_config(architecture, training=training, model=model).model_dump(mode="json")
+
+
+def test_rehearsals_of_the_same_compiled_blocks_go_to_one_worker() -> None:
+    workers: list[_Worker] = [Noted(0), Noted(1)]
+    asked = [config(rows, layers, True) for rows in (1, 8) for layers in (2, 3)] + [config(), config()]
+    assert [answer["worker"] for answer in _all(asked, workers)] == [0, 0, 1, 1, 0, 0], "two equal ones are one"
+    later = [config(8, 30, True), config(1, 30, True), config(16, 2, True)]
+    answers = _all(later, workers)
+    assert [answer["worker"] for answer in answers] == [1, 0, 0]
+    assert [answer["rows"] for answer in answers] == [8, 1, 16]
+
+
+def test_work_is_shared_by_what_a_block_cannot_tell_apart() -> None:
+    assert shared_work(config()) is None
+    assert shared_work(config(compiled=True)) == shared_work(config(layers=7, compiled=True, chunked_loss=16))
+    others = [config(2, compiled=True), config(compiled=True, attn_implementation="eager")]
+    others += [config(compiled=True, model_max_length=32)]
+    assert len({shared_work(config(compiled=True)), *map(shared_work, others)}) == 4
+
+
+def test_one_rehearsal_serves_every_setting_of_the_allocator() -> None:
+    plain = {**config(), "gpu": read_card("h100_80gb")}
+    expandable = {**plain, "training": {**plain["training"], "allocator": {"expandable_segments": True}}}
+    memory = _Memory()
+    plans = []
+    for document in (plain, expandable):
+        before = memory.rehearsal
+        plans.append(memory.plan(document))
+        assert before is None or memory.rehearsal is before
+    assert plans == [rehearse(TrainingConfig.model_validate(document)) for document in (plain, expandable)]
+    assert plans[0].peak.reserved_bytes != plans[1].peak.reserved_bytes
+    memory.plan({**config(layers=2), "gpu": plain["gpu"]})
+    assert memory.rehearsal is not before
+
+
+def test_a_worker_that_was_ended_is_told_and_replaced(monkeypatch: Any) -> None:
+    ended = Noted(0)
+    monkeypatch.setattr(ended, "answers", lambda: None)
+    monkeypatch.setattr("framework.run.planning.plan_pool._Worker", lambda: Noted(7))
+    workers: list[_Worker] = [ended, Noted(1)]
+    answers = _all([config(), config(layers=2)], workers)
+    assert answers == [{"fault": "a rehearsal was ended from outside"}, {"worker": 1, "rows": 1}]
+    assert _all([config()], workers)[0]["worker"] == 7

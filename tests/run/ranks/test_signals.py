@@ -1,0 +1,137 @@
+"""Ctrl-C and SIGTERM: one line about what was left, at once before the first step, and no process stays behind."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from framework.errors import Interrupted, TunesmithError
+from framework.run import evaluate, trainer
+from framework.run.planning import background_plan as forecast
+from framework.run.ranks.signals import noted_signals, told_interrupt, watched_interrupt
+from framework.run.setup import start as opening
+from framework.run.trainer import train
+from tests.run.test_trainer import config, corpus  # noqa: F401
+
+
+def press(number: object = signal.SIGINT, *_: object, **__: object) -> None:
+    os.kill(os.getpid(), number if isinstance(number, signal.Signals) else signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_either_signal_is_told_in_the_words_of_the_innermost(number):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="inner"), told_interrupt(lambda: "outer"), told_interrupt(lambda: "inner"):
+        press(number)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_signals_are_noted_and_end_nothing():
+    with noted_signals() as noted:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert noted == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_a_dropped_session_hangs_up_as_often_as_it_likes_and_the_run_still_saves():
+    """bash and the kernel send SIGHUP each, systemd SIGTERM and SIGHUP: neither is a second Ctrl-C."""
+    before = signal.getsignal(signal.SIGHUP)
+    with told_interrupt(lambda: "left"), watched_interrupt() as interrupt:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            press(number)
+        assert interrupt.asked
+    assert signal.getsignal(signal.SIGHUP) == before
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM)
+    with pytest.raises(Interrupted, match="left"), told_interrupt(lambda: "left"), watched_interrupt():
+        [press(number) for number in numbers]
+
+
+def test_nohup_stays_in_effect():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with told_interrupt(lambda: "left"), watched_interrupt() as interrupt, noted_signals() as noted:
+            press(signal.SIGHUP)
+            assert not interrupt.asked
+            assert not noted
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_while_rows_are_read_nothing_is_written(corpus, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(opening, "read_inputs", press)
+    with pytest.raises(Interrupted, match="left before the first step; nothing was written"):
+        train(config(corpus, tmp_path / "run"), planner=None, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("at", ["know_reference", "try_longest_rows"])
+def test_before_the_first_step_nothing_is_waited_for(corpus, tmp_path, monkeypatch, at):  # noqa: F811
+    monkeypatch.setattr(trainer, at, press)
+    monkeypatch.setattr(trainer, "launch_step", lambda *_: pytest.fail("went on"))
+    with pytest.raises(Interrupted, match=r"left before the first step, and nothing was saved; .*--overwrite"):
+        train(config(corpus, tmp_path / "run"), planner=None, quiet=True)
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint(corpus, tmp_path, monkeypatch):  # noqa: F811
+    real, steps = trainer.launch_step, []
+
+    def pressed_twice(*arguments):
+        steps.append(arguments[2])
+        if len(steps) == 4:
+            press()
+            press()
+        return real(*arguments)
+
+    monkeypatch.setattr(trainer, "launch_step", pressed_twice)
+    made = config(corpus, tmp_path / "run", training={"max_steps": 6, "save_steps": 2})
+    with pytest.raises(Interrupted, match="left after step 3; go on with --resume from step 2"):
+        train(made, planner=None, quiet=True)
+
+
+def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch):  # noqa: F811
+    launch_step, eval_step, steps, seen = trainer.launch_step, evaluate.eval_step, [], []
+
+    def counted(*arguments):
+        steps.append(arguments[2])
+        return launch_step(*arguments)
+
+    def pressed(*arguments):
+        if steps:
+            seen.append(steps[-1])
+            press()
+        return eval_step(*arguments)
+
+    monkeypatch.setattr(trainer, "launch_step", counted)
+    monkeypatch.setattr(evaluate, "eval_step", pressed)
+    training = {"max_steps": 6, "eval_steps": 2, "per_device_eval_batch_size": 1}
+    made = config(corpus, tmp_path / "run", training=training)
+    with pytest.raises(Interrupted, match="stopped after step 2; go on with --resume"):
+        train(made, planner=None, quiet=True)
+    assert seen == [2], "one batch, and no other"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists()
+
+
+def test_a_plan_that_is_waited_for_is_given_up(monkeypatch):
+    """Ctrl-C may reach this process alone: the child would go on for as long as its rehearsal takes."""
+    monkeypatch.setattr(forecast, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    raised: list[BaseException] = []
+
+    def plan() -> None:
+        try:
+            forecast.forecast_in_subprocess(config("x", "y"))
+        except TunesmithError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=plan)
+    waiting.start()
+    while not forecast._awaited:
+        time.sleep(0.01)
+    child = forecast._awaited[0]
+    forecast.abandon()
+    waiting.join(10)
+    assert raised
+    assert child.returncode == -signal.SIGKILL
+    assert not forecast._awaited

@@ -1,0 +1,50 @@
+"""The short cut for pointwise operators gives what torch's own meta kernels give."""
+
+import pytest
+import torch
+
+from framework.run.rehearsal.pointwise import pointwise_result
+
+aten = torch.ops.aten
+META = torch.device("meta")
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+HEADS = empty(2, 16, 4, 8).transpose(1, 2)
+CASES = [
+    (aten.mul.Tensor, (HEADS, empty(1, 1, 16, 8))),
+    (aten.mul.Tensor, (HEADS, HEADS)),
+    (aten.mul.Tensor, (empty(32), empty(2, 16, 32))),
+    (aten.add.Tensor, (empty(2, 16, 32), empty(2, 16, 1))),
+    (aten.add.Tensor, (HEADS, empty(2, 4, 16, 8))),
+    (aten.neg.default, (HEADS[..., 4:],)),
+    (aten.pow.Tensor_Scalar, (empty(2, 16, dtype=torch.float32), 2)),
+    (aten.mul.Scalar, (empty(2, 16, dtype=torch.float32), 2.0)),
+    (aten.div.Tensor, (empty(3, 4, 5), empty(3, 1, 5))),
+]
+
+
+@pytest.mark.parametrize(("function", "args"), CASES)
+def test_same_shape_strides_and_dtype(function: object, args: tuple[torch.Tensor, ...]) -> None:
+    expected, found = function(*args), pointwise_result(function, args)  # type: ignore[operator]
+    assert found is not None
+    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (aten.mul.Tensor, (empty(2, 3), empty(2, 3, dtype=torch.float32))),
+        (aten.mul.Tensor, (empty(2, 1), empty(1, 3))),
+        (aten.mul.Tensor, (empty(1, 3).expand(2, 3), empty(3))),
+        (aten.div.Tensor, (empty(3, 1, 5), empty(3, 4, 5))),
+        (aten.add.Tensor, (torch.empty(2), torch.empty(2))),
+        (aten.add.Tensor, (empty(2, dtype=torch.int64), empty(2, dtype=torch.int64))),
+        (aten.mm.default, (empty(2, 2), empty(2, 2))),
+    ],
+)
+def test_anything_else_is_left_to_torch(function: object, args: tuple[torch.Tensor, ...]) -> None:
+    assert pointwise_result(function, args) is None

@@ -1,0 +1,127 @@
+"""What is refused beside sharded weights, and what works instead."""
+
+import pytest
+
+from framework.memory.resolve import resolve
+from framework.schema.config import TrainingConfig
+from framework.schema.fsdp import FSDPParams
+from framework.schema.rules.every import Needs, find_conflicts, find_derived_conflicts
+from framework.schema.rules.sharding import SHARDED_OPTIMIZERS
+from tests.tiny import LLAMA
+
+MODEL = {"architecture": LLAMA, "load_pretrained_weights": False, "torch_dtype_str": "float32"}
+SHARDED = {"enable_fsdp": True}
+ADAPTED = {"use_peft": True}
+
+
+def conflicts(count=2, fsdp=SHARDED, **sections):
+    gpu = {"name": "h100_80gb", "capability": "9.0", "count": count}
+    model = {**MODEL, **sections.pop("model", {})}
+    config = TrainingConfig.model_validate({"model": model, "gpu": gpu, "fsdp": fsdp, **sections})
+    return {found.keys[0]: found for found in find_conflicts(config, Needs()) if not found.is_warning}
+
+
+def test_one_device_has_nothing_to_split():
+    assert "gpu.count" in conflicts(count=1)["fsdp.enable_fsdp"].keys
+    assert not conflicts()
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "works"),
+    [
+        ({"training": {"optimizer": "adamw_8bit"}}, "training.optimizer", "adamw_torch_fused"),
+        ({"training": {"optimizer": "adafactor"}}, "training.optimizer", "lion"),
+        ({"training": {"optimizer": "galore_adamw"}}, "training.optimizer", "adamw_torch_fused"),
+        ({"training": {"optimizer_offload": "host"}}, "training.optimizer_offload", "fsdp.cpu_offload=true"),
+        ({"training": {"mixed_precision_dtype": "fp16"}}, "training.mixed_precision_dtype", "bf16"),
+        ({"training": {"compile": True, "compile_scope": "model"}}, "training.compile_scope", "block"),
+        ({"training": {"fp8": "tensorwise", "compile": True}}, "training.fp8", "none"),
+        ({"training": ADAPTED, "peft": {"q_lora": True, "q_lora_bits": 8}}, "peft.q_lora_bits", "4, or "),
+        ({"training": ADAPTED, "peft": {"q_lora": True, "peft_method": "dora"}}, "peft.peft_method", "lora or rslora"),
+        ({"training": ADAPTED, "peft": {"q_lora": True, "peft_method": "ia3"}}, "peft.peft_method", "lora or rslora"),
+        (
+            {"training": {**ADAPTED, "mixed_precision_dtype": "bf16"}, "peft": {"peft_method": "vera"}},
+            "peft.peft_method",
+            "lora, or none",
+        ),
+        ({"training": ADAPTED, "peft": {"peft_save_mode": "merged"}}, "peft.peft_save_mode", "adapter_only"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_what_cannot_be_sharded_is_refused_with_what_can(sections, key, works):
+    """F01, F02."""
+    found = conflicts(**sections)[key]
+    assert "fsdp.enable_fsdp" in found.keys
+    assert works in found.expected
+
+
+@pytest.mark.parametrize(
+    ("held", "count", "adamw"), [("float32", 2, "3.7"), ("bfloat16", 2, "1.9"), ("float32", 8, "0.9")]
+)
+def test_what_can_be_sharded_is_told_with_its_states(held, count, adamw):
+    """F02: float32 weights have two moments of 4 bytes, 8e9 bytes of a billion weights: 7.45 GiB over the devices."""
+    found = conflicts(count, training={"optimizer": "paged_adamw_8bit"}, model={"torch_dtype_str": held})
+    assert f"adamw_torch_fused ({adamw} GiB" in found["training.optimizer"].expected
+
+
+def packed(mixed, adapter=None, base="bfloat16"):
+    return {
+        "model": {"torch_dtype_str": base},
+        "training": {**ADAPTED, "mixed_precision_dtype": mixed},
+        "peft": {"q_lora": True, "adapter_dtype": adapter},
+    }
+
+
+@pytest.mark.parametrize(
+    ("mixed", "adapter", "base", "derived"),
+    [
+        ("none", None, "bfloat16", "auto"),
+        ("none", "bfloat16", "bfloat16", "bfloat16"),
+        ("none", None, "float32", "auto"),
+        ("bf16", None, "bfloat16", None),
+        ("bf16", None, "float32", None),
+        ("bf16", "float32", "bfloat16", "float32"),
+        ("bf16", "bfloat16", "float32", "bfloat16"),
+    ],
+)
+def test_packed_weights_and_adapter_are_gathered_in_one_dtype_that_one_key_says(mixed, adapter, base, derived):
+    """F01. Under autocast a unit is gathered in its dtype, whatever the adapter's part is held in."""
+    assert not conflicts(**packed(mixed, adapter, base))
+    gpu = {"name": "h100_80gb", "capability": "9.0", "count": 2}
+    sections = packed(mixed, adapter, base)
+    config = TrainingConfig.model_validate({**sections, "gpu": gpu, "fsdp": SHARDED})
+    assert resolve(config).peft.adapter_dtype == derived
+    assert resolve(config.model_copy(update={"fsdp": FSDPParams()})).peft.adapter_dtype == adapter
+
+
+def test_a_written_adapter_dtype_that_clashes_is_refused_and_not_changed():
+    """F01."""
+    found = conflicts(**packed("none", "float32"))["peft.adapter_dtype"]
+    assert "peft.q_lora" in found.keys
+    assert "bf16" in found.expected
+    unread = TrainingConfig.model_validate({**packed("none", "float32", "auto"), "fsdp": SHARDED})
+    assert not [item for item in find_derived_conflicts(unread) if item.keys[0] == "peft.adapter_dtype"]
+    read = resolve(unread, {"dtype": "bfloat16", "max_position_embeddings": 128})
+    assert "peft.adapter_dtype" in [item.keys[0] for item in find_derived_conflicts(read)]
+
+
+@pytest.mark.parametrize("fsdp", [SHARDED, {"tensor_parallel_size": 2}])
+def test_what_follows_from_the_card_is_held_to_the_rules_of_what_is_written(fsdp):
+    """A card without bfloat16 has float16 autocast, whose loss scale no device keeps over parts of gradients."""
+    gpu = {"name": "t4_16gb", "capability": "7.5", "count": 2}
+    asked = TrainingConfig.model_validate({"gpu": gpu, "fsdp": fsdp})
+    assert not [item for item in find_conflicts(asked, Needs()) if not item.is_warning]
+    (found,) = find_derived_conflicts(resolve(asked))
+    assert found.keys[0] == "training.mixed_precision_dtype"
+    assert "none where the card has none" in str(found.expected)
+
+
+@pytest.mark.parametrize("name", ["cpu_offload", "forward_prefetch"])
+def test_replicas_gather_nothing(name):
+    assert f"fsdp.{name}" in conflicts(fsdp={**SHARDED, "sharding_strategy": "NO_SHARD", name: True})
+
+
+def test_every_optimizer_is_either_tried_or_refused():
+    for choice in SHARDED_OPTIMIZERS:
+        found = conflicts(training={"optimizer": str(choice)}).get("training.optimizer")
+        assert found is None or "fsdp.enable_fsdp" not in found.keys
