@@ -7,8 +7,9 @@ python benchmarks/levers.py summary predicted.jsonl measured.jsonl results/lever
 
 --only WORD: rows whose name has one of the words. --skip-done: not what the output has already. --gpus N: over N cards.
 --steps N: of each row, 7 unless told; the median of those after the second is kept, so 3 at least.
-Every row is one setting over a shape of SPEED.md: m1 is a full fine-tune of the 1B in pure bfloat16 (4 x 2048 tokens),
-m2 a LoRA of the 8B (1 x 2048). It is compared with the row of its lever's first setting, measured in the same call.
+Every row is one setting over a shape of docs/evidence/speed.md: m1 is a full fine-tune of the 1B in pure bfloat16 (4 x
+2048 tokens), m2 a LoRA of the 8B (1 x 2048). It is compared with the row of its lever's first setting, measured in the
+same call.
 """
 
 import argparse

@@ -31,15 +31,15 @@ CLAIMS = (
         "Checkpointing costs 20-25 % of throughput",
         "001",
         "Corrected: 16-18 % in full fine-tuning of the 1B, 30-42 % with LoRA of the 8B: a cheaper backward beside "
-        "the same forward (SPEED.md section 3, and the rows).",
+        "the same forward (docs/evidence/speed.md, and the rows).",
         ("m1/enable_gradient_checkpointing=true", "m2/enable_gradient_checkpointing=true"),
     ),
     Claim("Checkpointing does little noticeable harm to speed", "000", "Refuted by the same rows."),
     Claim(
         "Checkpointing lets the batch double or quadruple",
         "001",
-        "Only once the logits are gone too: with a full-size loss they are the peak, not activations (SPEED.md "
-        "section 3).",
+        "Only once the logits are gone too: with a full-size loss they are the peak, not activations (docs/evidence/"
+        "speed.md).",
         ("m1/chunked_loss=1024",),
     ),
     Claim(
@@ -136,7 +136,7 @@ CLAIMS = (
     Claim(
         "LoRA drastically reduces memory",
         "002",
-        "Confirmed for gradients and states; activations do not shrink (M12 of the acceptance cases).",
+        "Confirmed for gradients and states; activations do not shrink.",
     ),
     Claim(
         "Offloading states to the host or NVMe saves GPU memory",

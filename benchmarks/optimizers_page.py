@@ -160,7 +160,7 @@ same proportions, where 21 % of the weights are embeddings. Bytes are per traine
 - **masters**: weight 4 + gradient 4 + states, with float32 weights. Autocast to bf16 or fp16 adds a copy of 2 while a
   forward pass lasts: so AdamW comes to the 18 that is often quoted.
 - **paged** states are in managed memory: torch's counters do not see them, the card holds them while it has room.
-- **published**: what the usual tables say of states (this project's seeds; the manuals of bitsandbytes and torchao).
+- **published**: what the usual tables say of states (guides to memory, manuals of bitsandbytes and torchao).
 - `training.optimizer_in_backward` takes the gradients (2 or 4) away, but for one weight's. `training.optimizer_offload`
   takes the states off the device, unless they are codes or paged.
 - `muon`, `galore_adamw` and `apollo_adamw` are for two-dimensional weights inside the blocks, the last two for those
@@ -185,7 +185,7 @@ TAIL = """
 - **Lion is 4 only of float32 weights**, 2 of bfloat16 ones.
 - **AnyPrecisionAdamW: 8 in all is right for stochastic rounding.** Kahan's compensation makes it 10.
 - **8-bit AdamW is 2.03, not 2**: the scales. The embedding is coded here as every other weight is; the Trainer of
-  transformers keeps its states in 32 bits, which makes it 3.3 for the 1B (SPEED.md section 3).
+  transformers keeps its states in 32 bits, which makes it 3.3 for the 1B (docs/evidence/speed.md).
 - **Paged is a place, not a size.** `paged_adamw_32bit` of bfloat16 weights has twice the states of `adamw_torch_fused`.
 """
 

@@ -178,7 +178,7 @@ phi4_mini_4b 1 1024 lora bf16 gc | smollm3_3b 1 1024 fused bf16 gc chunk
 """
 
 # Chosen and predicted on 2026-11-28 before any of it was measured, with the rules and constants that GRID left behind:
-# other families, and other sizes, lengths and levers of the known ones. The last line is case M03 of acceptance.
+# other families, and other sizes, lengths and levers of the known ones.
 FRESH = """
 mixtral 2 1024 fused bf16 | mixtral 4 512 fused amp gc | mixtral 1 2048 lora bf16 | mixtral 2 2048 fused bf16 gc chunk
 olmoe 4 1024 fused bf16 | olmoe 2 1024 fused amp | olmoe 2 2048 ada bf16 gc | moe 2 512 foreach bf16 ga2

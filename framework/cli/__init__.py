@@ -25,7 +25,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130 (CONTRACT.md). No traceback without --debug."""
+    """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130. No traceback without --debug."""
     with visible_streams():
         return _exit_code(list(sys.argv[1:] if arguments is None else arguments))
 

@@ -1,4 +1,4 @@
-"""Oumi: sections much like ours, since both follow the same guide."""
+"""Oumi: sections much like ours, since both use the names of one guide to out-of-memory errors."""
 
 from typing import Any
 

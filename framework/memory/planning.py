@@ -244,7 +244,7 @@ def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
 
 
 def _precision(config: TrainingConfig) -> str:
-    """In which numbers the run holds and computes, also where the recipe leaves it open (M18)."""
+    """In which numbers the run holds and computes, also where the recipe leaves it open."""
     held, adapter = config.model.torch_dtype_str, config.peft.adapter_dtype
     if not config.training.use_peft:
         weights = f"weights {held}"

@@ -12,7 +12,7 @@ from framework.schema.rules.optimizer import ANY_PRECISION
 from framework.schema.rules.precision import overflows_in_float16
 
 DEFAULT_LENGTH = 2048
-"""Longest row when a recipe names none and the model can take it (CONTRACT.md)."""
+"""Longest row when a recipe names none and the model can take it."""
 
 
 def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -> TrainingConfig:
@@ -115,7 +115,7 @@ def said_of_float16(config: TrainingConfig, settings: Mapping[str, Any]) -> tupl
 
 
 def _adapter_dtype(config: TrainingConfig, autocast: MixedPrecision) -> TorchDtype | None:
-    """Packed weights that are split are gathered with their adapter in one dtype: without autocast the base's (F01)."""
+    """Packed weights that are split are gathered with their adapter in one dtype: without autocast the base's."""
     is_packed = config.fsdp.is_sharded and config.training.use_peft and config.peft.q_lora
     follows = is_packed and autocast is MixedPrecision.NONE
     return config.peft.adapter_dtype or (TorchDtype.AUTO if follows else None)

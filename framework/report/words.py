@@ -32,7 +32,7 @@ PHASES: Mapping[str, str] = {"optimizer_step": "optimizer step"}
 """Phases that are not called by their key."""
 
 MEASURED = ("device_name", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds", "tokens_per_second")
-"""The keys of `measured` in `plan --json`, as CONTRACT.md has them."""
+"""The keys of `measured` in `plan --json`."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 def release(error: BaseException | None) -> None:
-    """Let go of what the frames of a failed step hold: its activations (M22)."""
+    """Let go of what the frames of a failed step hold: its activations."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None

@@ -38,7 +38,7 @@ def test_the_limit_is_what_is_set_or_what_the_model_has(model: dict[str, object]
 
 
 def test_more_than_the_model_has_positions_for_is_refused() -> None:
-    """F11: also when only the model's own config tells the positions."""
+    """Also when only the model's own config tells the positions."""
     with pytest.raises(RequestError, match=r"model\.model_max_length: 1025 tokens .* 1024 positions"):
         settled({"architecture": {"model_type": "gpt2"}, "model_max_length": 1025})
 
@@ -74,7 +74,7 @@ def test_broken_model_config_is_told_in_one_line(tmp_path: Path) -> None:
 def test_the_dtype_is_always_explicit(
     use_peft: bool, stored: str | None, capability: str | None, expected: tuple[TorchDtype, MixedPrecision]
 ) -> None:
-    """M18: a frozen base keeps the checkpoint's dtype, trained weights are float32 masters under the best autocast.
+    """A frozen base keeps the checkpoint's dtype, trained weights are float32 masters under the best autocast.
 
     On a card without bfloat16 that is float16, and a base stored in bfloat16 is held in it.
     """

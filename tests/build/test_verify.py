@@ -45,7 +45,7 @@ def test_float16_without_its_scaler_stops_the_run():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_an_adapter_on_a_half_precision_base_is_float32(dtype):
-    """P01: fp16 weights with fp16 autocast train, because what is trained beside them is float32."""
+    """Fp16 weights with fp16 autocast train, because what is trained beside them is float32."""
     autocast = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
     config = tiny_config(
         model={"torch_dtype_str": dtype},
@@ -60,7 +60,7 @@ def test_an_adapter_on_a_half_precision_base_is_float32(dtype):
 
 
 def test_checkpointing_lost_after_building_stops_the_run():
-    """G09: the option was asked for, and something switched it off again."""
+    """The option was asked for, and something switched it off again."""
     assembly = tiny_assembly(tiny_config(training={"enable_gradient_checkpointing": True}))
     for module in assembly.model.modules():
         if getattr(module, "gradient_checkpointing", False):
@@ -77,7 +77,7 @@ def test_checkpointing_in_eval_mode_does_not_count():
 
 
 def test_another_optimizer_than_the_one_asked_for_stops_the_run():
-    """F03: the optimizer was swapped behind our back."""
+    """The optimizer was swapped behind our back."""
     import dataclasses
 
     assembly = tiny_assembly(tiny_config(training={"optimizer": "adamw_torch_fused"}))

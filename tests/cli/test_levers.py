@@ -29,7 +29,6 @@ def test_one_row_says_everything(run):
         "training.optimizer=adafactor",
         "another optimizer",
         "-19.6 %",
-        "SPEED.md",
         "temporaries",
         "read back",
     ):

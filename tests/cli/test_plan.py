@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = "model: {architecture: {model_type: llama, hidden_size: 64}}\n"
 MEASURED = Measured("a card", 18 * GIB, 20 * GIB, 20 * GIB, 0.4, 5120.0, {"forward": 1}, 1.0)
 
-# CONTRACT.md, "plan --json". `run_hours`, the terms of each phase and `batch.context` were added since.
+# Promised of `plan --json`. `run_hours`, the terms of each phase and `batch.context` were added since.
 TERMS = {
     *("weights", "gradients", "optimizer", "activations", "logits_and_loss", "autocast_copies", "temporaries"),
     *("communication", "fragmentation", "overhead", "unattributed"),
@@ -216,7 +216,6 @@ def test_what_the_check_warns_of_is_in_the_document(run, write, planner):
 
 
 def test_a_mixed_list_is_planned_for_its_smallest_card(run, write, planner):
-    """M16."""
     configs = planner(PLAN)
     run("plan", write(RECIPE), "gpu=40gb,40gb,80gb")
     assert (configs[0].gpu.name, configs[0].gpu.count) == ("40gb", 3)

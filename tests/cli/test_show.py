@@ -54,7 +54,7 @@ def _try(name, words, write, capsys):
 )
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_an_unset_precision_is_printed_as_what_it_stands_for(words, dtype, autocast, key, write, capsys):
-    """M18: as transformers 5 and 4 write the dtype that a checkpoint is stored in."""
+    """As transformers 5 and 4 write the dtype that a checkpoint is stored in."""
     written = write(f"model: {{architecture: {{model_type: llama, {key}: bfloat16}}}}")
     assert not main(["show", str(written), *words, "--resolve"])
     printed = capsys.readouterr().out.splitlines()

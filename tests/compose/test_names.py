@@ -1,4 +1,4 @@
-"""Keys that do not exist, in files (Y02) and on the command line (Y03), and recipes of another schema (Y07)."""
+"""Keys that do not exist, in files and on the command line, and recipes of another schema."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Values as written: numbers in every spelling (Y01), strict types, references between keys, paths."""
+"""Values as written: numbers in every spelling, strict types, references between keys, paths."""
 
 from pathlib import Path
 

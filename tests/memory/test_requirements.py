@@ -86,7 +86,7 @@ def test_a_card_known_to_be_no_cuda_card_is_taken_for_one_that_can():
 
 
 def test_every_conflict_with_the_card_comes_in_one_report():
-    """P03: bf16, tf32 and flash attention on capability 7.0, each with key, reason and replacement."""
+    """Bf16, tf32 and flash attention on capability 7.0, each with key, reason and replacement."""
     config = TrainingConfig.model_validate(
         {
             "gpu": {"name": "v100", "capability": "7.0"},

@@ -1,4 +1,4 @@
-"""M10: a quantised base that saves nothing is said to, with the term that took it back."""
+"""A quantised base that saves nothing is said to, with the term that took it back."""
 
 from types import SimpleNamespace
 

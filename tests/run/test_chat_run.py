@@ -59,7 +59,7 @@ def config(tmp_path: Path, rows: list[dict[str, Any]], template: str | None = No
 
 @pytest.mark.parametrize("written", ["chatml", "own.jinja", "{{ messages | tojson }}{{ eos_token }}"])
 def test_the_final_folder_renders_the_training_rows_identically(written: str, tmp_path: Path) -> None:
-    """D07: a template by name, from a file, or as its text."""
+    """A template by name, from a file, or as its text."""
     (tmp_path / "own.jinja").write_text(
         "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -106,7 +106,7 @@ def test_a_tokenizer_that_does_not_read_back_is_a_failed_save(tmp_path: Path, mo
 
 
 def test_a_left_padding_tokenizer_makes_the_same_batches(tmp_path: Path) -> None:
-    """P07, D04: padding is on the right and never learnt; the end of each answer is, though it is the padding too."""
+    """Padding is on the right and never learnt; the end of each answer is, though it is the padding too."""
     rows = [{"messages": [{"role": "user", "content": "two " * number}, CHATS[number][2]]} for number in range(1, 8)]
     some = config(tmp_path, rows, "plain")
     inputs = read_inputs(some)
@@ -136,7 +136,7 @@ def _epoch(batches: TrainingBatches) -> list[MicroBatch]:
 @pytest.mark.parametrize("options", [{}, {"packing": True}, {"padding_free": True}, {"group_by_length": True}])
 @pytest.mark.parametrize("steps", [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 1}])
 def test_no_micro_batch_has_nothing_to_learn(options: dict[str, Any], steps: dict[str, int], tmp_path: Path) -> None:
-    """D01: rows whose answer is cut off are never in a batch, nor in one of an accumulated step."""
+    """Rows whose answer is cut off are never in a batch, nor in one of an accumulated step."""
     long = {"role": "user", "content": "What is two and two? " * 40}
     rows = [{"messages": [*([long] if number % 3 == 0 else []), *chat]} for number, chat in enumerate(CHATS * 3)]
     some = config(tmp_path, rows, "plain", training=steps, **options)
@@ -181,7 +181,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mode", [None, "adapter_only", "adapter_and_base_model", "merged"])
 def test_generation_stops_at_the_token_that_answers_learn_to_end_with(mode: str | None, base: Path) -> None:
-    """D04: not at the base's end token alone, which no answer has."""
+    """Not at the base's end token alone, which no answer has."""
     some = config(base.parent, [{"messages": chat} for chat in CHATS]).model_dump()
     some["model"] |= {"architecture": None, "model_name": str(base), "load_pretrained_weights": True, "tokenizer": None}
     if mode is not None:

@@ -44,7 +44,7 @@ def test_scaling_changes_neither_gradients_nor_clipping():
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 def test_an_overflow_skips_the_step_and_halves_the_scale(optimizer):
-    """P05: a normal skip of the scaler is no reason to stop."""
+    """A normal skip of the scaler is no reason to stop."""
     assembly = assembly_in_fp16(optimizer=optimizer)
     poison(assembly, 2)
     before = [p.detach().clone() for p in assembly.trained]

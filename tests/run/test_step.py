@@ -22,7 +22,7 @@ def gradients(config, size):
 @pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("size", [4, 2, 1])
 def test_loss_and_gradients_do_not_depend_on_the_split(architecture, size):
-    """G01: rows with very different label counts, 1x8 against 2x4, 4x2 and 8x1."""
+    """Rows with very different label counts, 1x8 against 2x4, 4x2 and 8x1."""
     config = tiny_config(architecture)
     whole, reference = gradients(config, 8)
     parts, result = gradients(config, size)
@@ -80,7 +80,7 @@ def test_phases_are_observed_in_order():
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_non_finite_step_leaves_the_weights_alone(what):
-    """P05: the run stops at the first non-finite loss or gradient, and nothing has changed."""
+    """The run stops at the first non-finite loss or gradient, and nothing has changed."""
     assembly = tiny_assembly(tiny_config())
     name, victim = next((n, p) for n, p in assembly.model.named_parameters() if "q_proj" in n)
     if what == "loss":
@@ -117,7 +117,7 @@ def test_every_precision_and_optimizer_learns(precision, optimizer):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp16"])
 @pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_padding_changes_nothing(architecture, dtype, attention):
-    """P07: rows of 3 and 12 tokens in one padded batch, against each row alone; everything finite."""
+    """Rows of 3 and 12 tokens in one padded batch, against each row alone; everything finite."""
     config = tiny_config(
         architecture,
         model={"torch_dtype_str": "float32" if dtype == "fp16" else dtype, "attn_implementation": attention},

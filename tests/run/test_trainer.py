@@ -104,7 +104,7 @@ def straight(corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("step", range(1, 12))
 def test_resuming_at_any_step_is_exact(corpus, straight, tmp_path, monkeypatch, step):
-    """C01: stopped after each step of 12, mid-epoch and at its edge; the same losses, the same weights bit for bit."""
+    """Stopped after each step of 12, mid-epoch and at its edge; the same losses, the same weights bit for bit."""
     losses, weights, _ = straight
     with monkeypatch.context() as patched:
         interrupt_after(step, patched)
@@ -176,7 +176,7 @@ def test_the_written_config_trains_again_unchanged(straight, tmp_path):
 
 
 def test_the_export_loads_with_plain_transformers(straight):
-    """C04, P09: model, tokenizer and dtype, without a word of ours."""
+    """Model, tokenizer and dtype, without a word of ours."""
     _, weights, folder = straight
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
     assert tokenizer.decode(tokenizer("def f(x):")["input_ids"]) == "def f(x):"
@@ -186,7 +186,7 @@ def test_the_export_loads_with_plain_transformers(straight):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_export_is_in_the_checkpoints_dtype_and_keeps_the_tie(corpus, tmp_path, tied):
-    """P09, C04: trained in float32, written in the bfloat16 that the architecture states."""
+    """Trained in float32, written in the bfloat16 that the architecture states."""
     architecture = {**LLAMA, "dtype": "bfloat16", "tie_word_embeddings": tied}
     train(config(corpus, tmp_path / "run", architecture=architecture, training={"max_steps": 1}))
     document = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
@@ -231,7 +231,7 @@ def test_overwriting_removes_only_what_a_run_writes(corpus, tmp_path):
 
 
 def test_resuming_with_other_settings_is_classed(corpus, straight):
-    """C03: harmless goes on, risky needs --allow, fatal is refused; all in one report."""
+    """Harmless goes on, risky needs --allow, fatal is refused; all in one report."""
     _, _, folder = straight
     changed = config(
         corpus,
@@ -321,7 +321,7 @@ def test_nothing_to_resume_is_said(corpus, tmp_path):
 
 
 def test_a_non_finite_loss_writes_no_checkpoint_over_a_good_one(corpus, tmp_path, monkeypatch):
-    """P05: the last good checkpoint stays the last."""
+    """The last good checkpoint stays the last."""
     original = session_module.Session._log
 
     def poison(self, *arguments):
@@ -369,7 +369,7 @@ def test_skipped_steps_of_float16_are_counted_and_resumed(corpus, tmp_path, monk
 
 @pytest.mark.parametrize(("save", "evaluate", "keep"), [(5, 4, 2), (3, 5, 1), (1, 7, 3)])
 def test_retention_holds_with_any_pair_of_intervals(corpus, tmp_path, save, evaluate, keep):
-    """C07: save and evaluation intervals that are not multiples of one another."""
+    """Save and evaluation intervals that are not multiples of one another."""
     intervals = {"save_steps": save, "eval_steps": evaluate, "save_total_limit": keep}
     train(config(corpus, tmp_path / "run", training=intervals))
     saved = [int(path.name[-8:]) for path in checkpoints(tmp_path / "run")]
@@ -440,7 +440,7 @@ def test_a_run_over_the_card_is_refused_before_anything_is_loaded(corpus, tmp_pa
 
 
 def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_loaded(corpus, tmp_path, monkeypatch):
-    """C07, through `train`."""
+    """Through `train`."""
     plan = plan_in_subprocess(config(corpus, tmp_path / "run"))
     large = dataclasses.replace(plan, disk_bytes=1 << 60)
     monkeypatch.setattr(opening, "assemble", lambda *_: pytest.fail("weights were made"))
@@ -450,7 +450,7 @@ def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_loaded(cor
 
 
 def test_a_failing_evaluation_does_not_lose_the_export(corpus, tmp_path, monkeypatch):
-    """D09: the final save never depends on evaluation succeeding."""
+    """The final save never depends on evaluation succeeding."""
     original = session_module.Session.evaluate
 
     def evaluate(self):
@@ -466,7 +466,7 @@ def test_a_failing_evaluation_does_not_lose_the_export(corpus, tmp_path, monkeyp
 
 
 def test_a_compiled_run_resumes_as_a_plain_one_and_its_export_is_plain(corpus, tmp_path, monkeypatch):
-    """C05: no saved name shows the compiler; graphs run operator by operator here, which needs no C++ compiler."""
+    """No saved name shows the compiler; graphs run operator by operator here, which needs no C++ compiler."""
     monkeypatch.setattr(compiled, "lower", aot_eager)
     torch._dynamo.reset()
     plain = {**GPT2, "resid_pdrop": 0.0}

@@ -41,7 +41,7 @@ Share: TypeAlias = tuple[tuple[int, ...], bool]
 
 
 def collate(rows: Sequence[Row], pad_token_id: int, multiple: int = 1) -> MicroBatch:
-    """Rows as one rectangle, padded on the right with labels of -100, whatever side the tokenizer pads on (P07).
+    """Rows as one rectangle, padded on the right with labels of -100, whatever side the tokenizer pads on.
 
     It is as wide as the longest row, rounded up to a multiple of `multiple`.
 

@@ -14,10 +14,10 @@ QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
 """Shares of the rows whose length is reported."""
 
 WARNING_SHARE = 0.05
-"""Supervised tokens lost above which a warning is given (case D03)."""
+"""Supervised tokens lost above which a warning is given."""
 
 ERROR_SHARE = 0.5
-"""Supervised tokens lost above which the run is refused (case D03)."""
+"""Supervised tokens lost above which the run is refused."""
 
 
 @dataclass(frozen=True)

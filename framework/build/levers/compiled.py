@@ -2,7 +2,7 @@
 
 Only passes that train run compiled code. Evaluation, samples and probes see rows of many shapes and keep no
 activations: they run the plain code, and cost no compilation. A checkpoint is always around the compiled code of a
-block, never in it, so that what is kept is the block's input. Names of parameters stay as they are (C05).
+block, never in it, so that what is kept is the block's input. Names of parameters stay as they are.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ class Region:
 
 
 MOST_STATIC_LENGTHS = 8
-"""Up to so many row lengths each gets code of its own, which a GPU needs 8-10 s to make (SPEED.md section 6, H100);
+"""Up to so many row lengths each gets code of its own, which a GPU needs 8-10 s to make (docs/evidence/speed.md, H100);
 for more, one code serves all lengths after the first."""
 
 

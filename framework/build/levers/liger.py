@@ -6,7 +6,8 @@ replaced function get a forward of their own that finds Liger's.
 
 What Liger has and is left out:
 - its loss. Ours is a sum that is divided by the tokens of the global batch, and `model.chunked_loss` never builds the
-  logits either, on any device, 12 ms (1B, 8,192 tokens) to 51 ms (0.6B, 16,384) faster on an H100 (SPEED.md section 4);
+  logits either, on any device, 12 ms (1B, 8,192 tokens) to 51 ms (0.6B, 16,384) faster on an H100
+  (docs/evidence/speed.md);
 - its experts, which know neither autocast nor frozen weights and wait for the host: transformers' own stay.
 """
 

@@ -70,7 +70,7 @@ def _replicated(root: Root, group: Any) -> DistributedDataParallel:
     """torch's DDP: gradients are added up while backward goes on.
 
     What is frozen, and buffers, which are constants, are neither compared nor sent: every rank has read the same. Every
-    trained weight gets a gradient in every backward pass, so unused ones are not searched for (G07). Gradients are
+    trained weight gets a gradient in every backward pass, so unused ones are not searched for. Gradients are
     views of the buckets that are sent: they are there once, not twice.
     """
     torch._dynamo.config.optimize_ddp = False  # it would cut each compiled block at the buckets' edges

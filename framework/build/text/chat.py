@@ -68,7 +68,7 @@ _PLAIN = frozenset({"role", "content", "name"})
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ROWS_CHECKED = 3
-"""Rows that `check_chat` renders (case D07)."""
+"""Rows that `check_chat` renders."""
 
 RENDER_SECONDS = 1.0
 """Processor time that one rendering may take, up to twice as much. Public templates take 0.1 to 5 ms, and a

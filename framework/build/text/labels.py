@@ -154,7 +154,7 @@ def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[st
 
 
 def encode_tokens(ids: Sequence[int], labels: Sequence[int] | None) -> Encoded:
-    """Tokens as they are, with the labels that came with them (D05), or all learnt."""
+    """Tokens as they are, with the labels that came with them, or all learnt."""
     tokens = np.array(ids, dtype=np.int32)
     if labels is None:
         return _encoded(tokens, np.ones(len(tokens), dtype=np.bool_))

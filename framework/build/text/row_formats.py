@@ -88,7 +88,7 @@ def _names_in(form: RowFormat, columns: Sequence[str], mapping: Sequence[tuple[s
 def detect_form(columns: Sequence[str], mapping: Mapping[str, str], task: Task = Task.SFT) -> Form | None:
     """The first form whose needed columns are all there; first of all among those that the task learns from.
 
-    Where there are tokens, a text beside them is only their source: reading it would throw hand-made labels away (D05).
+    Where there are tokens, a text beside them is only their source: reading it would throw hand-made labels away.
     """
     found = [form for form in FORMS.values() if not form.missing(columns, mapping)]
     if any(form.name is RowFormat.TOKENS for form in found):

@@ -31,7 +31,7 @@ def said_of_adapter(assembly: Assembly) -> tuple[str, ...]:
 
 
 def _stored(assembly: Assembly) -> str:
-    """What follows from the dtype of gathering, which nobody writes (F01)."""
+    """What follows from the dtype of gathering, which nobody writes."""
     if assembly.sharding is None:
         return ""
     stored = {str(item.dtype).removeprefix("torch.") for item in assembly.model.parameters() if is_packed(item)}

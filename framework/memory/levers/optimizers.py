@@ -11,11 +11,9 @@ OPTIMIZERS = (
         "training.optimizer",
         (
             Setting("adamw_torch_fused"),
-            Setting("adamw_torch", "-3.8 % tokens/s (1B); H100, SPEED.md section 3, 2026-11"),
-            Setting("sgd", "+4.0 % tokens/s (1B); H100, SPEED.md section 3, 2026-11", "another optimizer: no momentum"),
-            Setting(
-                "adafactor", "-19.6 % tokens/s (1B); H100, SPEED.md section 3, 2026-11", "another optimizer: factored"
-            ),
+            Setting("adamw_torch", "-3.8 % tokens/s (1B); H100, 2026-11"),
+            Setting("sgd", "+4.0 % tokens/s (1B); H100, 2026-11", "another optimizer: no momentum"),
+            Setting("adafactor", "-19.6 % tokens/s (1B); H100, 2026-11", "another optimizer: factored"),
             Setting(
                 "schedule_free_adamw",
                 "-5.5 % tokens/s (1B); H200, 2026-11",

@@ -11,7 +11,7 @@ PRECISION = (
             Setting("float32"),
             Setting(
                 "bfloat16",
-                "+15 % tokens/s against float32 under bf16 autocast (1B); H100, SPEED.md section 3, 2026-11",
+                "+15 % tokens/s against float32 under bf16 autocast (1B); H100, 2026-11",
                 "weights and states have 8 bits of precision: updates below half a last bit round away",
                 beside={"training.mixed_precision_dtype": "none"},
             ),

@@ -37,7 +37,7 @@ class CommonSave:
 
     def attempt(self, assembly: Assembly, tokenizer: PreTrainedTokenizerBase) -> str | None:
         """What is small of the export is written, sharded weights are gathered, or written and read back, and all is
-        thrown away before anything is learnt: a save that cannot work fails now (C04, O03). In words what was done of
+        thrown away before anything is learnt: a save that cannot work fails now. In words what was done of
         the second."""
         with self.crew.phase("trying to export"):
             self.crew.shared("tried exporting", partial(try_export, assembly, tokenizer, self.folder / "final"))

@@ -3,7 +3,7 @@
 Ranks meet in two ways. In collectives, which go on in the middle of a step: a rank that is late there holds up the
 others, and after `COLLECTIVE` torch ends them all. And in a store of small texts, where one waits for what may take
 long: the config that the main rank decides on, everyone's rows, weights and plan, a checkpoint being written. Nobody is
-in a collective meanwhile, so none runs into its limit (F09); who waits knows what the missing ones do.
+in a collective meanwhile, so none runs into its limit; who waits knows what the missing ones do.
 
 A rank that fails leaves a note in the store and says why. A thread of every other one sees the note and ends its
 process wherever it is, also inside a collective that the failed rank will never join. So one failure is told, once.
@@ -289,7 +289,7 @@ def met() -> Iterator[Crew]:
 
 
 def require_world(config: TrainingConfig, ranks: Ranks) -> None:
-    """Raises RequestError unless as many ranks have met as devices are asked for (F07)."""
+    """Raises RequestError unless as many ranks have met as devices are asked for."""
     if config.gpu.count != ranks.world:
         asked = f"{counted(config.gpu.count, 'device is', 'devices are')} asked for"
         there = f"{counted(ranks.world, 'process takes', 'processes take')} part"

@@ -1,4 +1,4 @@
-"""Which share of the trained elements moves: an update below half a last bit leaves a bf16 weight as it is (P04)."""
+"""Which share of the trained elements moves: an update below half a last bit leaves a bf16 weight as it is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Host memory while a model loads in parts, read back: no rank but the first may hold much more than its part (O11)."""
+"""Host memory while a model loads in parts, read back: no rank but the first may hold much more than its part."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Before the first step: the longest rows of training and of evaluation, so that what will not fit fails at once (O07).
+"""Before the first step: the longest rows of training and of evaluation, so that what will not fit fails at once.
 
 Forward and backward as in training, without an update: gradients are dropped and generators set back, so nothing that
 is learnt depends on it. It costs about one step. On a card every run makes the trial; on the CPU, where the system

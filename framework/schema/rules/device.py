@@ -7,11 +7,12 @@ from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
 EMPTYING_COSTS_BELOW = 10
-"""Steps between two emptyings from which they cost no time that shows (SPEED.md section 3: 1B on an H100, 2026-11)."""
+"""Steps between two emptyings from which they cost no time that shows (docs/evidence/speed.md: 1B on an H100,
+2026-11)."""
 
 
 def cache_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """O13, and settings of an allocator that is not there."""
+    """Steps between two emptyings, and settings of an allocator that is not there."""
     steps, key = config.training.empty_device_cache_steps, "training.empty_device_cache_steps"
     if steps is not None:
         message = "returns only blocks that nothing uses: the allocated peak stays as it is"

@@ -14,7 +14,7 @@ def find_liger_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         return
     if training.compile is True:
         message = "the compiler fuses the same work itself, and cannot see into Liger's kernels"
-        yield Conflict((key, "training.compile"), message, "one of the two; compile=true is as fast (SPEED.md)")
+        yield Conflict((key, "training.compile"), message, "one of the two; compile=true is as fast")
     policy = training.gradient_checkpointing_policy
     if training.enable_gradient_checkpointing is True and policy is CheckpointingPolicy.SAVE_MATMULS:
         message = "Liger rotates queries and keys where their products were kept: they would be rotated twice"

@@ -82,7 +82,7 @@ NORM_RATE = 2**-9
 
 
 def rounding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Updates that bfloat16 weights round away (P04)."""
+    """Updates that bfloat16 weights round away."""
     training, rate = config.training, config.training.learning_rate
     if training.optimizer in ANY_PRECISION:
         return
@@ -173,7 +173,7 @@ def card_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def wide_base_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Frozen weights need no masters, and autocast computes with a half-precision copy of them anyway (M18)."""
+    """Frozen weights need no masters, and autocast computes with a half-precision copy of them anyway."""
     is_computed_wide = config.training.mixed_precision_dtype == MixedPrecision.NONE or config.gpu.name == "cpu"
     if config.training.use_peft and config.model.torch_dtype_str == TorchDtype.FLOAT32 and not is_computed_wide:
         message = "a frozen base in float32 takes 2 bytes a parameter more than in half precision, and learns nothing"

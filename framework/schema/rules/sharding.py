@@ -114,7 +114,7 @@ def _packed_base(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def _gathered_dtypes(config: TrainingConfig) -> Iterator[Conflict]:
-    """A unit with packed weights is gathered in one dtype, in which their bytes are stored (F01); what is shared by all
+    """A unit with packed weights is gathered in one dtype, in which their bytes are stored; what is shared by all
     units is not gathered at all."""
     peft, held = config.peft, config.model.torch_dtype_str
     if not (config.fsdp.is_sharded and config.training.use_peft):

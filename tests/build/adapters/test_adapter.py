@@ -200,7 +200,6 @@ def test_lora_plus_gives_b_its_own_rate():
 
 
 def test_matrices_that_never_moved_are_said():
-    """G05."""
     assembly = tiny_assembly(adapted())
     assert "14 LoRA B matrices are still zero" in said_at_save(assembly)[0]
     steps(assembly)
@@ -209,7 +208,6 @@ def test_matrices_that_never_moved_are_said():
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "prefix"])
 def test_checkpointing_changes_no_loss(method):
-    """G04."""
     plain = steps(tiny_assembly(adapted(method)), 3)
     recomputed = steps(tiny_assembly(adapted(method, training={"enable_gradient_checkpointing": True})), 3)
     assert recomputed == pytest.approx(plain, rel=1e-5)
@@ -239,7 +237,7 @@ def test_whole_modules_beside_the_adapter(method):
 
 @pytest.mark.parametrize(("name", "is_shared"), [("wte", False), ("lm_head", True)])
 def test_an_embedding_that_is_trained_apart_from_its_head_is_said(name, is_shared):
-    """C04: peft ties what is trained whole to GPT-2's embedding only where the head is named."""
+    """Peft ties what is trained whole to GPT-2's embedding only where the head is named."""
     assembly = tiny_assembly(adapted(architecture=GPT2, lora_modules_to_save=[name]))
     model = assembly.adapter.model.get_base_model()
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == is_shared

@@ -119,7 +119,6 @@ class TestBatches:
         assert int(supervised_tokens(batch)) == sum((np.array(row["labels"][1:]) != IGNORED).sum() for row in rows)
 
     def test_starting_in_the_middle_of_an_epoch_gives_the_same_packs(self) -> None:
-        """C01."""
         rows = join_rows(encoded(*np.random.default_rng(1).integers(1, 33, 60).tolist()))
 
         def batches() -> GlobalBatches:

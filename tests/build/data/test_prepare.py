@@ -59,7 +59,7 @@ def learnt(rows: Rows) -> list[int]:
 
 
 class TestTruncation:
-    """D01, D03, G03, O07: the limit holds on every path, and everything it costs is counted."""
+    """The limit holds on every path, and everything it costs is counted."""
 
     def test_one_answer_cut_off_is_dropped_and_counted(
         self, tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows
@@ -275,7 +275,7 @@ class TestChecks:
 
 
 class TestEvaluation:
-    """D09: an evaluation that was asked for has rows, or there is no run."""
+    """An evaluation that was asked for has rows, or there is no run."""
 
     def test_held_out_rows_are_a_fixed_random_share(
         self, tokenizer: PreTrainedTokenizerFast, write_rows: WriteRows

@@ -212,7 +212,7 @@ class TestResuming:
 
 
 class TestPolicies:
-    """O07: what holds for rows that are held whole holds for a stream."""
+    """What holds for rows that are held whole holds for a stream."""
 
     def test_one_long_row_never_reaches_a_batch(
         self, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast

@@ -57,7 +57,7 @@ def same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
 @pytest.mark.parametrize("lever", LEVERS.values(), ids=LEVERS)
 def test_three_steps_are_the_same(lever: dict[str, Any], beside: dict[str, Any]) -> None:
-    """G04 among them: an adapter and checkpointing train in every variant."""
+    """An adapter and checkpointing train in every variant."""
     assembly = tiny_assembly(config(lever, **beside))
     verify(assembly)
     same(trained(assembly), trained(tiny_assembly(config({}, **beside))))
@@ -97,7 +97,7 @@ def test_every_nth_block_recomputes(every: int, count: int) -> None:
 
 
 def test_a_class_that_ignores_the_flag_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G09: the flag is set, in train mode, and forward takes no notice of it."""
+    """The flag is set, in train mode, and forward takes no notice of it."""
     assembly = tiny_assembly(config(ON))
     kind = type(transformer_blocks(assembly.model)[0])
     if CHECKPOINTS_IN_FORWARD:
@@ -122,7 +122,7 @@ def test_a_model_without_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_weights_that_get_no_gradient_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G05: re-entrant, embeddings frozen, and nothing asks the inputs for gradients."""
+    """Re-entrant, embeddings frozen, and nothing asks the inputs for gradients."""
     monkeypatch.setattr("framework.build.levers.activations._asking_for_gradients", lambda inputs: inputs)
     adapter = {"lora_target_modules": ["all-linear"], "lora_modules_to_save": ["lm_head"]}
     assembly = tiny_assembly(config(LEVERS["reentrant"], training={"use_peft": True}, peft=adapter))

@@ -212,7 +212,7 @@ def test_plan_counts_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_nothing_is_kept_of_a_pass_that_ends_early(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M22: autograd's graph must not hold itself by what a block saves, such as a small result that its node needs."""
+    """Autograd's graph must not hold itself by what a block saves, such as a small result that its node needs."""
     monkeypatch.setattr(module, "LEAST_BYTES", 1 << 12)
     assembly = tiny_assembly(config(OFF))
     made: list[weakref.ref[module.Kept]] = []

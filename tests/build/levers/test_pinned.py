@@ -1,4 +1,4 @@
-"""F05: CUDA's words for host memory that it cannot pin are those of a fault of the card."""
+"""CUDA's words for host memory that it cannot pin are those of a fault of the card."""
 
 from typing import Any
 

@@ -56,7 +56,7 @@ def test_updates_in_backward_and_states_on_the_host_learn_the_same(optimizer, le
 
 
 def test_states_of_another_dtype_than_asked_for_stop_the_run():
-    """F03: a low-memory optimizer was rebuilt behind our back as one with larger states."""
+    """A low-memory optimizer was rebuilt behind our back as one with larger states."""
     assembly = assembled("anyprecision_adamw", model=BF16)
     stepped(assembly)
     for state in assembly.optimizer.state.values():

@@ -188,7 +188,7 @@ def test_bytes_of_numbers_and_scales_go_through_gathering_as_they_were_packed(na
 
 
 def test_what_is_split_and_stored_as_what_is_read_back(found):
-    """F01: storage and adapter follow from the dtype of gathering."""
+    """Storage and adapter follow from the dtype of gathering."""
     for name, stored, adapter in (("full", "float32", "float32"), ("pure", "bfloat16", "bfloat16")):
         read = found[1][0][name]["read"]
         assert read["packed weights stored as"][0] == stored

@@ -79,7 +79,7 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class TestTruncation:
-    """D01, D03, O07, F11 on every form."""
+    """What is cut, dropped and counted, on every form."""
 
     def test_every_form_is_here(self) -> None:
         assert set(LONG) == {str(form) for form in RowFormat}

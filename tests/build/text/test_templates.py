@@ -170,7 +170,6 @@ def test_the_last_turn_alone_and_all_behind_a_prompt(name: str, tokenizer_of: To
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_ends_of_turns_are_learnt_where_they_are_the_padding(name: str, tokenizer_of: TokenizerOf) -> None:
-    """D04."""
     chat, expected = EXPECTED[name]
     tokenizer = tokenizer_of(name.split()[0])
     end = next(token for token in (*SPECIALS, "<|endoftext|>") if expected[0].endswith(token))
@@ -206,7 +205,6 @@ def test_the_end_of_an_answer_is_where_the_chat_up_to_it_ends(
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_saved_tokenizer_renders_the_rows_identically(name: str, tokenizer_of: TokenizerOf, tmp_path: Path) -> None:
-    """D07."""
     chat, _ = EXPECTED[name]
     tokenizer = tokenizer_of(name.split()[0])
     tokenizer.save_pretrained(tmp_path / "final")

@@ -121,7 +121,7 @@ def test_without_a_plan_there_are_moves_without_figures(phase):
 
 
 def test_the_remedies_of_an_optimizer_step():
-    """O10: fused, 8-bit or paged, LoRA; the batch is not among them."""
+    """Fused, 8-bit or paged, LoRA; the batch is not among them."""
     overrides = [move.override for move in rank_moves(None, "optimizer_step", Cause.CAPACITY)]
     assert overrides[0] == "training.optimizer=adamw_torch_fused"
     wanted = [f"training.optimizer={name}" for name in ("adamw_torch_fused", "paged_adamw_32bit", "adamw_8bit")]

@@ -36,7 +36,7 @@ def test_changes_add_up_from_the_request_to_the_proposal() -> None:
 
 
 def test_the_global_batch_is_kept_and_said() -> None:
-    """M21: 8 x 4 x 2 = 64 in every proposal."""
+    """8 x 4 x 2 = 64 in every proposal."""
     config = config_on(3000, per_device_train_batch_size=8, gradient_accumulation_steps=4, global_batch_size=None)
     config = config.model_copy(update={"gpu": config.gpu.model_copy(update={"count": 2})})
     found = found_on(config)

@@ -88,7 +88,6 @@ def test_a_merged_model_is_a_plain_one(method, architecture, tmp_path):
 @pytest.mark.parametrize("method", ["lora", "vera", "ia3"])
 @pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"]], ids=str)
 def test_a_trained_head_of_tied_embeddings(mode, method, modules, tmp_path):
-    """C04."""
     config = adapted(method, TIED, peft_save_mode=mode, lora_modules_to_save=modules)
     assembly, expected, base = trained(config)
     causal = assembly.adapter.model.get_base_model()
@@ -111,7 +110,7 @@ def test_a_trained_head_of_tied_embeddings(mode, method, modules, tmp_path):
 @pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=str)
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_an_update_of_one_of_two_that_share_a_weight_reaches_it_alone(method, targets, tmp_path):
-    """C04: added into the shared weight it would change the other of the two as well."""
+    """Added into the shared weight it would change the other of the two as well."""
     assembly, expected, _ = trained(adapted(method, TIED, peft_save_mode="merged", lora_target_modules=targets))
     export(assembly, TOKENIZER, tmp_path / "final")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")

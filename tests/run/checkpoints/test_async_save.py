@@ -187,7 +187,7 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
     tmp_path,
     monkeypatch,
 ):
-    """C07: the disk is full. The message is that of a save that is waited for."""
+    """The disk is full. The message is that of a save that is waited for."""
     original, log = written_module.save_file, session_module.Session._log
 
     def full_disk(tensors, file, **options):
@@ -260,7 +260,7 @@ def test_killed_while_the_writer_works_the_run_goes_on_from_the_last_complete_ch
     straight,
     tmp_path,
 ):
-    """C11. Training had gone on meanwhile, to where it would wait for the writer."""
+    """Training had gone on meanwhile, to where it would wait for the writer."""
     folder = tmp_path / "run"
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(corpus), str(folder)]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})

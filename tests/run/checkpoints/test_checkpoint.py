@@ -46,7 +46,7 @@ def steps(assembly, first, last):
     ids=["tied", "dropout", "lora", "frozen-bf16"],
 )
 def test_training_goes_on_bit_for_bit(tmp_path, optimizer, architecture, sections):
-    """C01: weights, optimizer states and random states come back exactly."""
+    """Weights, optimizer states and random states come back exactly."""
     training = {"optimizer": optimizer, **sections.get("training", {})}
     config = tiny_config(architecture, **{**sections, "training": training})
     straight = tiny_assembly(config)
@@ -67,7 +67,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer, architecture, section
 )
 @pytest.mark.parametrize("optimizer", ON_CPU)
 def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
-    """C01 for states that are codes, averages, projections, random, or in another memory."""
+    """For states that are codes, averages, projections, random, or in another memory."""
     if more and ("torchao" in optimizer or ("8bit" in optimizer and "optimizer_offload" in more)):
         pytest.skip("refused")
     config = tiny_config({**WIDE, "tie_word_embeddings": True}, training=training(optimizer, **more), model=BF16)
@@ -99,7 +99,7 @@ def test_nothing_in_a_checkpoint_is_pickled(tmp_path):
 
 
 def test_retention_deletes_the_oldest_after_the_newest_is_complete(tmp_path, monkeypatch):
-    """C11: at every moment a complete checkpoint exists."""
+    """At every moment a complete checkpoint exists."""
     assembly = tiny_assembly(tiny_config())
     save_checkpoint(tmp_path, contents_of(assembly, 1), keep=1)
     seen = []

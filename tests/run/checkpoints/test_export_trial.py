@@ -1,4 +1,4 @@
-"""The export is tried before the first step: what would fail at the end of a run fails at its beginning (C04)."""
+"""The export is tried before the first step: what would fail at the end of a run fails at its beginning."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_adapters_pass_and_leave_no_trace(method, mode, tmp_path):
 
 
 def test_weights_that_share_memory_unknown_to_the_model_are_refused(tmp_path):
-    """C04: tied by hand, so that the class does not say which of both is written."""
+    """Tied by hand, so that the class does not say which of both is written."""
     assembly = tiny_assembly(tiny_config(LLAMA))
     blocks = assembly.model.model.layers
     blocks[1].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight

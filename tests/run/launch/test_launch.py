@@ -42,7 +42,7 @@ def devices(count: int, name: str = "cpu") -> TrainingConfig:
 
 
 def test_a_config_for_two_devices_is_not_trained_by_one_process(corpus, tmp_path):  # noqa: F811
-    """F07: not one process on one card, silently."""
+    """Not one process on one card, silently."""
     made = config(corpus, tmp_path / "run")
     two = made.model_copy(update={"gpu": made.gpu.model_copy(update={"count": 2})})
     with pytest.raises(RequestError, match="2 devices are asked for, 1 process takes part"):
@@ -65,7 +65,7 @@ def test_written_and_started_must_be_the_same_number(write, capsys, corpus):  # 
 
 
 def test_what_all_ranks_need_of_the_host_is_refused_before_any_starts(monkeypatch, corpus, tmp_path):  # noqa: F811
-    """F05, O11: there would be room for one."""
+    """There would be room for one."""
     made = config(corpus, tmp_path / "run")
     two = made.model_copy(update={"gpu": made.gpu.model_copy(update={"count": 2})})
     host = HostUse(processes=2, other_bytes=30 * GIB, pinned_bytes=24 * GIB)

@@ -72,7 +72,6 @@ def test_the_phase_and_the_step_are_kept_and_explained(corpus, tmp_path, monkeyp
 
 
 def test_the_first_optimizer_step_is_named(corpus, tmp_path, monkeypatch):  # noqa: F811
-    """O10."""
     folder = tmp_path / "run"
     with failing(monkeypatch, "optimizer_step", 1, torch.OutOfMemoryError(FULL)), pytest.raises(OutOfMemory) as raised:
         train(config(corpus, folder))
@@ -177,7 +176,7 @@ def test_savings_are_those_of_a_rehearsal_with_the_lever_moved(monkeypatch):
         }
     batch = rest[chosen[1]]["saves"]
     assert batch["backward"] > 0
-    assert batch["optimizer_step"] < 0.01 * peaks["optimizer_step"]  # O10: it does not help there
+    assert batch["optimizer_step"] < 0.01 * peaks["optimizer_step"]  # it does not help there
 
 
 @pytest.fixture
@@ -248,7 +247,7 @@ def test_a_plan_made_by_hand_has_no_levers():
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_card_that_really_runs_out(corpus, tmp_path, checkpointing):  # noqa: F811
-    """O10 on a card that is made small: weights and gradients of 100M parameters fit, AdamW's states do not."""
+    """On a card that is made small: weights and gradients of 100M parameters fit, AdamW's states do not."""
     name = detect()
     assert name is not None, "an unknown card"
     shape = {**GPT2, "n_embd": 1024, "n_layer": 8, "n_head": 16}

@@ -346,7 +346,6 @@ def test_another_error_is_no_reason_to_shrink(corpus, tmp_path, monkeypatch):  #
     [(8, 1, [4, 2, 1]), (6, 1, [3, 1]), (6, 2, [3, 1]), (8, 3, [4, 2, 1]), (5, 1, [1]), (5, 2, [2, 1]), (1, 4, [])],
 )
 def test_sizes_go_down_so_that_they_divide_the_global_batch(micro, accumulation, expected):
-    """M21."""
     made = tiny_config(
         training={
             "per_device_train_batch_size": micro,

@@ -75,7 +75,7 @@ def test_a_run_that_does_not_fit_shrinks_and_learns_the_same(
     torch._dynamo.reset()  # its cache keeps the model that it compiled
     gc.collect()
     left = torch.cuda.memory_allocated() - before  # two cuBLAS workspaces of 32 MiB
-    assert left < 96 * 2**20, "M22: nothing of a failed try is left"
+    assert left < 96 * 2**20, "nothing of a failed try is left"
     smaller = train_repairs[-1]["after"]
     sizes = {"per_device_train_batch_size": smaller, "per_device_eval_batch_size": 1}
     train(settings(corpus, tmp_path / "small", **{**training, **sizes}))

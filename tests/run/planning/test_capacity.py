@@ -1,4 +1,4 @@
-"""Disk and host memory are compared with the plan before anything is loaded (C07, O01)."""
+"""Disk and host memory are compared with the plan before anything is loaded."""
 
 import shutil
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
 def test_all_processes_of_a_machine_need_room(
     tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F05, O11: what each but the first needs, and what all of them hold already."""
+    """What each but the first needs, and what all of them hold already."""
     monkeypatch.setattr(
         room.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB // 2))
     )

@@ -1,4 +1,4 @@
-"""`empty_device_cache_steps`: counted in the run, replayed in the plan, and no way to a lower allocated peak (O13)."""
+"""`empty_device_cache_steps`: counted in the run, replayed in the plan, and no way to a lower allocated peak."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Host memory of all ranks of a machine in the plan: while the model loads (O11), and what is pinned (F05)."""
+"""Host memory of all ranks of a machine in the plan: while the model loads, and what is pinned."""
 
 from functools import cache
 from typing import Any

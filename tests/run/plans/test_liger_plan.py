@@ -47,7 +47,7 @@ def ligers_loss(model: Any, batch: Any, observe: Any) -> Any:
 def test_with_ligers_loss_the_plan_is_what_was_measured(
     write: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], measured: float
 ) -> None:
-    """H100, torch 2.11, transformers 5.17, liger-kernel 0.8.5 (PLANNER.md part 2, section 1)."""
+    """H100, torch 2.11, transformers 5.17, liger-kernel 0.8.5."""
     monkeypatch.setattr(assembling, "build_loss", lambda *_: ligers_loss)
     assert plan(write, *words, ON).step_peak.allocated_bytes / GIB == pytest.approx(measured, rel=0.0001)
 

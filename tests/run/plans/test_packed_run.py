@@ -44,7 +44,7 @@ def run(texts: Any, folder: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("step", [1, 4, 7, 11])
 def test_resuming_a_packed_run_is_exact(texts: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """C01: the same packs in the same order, stopped within an epoch and later."""
+    """The same packs in the same order, stopped within an epoch and later."""
     run(texts, tmp_path / "straight")
     with monkeypatch.context() as patched:
         interrupt_after(step, patched)

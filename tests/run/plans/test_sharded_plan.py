@@ -1,8 +1,8 @@
 """The plan of a sharded run against two cards that ran it, and what each strategy changes in it.
 
 Rows were measured on two H200, by the product's step (tests/calibration/h200_sharded_step.json; four constants of step
-time are fitted to an earlier measurement of thirteen of them) and by the prototype's (h200_fsdp2_step.json; nothing is
-fitted to those).
+time are fitted to an earlier measurement of thirteen of them) and by those of five older steps (h200_fsdp2_step.json;
+nothing is fitted to those).
 """
 
 import json
@@ -98,7 +98,6 @@ def test_each_device_plans_its_part_of_weights_and_states():
 
 
 def test_gathered_blocks_are_what_each_strategy_and_prefetch_holds():
-    """M20."""
     held = {
         name: max(phase.terms.communication for phase in plan(4, **fsdp).phases)
         for name, fsdp in {
@@ -129,14 +128,13 @@ def test_copies_are_planned_where_they_are_whatever_offloads_shards():
 
 
 def test_loading_holds_one_unit_whole_at_a_time():
-    """M16, O11."""
     found = {phase.name: phase for phase in plan(4).phases}
     whole = 4 * record(config(4)).footprint.total_parameters
     assert found["load"].allocated_bytes < 0.5 * whole
 
 
 def test_going_on_from_a_checkpoint_takes_no_more_than_training():
-    """O05: each device reads its part of the states, on the host, straight into its place."""
+    """Each device reads its part of the states, on the host, straight into its place."""
     found = plan(4)
     by_phase = {phase.name: phase for phase in found.phases}
     assert 0 < by_phase["resume"].allocated_bytes <= found.step_peak.allocated_bytes

@@ -138,7 +138,7 @@ def test_two_ranks_learn_what_one_does():
 
 @pytest.mark.parametrize(("per_device", "world"), [(8, 1), (4, 2), (2, 4), (1, 8), (2, 1)])
 def test_a_step_has_the_same_rows_however_many_share_it(per_device, world):
-    """G07's neighbour: 1x8, 2x4, 4x2 and 8x1 see the same rows in the same order; counts agree on every rank."""
+    """1x8, 2x4, 4x2 and 8x1 see the same rows in the same order; counts agree on every rank."""
     order = list(range(100, 119))
     for start_at in range(0, len(order), 8):
         step = order[start_at : start_at + 8]
@@ -177,7 +177,7 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
 
 
 def resumed_as_rank(corpus, folder) -> None:  # noqa: F811
-    """Go on, with a rank 0 that takes longer over its saves than a collective may last (F09)."""
+    """Go on, with a rank 0 that takes longer over its saves than a collective may last."""
     crew.COLLECTIVE = crew.timedelta(seconds=10)
     original = saving.save_checkpoint
 

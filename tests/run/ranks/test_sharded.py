@@ -190,7 +190,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 @pytest.mark.parametrize("optimizer", SHARDED_OPTIMIZERS)
 def test_a_sharded_optimizer_trains_saves_and_goes_on_as_if_nothing_had_been(optimizer, found):
-    """F02: the table of supported pairs."""
+    """The table of supported pairs."""
     here = found[1][0]["optimizers"][str(optimizer)]
     assert here["step"] == 2
     assert here["resumed"] == here["straight"]

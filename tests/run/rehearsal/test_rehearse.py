@@ -84,7 +84,7 @@ def test_the_document_is_the_contract_and_reads_back() -> None:
 
 
 def test_activations_and_logits_grow_with_the_batch_and_weights_do_not() -> None:
-    """M05: what a row adds is the same for every row."""
+    """What a row adds is the same for every row."""
     plans = [
         plan(WIDE, training={"per_device_train_batch_size": rows, "global_batch_size": rows}).step_peak.terms
         for rows in (32, 64, 128)
@@ -97,7 +97,6 @@ def test_activations_and_logits_grow_with_the_batch_and_weights_do_not() -> None
 
 
 def test_foreach_makes_temporaries_as_large_as_the_trained_weights_and_fused_none() -> None:
-    """M14."""
     uses = {}
     for optimizer in ("adamw_torch", "adamw_torch_fused"):
         training = {"per_device_train_batch_size": 1, "global_batch_size": 1, "optimizer": optimizer}
@@ -108,7 +107,7 @@ def test_foreach_makes_temporaries_as_large_as_the_trained_weights_and_fused_non
 
 
 def test_adamw_in_float32_costs_16_bytes_a_parameter_and_pure_bf16_8() -> None:
-    """M01, at the moment when weights, gradients and states all exist."""
+    """At the moment when weights, gradients and states all exist."""
     for dtype, each in (("float32", 16), ("bfloat16", 8)):
         training = {"per_device_train_batch_size": 1, "global_batch_size": 1, "optimizer": "adamw_torch"}
         rehearsal = record(tiny_config(WIDE, gpu=H100, training=training, model={"torch_dtype_str": dtype}))
@@ -138,7 +137,7 @@ def test_evaluation_is_a_phase_when_the_run_evaluates() -> None:
 
 
 def test_checkpoints_on_disk() -> None:
-    """C07: weights as they are trained and two states, once more than are kept, and the export."""
+    """Weights as they are trained and two states, once more than are kept, and the export."""
     made = plan(training={"save_steps": 10, "max_steps": 100, "save_total_limit": 2, "optimizer": "adamw_torch_fused"})
     parameters = made.total_parameters
     assert made.disk_bytes == pytest.approx(3 * 12 * parameters + 4 * parameters, rel=0.01)

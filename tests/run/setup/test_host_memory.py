@@ -1,4 +1,4 @@
-"""O11: what each rank takes of the host while a model loads in parts, read back."""
+"""What each rank takes of the host while a model loads in parts, read back."""
 
 import gc
 import re

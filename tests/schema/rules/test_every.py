@@ -46,7 +46,7 @@ def test_trained_weights_have_the_legal_precisions_of_the_contract(pair):
     ],
 )
 def test_a_frozen_base_in_float32_is_a_waste_where_it_is_computed_in_less(held, computed, card, is_told):
-    """M18: 2 bytes a parameter that nothing learns."""
+    """2 bytes a parameter that nothing learns."""
     sections = {"model": {"torch_dtype_str": held}, "gpu": {"name": card}}
     for is_frozen in (True, False):
         found = conflicts(**sections, training={"use_peft": is_frozen, "mixed_precision_dtype": computed})
@@ -243,7 +243,6 @@ def test_settings_of_a_quantized_base_are_idle_without_one():
 
 
 def test_emptying_the_cache_is_said_to_lower_no_peak():
-    """O13."""
     key, card = "training.empty_device_cache_steps", {"name": "h100_80gb", "capability": "9.0"}
     often, seldom = (
         conflicts(gpu=card, training={"empty_device_cache_steps": steps})[key].message for steps in (1, 50)

@@ -21,7 +21,6 @@ def conflicts(warnings=False, **sections):
 
 @pytest.mark.parametrize("optimizer", [*EIGHT_BIT, "adamw_torchao_8bit", "adamw_torchao_4bit"])
 def test_small_states_are_not_sharded(optimizer):
-    """F02."""
     [found] = conflicts(training={"optimizer": optimizer}, fsdp={"enable_fsdp": True}, gpu={"count": 2})
     assert found.keys == ("training.optimizer", "fsdp.enable_fsdp")
     assert optimizer in found.message
@@ -39,7 +38,6 @@ def test_small_states_are_not_sharded(optimizer):
     ],
 )
 def test_updates_in_backward_exclude_what_needs_all_gradients(training, other):
-    """G13."""
     [found] = conflicts(training={**IN_BACKWARD, **training})
     assert found.keys[:2] == ("training.optimizer_in_backward", other)
     assert not conflicts(training=IN_BACKWARD)

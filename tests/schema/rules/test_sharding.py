@@ -49,7 +49,6 @@ def test_one_device_has_nothing_to_split():
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_what_cannot_be_sharded_is_refused_with_what_can(sections, key, works):
-    """F01, F02."""
     found = conflicts(**sections)[key]
     assert "fsdp.enable_fsdp" in found.keys
     assert works in found.expected
@@ -59,7 +58,7 @@ def test_what_cannot_be_sharded_is_refused_with_what_can(sections, key, works):
     ("held", "count", "adamw"), [("float32", 2, "3.7"), ("bfloat16", 2, "1.9"), ("float32", 8, "0.9")]
 )
 def test_what_can_be_sharded_is_told_with_its_states(held, count, adamw):
-    """F02: float32 weights have two moments of 4 bytes, 8e9 bytes of a billion weights: 7.45 GiB over the devices."""
+    """Float32 weights have two moments of 4 bytes, 8e9 bytes of a billion weights: 7.45 GiB over the devices."""
     found = conflicts(count, training={"optimizer": "paged_adamw_8bit"}, model={"torch_dtype_str": held})
     assert f"adamw_torch_fused ({adamw} GiB" in found["training.optimizer"].expected
 
@@ -85,7 +84,7 @@ def packed(mixed, adapter=None, base="bfloat16"):
     ],
 )
 def test_packed_weights_and_adapter_are_gathered_in_one_dtype_that_one_key_says(mixed, adapter, base, derived):
-    """F01. Under autocast a unit is gathered in its dtype, whatever the adapter's part is held in."""
+    """Under autocast a unit is gathered in its dtype, whatever the adapter's part is held in."""
     assert not conflicts(**packed(mixed, adapter, base))
     gpu = {"name": "h100_80gb", "capability": "9.0", "count": 2}
     sections = packed(mixed, adapter, base)
@@ -95,7 +94,6 @@ def test_packed_weights_and_adapter_are_gathered_in_one_dtype_that_one_key_says(
 
 
 def test_a_written_adapter_dtype_that_clashes_is_refused_and_not_changed():
-    """F01."""
     found = conflicts(**packed("none", "float32"))["peft.adapter_dtype"]
     assert "peft.q_lora" in found.keys
     assert "bf16" in found.expected
