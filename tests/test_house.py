@@ -1,6 +1,7 @@
 """The shape of the house: what may import what, and how large a file or a function may grow."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,3 +92,19 @@ def _imports(file: Path, packages: set[str]) -> bool:
         if isinstance(node, ast.ImportFrom) and node.module:
             names.append(node.module)
     return any(name.split(".")[0] in packages for name in names)
+
+
+ELSEWHERE = re.compile(
+    r"\b(?:SPEED|PLANNER|CONTRACT|DESIGN|HOUSE|CASES|FAULTS)\.md"
+    r"|\((?:case )?[A-Z]\d\d(?:, [A-Z]\d\d)*\)|\"\"\"[A-Z]\d\d\b"
+)
+"""Documents and numbers of cases that a reader of this repository cannot find."""
+
+
+def test_nothing_refers_to_what_is_not_in_this_repository():
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.py"), *FILES]
+    texts += [file for file in (ROOT / "tests").rglob("*.py") if file != Path(__file__)]
+    found = [
+        f"{file.relative_to(ROOT)}: {match[0]}" for file in texts for match in ELSEWHERE.finditer(file.read_text())
+    ]
+    assert not found

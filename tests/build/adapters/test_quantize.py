@@ -17,8 +17,8 @@ from framework.run.checkpoints.trained_model import Artefact, load_model
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
-from tests.build.test_adapter import MOE, adapted, steps
-from tests.run.test_adapter_saves import IDS, TOKENIZER, close, logits
+from tests.build.adapters.test_adapter import MOE, adapted, steps
+from tests.run.checkpoints.test_adapter_saves import IDS, TOKENIZER, close, logits
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, unequal_rows
 
 pytest.importorskip("bitsandbytes")

@@ -18,7 +18,7 @@ from framework.schema.config import Batch, TrainingConfig
 from framework.schema.data import DatasetParams
 from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.every import Needs, find_conflicts
-from tests.build.test_batches import make_rows
+from tests.build.data.test_batches import make_rows
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 WriteRows = Callable[..., str]

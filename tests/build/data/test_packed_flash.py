@@ -15,7 +15,7 @@ from framework.build.data.packing import pack
 from framework.build.data.rows import join_rows
 from framework.build.loading.document_isolation import find_leak
 from framework.build.losses.loss import build_loss
-from tests.build.test_packing import FAMILIES, LIMIT, encoded
+from tests.build.data.test_packing import FAMILIES, LIMIT, encoded
 from tests.tiny import tiny_assembly, tiny_config
 
 CALLS: list[Any] = []

@@ -15,7 +15,7 @@ from framework.memory.trace import Kind, Space
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
-from tests.build.test_adapter import MOE
+from tests.build.adapters.test_adapter import MOE
 from tests.run.reference import H100
 from tests.tiny import GEMMA2, GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 

@@ -107,7 +107,7 @@ def test_a_real_allocator_reads_back_what_it_was_given():
     import sys
 
     code = """
-from tests.build.test_allocator import config
+from tests.build.levers.test_allocator import config
 from framework.build.levers.allocator import choose_allocator, live_settings
 import torch
 choose_allocator(config(expandable_segments=True, max_split_size_mb=512, garbage_collection_threshold=0.8))

@@ -22,7 +22,8 @@ from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, s
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
 from framework.run.undo import release
-from tests.build.test_activations import (
+from tests.build.adapters.test_adapter import MOE
+from tests.build.levers.test_activations import (
     BESIDE,
     LEVERS,
     ON,
@@ -34,7 +35,6 @@ from tests.build.test_activations import (
     same,
     trained,
 )
-from tests.build.test_adapter import MOE
 from tests.tiny import GEMMA2, GPT2, split, tiny_assembly, unequal_rows
 
 OFF = {"activation_offload": True}

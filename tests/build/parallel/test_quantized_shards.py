@@ -20,7 +20,7 @@ from framework.run.checkpoints.sharded_export import export_sharded
 from framework.run.rehearsal.rehearse import record, rehearse
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
-from tests.run.test_sharded import saved, tokenizer
+from tests.run.ranks.test_sharded import saved, tokenizer
 from tests.sharded import on_two, settings, sharded, trained, weights
 from tests.tiny import GPT2, LLAMA, pairs, split_pairs, tiny_assembly
 

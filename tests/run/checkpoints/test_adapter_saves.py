@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.checkpoints.export import export
 from framework.run.step import train_step
-from tests.build.test_adapter import METHODS, MIXTRAL, MOE, adapted, steps
+from tests.build.adapters.test_adapter import METHODS, MIXTRAL, MOE, adapted, steps
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, unequal_rows
 
 TIED = {**LLAMA, "tie_word_embeddings": True}

@@ -30,8 +30,8 @@ from framework.run.step import train_step
 from framework.schema.choices import StateDictType
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.every import Needs, find_conflicts
+from tests.run.ranks.test_sharded import parsed
 from tests.run.several import ROOT, ended, start
-from tests.run.test_sharded import parsed
 from tests.run.test_trainer import config, corpus, final_weights, interrupt_after, metrics, same, train  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
@@ -320,7 +320,7 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
 
 @pytest.mark.slow
 def test_two_ranks_save_beside_steps_what_they_save_before_them(corpus, tmp_path):  # noqa: F811
-    script = "import sys; from tests.run.test_async_save import runs_as_rank; runs_as_rank(*sys.argv[1:])"
+    script = "import sys; from tests.run.checkpoints.test_async_save import runs_as_rank; runs_as_rank(*sys.argv[1:])"
     both = ended(start(script, str(corpus), str(tmp_path)))
     assert [rank.code for rank in both] == [4, 4], both
     assert "No space left on device" in both[0].err

@@ -8,8 +8,8 @@ from framework.errors import SaveFailed
 from framework.run import trainer
 from framework.run.checkpoints.export import try_export
 from framework.run.trainer import train
-from tests.build.test_adapter import METHODS, MIXTRAL, MOE, adapted
-from tests.run.test_adapter_saves import TIED, TOKENIZER
+from tests.build.adapters.test_adapter import METHODS, MIXTRAL, MOE, adapted
+from tests.run.checkpoints.test_adapter_saves import TIED, TOKENIZER
 from tests.run.test_trainer import config, corpus  # noqa: F401
 from tests.tiny import GEMMA2, GPT2, LLAMA, tiny_assembly, tiny_config
 

@@ -22,8 +22,8 @@ from framework.run.planning.background_plan import Forecast
 from framework.run.rehearsal.rehearse import record
 from framework.run.setup import longest_rows as trial
 from framework.run.step import launch_step
+from tests.run.oom.test_retry import MESSAGE, Failing
 from tests.run.several import ended, start
-from tests.run.test_survive import MESSAGE, Failing
 from tests.run.test_trainer import config, corpus, final_weights, metrics, same, train  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -195,7 +195,7 @@ def told(corpus, folder, gone):  # noqa: F811
 
 
 def as_ranks(name, *arguments):
-    script = f"import sys; from tests.run.test_survive_ranks import {name}; {name}(*sys.argv[1:])"
+    script = f"import sys; from tests.run.oom.test_survive_ranks import {name}; {name}(*sys.argv[1:])"
     return ended(start(script, *map(str, arguments)))
 
 

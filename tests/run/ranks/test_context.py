@@ -19,9 +19,9 @@ from framework.run.checkpoints.checkpoint import load_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
+from tests.run.ranks.test_ranks import rows_of_many_lengths
+from tests.run.ranks.test_sharded import saved
 from tests.run.several import ended, start
-from tests.run.test_ranks import rows_of_many_lengths
-from tests.run.test_sharded import saved
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
 from tests.sharded import on_two, sharded, weights
 from tests.tiny import LLAMA, tiny_assembly, tiny_config
@@ -175,7 +175,7 @@ def run_as_rank(corpus: str, folder: str) -> None:  # noqa: F811
 
 @pytest.mark.slow
 def test_a_whole_run_writes_what_one_process_would(corpus, tmp_path):  # noqa: F811
-    script = "import sys; from tests.run.test_context import run_as_rank; run_as_rank(*sys.argv[1:])"
+    script = "import sys; from tests.run.ranks.test_context import run_as_rank; run_as_rank(*sys.argv[1:])"
     both = ended(start(script, str(corpus), str(tmp_path / "run")))
     assert [rank.code for rank in both] == [0, 0], both
     train(whole_run(corpus, tmp_path / "alone", 1))

@@ -119,7 +119,7 @@ class Spoilt:
 def test_two_ranks_learn_what_one_does():
     """Losses, norms, counts and evaluation are of the whole global batch, and equal on both ranks; with a last step of
     an epoch in which one rank has nothing to do, accumulation, adapters, checkpoints and half precision."""
-    both = ended(start("from tests.run.test_ranks import curves_as_rank; curves_as_rank()"))
+    both = ended(start("from tests.run.ranks.test_ranks import curves_as_rank; curves_as_rank()"))
     assert [rank.code for rank in both] == [0, 0], both[0].err + both[1].err
     first, second = (json.loads(rank.out) for rank in both)
     assert first == second
@@ -211,7 +211,7 @@ def failing_as_rank(corpus, folder) -> None:  # noqa: F811
 
 
 def as_ranks(name, *arguments):
-    script = f"import sys; from tests.run.test_ranks import {name}; {name}(*sys.argv[1:])"
+    script = f"import sys; from tests.run.ranks.test_ranks import {name}; {name}(*sys.argv[1:])"
     return ended(start(script, *map(str, arguments)))
 
 
@@ -252,7 +252,7 @@ def test_a_rank_that_fails_ends_all_and_is_the_one_that_speaks(corpus, tmp_path)
 OTHER_ROWS = """
 import os, sys
 from pathlib import Path
-from tests.run.test_ranks import plain
+from tests.run.ranks.test_ranks import plain
 from tests.run.test_trainer import train
 rows = [{"text": f"row {number} of this rank"} for number in range(20 if os.environ["RANK"] == "0" else 13)]
 made = plain(None, Path(sys.argv[1]), 2)

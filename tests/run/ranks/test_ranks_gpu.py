@@ -13,8 +13,8 @@ import yaml
 
 from framework.run import trainer
 from framework.schema.config import TrainingConfig
+from tests.run.oom.test_survive_gpu import settings
 from tests.run.several import ROOT, ended, start
-from tests.run.test_survive_gpu import settings
 from tests.run.test_trainer import corpus, metrics, train  # noqa: F401
 
 pytestmark = [
@@ -103,7 +103,7 @@ def shrinking_as_rank(corpus: str, folder: str, precision: str) -> None:  # noqa
 @pytest.mark.parametrize("precision", ["none", "fp16"])
 def test_two_cards_shrink_together_when_one_runs_out(precision: str, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
     """The cap is 1.25 GiB on rank 1 alone; both go on with its size, as a run that starts with it."""
-    script = "import sys; from tests.run.test_ranks_gpu import shrinking_as_rank as go; go(*sys.argv[1:])"
+    script = "import sys; from tests.run.ranks.test_ranks_gpu import shrinking_as_rank as go; go(*sys.argv[1:])"
     rows = tmp_path / "rows.jsonl"
     rows.write_text(corpus.read_text() * 16)  # 64 packs and more, so that rank 1 has its 32
     both = ended(start(script, str(rows), str(tmp_path), precision), within=500)

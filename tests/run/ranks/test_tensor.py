@@ -22,9 +22,9 @@ from framework.run.rehearsal.rehearse import record
 from framework.run.setup.agreement import seed_apart
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.tensor import SPLIT_OPTIMIZERS
+from tests.run.ranks.test_context import STEPS, assert_alike, curve
+from tests.run.ranks.test_sharded import SPECIAL, saved, tokenizer
 from tests.run.several import ended, start
-from tests.run.test_context import STEPS, assert_alike, curve
-from tests.run.test_sharded import SPECIAL, saved, tokenizer
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
 from tests.sharded import on_two, sharded, weights
 from tests.tiny import LLAMA, tiny_assembly, tiny_config
@@ -317,7 +317,7 @@ def run_as_rank(corpus: str, folder: str) -> None:  # noqa: F811
 
 @pytest.mark.slow
 def test_a_whole_run_on_two_goes_on_with_one(corpus, tmp_path):  # noqa: F811
-    script = "import sys; from tests.run.test_tensor import run_as_rank; run_as_rank(*sys.argv[1:])"
+    script = "import sys; from tests.run.ranks.test_tensor import run_as_rank; run_as_rank(*sys.argv[1:])"
     both = ended(start(script, str(corpus), str(tmp_path / "run")))
     assert [rank.code for rank in both] == [0, 0], both
     losses = list(metrics(tmp_path / "run", "eval_loss").values())

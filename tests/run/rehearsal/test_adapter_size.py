@@ -4,8 +4,8 @@ import pytest
 
 from framework.run.checkpoints.export import export
 from framework.run.rehearsal.rehearse import record
-from tests.build.test_adapter import METHODS, adapted, steps
-from tests.run.test_adapter_saves import TIED, TOKENIZER
+from tests.build.adapters.test_adapter import METHODS, adapted, steps
+from tests.run.checkpoints.test_adapter_saves import TIED, TOKENIZER
 from tests.tiny import GPT2, LLAMA, tiny_assembly
 
 HEADER_BYTES = 3000

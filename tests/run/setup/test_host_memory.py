@@ -81,7 +81,7 @@ def test_a_rank_that_holds_the_whole_model_is_told(
     save_model(tmp_path / "model")
     both = ended(
         start(
-            "import sys; from tests.run.test_host_watch import loading_as_rank as go; go(*sys.argv[1:])",
+            "import sys; from tests.run.setup.test_host_memory import loading_as_rank as go; go(*sys.argv[1:])",
             str(corpus),
             str(tmp_path),
         )

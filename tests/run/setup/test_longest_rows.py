@@ -15,7 +15,7 @@ from framework.run.rehearsal.rehearse import record
 from framework.run.setup import longest_rows as trial
 from framework.run.setup.longest_rows import PIECE, planned_states, stand_in
 from framework.run.step import train_step, trial_step
-from tests.run.test_survive import MESSAGE, MICRO, run
+from tests.run.oom.test_retry import MESSAGE, MICRO, run
 from tests.run.test_trainer import config, corpus, final_weights, metrics, same  # noqa: F401
 from tests.tiny import split, tiny_assembly, tiny_config, unequal_rows
 

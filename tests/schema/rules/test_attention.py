@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.schema.test_rules import conflicts
+from tests.schema.rules.test_every import conflicts
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
