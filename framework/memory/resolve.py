@@ -97,6 +97,10 @@ def float16_left_out(config: TrainingConfig, settings: Mapping[str, Any] | None)
     """Why float16 autocast is not the default of this run on a card without bfloat16; None where it is."""
     if config.fsdp.is_sharded:
         return "a loss scale is not kept over sharded gradients"
+    if config.fsdp.tensor_parallel_size > 1:
+        return "a loss scale is not kept over gradients that each device has a part of"
+    if config.training.optimizer_in_backward is True:
+        return "with optimizer_in_backward a gradient that overflowed is known only when its weight has changed"
     kind = (settings or {}).get("model_type")
     return f"{kind} is known to overflow in it" if overflows_in_float16(kind) else None
 

@@ -54,3 +54,8 @@ class GPUParams(Params):
     def lacks_bfloat16(self) -> bool:
         """Whether it is a CUDA card without bfloat16 products: a T4, a V100 and what is older."""
         return self.capability is not None and int(self.capability.partition(".")[0]) < 8
+
+    @property
+    def instead_of_float16(self) -> str:
+        """Values of `training.mixed_precision_dtype` that are right where fp16 is not, in words."""
+        return "none (this card has no bfloat16)" if self.lacks_bfloat16 else "bf16, or none"

@@ -11,7 +11,7 @@ def rates(total, **keys):
 
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 4)])
 def test_the_schedule_counts_optimizer_steps_alone(world, accumulation):
-    """L05: neither processes nor accumulation move the peak."""
+    """Neither processes nor accumulation move the peak."""
     keys = {"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "gradient_accumulation_steps": accumulation}
     found = rates(100, **keys)
     assert found.index(max(found)) + 1 == 10

@@ -112,7 +112,7 @@ def test_lora_trains_the_adapter_alone():
 
 @pytest.mark.parametrize(("architecture", "suffix"), [(LLAMA, "q_proj (2)"), (GPT2, "c_attn (2)")])
 def test_adapter_targets_of_another_family_are_named(architecture, suffix):
-    """L01: every target that names nothing is reported, with the linear layers there are."""
+    """Every target that names nothing is reported, with the linear layers there are."""
     config = tiny_config(architecture, training={"use_peft": True}, peft={"lora_target_modules": ["query", "valu"]})
     with pytest.raises(RequestError) as caught:
         tiny_assembly(config)

@@ -308,7 +308,7 @@ def test_without_a_card_there_is_nothing_to_measure_or_calibrate(run, write, pla
 
 def by_length(config):
     length = config.model.model_max_length or 1024
-    return replace(PLAN, peak=use("backward", 90, gib(weights=2, activations=length / 1024)))
+    return replace(PLAN, peak=use("backward", 3 + 2 * length / 1024, gib(weights=2, activations=length / 1024)))
 
 
 def test_diff_names_the_terms_and_the_keys(run, write, planner):
@@ -320,13 +320,14 @@ def test_diff_names_the_terms_and_the_keys(run, write, planner):
     assert "model.model_max_length a None default" in lines
     assert "b 4096 b.yaml:2" in lines
     assert "activations 1.00 GiB 4.00 GiB +3.00 GiB" in lines
-    assert "model.model_max_length +3.00 GiB backward" in lines
-    assert "training.optimizer 0 backward" in lines
+    assert "model.model_max_length +3.00 GiB +6.00 GiB backward" in lines
+    assert "training.optimizer 0 0 backward" in lines
     assert len(configs) == 4, "both, and each of the two keys that can matter"
     document = json.loads(run("diff", "r.yaml", "b.yaml", "gpu=80gb", "--memory", "--json")[1])
     assert document["memory"]["causes"][0] == {
         "keys": ["model.model_max_length"],
         "device_bytes": 3 * GIB,
+        "device_bytes_upper": 6 * GIB,
         "refusal": None,
     }
     assert {difference["key"] for difference in document["differences"]} > {"training.seed"}

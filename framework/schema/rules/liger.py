@@ -21,4 +21,4 @@ def find_liger_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict((key, "training.gradient_checkpointing_policy"), message, "full or save_attention")
     if config.model.chunked_loss is False:
         message = "its kernels are all but the loss: the logits are built in full"
-        yield Conflict((key, "model.chunked_loss"), message, "model.chunked_loss=true beside it", is_warning=True)
+        yield Conflict(("model.chunked_loss", key), message, "true, or unset", is_warning=True)

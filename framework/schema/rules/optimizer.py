@@ -79,7 +79,7 @@ def update_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
             yield Conflict((key, "training.max_grad_norm"), message, "training.max_grad_norm=0")
         if training.mixed_precision_dtype is MixedPrecision.FP16:
             message = "a scaled gradient that overflowed is known only when its weight has changed"
-            yield Conflict((key, "training.mixed_precision_dtype"), message, "bf16 or none")
+            yield Conflict(("training.mixed_precision_dtype", key), message, config.gpu.instead_of_float16)
         if choice in TORCHAO:
             yield Conflict((key, "training.optimizer"), f"{choice} compiles its step, not in backward", "adamw_8bit")
     if offload in (OptimizerOffload.HOST, OptimizerOffload.NVME) and choice in (*BITSANDBYTES, *TORCHAO):

@@ -47,7 +47,7 @@ def precision_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     kind = config.model.architecture.get("model_type") if config.model.architecture is not None else None
     if computed is MixedPrecision.FP16 and overflows_in_float16(kind):
         keys = ("training.mixed_precision_dtype", "model.architecture")
-        yield Conflict(keys, f"{kind} is known to overflow in float16", "bf16, or none", is_warning=True)
+        yield Conflict(keys, f"{kind} is known to overflow in float16", config.gpu.instead_of_float16, is_warning=True)
     if held in (None, TorchDtype.AUTO):
         return
     legal = _FROZEN if config.training.use_peft else _TRAINED

@@ -83,8 +83,7 @@ def _unsharded_weights(config: TrainingConfig) -> Iterator[Conflict]:
         yield from _packed_base(config)
     if training.mixed_precision_dtype is MixedPrecision.FP16:
         message = "a loss scale is not kept over sharded gradients"
-        works = "none (this card has no bfloat16)" if config.gpu.lacks_bfloat16 else "bf16, or none"
-        yield Conflict(("training.mixed_precision_dtype", _ON), message, works)
+        yield Conflict(("training.mixed_precision_dtype", _ON), message, config.gpu.instead_of_float16)
     if training.fp8 is not Fp8.NONE:
         yield Conflict(("training.fp8", _ON), "fp8 products of sharded weights are not tried", "none")
     if training.compile is True and training.compile_scope is CompileScope.MODEL:

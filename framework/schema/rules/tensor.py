@@ -77,7 +77,7 @@ def _of_training(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("training.fp8", _SIZE), "fp8 products of parts of a matrix are not tried", "none")
     if training.mixed_precision_dtype is MixedPrecision.FP16:
         message = "a loss scale is not kept over gradients that each device has a part of"
-        yield Conflict(("training.mixed_precision_dtype", _SIZE), message, "bf16, or none where the card has none")
+        yield Conflict(("training.mixed_precision_dtype", _SIZE), message, config.gpu.instead_of_float16)
 
 
 def _of_adapters(config: TrainingConfig) -> Iterator[Conflict]:

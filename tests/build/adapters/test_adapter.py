@@ -80,7 +80,7 @@ def test_olora_on_conv1d_is_refused():
 
 
 def test_gpt2_has_no_q_proj():
-    """L01: names of another family."""
+    """Names of another family."""
     with pytest.raises(RequestError) as error:
         tiny_assembly(adapted(architecture=GPT2, lora_target_modules=["q_proj", "v_proj"]))
     first, second = error.value.problems
@@ -139,7 +139,6 @@ def test_what_matches_nothing_is_refused(targets):
 
 @pytest.mark.parametrize("architecture", [MOE, MIXTRAL])
 def test_all_linear_reaches_the_experts(architecture):
-    """L03."""
     assembly = tiny_assembly(adapted(architecture=architecture))
     assert coverage(assembly.model) == {"attention": 1, "experts": 1, "head": 0}
     assert not assembly.adapter.cautions

@@ -372,9 +372,12 @@ def test_ligers_kernels_are_refused_with_what_they_do_not_go_with(training, othe
 
 
 def test_ligers_kernels_without_the_loss_that_builds_no_logits_are_said():
-    found = conflicts(model={"enable_liger_kernel": True})["model.enable_liger_kernel"]
+    """Unset, the loss goes over chunks by itself."""
+    found = conflicts(model={"enable_liger_kernel": True, "chunked_loss": False})["model.chunked_loss"]
     assert found.is_warning
-    assert found.expected == "model.chunked_loss=true beside it"
+    assert found.expected == "true, or unset"
+    for chunked in (None, True, 256):
+        assert not conflicts(model={"enable_liger_kernel": True, "chunked_loss": chunked})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from framework.memory.resolve import resolve
+from framework.memory.resolve import resolve, said_of_float16
 from framework.schema.config import TrainingConfig
 from framework.schema.fsdp import FSDPParams
 from framework.schema.rules.every import Needs, find_conflicts, find_derived_conflicts
@@ -103,15 +103,29 @@ def test_a_written_adapter_dtype_that_clashes_is_refused_and_not_changed():
     assert "peft.adapter_dtype" in [item.keys[0] for item in find_derived_conflicts(read)]
 
 
-@pytest.mark.parametrize("fsdp", [SHARDED, {"tensor_parallel_size": 2}])
-def test_what_follows_from_the_card_is_held_to_the_rules_of_what_is_written(fsdp):
-    """A card without bfloat16 has float16 autocast, whose loss scale no device keeps over parts of gradients."""
-    gpu = {"name": "t4_16gb", "capability": "7.5", "count": 2}
-    asked = TrainingConfig.model_validate({"gpu": gpu, "fsdp": fsdp})
+@pytest.mark.parametrize(
+    ("count", "sections"),
+    [
+        (2, {"fsdp": SHARDED}),
+        (2, {"fsdp": {"tensor_parallel_size": 2}}),
+        (1, {"training": {"optimizer_in_backward": True, "max_grad_norm": 0}}),
+    ],
+)
+def test_float16_is_no_default_where_a_rule_refuses_it(count, sections):
+    """A card without bfloat16 has float16 autocast by default, whose loss scale these cannot keep."""
+    gpu = {"name": "t4_16gb", "capability": "7.5", "count": count}
+    asked = TrainingConfig.model_validate({"gpu": gpu, **sections})
     assert not [item for item in find_conflicts(asked, Needs()) if not item.is_warning]
-    (found,) = find_derived_conflicts(resolve(asked))
+    derived = resolve(asked)
+    assert derived.training.mixed_precision_dtype == "none"
+    assert not find_derived_conflicts(derived)
+    (said,) = said_of_float16(derived, {})
+    assert said.startswith("computed in float32 without autocast, which is slower")
+    training = {**sections.get("training", {}), "mixed_precision_dtype": "fp16"}
+    written = TrainingConfig.model_validate({"gpu": gpu, **sections, "training": training})
+    (found,) = find_derived_conflicts(resolve(written))
     assert found.keys[0] == "training.mixed_precision_dtype"
-    assert "none where the card has none" in str(found.expected)
+    assert found.expected == "none (this card has no bfloat16)"
 
 
 @pytest.mark.parametrize("name", ["cpu_offload", "forward_prefetch"])
