@@ -98,7 +98,7 @@ def test_differences_name_both_values_and_origins(write):
         ("training.per_device_train_batch_size", 8, 1, "default", "preset training/low_memory.yaml:3"),
         ("training.enable_gradient_checkpointing", False, True, "default", "preset training/low_memory.yaml:4"),
         ("training.seed", 1, 42, "a.yaml:1", "default"),
-        ("model.chunked_loss", False, True, "default", "preset training/low_memory.yaml:6"),
+        ("model.chunked_loss", None, True, "default", "preset training/low_memory.yaml:6"),
         ("model.freeze_layers[1]", "b", "(absent)", "a.yaml:2", "default"),
         ("data.packing", False, True, "default", "b.yaml:3"),
     ]

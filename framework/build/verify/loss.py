@@ -1,6 +1,7 @@
 """Whether the loss is computed as it was asked for, and as the model itself would."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
@@ -103,6 +104,9 @@ def read_own_loss(assembly: Assembly) -> Iterator[Reading]:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         yield Reading(key, None, f"not compared: it computes none of labels alone ({one_line(error)})", source)
+        return
+    if not math.isfinite(beyond):  # of a step it is told with its rows
+        yield Reading(key, None, "not compared: the loss of so few tokens is not finite", source)
         return
     missing = f"the model's own loss is {beyond:+.3g} off: it has a term that is not built here"
     yield Reading(key, asked, asked if abs(beyond) < TOLERANCE else missing, source)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-_ROOT = str(Path(__file__).absolute().parents[2])
+_ROOT = str(Path(__file__).absolute().parents[3])
 # The package is imported from where it lies here, which need not be on the other process's path (a checkout that is
 # not installed); its folder then goes to the end, where it stands in front of no other module.
 _IMPORT = f"import sys, typing; sys.path.insert(0, {_ROOT!r}); import framework; sys.path.append(sys.path.pop(0)); "

@@ -23,6 +23,7 @@ def test_the_plan_is_what_was_measured(write, model, length, rows, recomputed, n
         "training.enable_gradient_checkpointing": str(recomputed).lower(),
         "model.model_max_length": length,
         "model.load_pretrained_weights": "false",
+        "model.chunked_loss": "false",
         "peft.use_bnb_nested_quant": str(nested).lower(),
     }
     recipe = str(write("training: {max_steps: 3}\n"))

@@ -17,6 +17,14 @@ from framework.run.trainer import train
 from tests.run.test_trainer import config, corpus  # noqa: F401
 
 
+@pytest.fixture(autouse=True)
+def _interrupts_arrive():
+    """A shell that starts the tests in the background has them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press(number: object = signal.SIGINT, *_: object, **__: object) -> None:
     os.kill(os.getpid(), number if isinstance(number, signal.Signals) else signal.SIGINT)
 
