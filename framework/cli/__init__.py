@@ -26,43 +26,51 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130. No traceback without --debug."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     with visible_streams():
-        return _exit_code(list(sys.argv[1:] if arguments is None else arguments))
+        try:
+            code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
+            sys.stdout.flush()
+        except (Exception, SystemExit) as error:
+            return _failed(error, words)
+    return code if isinstance(code, int) else 0
 
 
-def _exit_code(words: Sequence[str]) -> int:
-    try:
-        code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
-        sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except RequestError as error:
-        problems, code = error.problems, error.exit_code
-        if error.is_told and "--json" not in words:
-            return code
-    except TyperException as error:
-        message = error.format_message()
-        problems, code = (Problem("", message, nearest=meant(message, words, _VERBS)),), 2
-    except Interrupted as error:  # asked for, and no error
-        with contextlib.suppress(OSError):  # a terminal that has gone is why
-            if not error.is_told:
-                say(str(error))
-        return _documented(str(error), error.exit_code, words)
-    except TunesmithError as error:
-        if not error.is_told or "--debug" in words:
-            complain(str(error), "--debug" in words)
-        return _documented(str(error), error.exit_code, words)
-    except (BrokenPipeError, SystemExit):  # our reader has left, which typer may turn into an exit; say no more to it
-        return _unprinted(BrokenPipeError(), words)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
+    """The exit code of a command that `error` ended, which is said first."""
+    match error:
+        case RequestError():
+            if error.is_told and "--json" not in words:
+                return error.exit_code
+            return _refused(error.problems, error.exit_code, words)
+        case TyperException():
+            message = error.format_message()
+            return _refused((Problem("", message, nearest=meant(message, words, _VERBS)),), 2, words)
+        case Interrupted():  # asked for, and no error
+            with contextlib.suppress(OSError):  # a terminal that has gone is why
+                if not error.is_told:
+                    say(str(error))
+            return _documented(str(error), error.exit_code, words)
+        case TunesmithError():
+            if not error.is_told or "--debug" in words:
+                complain(str(error), "--debug" in words)
+            return _documented(str(error), error.exit_code, words)
+        case BrokenPipeError() | SystemExit():  # our reader has left, which typer may turn into an exit
+            return _unprinted(BrokenPipeError(), words)
+        case OSError(errno=number) if number in _NO_ROOM:
             return _unprinted(error, words)
-        detail = f"internal fault: {type(error).__name__}: {error}".partition("\n")[0]
-        complain(f"{detail} (--debug shows where; please report it)", "--debug" in words)
-        return _documented(detail, 1, words)
-    if "--json" not in words:
-        print_problems(problems)
-        return code
-    return _documented(problems, code, words)
+        case _:
+            detail = f"internal fault: {type(error).__name__}: {error}".partition("\n")[0]
+            complain(f"{detail} (--debug shows where; please report it)", "--debug" in words)
+            return _documented(detail, 1, words)
+
+
+def _refused(problems: Sequence[Problem], code: int, words: Sequence[str]) -> int:
+    """The exit code, after the problems of a request."""
+    if "--json" in words:
+        return _documented(problems, code, words)
+    print_problems(problems)
+    return code
 
 
 def _documented(found: Sequence[Problem] | str, code: int, words: Sequence[str]) -> int:

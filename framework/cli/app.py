@@ -73,7 +73,7 @@ def _with_versions(verb: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-app.command()(_with_versions(work.train))  # which says itself what was saved
+app.command()(work.train)  # which says itself what was saved, with few frames between the command and the step
 _LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, merge, predict, doctor)
 _LIGHT: tuple[Callable[..., Any], ...] = (explain, report, look.show, diff, levers, convert)
 for _verb in (*map(_with_versions, _LOADING), *_LIGHT):

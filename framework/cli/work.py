@@ -15,6 +15,7 @@ from framework.errors import Problem, RequestError
 from framework.run.ranks.environment import launched
 from framework.run.ranks.signals import BEFORE_ALL, told_interrupt
 from framework.schema.wording import counted
+from framework.versions import require_versions
 
 if TYPE_CHECKING:
     from framework.compose import Composition
@@ -42,6 +43,7 @@ def train(
     nproc: Processes = None,
 ) -> int:
     """Compose, check and train; everything is in the run folder afterwards."""
+    require_versions()
     options = Options(resume, tuple(allow or ()), overwrite, dry_run, quiet, as_json)
     if multirun:
         return _swept(recipe, overrides or (), nproc, options, fail_fast)
