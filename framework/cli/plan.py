@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import complain, print_json, print_warnings, say, stdout
+from framework.cli.printing import complain, print_json, print_text, print_warnings, say, stdout
 from framework.cli.writing import as_document, check_writable, told, written
 from framework.errors import OutOfMemory, Problem, RequestError
 
@@ -63,7 +63,7 @@ def plan(
     else:
         _print(composition.recipe, made, measured)
         if not made.fits:
-            print(f"\nsettings that fit:\n  {_fit_command(recipe, overrides or (), nproc, composition)}")
+            print_text(f"\nsettings that fit:\n  {_fit_command(recipe, overrides or (), nproc, composition)}")
     code = told(missed, 0 if made.fits else DOES_NOT_FIT)
     if failure is not None:
         complain(str(failure), with_traceback=False)

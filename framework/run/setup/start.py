@@ -1,6 +1,6 @@
 """Before the first step: what a run reads, plans, builds and verifies, and the first files that it writes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,8 +205,18 @@ def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any
     state = read_state(newest)
     config, repairs = remembered(config, state.get("repairs", []), allow)
     before = state.get("read", {})
-    changes = check_read(before, read, allow, needed_models(config))
-    changes = [*map(str, repairs), *check_resume(state["config"], config, allow, moved(before, read, allow)), *changes]
+    changes, problems = [str(repair) for repair in repairs], list[Problem]()
+    checks: tuple[Callable[[], list[str]], ...] = (
+        lambda: check_resume(state["config"], config, allow, moved(before, read, allow)),
+        lambda: check_read(before, read, allow, needed_models(config)),
+    )
+    for check in checks:
+        try:
+            changes += check()
+        except RequestError as error:
+            problems += error.problems
+    if problems:
+        raise RequestError(problems)
     changes += folder.moved_versions()
     return _Origin(config, newest, state, repairs, changes)
 

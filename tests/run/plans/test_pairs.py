@@ -29,7 +29,7 @@ from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.every import Needs, find_conflicts, find_derived_conflicts
-from framework.schema.rules.optimizer import TORCHAO
+from framework.schema.rules.optimizer import ANY_PRECISION, TORCHAO
 from tests.optimizers import LOW_RANK, WIDE
 from tests.settings import sections
 
@@ -38,6 +38,8 @@ TEXT = [f"row {number} of the text " * (1 + number % 2) for number in range(60)]
 ANSWERS = [{"prompt": text, "chosen": f"yes {number}", "rejected": "no"} for number, text in enumerate(TEXT)]
 CPU = GPUParams(name="cpu")
 CARD = GPUParams.model_validate(read_card("h100_80gb"))
+ROUNDED = {word(choice) for choice in ANY_PRECISION}
+"""Optimizers that a rounding goes with: its setting names one of them."""
 BATCH = ("training.global_batch_size", "training.max_grad_norm")
 """Keys beside a setting that make it legal or comparable; without them it still has its effect."""
 
@@ -137,6 +139,7 @@ def rule_fault(config: TrainingConfig, *numbers: int) -> str | None:
     for key, setting in chosen.items():
         for other, needed in setting.beside.items():
             is_overruled = other in chosen and chosen[other].value != needed and other not in BATCH
+            is_overruled = is_overruled and not {chosen[other].value, needed} <= ROUNDED
             if is_overruled and not any({key, other} <= set(item.keys) for item in warned):
                 return f"{key} needs {other}={word(needed)}, and nothing says so"
     return None
