@@ -9,7 +9,7 @@ from typing import Any
 
 from framework.build.assembly import Assembly
 from framework.build.data.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
-from framework.build.data.documents import document_lengths, on_device
+from framework.build.data.documents import document_lengths, on_device, pinned
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.data.workers import WorkersDied
 from framework.build.levers.compiled import newly_plain
@@ -195,7 +195,8 @@ class Session:
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
             self._seen = self._look(made)
-        return [on_device(self.assembly.place.device, batch) for batch in made]
+        device = self.assembly.place.device
+        return [on_device(device, pinned(device, batch)) for batch in made]
 
     def _next_batches(self, step: int) -> list[MicroBatch]:
         """The micro batches of a step; where processes that prepare them die, those of new ones. Raises WorkersLost
@@ -442,7 +443,8 @@ class Session:
 
     def _noted(self, batch: Batch) -> Batch:
         self._eval_shapes.append(rows_and_tokens(self.config, batch))
-        return on_device(self.assembly.place.device, batch)
+        device = self.assembly.place.device
+        return on_device(device, pinned(device, batch))
 
     def save(self, beside: bool = False) -> None:
         """A checkpoint of the step just made, as `Saving.save` has it. Raises SaveFailed."""

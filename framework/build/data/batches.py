@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from framework.build.data.documents import document_lengths, end_to_end, mark_documents
+from framework.build.data.documents import document_lengths, end_to_end, mark_documents, on_device
 from framework.build.data.packing import Packs
 from framework.build.data.rows import Row, Rows
 from framework.build.data.workers import from_workers
@@ -89,10 +89,10 @@ def full_batch(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:
     if training.task.is_of_rows:
         batch |= _judged(config, ids)
     if config.data.packing:
-        batch |= _marked(ids.device, [[length - 1, 1]] * rows, length)
+        batch |= on_device(ids.device, mark_documents([[length - 1, 1]] * rows, length))
     if config.data.padding_free:
         batch = {name: tensor.view(1, -1) for name, tensor in batch.items()}
-        batch |= _marked(ids.device, [[length] * rows], rows * length)
+        batch |= on_device(ids.device, mark_documents([[length] * rows], rows * length))
     return batch
 
 
@@ -103,12 +103,6 @@ def rows_and_tokens(config: TrainingConfig, batch: Mapping[str, torch.Tensor]) -
         return len(lengths), max(lengths)
     sequences, tokens = batch["input_ids"].shape
     return sequences // config.training.sequences_per_row, tokens
-
-
-def _marked(device: torch.device, lengths: list[list[int]], width: int) -> dict[str, torch.Tensor]:
-    """Marks of documents on a device that a rehearsal may only claim to have: nothing is pinned."""
-    marks = mark_documents(lengths, width)
-    return {name: tensor.to(device) if tensor.dim() else tensor for name, tensor in marks.items()}
 
 
 def _judged(config: TrainingConfig, ids: torch.Tensor) -> MicroBatch:

@@ -55,14 +55,17 @@ def mark_documents(documents: Sequence[Sequence[int]], width: int) -> dict[str, 
 
 
 def on_device(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch on a device; scalars stay on the host, where they are read. Copies to a card are queued from pinned
-    memory, so that the host does not wait until the card has done what it was given before."""
-    moved = {name: tensor for name, tensor in batch.items() if tensor.dim()}
-    if device.type == "cuda":
-        moved = {name: tensor.pin_memory() for name, tensor in moved.items() if tensor.device.type == "cpu"} | {
-            name: tensor for name, tensor in moved.items() if tensor.device.type != "cpu"
-        }
-    return {**batch, **{name: tensor.to(device, non_blocking=True) for name, tensor in moved.items()}}
+    """The batch on a device; scalars stay on the host, where they are read."""
+    return {name: tensor.to(device, non_blocking=True) if tensor.dim() else tensor for name, tensor in batch.items()}
+
+
+def pinned(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch in host memory from which copies to a card are queued: the host does not wait until the card has done
+    what it was given before. For a card that is there; a rehearsal only claims one."""
+    if device.type != "cuda":
+        return dict(batch)
+    waits = {name for name, tensor in batch.items() if tensor.dim() and tensor.device.type == "cpu"}
+    return {name: tensor.pin_memory() if name in waits else tensor for name, tensor in batch.items()}
 
 
 def document_lengths(batch: Mapping[str, Tensor]) -> tuple[tuple[int, ...], ...]:
