@@ -1,67 +1,82 @@
 """tunesmith: fine-tuning of language models from YAML, whose heart is GPU memory.
 
-Import ladder (a room may import those to its right): cli > report, convert > run > build > memory > schema.
-`compose` and `checks` stand beside `cli`; `errors` imports `terminal` alone, which imports nothing. No front room loads
-torch.
+Import ladder (a room may import those to its right): api > cli > reports, converters > run > build > memory > schema.
+`compose` and `checks` stand next to `cli`; `errors` imports `terminal` alone, which imports nothing. No front room
+loads torch.
 
-Public names load on first use, so that `import framework` costs nothing. Only `train` loads torch.
+Public names load on first use, so that `import framework` costs nothing. `import tunesmith` gives the same names.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from framework.checks import check as check
+    from framework.api import *  # noqa: F403
+    from framework.build.assembly import Assembly as Assembly
+    from framework.build.sources.python_rows import PythonRows as PythonRows
     from framework.compose import load as load
     from framework.compose import to_yaml as to_yaml
+    from framework.converters import Conversion as Conversion
     from framework.errors import *  # noqa: F403
     from framework.memory.explain import Explanation as Explanation
     from framework.memory.explain import explain as explain
-    from framework.run.planning.fit import fit as fit
-    from framework.run.planning.plan_process import plan_in_subprocess
-    from framework.run.trainer import train as train
+    from framework.memory.ledger import Plan as Plan
+    from framework.memory.search.found import Found as Found
+    from framework.run.checkpoints.merge import Merged as Merged
+    from framework.run.hooks import Metrics as Metrics
+    from framework.run.result import RunResult as RunResult
+    from framework.run.step import StepResult as StepResult
     from framework.schema.choices import *  # noqa: F403
     from framework.schema.config import *  # noqa: F403
     from framework.schema.data import *  # noqa: F403
+    from framework.schema.distillation import *  # noqa: F403
     from framework.schema.fsdp import *  # noqa: F403
     from framework.schema.gpu import *  # noqa: F403
     from framework.schema.model import *  # noqa: F403
     from framework.schema.peft import *  # noqa: F403
+    from framework.schema.preference import *  # noqa: F403
     from framework.schema.training import *  # noqa: F403
 
-    plan = plan_in_subprocess
-
 _ROOMS = {
+    "framework.api": "assemble check convert fit merge plan predict report train train_step",
+    "framework.compose": "load to_yaml",
+    "framework.memory.explain": "Explanation explain",
+    "framework.memory.ledger": "Plan",
+    "framework.memory.search.found": "Found",
+    "framework.converters": "Conversion",
+    "framework.run.result": "RunResult",
+    "framework.run.hooks": "Metrics",
+    "framework.run.checkpoints.merge": "Merged",
+    "framework.run.step": "StepResult",
+    "framework.build.assembly": "Assembly",
+    "framework.build.sources.python_rows": "PythonRows",
     "framework.schema.config": "Batch TrainingConfig",
-    "framework.schema.training": "GradientCheckpointingKwargs TrainingParams",
+    "framework.schema.training": "AllocatorParams GradientCheckpointingKwargs TrainingParams",
+    "framework.schema.preference": "PreferenceParams",
+    "framework.schema.distillation": "DistillationParams TeacherParams",
     "framework.schema.model": "ModelParams TokenizerTraining",
     "framework.schema.peft": "PeftParams",
     "framework.schema.fsdp": "FSDPParams",
     "framework.schema.data": "DataParams DatasetParams",
     "framework.schema.gpu": "GPUParams",
     "framework.schema.choices": (
-        "Attention BackwardPrefetch CompileScope MixedPrecision Mixing OnOutOfMemory Optimizer PeftMethod PeftSaveMode "
-        "Quantization Rounding RowFormat Scheduler ShardingStrategy StateDictType Supervise Task TorchDtype Tracker "
-        "Truncation"
+        "Attention BackwardPrefetch CheckpointingPolicy CompileScope Divergence Fp8 MixedPrecision Mixing "
+        "OnOutOfMemory Optimizer OptimizerOffload PeftMethod PeftSaveMode PreferenceLoss Quantization Rounding "
+        "RowFormat Scheduler SdpaBackend ShardingStrategy StateDictType Supervise Task TorchDtype Tracker Truncation"
     ),
     "framework.errors": (
         "BrokenRows DoesNotFit Interrupted NonFinite OutOfMemory Problem RequestError SaveFailed TrainingStopped "
-        "TunesmithError VerificationFailed"
+        "TunesmithError VerificationFailed WorkersLost"
     ),
-    "framework.compose": "load to_yaml",
-    "framework.checks": "check",
-    "framework.memory.explain": "Explanation explain",
-    "framework.run.planning.plan_process": "plan=plan_in_subprocess",
-    "framework.run.planning.fit": "fit",
-    "framework.run.trainer": "train",
 }
-"""Module -> the public names it provides; `public=inside` where it has another name there."""
-_LOADS_TORCH = ("framework.run.planning.fit", "framework.run.trainer")
-_HOMES = {
-    name.partition("=")[0]: (module, name.rpartition("=")[2])
-    for module, names in _ROOMS.items()
-    for name in names.split()
-}
+"""Module -> the public names it provides."""
+_LOADS_TORCH = (
+    "framework.run.checkpoints.merge",
+    "framework.run.step",
+    "framework.build.assembly",
+    "framework.build.sources.python_rows",
+)
+_HOMES = {name: module for module, names in _ROOMS.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)
 
@@ -69,12 +84,12 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'framework' has no attribute {name!r}")
-    module, inside = _HOMES[name]
+    module = _HOMES[name]
     if module in _LOADS_TORCH:
         from framework.versions import require_versions
 
         require_versions()  # else the import of a version that is not supported fails somewhere inside
-    return getattr(import_module(module), inside)
+    return getattr(import_module(module), name)
 
 
 def __dir__() -> list[str]:

@@ -59,6 +59,8 @@ def test_python_is_told_as_well(monkeypatch):
 
     found(monkeypatch, transformers="4.57.1")
     with pytest.raises(framework.RequestError, match="transformers"):
-        _ = framework.train
+        framework.train(framework.TrainingConfig())
+    with pytest.raises(framework.RequestError, match="transformers"):
+        _ = framework.Assembly
     with pytest.raises(framework.RequestError, match="transformers"):
         framework.plan(framework.TrainingConfig())

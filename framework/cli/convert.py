@@ -14,7 +14,7 @@ def convert(
     ],
 ) -> None:
     """Print the recipe of another tool as ours; what could not be carried is told on stderr, a line for each value."""
-    from framework.convert import convert as converted
+    from framework.converters import convert as converted
 
     found = converted(file)
     print_text(found.recipe, end="")

@@ -48,13 +48,13 @@ def data(
 
 
 def _page(title: str, found: "Preview") -> str:
-    from framework.report.rows_page import data_page
+    from framework.reports.rows_page import data_page
 
     return data_page(title, found)
 
 
 def _print(title: str, found: "Preview") -> None:
-    from framework.report.rows import data_lines, marks_for
+    from framework.reports.rows import data_lines, marks_for
 
     console = stdout()
     is_coloured = console.is_terminal and console.color_system is not None and not console.no_color

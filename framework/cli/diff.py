@@ -37,7 +37,7 @@ def diff(
         return
     _print_differences(found)
     if compared is not None:
-        from framework.report.comparison import comparison_lines
+        from framework.reports.comparison import comparison_lines
 
         console = stdout()
         for line in comparison_lines(compared, console.width):
@@ -57,7 +57,7 @@ def _compare(a: "Composition", b: "Composition", found: "list[Difference]") -> "
 def _document(compared: "Comparison | None") -> dict[str, object]:
     if compared is None:
         return {}
-    from framework.report.comparison import comparison_document
+    from framework.reports.comparison import comparison_document
 
     return {"memory": comparison_document(compared)}
 

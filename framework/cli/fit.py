@@ -67,7 +67,7 @@ def _written(recipe: str, overrides: Sequence[str], found: "Found", output: Path
 
 
 def _page(title: str, found: "Found") -> str:
-    from framework.report.frontier import fit_page
+    from framework.reports.frontier import fit_page
 
     return fit_page(title, found)
 
@@ -95,8 +95,8 @@ def _pins(composition: "Composition", words: list[str] | tuple[str, ...]) -> lis
 
 
 def _print(composition: "Composition", found: "Found", output: Path | None) -> None:
-    from framework.report.fit import fit_lines
-    from framework.report.terminal import strokes_for
+    from framework.reports.fit import fit_lines
+    from framework.reports.terminal import strokes_for
 
     console = stdout()
     for line in fit_lines(composition.recipe, found, console.width, strokes_for(console.encoding)):

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,7 +89,7 @@ def _compare(
     recipe: str, key: str, words: Mapping[str, Sequence[str]], html: Path | None, as_json: bool, nproc: int | None
 ) -> int:
     """One row for each value of a key, from rehearsals of one process. Exit 3 where none of them fits."""
-    from framework.report.what_if import what_if_lines, what_if_page
+    from framework.reports.what_if import what_if_lines, what_if_page
     from framework.run.planning.what_if import what_if
 
     check_writable(html, "--html")
@@ -130,24 +129,19 @@ def decided(composition: "Composition", runs_here: bool = False) -> "tuple[Compo
     return replace(composition, config=made.config), made.found.plan if made.found is not None else None
 
 
-def planned(composition: "Composition", begun: "Popen[str] | None" = None) -> "Plan":
-    """The plan of a request, made in the process that has begun, else in one of its own.
+def planned(composition: "Composition", process: "Popen[str] | None" = None) -> "Plan":
+    """The plan of a request, made by a `rehearsing_process` that has begun, else by one of its own.
 
     Raises RequestError, each problem with the place where its key was written.
-    A quantised base is planned without quantisation too, and it is a warning when that needs no more.
     """
     from framework.checks import placing
-    from framework.memory.unquantized import unquantized, without_gain
-    from framework.run.planning.plan_process import plan_in_subprocess
+    from framework.run.planning.plan_process import plan_with_warnings
 
     composition, plan = decided(composition)
     if plan is not None:
         return plan
-    configs = [config for config in (composition.config, unquantized(composition.config)) if config is not None]
-    with placing(composition.origins), ThreadPoolExecutor(len(configs)) as pool:
-        made, *plain = pool.map(plan_in_subprocess, configs, (begun, None))
-    warning = without_gain(made, plain[0]) if plain else None
-    return replace(made, warnings=(*made.warnings, warning)) if warning else made
+    with placing(composition.origins):
+        return plan_with_warnings(composition.config, process)
 
 
 def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory | None]":
@@ -161,21 +155,21 @@ def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory
 
 
 def _page(title: str, made: "Plan", measured: "Measured | None") -> str:
-    from framework.report.page import plan_page
+    from framework.reports.page import plan_page
 
     return plan_page(title, made, measured)
 
 
 def _document(made: "Plan", measured: "Measured | None", warnings: Sequence[str]) -> dict[str, object]:
     """The plan's document, with what the check of the request warned of before the plan's own warnings."""
-    from framework.report.words import measured_document
+    from framework.reports.words import measured_document
 
     added = {} if measured is None else {"measured": measured_document(measured)}
     return {**made.to_json(), "warnings": [*(" ".join(text.split()) for text in warnings), *made.warnings], **added}
 
 
 def _print(title: str, made: "Plan", measured: "Measured | None") -> None:
-    from framework.report.terminal import plan_lines, strokes_for
+    from framework.reports.terminal import plan_lines, strokes_for
 
     console = stdout()
     for line in plan_lines(title, made, measured, console.width, strokes_for(console.encoding)):

@@ -15,8 +15,14 @@ def report(
     output: Annotated[Path | None, typer.Option("--output", help="Where to write; else RUN/report.html.")] = None,
 ) -> None:
     """Write a run as one HTML page that needs nothing else: plan next to measured, loss, memory. Prints its path."""
-    from framework.report.run_files import read_run
-    from framework.report.run_page import run_page
+    print_text(str(write_report(run, output)))
+
+
+def write_report(run: Path, output: Path | None) -> Path:
+    """Write the page of a run and return where it is. Raises RequestError for a folder of no run, and where it cannot
+    be written."""
+    from framework.reports.run_files import read_run
+    from framework.reports.run_page import run_page
     from framework.run.record.run_folder import PAGE
 
     check_writable(output, "--output")
@@ -26,4 +32,4 @@ def report(
         raise RequestError([problem])
     if missed := written(file, "--output", lambda: page):
         raise RequestError(missed)
-    print_text(str(file))
+    return file

@@ -20,7 +20,7 @@ from framework.versions import require_versions
 if TYPE_CHECKING:
     from framework.compose import Composition
     from framework.run.ranks.environment import Launched
-    from framework.run.trainer import RunResult
+    from framework.run.result import RunResult
 
 
 def train(

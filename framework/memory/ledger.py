@@ -7,7 +7,9 @@ from typing import Any
 
 from framework.memory.allocator import Peak
 from framework.memory.declared import declared
+from framework.memory.notebook import paragraph, table
 from framework.memory.trace import Kind
+from framework.memory.units import size
 
 PLAN_VERSION = 1
 """`schema_version` of `plan --json`."""
@@ -259,6 +261,32 @@ class Plan:
         """Whether the upper end of the band is within the card; true where nothing is known to compare with."""
         usable = self.device.usable_bytes
         return usable is None or self.peak.device_bytes_upper <= usable
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self._said}>"
+
+    def _repr_html_(self) -> str:
+        """Phases, and the terms at the peak, as a notebook shows them."""
+        named = sorted(self.peak.terms.to_json().items(), key=lambda item: -item[1])
+        phases = [(phase.name, size(phase.allocated_bytes), size(phase.device_bytes)) for phase in self.phases]
+        terms = [(name, size(count), f"{count / self.peak.device_bytes:.1%}") for name, count in named if count]
+        parts = [
+            paragraph(f"Plan: {self._said}"),
+            table(("phase", "allocated", "on the device"), phases),
+            table((f"at the peak ({self.peak.phase})", "bytes", "share"), terms),
+            *(paragraph(f"warning: {warning}") for warning in self.warnings),
+        ]
+        return "".join(parts)
+
+    @property
+    def _said(self) -> str:
+        """The verdict in one line."""
+        device, upper = self.device, self.peak.device_bytes_upper
+        name = device.name if device.count == 1 else f"each of {device.count} {device.name}"
+        room = f" of {size(device.usable_bytes)} usable" if device.usable_bytes is not None else ""
+        speed = f", {self.step.seconds:.3g} s a step" if self.step is not None else ""
+        verdict = "fits" if self.fits else "does not fit"
+        return f"{verdict} on {name}: {size(self.peak.device_bytes)}, up to {size(upper)}{room}{speed}"
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -35,6 +35,7 @@ from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.run.checkpoints.saver import Saving
 from framework.run.evaluate import Abandoned, evaluate, in_words, until_asked
+from framework.run.hooks import Hooks
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches
 from framework.run.oom.report import Watch, explained_failures, recorded_memory
@@ -104,6 +105,7 @@ class Session:
     repairs: list[Repair] = field(default_factory=list)
     interrupt: Interrupt = field(default_factory=Interrupt)
     evals: list[dict[str, float]] = field(default_factory=list)
+    hooks: Hooks = field(default_factory=Hooks)
     _clock: float = 0.0
     _seen: FirstStep | None = None
     _unread: _Unread | None = None
@@ -333,7 +335,11 @@ class Session:
         if self._is_asked_to_end() and not is_last:
             self.settle()
             self.save()  # raises what the writer has failed with
-            raise Interrupted(f"stopped after step {step}; go on with --resume (saved in {self.folder.path})")
+            stopped = f"stopped after step {step}; go on with --resume (saved in {self.folder.path})"
+            if self.hooks.failure is not None:
+                self.hooks.failure.add_note(stopped)
+                raise self.hooks.failure
+            raise Interrupted(stopped)
 
     def settle(self) -> None:
         """Wait for the step that the device is at, and log it: weights and `step` are of one moment. Raises
@@ -359,7 +365,7 @@ class Session:
 
     def _is_asked_to_end(self) -> bool:
         """Whether some rank was asked to, or cannot write: all of them stop after the same step."""
-        asked = self.interrupt.asked or self.saving.writer.has_failed
+        asked = self.interrupt.asked or self.saving.writer.has_failed or self.hooks.failure is not None
         return self.assembly.ranks.any(asked, self.assembly.place.device)
 
     def _verify_emptied_cache(self, step: int) -> None:
@@ -407,6 +413,9 @@ class Session:
             self.progress.say(again)
         self.note(values)
         self.progress.step(self.step, result.loss, result.learning_rate, speed, unread.allocated)
+        if self.hooks.on_step is not None:
+            self.hooks.call(self.hooks.on_step, {**values})
+            self._clock = time.perf_counter()
 
     def _look_at_moved(self, elements: MovedElements) -> dict[str, float | None]:
         """The shares of elements that changed, for the metrics; said when they are tiny. No part of a step's time."""
@@ -429,6 +438,7 @@ class Session:
         self.evals.append({"step": self.step, **values})
         self.note({**self.evals[-1]})
         self.progress.say(f"step {self.step}/{self.total}  {in_words(values)}")
+        self.hooks.call(self.hooks.on_eval, {**self.evals[-1]})
         self._clock = time.perf_counter()
 
     def _evaluated(self) -> dict[str, float]:

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from framework.build.verify.fingerprints import take_fingerprints
 from framework.errors import SaveFailed
 from framework.run.checkpoints.export import export
 from framework.run.checkpoints.resume import check_allowed
+from framework.run.hooks import Hooks
 from framework.run.oom.retry import tries
 from framework.run.oom.smaller_batches import TRAIN
 from framework.run.planning.background_plan import forecast_in_subprocess
@@ -33,6 +32,7 @@ from framework.run.ranks.coordinator import met, require_world
 from framework.run.ranks.signals import BEFORE_ALL, told_interrupt, watched_interrupt
 from framework.run.record.layout import FINAL, UNFINISHED, step_of
 from framework.run.record.predicted_and_measured import last_line
+from framework.run.result import RunResult
 from framework.run.session import LAST_SECONDS, Planner, Session
 from framework.run.setup.agreement import decided_by_main
 from framework.run.setup.longest_rows import try_longest_rows
@@ -43,23 +43,6 @@ from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 16, 48
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Where a run is and what came of it. `sample` is (prompt, completion) from the trained model."""
-
-    folder: Path
-    steps: int
-    evals: tuple[dict[str, float], ...]
-    peak_bytes: int
-    sample: tuple[str, str] | None
-    memory: str
-    """Peak memory measured and predicted, in one sentence."""
-    loader: str = "AutoModelForCausalLM"
-    """The transformers class that loads the final model."""
-    is_mergeable: bool = True
-    """Whether what was trained can become part of the weights: tokens before the row cannot."""
 
 
 def train(
@@ -74,6 +57,7 @@ def train(
     planner: Planner | None = forecast_in_subprocess,
     train_rows: PythonRows | None = None,
     eval_rows: PythonRows | None = None,
+    hooks: Hooks | None = None,
 ) -> RunResult:
     """Train what `config` asks for and return where it is.
 
@@ -82,7 +66,7 @@ def train(
     `planner` predicts the memory first (None: nothing is predicted).
     What `config` leaves `auto` is searched first. `train_rows` and `eval_rows` are rows by column, in a list or from a
     function that yields them: the source `{path: python_rows}` of `data.train` or `data.eval`, the only one where the
-    config has none.
+    config has none. `hooks` are called as the run goes on.
     Where torchrun or the like has started several processes, each calls this with the same arguments: they train
     together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
@@ -99,6 +83,8 @@ def train(
         given=given,
     )
     with _opened(config, opening) as session:
+        if hooks is not None and session.crew.ranks.is_main:
+            session.hooks = hooks
         if dry_run:
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
         with told_interrupt(partial(_left, session)):
@@ -124,6 +110,9 @@ def train(
                     finished = _finish(session)
         with suppress(KeyboardInterrupt):
             session.close(after=LAST_SECONDS)
+        if session.hooks.failure is not None:  # of the last step, its evaluation or its save
+            session.hooks.failure.add_note(f"the run is complete in {session.folder.path}")
+            raise session.hooks.failure
         return finished
 
 

@@ -19,6 +19,11 @@ class Params(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What differs from the defaults: a config has some hundred keys."""
+        fields = type(self).model_fields
+        return ((name, value) for name, value in super().__repr_args__() if value != fields[name or ""].default)
+
 
 def parse_number(value: object) -> object:
     """`1e-5`, `2E-5`, `'1e-5'` and `1_000` are numbers; anything else is handed on to be refused by the type."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import framework
 from framework.cli import main
 from framework.compose import compose, load
 from framework.compose.overrides import listed
@@ -17,7 +16,7 @@ from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.run.planning.measure import Measured
 from framework.run.planning.plan_process import plan_in_subprocess
-from tests.report.plans import GIB, PLAN, gib, on, use
+from tests.reports.plans import GIB, PLAN, gib, on, use
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "model: {architecture: {model_type: llama, hidden_size: 64}}\n"
@@ -78,13 +77,15 @@ def planner(monkeypatch):
     configs = []
 
     def use_plan(made):
-        def plan_config(config, begun=None):
+        def plan_config(config):
             configs.append(config)
             if isinstance(made, Exception):
                 raise made
             return made(config) if callable(made) else made
 
-        monkeypatch.setattr("framework.run.planning.plan_process.plan_in_subprocess", plan_config)
+        place = "framework.run.planning.plan_process"
+        monkeypatch.setattr(f"{place}.plan_in_subprocess", plan_config)
+        monkeypatch.setattr(f"{place}.plan_by", lambda process, config: plan_config(config))
         return configs
 
     return use_plan
@@ -337,12 +338,6 @@ def test_diff_without_memory_plans_nothing(run, write, planner):
     configs = planner(PLAN)
     assert "memory" not in json.loads(run("diff", write(RECIPE), "r.yaml", "--json")[1])
     assert not configs
-
-
-def test_the_python_interface(planner):
-    assert framework.plan.__module__ == "framework.run.planning.plan_process"
-    assert framework.train.__module__ == "framework.run.trainer"
-    assert {"plan", "train"} <= set(framework.__all__)
 
 
 LITTLE = """

@@ -6,7 +6,7 @@ import pytest
 
 from framework.cli import main
 from tests.cli.test_front_rooms import HEAVY, loaded
-from tests.report.runs import export, make_run, step, write_memory
+from tests.reports.runs import export, make_run, step, write_memory
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from framework.memory.ledger import Plan
-from tests.report.plans import PLAN
+from tests.reports.plans import PLAN
 
 
 def document() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import framework
 from framework.run import trainer
 from framework.schema.choices import Divergence, PreferenceLoss
 from framework.schema.preference import DEFAULT_BETA, READ_BY
@@ -21,12 +22,12 @@ def program(tmp_path, monkeypatch):
     """Runs the page's program in a folder of its own, without the plan beside it; gives its names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer, "SAMPLE_NEW_TOKENS", 1)
-    original = trainer.train
+    original = framework.train
 
     def run(page):
         (text,) = blocks(page, "python")
         names = {}
-        monkeypatch.setattr("framework.train", lambda *args, **options: original(*args, **options, planner=None))
+        monkeypatch.setattr("framework.train", lambda *args, **options: original(*args, **options, plan=False))
         exec(compile(text, page, "exec"), names)
         return names
 

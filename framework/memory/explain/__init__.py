@@ -33,6 +33,11 @@ class Explanation:
     """Allocated bytes that the plan predicts for the phase."""
     state_bytes: int | None = None
 
+    def __repr__(self) -> str:
+        where = f" in {self.phase}" if self.phase is not None else ""
+        tries = f"; try {self.moves[0].override}" if self.moves else ""
+        return f"<Explanation: {self.message.kind}{where}, cause {self.cause}{tries}>"
+
     def to_json(self) -> dict[str, Any]:
         """The document of `explain --json`."""
         message = self.message

@@ -6,6 +6,8 @@ from typing import Any
 
 from framework.memory.ledger import Plan
 from framework.memory.levers import word
+from framework.memory.notebook import paragraph, table
+from framework.memory.units import size
 from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted
 
@@ -93,6 +95,18 @@ class Found:
             f"{counted(self.tried, 'candidate')}, {self.computed:,} of them computed, {self.planned} planned as a whole"
         )
 
+    def __repr__(self) -> str:
+        return f"<Found: {' '.join(self.overrides) or 'nothing has to change'}; {self.plan!r}>"
+
+    def _repr_html_(self) -> str:
+        """What changes and what each change buys, then the plan, as a notebook shows them."""
+        lead = "fits" if self.fits else f"nothing fits, the closest miss{f': {self.shortage}' if self.shortage else ''}"
+        rows = [_cells(change) for change in self.changes]
+        changes = (
+            table(("change", "memory", "a step", "training"), rows) if rows else paragraph("Nothing has to change.")
+        )
+        return paragraph(f"Found: {lead} ({self.looked_at})") + changes + self.plan._repr_html_()
+
     def remarking(self, remarks: Iterable[str]) -> "Found":
         """The same with more remarks."""
         return replace(self, remarks=(*self.remarks, *remarks))
@@ -111,6 +125,15 @@ class Found:
             "remarks": list(self.remarks),
             "smallest_card": self.smallest_card,
         }
+
+
+def _cells(change: Change) -> tuple[str, str, str, str]:
+    """A change as a row of a table."""
+    saves, costs = change.saves_bytes, change.costs_seconds
+    memory = "-" if saves is None else f"{'-' if saves > 0 else '+'}{size(abs(saves))}"
+    seconds = "-" if costs is None else f"{costs:+.3f} s"
+    moved = f"{change.key}: {word(change.old)} -> {word(change.new)}"
+    return moved, memory, seconds, "same" if change.exact else "CHANGED"
 
 
 def typed(values: dict[str, Any], global_batch: int) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from framework.memory.explain.causes import Repair
 from framework.run.checkpoints.all_ranks import CommonSave, random_states_of_others
 from framework.run.checkpoints.async_writer import Writer
 from framework.run.checkpoints.checkpoint import Contents, contents_of, save_checkpoint
+from framework.run.hooks import Hooks
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches, stream_state
 from framework.run.ranks.coordinator import Crew
@@ -36,6 +37,7 @@ class SavedRun(Protocol):
     step: int
     read: dict[str, Any]
     repairs: list[Repair]
+    hooks: Hooks
 
     @property
     def total(self) -> int:
@@ -106,6 +108,7 @@ class Saving:
                 raise SaveFailed(failure)
             self.writer.wait()
             self.saved = begun
+            self._session.hooks.call(self._session.hooks.on_save, self._session.folder.newest())
             if self.saved == self._session.total:
                 self.writer.copies.clear()
 

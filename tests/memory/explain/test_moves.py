@@ -10,7 +10,7 @@ from framework.memory.explain.proposals import propose
 from framework.memory.explain.saved_plan import SavedPlan
 from framework.memory.explain.text import explanation_lines
 from framework.memory.levers import LEVERS
-from tests.report.plans import GIB, PLAN
+from tests.reports.plans import GIB, PLAN
 from tests.tiny import tiny_config
 
 MIB = 2**20

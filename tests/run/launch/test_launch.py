@@ -20,7 +20,7 @@ from framework.run.planning import capacity as room
 from framework.run.ranks.coordinator import HERE, require_world
 from framework.run.trainer import train
 from framework.schema.config import TrainingConfig
-from tests.report.plans import GIB, on
+from tests.reports.plans import GIB, on
 from tests.run.several import ROOT
 from tests.run.test_trainer import config, corpus, metrics  # noqa: F401
 

@@ -11,7 +11,7 @@ from framework.errors import DoesNotFit
 from framework.memory.ledger import HostUse
 from framework.memory.planning import WORKER_BYTES
 from framework.run.planning import capacity as room
-from tests.report.plans import GIB, PLAN
+from tests.reports.plans import GIB, PLAN
 
 
 @pytest.fixture

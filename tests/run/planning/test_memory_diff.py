@@ -14,7 +14,7 @@ from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key
 from framework.schema.training import TrainingParams
-from tests.report.plans import GIB, PLAN, gib, use
+from tests.reports.plans import GIB, PLAN, gib, use
 from tests.tiny import LLAMA, tiny_config
 
 ARCHITECTURE = {"model_type": "llama", "hidden_size": 64}

@@ -2,7 +2,7 @@
 
 from framework.memory.units import GIB, MIB
 from framework.run.record.predicted_and_measured import compare, last_line
-from tests.report.plans import on
+from tests.reports.plans import on
 
 
 def measured(counter: str, allocated: int, baseline: int) -> dict[str, object]:

@@ -1,0 +1,224 @@
+"""The verbs as functions of Python. Importing this loads no torch; a verb that needs it imports it when called."""
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from framework.errors import Problem, RequestError
+from framework.schema.config import TrainingConfig
+from framework.versions import require_versions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from framework.build.assembly import Assembly
+    from framework.build.sources.python_rows import PythonRows
+    from framework.converters import Conversion
+    from framework.memory.ledger import Plan
+    from framework.memory.search.found import Found
+    from framework.run.checkpoints.merge import Merged
+    from framework.run.hooks import Metrics
+    from framework.run.result import RunResult
+    from framework.run.step import StepResult
+
+
+def check(config: TrainingConfig) -> tuple[Problem, ...]:
+    """Return the warnings about a config that is to be trained. Raises RequestError with all its problems at once."""
+    from framework.checks import check
+
+    return check(config)
+
+
+def plan(config: TrainingConfig) -> "Plan":
+    """Predict memory per device and the time of a step, without weights, data or a GPU: bytes and seconds.
+
+    What is `auto` is searched first; `assumptions` say what replaced it. Takes seconds, in processes of its own.
+    Raises RequestError for what cannot be built.
+    """
+    from dataclasses import replace
+
+    from framework.run.planning.fit import decide
+    from framework.run.planning.plan_process import plan_with_warnings
+
+    require_versions()
+    decided = decide(config, runs_here=False)
+    made = decided.found.plan if decided.found is not None else plan_with_warnings(decided.config)
+    return replace(made, assumptions=(*made.assumptions, *(f"auto {line}" for line in decided.said)))
+
+
+def fit(
+    config: TrainingConfig,
+    *,
+    pins: Collection[str] = (),
+    inexact: Collection[str] = (),
+    measure: bool = False,
+) -> "Found":
+    """Find the fastest settings that are planned to fit the card, with the same global batch.
+
+    `pins` are keys or sections that stay as they are, `inexact` keys that may change what is learnt
+    (training.optimizer, for one). With `measure` the fastest few run some steps on this machine's card, and the best
+    of them is proposed. Raises RequestError for an unknown key, and for a card without memory of its own.
+    """
+    from framework.run.planning.fit import fit, measured_best
+
+    require_versions()
+    judge = measured_best(partial(print, file=sys.stderr)) if measure else None
+    return fit(config, pins=pins, inexact=inexact, judge=judge, runs_here=measure or None)
+
+
+def train(
+    config: TrainingConfig,
+    name: str = "run",
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    allow: Sequence[str] = (),
+    quiet: bool = False,
+    plan: bool = True,
+    train_rows: "PythonRows | None" = None,
+    eval_rows: "PythonRows | None" = None,
+    on_step: "Callable[[Metrics], None] | None" = None,
+    on_eval: "Callable[[Metrics], None] | None" = None,
+    on_save: Callable[[Path], None] | None = None,
+) -> "RunResult":
+    """Train what a config asks for and return where it is.
+
+    Args:
+        name: gives the default folder, `runs/<name>`.
+        resume: go on from the newest checkpoint; `allow` names changed keys in which it may differ.
+        overwrite: replace the run that is in the folder.
+        dry_run: read, build and verify everything, and write nothing.
+        plan: predict memory first, and refuse what does not fit.
+        train_rows: rows by column, in a list or from a function that yields them; `eval_rows` those held out.
+        on_step: called after each optimizer step with its line of `metrics.jsonl` (`step`, `loss`, `grad_norm`, ...).
+        on_eval: called after each evaluation with its numbers (`step`, `eval_loss`, ...).
+        on_save: called with the folder of each checkpoint, once it is complete.
+
+    Hooks are called in the main process alone. When one raises, the run saves, ends after its step, and the exception
+    goes on to the caller. Where torchrun has started several processes, each calls this with the same arguments: they
+    train together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or
+    Interrupted.
+    """
+    require_versions()
+    from framework.run.hooks import Hooks
+    from framework.run.planning.background_plan import forecast_in_subprocess
+    from framework.run.trainer import train
+
+    return train(
+        config,
+        name,
+        resume=resume,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        allow=allow,
+        quiet=quiet,
+        planner=forecast_in_subprocess if plan else None,
+        train_rows=train_rows,
+        eval_rows=eval_rows,
+        hooks=Hooks(on_step, on_eval, on_save),
+    )
+
+
+def predict(
+    run: str | Path,
+    file: str | Path,
+    *,
+    max_new_tokens: int | None = None,
+    score: bool = False,
+    trust_remote_code: bool = False,
+    allow: Sequence[str] = (),
+) -> Iterator[dict[str, Any]]:
+    """Yield what the model of a run says of each row of `file`: a completion, a class, or numbers.
+
+    Args:
+        run: a run folder, or a folder with a model or an adapter.
+        file: a file, a folder or a glob, read as the run read its own rows.
+        max_new_tokens: longest completion; 128, or half of fewer positions.
+        score: how likely the answers of the rows are, instead of new ones.
+        trust_remote_code: whether Python code that comes with the model may run.
+        allow: `model.base`, where an adapter's base has changed since.
+
+    Raises RequestError before the first answer, with every broken row.
+    """
+    require_versions()
+    from framework.run.predict import Request, predict
+
+    return predict(Path(run), str(file), Request(max_new_tokens, score, trust_remote_code, tuple(allow)))
+
+
+def merge(
+    run: str | Path, output: str | Path | None = None, *, trust_remote_code: bool = False, allow: Sequence[str] = ()
+) -> "Merged":
+    """Write a trained adapter and its base as one plain Hugging Face folder, `RUN/merged` unless `output` is given.
+
+    Options as in `predict`. Raises RequestError where there is no adapter to merge, or `output` is taken.
+    """
+    require_versions()
+    from framework.run.checkpoints.merge import merge_run
+
+    return merge_run(Path(run), Path(output) if output is not None else None, trust_remote_code, allow)
+
+
+def convert(file: str | Path) -> "Conversion":
+    """Translate a recipe of Oumi, Axolotl, LLaMA-Factory, torchtune or litgpt.
+
+    Raises RequestError for a file that cannot be read, or is of none of these.
+    """
+    from framework.converters import convert
+
+    return convert(Path(file))
+
+
+def report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Write a run as one HTML page, `RUN/report.html` unless `output` is given, and return where it is.
+
+    Raises RequestError for a folder of no run, and where the page cannot be written.
+    """
+    from framework.cli.report import write_report
+
+    return write_report(Path(run), Path(output) if output is not None else None)
+
+
+def assemble(config: TrainingConfig, device: str = "cpu", total_steps: int | None = None) -> "Assembly":
+    """Build model, adapter, loss, optimizer and schedule on one device, as `train` does, and verify each option.
+
+    `device` is torch's word (`cuda:0`). `total_steps` is the length of the schedule; unset, `training.max_steps`.
+    Nothing is planned and no row is read. Raises RequestError, or VerificationFailed for an option not in effect.
+    """
+    require_versions()
+    import torch
+    from transformers import set_seed
+
+    from framework.build.assembly import assemble
+    from framework.build.place import real_place
+    from framework.build.refuse import refuse_impossible
+    from framework.build.resolve_model import settle
+    from framework.build.verify import verify
+
+    steps = total_steps or config.training.max_steps
+    if steps is None:
+        raise RequestError([Problem("total_steps", "the length of the schedule is not known", expected="a number")])
+    refuse_impossible(config, devices="one")
+    settled, architecture = settle(config)
+    set_seed(settled.training.seed)
+    assembly = assemble(settled, architecture, real_place(torch.device(device)), steps)
+    verify(assembly)
+    return assembly
+
+
+def train_step(assembly: "Assembly", micro_batches: "Sequence[Mapping[str, Tensor]]", step: int) -> "StepResult":
+    """Make one optimizer step: forward and backward of each micro batch, clipping, update.
+
+    Args:
+        micro_batches: together the global batch, on the assembly's device: `input_ids` and `labels`, int64
+            `[rows, tokens]`, -100 where a token is not supervised, and an int64 `attention_mask` where rows are padded.
+        step: number of the step, from 1, which the schedule gives its learning rate.
+
+    Raises NonFinite for a loss or a gradient that is not finite, before any weight changes.
+    """
+    from framework.run.step import train_step
+
+    return train_step(assembly, micro_batches, step)

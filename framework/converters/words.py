@@ -1,0 +1,149 @@
+"""Words and habits that several of the tools share, since they hand them to Hugging Face's `TrainingArguments`."""
+
+import re
+from typing import Any
+
+from framework.converters.translation import Translation, Why
+from framework.schema.choices import Attention, Optimizer, Scheduler
+
+OPTIMIZERS = {
+    "adamw_hf": "adamw_torch", "adamw_torch_npu_fused": "adamw_torch_fused", "adamw_apex_fused": "adamw_torch_fused",
+    "adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit", "adamw_anyprecision": "anyprecision_adamw",
+    "optimi_adamw": "anyprecision_adamw", "adamw_torch_8bit": "adamw_torchao_8bit",
+    "ao_adamw_8bit": "adamw_torchao_8bit", "adamw_torch_4bit": "adamw_torchao_4bit",
+    "ao_adamw_4bit": "adamw_torchao_4bit", "lion_32bit": "lion",
+    "galore_adamw_layerwise": "galore_adamw", "apollo_adamw_layerwise": "apollo_adamw",
+}  # fmt: skip
+"""Names in `transformers.OptimizerNames` and in Axolotl -> ours, where they differ."""
+ATTENTION = {
+    "fa2": "flash_attention_2", "fa3": "flash_attention_3", "flash_attn": "flash_attention_2", "xformers": "sdpa",
+    "kernels-community/flash-attn2": "flash_attention_2", "kernels-community/flash-attn3": "flash_attention_3",
+    "kernels-community/vllm-flash-attn3": "flash_attention_3",
+}  # fmt: skip
+OTHER_KERNEL = {"xformers": "sdpa's memory-efficient kernel is that of xformers"}
+
+
+def carry_optimizer(t: Translation, key: str) -> None:
+    """The optimizer by its name in transformers."""
+    word = t.source.text(key)
+    name = OPTIMIZERS.get(word, word)
+    if name in {str(choice) for choice in Optimizer}:
+        t.put("training.optimizer", name, key)
+    elif word:
+        t.leave(key, Why.WRITE, f"training.optimizer, one of {', '.join(Optimizer)}; until then it is adamw_torch")
+
+
+def carry_schedule(t: Translation, schedule: str, ratio: str, steps: str) -> None:
+    """Shape of the rate and its warm-up. Hugging Face's `constant` has none, whatever is written beside it."""
+    word = t.source.text(schedule)
+    if word in {str(choice) for choice in Scheduler} or word == "constant_with_warmup":
+        t.put("training.lr_scheduler_type", word.removesuffix("_with_warmup"), schedule)
+    elif word:
+        t.leave(schedule, Why.WRITE, f"training.lr_scheduler_type, one of {', '.join(Scheduler)}; until then linear")
+    if word == "constant":
+        for key in (ratio, steps):
+            t.leave(key, Why.DEFAULT, "the schedule `constant` there has no warm-up")
+        return
+    count = t.source.number(steps)
+    if count is not None and 0 < count < 1:  # transformers 5 takes a share of the steps under this key too
+        t.put("training.warmup_ratio", count, steps)
+        t.leave(ratio, Why.DEFAULT, f"{steps} goes before it")
+    elif count:
+        t.put("training.warmup_steps", count, steps)
+        t.leave(ratio, Why.DEFAULT, f"{steps} goes before it")
+    else:
+        t.carry(ratio, "training.warmup_ratio")
+        t.leave(steps, Why.DEFAULT)
+
+
+def carry_steps(t: Translation, key: str) -> None:
+    """The length in steps; transformers writes -1 for none."""
+    steps = t.source.number(key)
+    if steps is not None and steps <= 0:
+        t.leave(key, Why.DEFAULT, "off: the epochs count")
+    else:
+        t.carry(key, "training.max_steps")
+
+
+def carry_attention(t: Translation, key: str) -> None:
+    """The attention kernel; kernels that are fetched from a hub are those of the package of that name."""
+    word = t.source.text(key)
+    name = ATTENTION.get(word, Attention.other_spellings().get(word, word))
+    if name in {str(choice) for choice in Attention}:
+        t.put("model.attn_implementation", name, key, comment=OTHER_KERNEL.get(word, ""))
+    elif word == "auto":
+        t.leave(key, Why.DEFAULT)
+    elif word:
+        t.leave(key, Why.WRITE, f"model.attn_implementation, one of {', '.join(Attention)}")
+
+
+def carry_trackers(t: Translation, key: str) -> None:
+    """`report_to`: one tracker or several."""
+    words = [word.lower() for word in t.source.strings(key)]
+    ours = [word for word in words if word in ("wandb", "tensorboard", "mlflow")]
+    if ours:
+        t.put("training.trackers", ours, key)
+    elif words in ([], ["none"]):
+        t.leave(key, Why.DEFAULT, "metrics.jsonl alone")
+    for word in words:
+        if word not in ("wandb", "tensorboard", "mlflow", "none"):
+            t.leave(key, Why.ABSENT, f"of {word}: trackers are wandb, tensorboard and mlflow")
+
+
+def carry_deepspeed_file(t: Translation, key: str) -> None:
+    """A file of DeepSpeed settings, which its name tells the stage of: it is another file, and not read."""
+    word = t.source.text(key)
+    if not word:
+        return
+    found = re.search(r"(?:zero|z)[_-]?([0-3])", word.rpartition("/")[2])
+    if found is None:
+        t.leave(key, Why.WRITE, "fsdp.enable_fsdp: true where that file has stage 1, 2 or 3")
+        return
+    carry_stage(t, int(found[1]), "offload" in word, key)
+
+
+def carry_stage(t: Translation, stage: int, is_on_host: bool, *of: str) -> None:
+    """A ZeRO stage as sharding."""
+    if stage == 0:
+        for key in of:
+            t.leave(key, Why.DEFAULT, "stage 0 splits nothing: each device holds a copy")
+        return
+    comment = f"ZeRO-{stage}" if stage > 1 else "ZeRO-1, and gradients are split as well"
+    t.put("fsdp.enable_fsdp", True, *of, comment=comment)
+    t.put("fsdp.sharding_strategy", "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP", *of)
+    if is_on_host:
+        t.put("fsdp.cpu_offload", True, *of, comment="weights, gradients and states go together")
+
+
+def put_precision(t: Translation, held: str | None, computed: str | None, *of: str, comment: str = "") -> None:
+    """dtype of the weights and of autocast."""
+    if held:
+        t.put("model.torch_dtype_str", held, *of, comment=comment)
+    if computed:
+        t.put("training.mixed_precision_dtype", computed, *of)
+
+
+def carry_share(t: Translation, key: str) -> None:
+    """A validation set cut from the training rows: a share of them, or so many of the one source."""
+    size = t.source.number(key)
+    sources = t.entries.get("data.train")
+    if not size:
+        t.leave(key, Why.DEFAULT, "no rows are held out")
+    elif size < 1:
+        t.put("data.eval_fraction", size, key)
+    elif sources and len(sources.value) == 1 and "[" not in sources.value[0].get("split", ""):
+        split, count = sources.value[0].get("split", "train"), int(size)
+        t.put("data.eval", [{**sources.value[0], "split": f"{split}[:{count}]"}], *sources.of, key)
+        t.put("data.train", [{**sources.value[0], "split": f"{split}[{count}:]"}], *sources.of, key)
+    else:
+        t.leave(key, Why.WRITE, f"data.eval_fraction: the share that {int(size)} rows are of all")
+
+
+def product(share: float, whole: float) -> float:
+    """The part of a number, without the noise of binary fractions."""
+    return float(f"{share * whole:.12g}")
+
+
+def first_rows(source: dict[str, Any], count: int) -> dict[str, Any]:
+    """The source, of its first rows alone."""
+    return {**source, "split": f"{source.get('split', 'train')}[:{count}]"}

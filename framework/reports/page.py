@@ -1,0 +1,149 @@
+"""A plan as one HTML page that needs nothing else: no script, no font, no picture from anywhere."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from framework.memory.ledger import Plan
+from framework.reports import words
+from framework.reports.drawing import phases_svg
+from framework.reports.escaping import escape
+
+if TYPE_CHECKING:
+    from framework.run.planning.measure import Measured
+
+COLOURS = {
+    "weights": "#4269d0",
+    "gradients": "#efb118",
+    "optimizer": "#ff725c",
+    "activations": "#3ca951",
+    "logits_and_loss": "#6cc5b0",
+    "autocast_copies": "#ff8ab7",
+    "temporaries": "#a463f2",
+    "communication": "#97bbf5",
+    "fragmentation": "#b9bec6",
+    "overhead": "#7d838c",
+    "unattributed": "#9c6b4e",
+}
+"""Term -> colour, told apart on white and on black (the Observable 10 palette, and greys for what holds no tensor)."""
+
+STYLE = """
+:root { color-scheme: light dark; --ground: #ffffff; --ink: #1c2024; --soft: #60646c; --rule: #dfe3e6;
+  --good: #18794e; --bad: #c62a2f; --warn: #946800 }
+@media (prefers-color-scheme: dark) { :root { --ground: #111418; --ink: #eceef0; --soft: #9ba1a6; --rule: #2f353b;
+  --good: #4cc38a; --bad: #ff8589; --warn: #f1a10d } }
+body { background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2.5rem auto;
+  max-width: 880px; padding: 0 1rem }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem }
+.fits { color: var(--good) } .over { color: var(--bad) } .soft { color: var(--soft); margin: 0 }
+.scroll { overflow-x: auto } svg { display: block; min-width: 640px; width: 100% } text { fill: currentColor }
+rect { stroke: var(--ground) } path { fill: none; stroke: currentColor; stroke-width: 1.5 }
+.halo { stroke: var(--ground); stroke-width: 4 } .legend { color: var(--soft); font-size: .85rem; margin: .5rem 0 0 }
+.legend span { display: inline-block; margin-right: 1rem } .legend .swatch { margin-right: .4em }
+table { border-collapse: collapse; width: 100% } th, td { border-top: 1px solid var(--rule); padding: .3rem .5rem;
+  text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+th:first-child, td:first-child { text-align: left; white-space: normal }
+thead th { border-top: 0; color: var(--soft); font-weight: 500 } tfoot td { font-weight: 600 }
+circle.planned { fill: var(--ink) } circle.sketched { fill: var(--ground); stroke: currentColor }
+circle.fits { fill: none; stroke: var(--good); stroke-width: 2.5 } .limit { stroke: var(--bad) }
+.swatch { border-radius: 2px; display: inline-block; height: .8em; margin-right: .5em; width: .8em }
+dl { display: grid; gap: .3rem 1.5rem; grid-template-columns: max-content 1fr; margin: 0 } dt { color: var(--soft) }
+h1, p, dd, li, td:first-child { overflow-wrap: anywhere } dd { margin: 0 } .warnings { color: var(--warn) }
+"""
+
+
+def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str:
+    """Everything that the terminal says, and the terms of every phase as a stacked bar."""
+    found = words.verdict(plan)
+    judged = ("fits" if found.fits else "over") if found.is_compared else ""
+    parts = [
+        f'<h1 class="{judged}">{escape(title)} {escape(found.headline)}</h1>',
+        *(f'<p class="soft">{escape(detail)}</p>' for detail in found.details),
+        "<h2>Phase by phase</h2>",
+        f'<div class="scroll">{phases_svg(plan)}</div>',
+        _legend(plan),
+        "<h2>At the peak</h2>",
+        _terms(plan),
+        "<h2>The run</h2>",
+        definitions(words.facts(plan)),
+        *(_measured(plan, measured) if measured is not None else ()),
+        *items("Assumptions", plan.assumptions),
+        *items("Warnings", plan.warnings, "warnings"),
+    ]
+    return document(f"Plan of {title}", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page around its parts, styles included."""
+    colours = "\n".join(f".{term} {{ background: {colour}; fill: {colour} }}" for term, colour in COLOURS.items())
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}{colours}</style></head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def _legend(plan: Plan) -> str:
+    """The terms that occur in any phase, and what the other marks mean."""
+    occurring = [key for key in COLOURS if any(phase.terms.to_json()[key] for phase in plan.phases)]
+    terms = "".join(f'<span><i class="swatch {key}"></i>{escape(words.TERMS[key])}</span>' for key in occurring)
+    mark = "<span>⊣ uncertainty of the peak</span>" if plan.device.usable_bytes is not None else ""
+    return f'<p class="legend">{terms}{mark}</p>'
+
+
+def _terms(plan: Plan) -> str:
+    total = plan.peak.device_bytes
+    named = sorted(plan.peak.terms.to_json().items(), key=lambda item: -item[1])
+    rows = [
+        f'<tr><td><span class="swatch {key}"></span>{escape(words.TERMS[key])}</td>'
+        f"<td>{words.size(count)}</td><td>{count / total:.1%}</td></tr>"
+        for key, count in named
+        if count
+    ]
+    return scrolling(
+        "<table><thead><tr><th>Term</th><th>Bytes</th><th>Share</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody>"
+        f"<tfoot><tr><td>together</td><td>{words.size(total)}</td><td></td></tr></tfoot></table>"
+    )
+
+
+def definitions(facts: Iterable[tuple[str, str]]) -> str:
+    """Names and sentences as a list."""
+    rows = (f"<dt>{escape(name)}</dt><dd>{escape(sentence)}</dd>" for name, sentence in facts)
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that scrolls where the page is narrow. The first cell of a row is its name."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heading)
+    body = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        for first, *cells in rows
+    )
+    return scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def scrolling(wide: str) -> str:
+    """A table or drawing that scrolls by itself where the page is narrower, such as on a phone."""
+    return f'<div class="scroll" tabindex="0">{wide}</div>'
+
+
+def _measured(plan: Plan, measured: "Measured") -> Sequence[str]:
+    rows = "".join(
+        f"<tr><td>{row.name}</td><td>{row.predicted}</td><td>{row.measured}</td><td>{words.error(row.error)}</td></tr>"
+        for row in words.measured_rows(plan, measured)
+    )
+    heading = "<tr><th>Forward to optimizer step</th><th>predicted</th><th>measured</th><th>error</th></tr>"
+    return (
+        f"<h2>Measured on {escape(measured.device_name)}</h2>",
+        scrolling(f"<table><thead>{heading}</thead><tbody>{rows}</tbody></table>"),
+    )
+
+
+def items(heading: str, said: Sequence[str], style: str = "") -> Sequence[str]:
+    """A list under a heading; nothing where there is nothing to say."""
+    if not said:
+        return ()
+    rows = "".join(f"<li>{escape(item)}</li>" for item in said)
+    return (f"<h2>{heading}</h2>", f'<ul class="{style}">{rows}</ul>')

@@ -1,0 +1,200 @@
+"""The curves of a run's page: loss, memory, speed, rate and gradient norm against steps, each with a table."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from framework.reports import words
+from framework.reports.escaping import escape
+from framework.reports.page import table
+from framework.reports.plot import LARGE, SMALL, Curve, Frame, Level, Moment, plot_svg, scale_of
+from framework.reports.run_files import Run
+
+ROWS = 20
+"""Of the table beside a plot: evenly spaced steps, and those of the least and the greatest values."""
+FAR = 5
+"""Times the greatest curve, beyond which the card's size is said and not drawn: the curves would lie on the axis."""
+MOST_OPEN = 8
+"""Evaluations up to which their table is unfolded."""
+MOST_METRICS = 6
+"""Columns of the table of evaluations; `metrics.jsonl` has all."""
+
+Write = Callable[[float], str]
+
+
+def curve_parts(run: Run) -> Iterator[str]:
+    """All plots that there are figures for; a sentence in place of each other one."""
+    if not run.metrics.steps and not run.metrics.evals:
+        yield "<h2>Curves</h2>"
+        yield '<p class="soft">No step was made, so there is nothing to draw.</p>'
+        return
+    yield from _loss(run)
+    yield from _memory(run)
+    yield "<h2>Speed, learning rate, gradient norm</h2>"
+    yield '<div class="small">'
+    for title, name, write, is_noisy in (
+        ("Tokens a second, all devices", "tokens_per_second", _count, True),
+        ("Gradient norm, before clipping", "grad_norm", _plain, True),
+        ("Learning rate", "learning_rate", _plain, False),
+    ):
+        curve, from_zero = Curve(title, "first", run.metrics.trained(name), is_noisy=is_noisy), name != "grad_norm"
+        yield f"<div><h3>{title}</h3>{''.join(_plot(title, [curve], write, frame=SMALL, from_zero=from_zero))}</div>"
+    yield "</div>"
+
+
+def _loss(run: Run) -> Iterator[str]:
+    train = Curve("training loss", "first", run.metrics.trained("loss"), is_noisy=True)
+    held_out = Curve("loss on held-out rows", "second", run.metrics.evaluated("eval_loss"), is_marked=True)
+    yield "<h2>Loss</h2>"
+    yield f'<p class="soft">{escape(" ".join(_last_losses(run)))}</p>'
+    yield from _plot("Loss against steps", [train, held_out], _plain)
+    yield from _evaluations(run)
+
+
+def _last_losses(run: Run) -> Iterator[str]:
+    """Where training and evaluation came to."""
+    if points := run.metrics.trained("loss").points:
+        yield f"Training: {_plain(points[-1][1])} at step {points[-1][0]:,}."
+    if points := run.metrics.evaluated("eval_loss").points:
+        (first, before), (last, after) = points[0], points[-1]
+        at, least = min(points, key=lambda point: point[1])
+        since = f", {_plain(after)} at step {last:,}, {_plain(least)} at the least (step {at:,})"
+        yield f"Held-out rows: {_plain(before)} at step {first:,}{since if len(points) > 1 else ''}."
+    elif not run.metrics.evals:
+        yield "Nothing was evaluated."
+
+
+def _evaluations(run: Run) -> Iterator[str]:
+    """The metrics of the task beside the loss, where there are any."""
+    evals = run.metrics.evals
+    names = list(dict.fromkeys(name for values in evals.values() for name in values))[:MOST_METRICS]
+    if len(names) < 2:
+        return
+    losses = [step for step, _ in run.metrics.evaluated("eval_loss").points]
+    best = {min(losses, key=lambda step: evals[step]["eval_loss"] or 0.0)} if losses else set()
+    rows = [
+        (f"{step:,}", *(_plain(value) if (value := evals[step].get(name)) is not None else "-" for name in names))
+        for step in _chosen(sorted(evals), best)
+    ]
+    heading = ("Step", *(name.replace("_", " ") for name in names))
+    shown = " open" if len(rows) <= MOST_OPEN else ""
+    yield f"<details{shown}><summary>Evaluations</summary>{table(heading, rows)}</details>"
+
+
+def _memory(run: Run) -> Iterator[str]:
+    """Nothing is drawn for a run on the CPU, whose figures are of the whole process."""
+    yield "<h2>Memory, step by step</h2>"
+    on_cpu = (run.memory is not None and not run.memory.is_of_card) or (
+        run.environment is not None and run.environment.device.startswith("cpu")
+    )
+    if on_cpu:
+        yield '<p class="soft">Not drawn: a run on the CPU has no memory of a card that could be measured.</p>'
+        return
+    curves = [
+        Curve("reserved", "second", run.metrics.trained("peak_reserved_bytes")),
+        Curve("allocated", "first", run.metrics.trained("peak_allocated_bytes")),
+    ]
+    greatest = max((value for curve in curves for _, value in curve.series.points), default=0.0)
+    levels, far = _levels(run, greatest)
+    _, unit = words.unit_of(round(max(greatest, *(level.value for level in levels), 0.0)))
+    repairs = run.memory.repairs if run.memory is not None else ()
+    moments = [Moment(repair.step, f"memory ran out: {repair}") for repair in repairs]
+    since = "; each repair begins anew, and the plan is of the last size" if repairs else ""
+    yield f'<p class="soft">The greatest use of the run until each step, by torch\'s counters{since}.</p>'
+    yield from _plot("Memory against steps", curves, _bytes, levels, moments, from_zero=True, unit=unit)
+    if far:
+        yield f'<p class="soft">{escape(far)}</p>'
+
+
+def _levels(run: Run, greatest: float) -> tuple[list[Level], str]:
+    """The planned peaks and the end of the card; a sentence where the card ends far above all else."""
+    if run.plan is None:
+        return [], "There is no plan to compare with, and so no size of the card."
+    peak, device = run.plan.peak, run.plan.device
+    levels = [
+        Level("planned to be reserved", "second dashed", peak.reserved_bytes),
+        Level("planned to be allocated", "first dashed", peak.allocated_bytes),
+    ]
+    if device.usable_bytes is None:
+        return levels, f"How much of {device.name} is usable is not known."
+    whole = f", of {words.size(device.capacity_bytes)} in all" if device.capacity_bytes else ""
+    said = f"usable on {device.name}{whole}"
+    if device.usable_bytes > FAR * max(greatest, peak.reserved_bytes):
+        return levels, f"Far above all of this: {words.size(device.usable_bytes)} are {said}."
+    return [Level(said, "limit", device.usable_bytes), *levels], ""
+
+
+def _plot(
+    title: str,
+    curves: Sequence[Curve],
+    write: Write,
+    levels: Sequence[Level] = (),
+    moments: Sequence[Moment] = (),
+    frame: Frame = LARGE,
+    from_zero: bool = False,
+    unit: float = 1.0,
+) -> Iterator[str]:
+    """Drawing, legend, what is not in it, and its table."""
+    drawn = [curve for curve in curves if curve.series.points]
+    if not drawn:
+        broken = any(curve.series.broken for curve in curves)
+        said = "no value is finite" if broken else "metrics.jsonl has no such figure"
+        yield f'<p class="soft">Not drawn: {said}.</p>'
+        return
+    drawing = plot_svg(title, drawn, write, levels, moments, frame, from_zero, unit)
+    yield f'<div class="frame" tabindex="0">{drawing}</div>'
+    if frame is LARGE:
+        yield _legend(drawn, levels, moments, write)
+    for line in _remarks(curves, levels, from_zero):
+        yield f'<p class="soft">{escape(line)}</p>'
+    yield f"<details><summary>Figures: {escape(title.lower())}</summary>{_figures(drawn, write)}</details>"
+
+
+def _legend(curves: Sequence[Curve], levels: Sequence[Level], moments: Sequence[Moment], write: Write) -> str:
+    keys = [(curve.style, curve.name) for curve in curves]
+    keys += [(level.style, f"{level.name}: {write(level.value)}") for level in levels]
+    keys += [("moment", f"{moment.name}") for moment in moments]
+    spans = "".join(f'<span><i class="key {style}"></i>{escape(name)}</span>' for style, name in keys)
+    return f'<p class="legend">{spans}</p>'
+
+
+def _remarks(curves: Sequence[Curve], levels: Sequence[Level], from_zero: bool) -> Iterator[str]:
+    for curve in curves:
+        _, around = curve.mean
+        if around:
+            yield f"The strong line is the mean of {around:,} values."
+        if broken := curve.series.broken:
+            first = ", ".join(f"{step:,}" for step in broken[:5])
+            more = f" and {len(broken) - 5:,} more" if len(broken) > 5 else ""
+            steps = "step" if len(broken) == 1 else "steps"
+            yield f"Not finite, marked at the upper edge: {curve.name.lower()} at {steps} {first}{more}."
+    values = [value for curve in curves for _, value in curve.series.points]
+    if scale_of([*values, *(level.value for level in levels)], from_zero).is_logarithmic:
+        yield "The scale is logarithmic."
+
+
+def _figures(curves: Sequence[Curve], write: Write) -> str:
+    """The curves as a table: some steps, first and last among them, and those of the least and greatest values."""
+    found = [dict(curve.series.points) for curve in curves]
+    ends = {end(curve, key=curve.__getitem__) for curve in found for end in (min, max)}
+    steps = _chosen(sorted({step for curve in found for step in curve}), ends)
+    rows = [(f"{step:,}", *(write(curve[step]) if step in curve else "-" for curve in found)) for step in steps]
+    return table(("Step", *(curve.name.lower() for curve in curves)), rows)
+
+
+def _chosen(steps: Sequence[int], always: set[int]) -> list[int]:
+    """At most ROWS of the steps, evenly, with the first and the last, and those that are always wanted."""
+    if len(steps) <= ROWS:
+        return list(steps)
+    even = {steps[round(number * (len(steps) - 1) / (ROWS - 1))] for number in range(ROWS)}
+    return sorted(even | always)
+
+
+def _plain(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+
+
+def _bytes(value: float) -> str:
+    return words.size(round(value))

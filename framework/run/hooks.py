@@ -1,0 +1,34 @@
+"""Functions of a program that a run calls as it goes on."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Metrics = Mapping[str, float | None]
+"""One line of `metrics.jsonl`."""
+
+
+@dataclass
+class Hooks:
+    """Called in the main process alone, after what they tell of; the device may be at the next step by then.
+
+    An exception of one does not lose work: no hook is called again, the run saves, ends after its step, and the
+    exception goes on to the caller of `train`.
+    """
+
+    on_step: Callable[[Metrics], None] | None = None
+    on_eval: Callable[[Metrics], None] | None = None
+    on_save: Callable[[Path], None] | None = None
+    """Given the folder of a checkpoint that is complete."""
+    failure: Exception | None = field(default=None, init=False)
+    """What a hook has raised."""
+
+    def call(self, hook: Callable[[Any], None] | None, told: object) -> None:
+        """Call one of them, unless one has failed before."""
+        if hook is None or self.failure is not None:
+            return
+        try:
+            hook(told)
+        except Exception as error:
+            self.failure = error

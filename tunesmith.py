@@ -1,0 +1,30 @@
+"""`import tunesmith` is `import framework` by the name of the distribution: the same public names, loaded on first use.
+
+What is inside the package is reached as `framework.<module>` alone, so that no module is loaded twice under two names.
+In a checkout this file is the module; a wheel has it as `tunesmith/__init__.py`, with `py.typed` next to it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import framework
+
+if TYPE_CHECKING:
+    from framework import *  # noqa: F403
+
+__all__ = framework.__all__
+
+
+def __getattr__(name: str) -> Any:
+    if name not in framework.__all__:
+        raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
+    return getattr(framework, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *framework.__all__]
+
+
+if __name__ == "__main__":
+    import runpy
+
+    runpy.run_module("framework", run_name="__main__", alter_sys=True)
