@@ -1,7 +1,7 @@
 """`import tunesmith` is `import framework` by the name of the distribution: the same public names, loaded on first use.
 
 What is inside the package is reached as `framework.<module>` alone, so that no module is loaded twice under two names.
-In a checkout this file is the module; a wheel has it as `tunesmith/__init__.py`, with `py.typed` next to it.
+A wheel has this folder at its top, and an editable install has the folder around it on the path.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *framework.__all__]
-
-
-if __name__ == "__main__":
-    import runpy
-
-    runpy.run_module("framework", run_name="__main__", alter_sys=True)
