@@ -75,7 +75,7 @@ def compose(recipe: str | File, overrides: Sequence[str] = (), world: int | None
 
 
 def load(recipe: str | File, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Compose the config of a recipe (a path, or a shipped name) under the words of a command line (`gpu=cpu`, `a.b=c`).
+    """Compose the config of a recipe (a path or a shipped name) under words of a command line (`gpu=cpu`, `a.b=c`).
 
     Raises RequestError with every unknown key, bad value and unreadable file at once.
     """
