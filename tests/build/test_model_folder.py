@@ -154,6 +154,20 @@ def test_the_folders_config_stays_and_written_keys_are_laid_over(base):
         read_architecture(about(base, architecture={"rms_norm_epz": 1e-3}))
 
 
+def test_a_head_of_its_own_under_a_config_that_ties_it_is_refused(base, capfd):
+    weights = load_file(base / "model.safetensors")
+    assert not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert looked_at(base) == ()
+    change_config(base, tie_word_embeddings=True)
+    [problem] = refused(base)
+    assert (problem.key, problem.expected) == ("model.model_name", "model.architecture.tie_word_embeddings=false")
+    assert "lm_head.weight is model.embed_tokens.weight" in problem.message
+    assert looked_at(base, architecture={"tie_word_embeddings": False}) == ()
+    assert "Loading weights" not in capfd.readouterr().err
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, base / "model.safetensors")
+    assert looked_at(base) == ()
+
+
 def test_a_teachers_folder_is_looked_at_too(base, tmp_path):
     teacher = shutil.copytree(base, tmp_path / "teacher")
     config = about(base, training={"task": "distillation", "teacher": {"model_name": str(teacher)}})

@@ -183,7 +183,13 @@ class TestColumns:
         second = prepare([{"messages": [ASKED], **answers}], "preference")
         third = prepare([{"instruction": "q", "input": "", "chosen": "a", "rejected": "b"}], "preference")
         plain = prepare([{"prompt": [ASKED], "chosen": [ANSWER], "rejected": [answers["rejected"]]}], "preference")
-        assert [row.train[0] for row in (first, second, third)] == [plain.train[0]] * 3
+        fourth = prepare([{"input": "q", "chosen": "a", "rejected": "b"}], "preference")
+        assert [row.train[0] for row in (first, second, third, fourth)] == [plain.train[0]] * 4
+
+    def test_an_instruction_beside_a_prompt_is_named_as_not_read(self, prepare: Prepare) -> None:
+        row = {"prompt": "p ", "instruction": "i", "input": "", "chosen": "a", "rejected": "b"}
+        (names,) = prepare([row], "preference").report.train.unread.values()
+        assert names == ["`instruction`"], "an empty column says nothing"
 
 
 class TestNotRead:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from framework.build.adapters.quantize import quantization, refuse_other_packing
 from framework.build.attention.flex_attention import NAME as FLEX_ATTENTION
@@ -17,9 +18,9 @@ from framework.build.attention.ring_attention import NAME as RING_ATTENTION
 from framework.build.attention.ring_attention import know_ring_attention
 from framework.build.dtypes import TORCH_DTYPES
 from framework.build.hub import hub_is_reachable, leave_to_run_code, nearest, one_line
-from framework.build.loading.unmatched import Unmatched, sort_unmatched
+from framework.build.loading.unmatched import Unmatched, refuse_untied, sort_unmatched
 from framework.build.model.heads import fit_head, model_class, read_by_model
-from framework.build.model_folder import local_folder, reads_own_config, require_model, weight_files
+from framework.build.model_folder import checkpoint_files, local_folder, reads_own_config, require_model, weight_files
 from framework.build.place import Place
 from framework.build.text.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
@@ -204,13 +205,18 @@ def _refused(architecture: PretrainedConfig, attention: str | None, error: Excep
 
 @contextlib.contextmanager
 def unreported() -> Iterator[None]:
-    """What a checkpoint lacks or has too much is told by name, in place of transformers' table of it."""
+    """What a checkpoint lacks or has too much is told by name, in place of transformers' table of it; its bar, which
+    would be drawn into pipes and files too, is left out."""
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_is_error)  # at a higher level it would list what tensor parallelism does not split
+    had_bar = is_progress_bar_enabled()
+    disable_progress_bar()
     try:
         yield
     finally:
         logger.removeFilter(_is_error)
+        if had_bar:
+            enable_progress_bar()
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -244,14 +250,16 @@ def _pretrained(
 def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
     """Names of the weights of `model.model_name` that this task's model has no use for, such as another task's head.
 
-    The checkpoint is loaded as training loads it, but onto no device: names and shapes are read, and no values. Raises
-    RequestError as `build_model` does for weights that are missing, damaged, left over or of another shape.
+    The checkpoint is loaded as training loads it, but onto no device: names and shapes are read, and no values but a
+    few rows of matrices that the config says are one. Raises RequestError as `build_model` does for weights that are
+    missing, damaged, left over or of another shape, and where such matrices are two.
     """
     stored_packed = getattr(architecture, "quantization_config", None) is not None
     if not config.model.load_pretrained_weights or config.model.model_name is None or stored_packed:
         return ()
     shape = deepcopy(architecture)  # loading writes into it
-    _, unmatched = _loaded(config, shape, torch.float32, None, torch.device("meta"), None)
+    model, unmatched = _loaded(config, shape, torch.float32, None, torch.device("meta"), None)
+    refuse_untied(model, checkpoint_files(config.model), str(config.model.model_name), "model.model_name")
     return unmatched.left_over
 
 

@@ -1,9 +1,13 @@
 """Weights that a checkpoint and the model that it is loaded into do not share: what is refused, and what may be."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from framework.build.model.heads import is_new
@@ -13,6 +17,10 @@ from framework.schema.wording import counted
 BUFFERS = (".inv_freq", ".position_ids", ".token_type_ids", ".masked_bias", ".attn.bias", ".attention.bias")
 """Ends of the names of constants that earlier versions of transformers saved, and that models compute for themselves:
 rotary frequencies, positions, and the triangular masks of GPT-2 and GPT-NeoX."""
+
+COMPARED = 16
+"""Rows of tied matrices that are compared, evenly spaced. Training changes all rows of a head, which has a gradient for
+every token of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,25 @@ def sort_left_over(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[s
         within = name.removeprefix(prefix).partition(".")[0] in parts
         (needed if within and not name.endswith(BUFFERS) else harmless).append(name)
     return needed, tuple(harmless)
+
+
+def refuse_untied(model: PreTrainedModel, files: Iterable[Path], name: str, key: str) -> None:
+    """Raises RequestError, under `key`, where the config ties matrices that safetensors files hold apart and with other
+    values: transformers would train both, and a plan of the config counts one. Reads `COMPARED` rows of each."""
+    holders = dict[str, Any]()
+    with ExitStack() as opened:
+        for file in files:
+            stored = opened.enter_context(safe_open(file, framework="pt"))
+            holders.update(dict.fromkeys(stored.keys(), stored))
+        for tied, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+            if not {tied, source} <= holders.keys():
+                continue
+            one, other = (holders[each].get_slice(each) for each in (tied, source))
+            rows = range(0, one.get_shape()[0], max(one.get_shape()[0] // COMPARED, 1))
+            if one.get_shape() == other.get_shape() and all(torch.equal(one[row], other[row]) for row in rows):
+                continue
+            message = f"the config of {name!r} says that {tied} is {source}, and its files hold two, with other values"
+            raise RequestError([Problem(key, message, expected="model.architecture.tie_word_embeddings=false")])
 
 
 def _weights(names: Iterable[str], owner: str) -> str:

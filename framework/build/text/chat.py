@@ -67,6 +67,9 @@ _PLAIN = frozenset({"role", "content", "name"})
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a surrogate pair, which no tokenizer takes. Rows with one are refused where they are read."""
+
 ROWS_CHECKED = 3
 """Rows that `check_chat` renders."""
 
@@ -206,6 +209,8 @@ class Template:
         except Exception as error:
             raise TemplateFault(one_line(error)) from error
         else:
+            if half := _HALF.search(text(made)):
+                raise TemplateFault(f"it writes {half[0]!r}, which is no character")
             written = len(text(made))
             given = 0 if written <= MOST_ADDED else len(str(messages)) + len(str(chat.tools))
             if written > MOST_ADDED + MOST_TIMES * given:
@@ -355,44 +360,45 @@ def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tup
             expected=f"a template in model.chat_template: a Jinja file, or one of {', '.join(template_names())}",
         )
         raise RequestError([problem]) from error
-    warnings: dict[str, None] = {}
+    warnings: dict[str, str] = {}
     template = Template(tokenizer)
     for number, chat in enumerate(islice(chats, ROWS_CHECKED), 1):
         try:
-            warnings.update(dict.fromkeys(_doubts(template, chat)))
+            warnings = {**_doubts(template, chat), **warnings}
         except TemplateFault as error:
             message = f"the chat template does not render chat {number}: {error}"
             raise RequestError([Problem("model.chat_template", message)]) from error
-    return tuple(warnings)
+    return tuple(f"model.chat_template: {warning}" for warning in warnings.values())
 
 
-def _doubts(template: Template, chat: Chat) -> list[str]:
-    """What would make the trained model behave unlike the rows it was trained on, judged by the last answer."""
+def _doubts(template: Template, chat: Chat) -> dict[str, str]:
+    """What would make the trained model behave unlike the rows it was trained on, judged by the last answer; by kind,
+    since the words of a row are in it."""
     whole = template.render(chat)
     last = max(chat.answers(), default=0)
     if not last:
-        return []
-    found = []
+        return {}
+    found = {}
     prompt = template.render(chat.through(last), generation_prompt=True)
     if not whole.startswith(prompt):
-        found.append(
+        found["prompt"] = (
             f"the prompt that generation starts from ends in {prompt[-40:]!r}, which the training rows do not have; "
             "the model is trained on other text than it will see"
         )
     ending = whole.rstrip()
     if last == len(chat.messages) - 1 and not ending.endswith(template.specials):
-        found.append(
+        found["end"] = (
             f"an assistant turn ends in {ending[-20:]!r}, which is no special token of this tokenizer, "
             "so nothing tells generation to stop"
         )
     elif template.marks_generation(chat) and (token := _unmarked_end(template, chat)):
-        found.append(
+        found["block"] = (
             f"the generation block of the template leaves out {token!r}, the end of the turn, "
             "so the model does not learn to stop"
         )
     if chat.tools and whole == template.render(replace(chat, tools=())):
-        found.append("the template does not write the `tools` of the rows; the model is not told of them")
-    return [f"model.chat_template: {doubt}" for doubt in found]
+        found["tools"] = "the template does not write the `tools` of the rows; the model is not told of them"
+    return found
 
 
 def _unmarked_end(template: Template, chat: Chat) -> str | None:

@@ -155,8 +155,9 @@ def preference_row(record: Mapping[str, Any]) -> Values:
     prompt, chosen, rejected = (
         _optional(column, _text_or_messages, record) for column in ("prompt", "chosen", "rejected")
     )
-    if prompt is None and (asked := _some_text("instruction", record)):
-        prompt = [{"role": "user", "content": "\n".join(filter(None, (asked, _some_text("input", record))))}]
+    asked = "\n".join(filter(None, (_some_text(column, record) for column in ("instruction", "input"))))
+    if prompt is None and asked:
+        prompt = [{"role": "user", "content": asked}]
         chosen, rejected = (_alike(prompt, answer)[1] for answer in (chosen, rejected))
     if chosen is not None and rejected is not None:
         if isinstance(chosen, str) and isinstance(rejected, str):

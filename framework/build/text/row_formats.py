@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -46,6 +47,8 @@ class Form:
     A missing value is not wrong: such rows are counted as empty and dropped."""
     known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Our column -> other names that it is looked for under."""
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Our column -> those that are read only in a row without it."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -76,7 +79,14 @@ class Form:
         """Columns of the record, and fields of its turns, that this form does not read."""
         names = _names_in(self.name, tuple(record), tuple(mapping.items()))
         turns = (record.get(name) for column, name in zip(self.columns, names, strict=True) if column in CONVERSATIONS)
-        return [*unread_columns(record, frozenset(names)), *unread_fields(turns)]
+        called = dict(zip(self.columns, names, strict=True))
+        unread = {
+            called[other]
+            for column, others in self.instead.items()
+            for other in others
+            if record.get(called[column]) is not None and record.get(called[other])
+        }
+        return [*unread_columns(record, frozenset(names) - unread), *unread_fields(turns)]
 
 
 @lru_cache(maxsize=64)
@@ -163,11 +173,12 @@ def _form(
     also: tuple[str, ...],
     kept: tuple[str, ...],
     read: Callable[[Mapping[str, Any]], Values],
+    instead: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     **known_as: tuple[str, ...],
 ) -> Form:
     ids = pa.list_(pa.int32())
     columns = [(column, ids if column in ("input_ids", "labels") else pa.string()) for column in ("form", *kept)]
-    return Form(name, needs, also, pa.schema(columns), faults_as_values(read), known_as)
+    return Form(name, needs, also, pa.schema(columns), faults_as_values(read), known_as, instead)
 
 
 _ALL = (
@@ -184,6 +195,7 @@ _ALL = (
         ("prompt", "instruction", "input", "system", "tools", "functions", "margin"),
         ("prompt", "chosen", "rejected", "tools", "margin"),
         preference_row,
+        {"prompt": ("instruction", "input")},
         prompt=("conversations", "messages"),
     ),
     _form(

@@ -145,6 +145,9 @@ def _as_saved(tokenizer: PreTrainedTokenizerBase, name: str, key: str) -> PreTra
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
         message = f"the tokenizer of {name!r} has no vocabulary, only {counted(len(tokenizer), 'special token')}"
         raise RequestError([Problem(key, message)])
+    if not isinstance(tokenizer.model_max_length, int | float):  # which every call compares with
+        message = f"the tokenizer of {name!r} has model_max_length {tokenizer.model_max_length!r}"
+        raise RequestError([Problem(key, message, expected="a number in its tokenizer_config.json")])
     for note in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(note, None)
     return tokenizer

@@ -92,6 +92,7 @@ def test_no_template_is_refused_with_what_to_write(make_tokenizer: MakeTokenizer
         ("{% for m in messages %}", "Unexpected end of template"),
         ("{{ messages[0]['content'] + 1 }}", "can only concatenate str"),
         ("{{ raise_exception('only user and assistant') }}", "only user and assistant"),
+        ("{{ messages[0]['content'] + '\\ud800' }}", "which is no character"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ 'a' * 10000000000000000 }}", "MemoryError"),
         ("{{ '%c' % 99999999 }}", "not in range"),
@@ -124,6 +125,8 @@ def test_warns_when_the_end_of_turn_is_made_of_text(make_tokenizer: MakeTokenize
     (warning,) = check_chat(make_tokenizer(read_template("chatml")), [CHAT])
     assert "<|im_end|>" in warning
     assert "no special token" in warning
+    other = Chat([*MESSAGES[:-1], {"role": "assistant", "content": "Indeed."}])
+    assert check_chat(make_tokenizer(read_template("chatml")), [CHAT, other]) == (warning,), "once, whatever the row"
 
 
 def test_warns_when_generation_blocks_leave_the_end_out(make_tokenizer: MakeTokenizer) -> None:

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -168,3 +169,11 @@ class TestChatTemplate:
         assert problem.expected is not None
         assert "gemma, llama3, mistral, plain" in problem.expected
         assert os.path.abspath("chat-ml") in problem.message
+
+
+def test_a_length_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    train_tokenizer(CORPUS, 300).save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": "long"}))
+    with pytest.raises(RequestError, match="model_max_length 'long'"):
+        build_tokenizer(config(tokenizer_name=str(tmp_path)), [])
