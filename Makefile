@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
+FAULTS_SEED ?= $(shell date +%s)
 
-.PHONY: install quickstart check test test-all gpu-test recipes verdicts wheels
+.PHONY: install quickstart check test test-all faults gpu-test recipes verdicts wheels
 
 install: $(VENV)/installed
 
@@ -29,6 +30,10 @@ test: install
 
 test-all: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu"
+
+# Kills, full disks, damaged files, 100,000 fuzzed inputs, 10,000 steps: hours. FAULTS_SEED=N runs that one again.
+faults: install
+	FAULTS=long FAULTS_SEED=$(FAULTS_SEED) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu" --timeout 0 tests/faults
 
 # On the GPU machine itself; its packages are there, what it lacks was packed by `make wheels`.
 gpu-test:

@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from framework.checks import PLAN, check_request
 from framework.cli import main
 from framework.compose import load
 from framework.run.planning import capacity as room
@@ -72,6 +73,8 @@ def test_the_document_of_fit(arithmetic, run, write):
     assert batch["per_device"] * batch["accumulation"] * batch["world"] == 32
     assert "global / (" in document["batch_equation"]
     assert document["tried"] > 50
+    for overrides in (document["overrides"], *(point["overrides"] for point in document["frontier"])):
+        assert check_request("r.yaml", [*LITTLE, *overrides], needs=PLAN).problems == ()
     for change in document["changes"]:
         assert set(change) == {"key", "from", "to", "saves_bytes", "costs_seconds", "exact", "why"}
         assert change["exact"]

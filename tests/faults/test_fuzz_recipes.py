@@ -1,11 +1,10 @@
-"""500 mutated recipes: each is accepted or refused with located problems, in time and in bounded memory."""
+"""Mutated recipes: each is accepted or refused with located problems, in time and in bounded memory."""
 
 import random
 import resource
 import string
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import yaml
 from framework.checks import check_request
 from framework.compose.shipped import recipes
 from framework.schema.keys import every_key
+from tests.faults.commands import changes, in_time, run
+from tests.faults.profile import drawn, throws
 
-COUNT = 500
-SECONDS = 3.0
-"""Of processor time, because tests share their machine; nothing here waits."""
 GROWTH_KIB = 512 * 1024
 """Resident memory that all of them together may add; one alias bomb, expanded, would need more."""
-ROOT = Path(__file__).parents[1]
-SEEDS = [path.read_text() for path in recipes().values()]
+ROOT = Path(__file__).parents[2]
+TEXTS = [path.read_text() for path in recipes().values()]
 
 
 def edit_key(text: str, dice: random.Random) -> str:
@@ -171,33 +169,36 @@ def change_tree(tree: dict[str, Any], dice: random.Random) -> None:
             branch[name] = dice.choice(VALUES)
 
 
-def mutated(number: int) -> bytes:
-    dice = random.Random(number)
-    text = dice.choice(SEEDS)
-    if number % 2:
+def mutated(dice: random.Random) -> bytes:
+    text = dice.choice(TEXTS)
+    if dice.random() < 0.5:
         tree = yaml.safe_load(text)
         for _ in range(dice.randrange(1, 6)):
             change_tree(tree, dice)
         return yaml.safe_dump(tree).encode()
     for _ in range(dice.randrange(1, 4)):
         text = dice.choice(MUTATIONS)(text, dice)
-    return encode(text, dice) if number % 7 == 0 else text.encode("utf-8", "surrogatepass")
+    return encode(text, dice) if dice.random() < 0.15 else text.encode("utf-8", "surrogatepass")
 
 
-@pytest.mark.parametrize("tenth", range(10))
-def test_mutated_recipes(tmp_path, monkeypatch, tenth):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("framework.compose.request.detect", lambda: None)
-    file = Path("mutant.yaml")
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("recipes"))
+        patch.setattr("framework.compose.request.detect", lambda: None)
+        yield Path("mutant.yaml")
+
+
+@drawn(80, 14_000)
+def test_a_mutated_recipe_is_accepted_or_each_problem_has_its_place(file, dice):
+    file.write_bytes(mutated(dice))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(tenth, COUNT, 10):
-        file.write_bytes(mutated(number))
-        start = time.process_time()
+    with in_time(), changes() as changed:
         report = check_request(file)
-        assert time.process_time() - start < SECONDS, number
-        for problem in report.problems:
-            assert problem.message, number
-            assert problem.where or problem.key in WHOLE_REQUEST, (number, problem)
+    for problem in report.problems:
+        assert problem.message
+        assert problem.where or problem.key in WHOLE_REQUEST, problem
+    assert not changed
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < GROWTH_KIB
 
 
@@ -205,19 +206,28 @@ WHOLE_REQUEST = {"model.model_name", "model.load_pretrained_weights", "training.
 """Keys whose absence is the problem, so that there is no line to point to."""
 
 
-def processor_seconds_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+@drawn(20, 1000)
+def test_a_mutated_recipe_is_shown_and_planned_for_or_refused(file, dice):
+    file.write_bytes(mutated(dice))
+    run(
+        *dice.choice(
+            [
+                ("show", "mutant.yaml", "--origin"),
+                ("convert", "mutant.yaml"),
+                ("diff", "mutant.yaml", "mutant.yaml", "--json"),
+            ]
+        )
+    )
 
 
-@pytest.mark.parametrize("number", range(0, COUNT, 50))
+@pytest.mark.parametrize("number", throws(2, 30, "the real command"))
 def test_some_of_them_through_the_real_command(tmp_path, number):
-    (tmp_path / "mutant.yaml").write_bytes(mutated(number))
-    before = processor_seconds_of_children()
+    (tmp_path / "mutant.yaml").write_bytes(mutated(random.Random(number)))
     command = [sys.executable, "-m", "framework", "check", "mutant.yaml", "--quick"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    assert processor_seconds_of_children() - before < SECONDS
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60, check=False
+    )
     assert done.returncode in (0, 2), done.stderr
     assert "Traceback" not in done.stderr
     assert (done.returncode == 2) == ("error" in done.stderr)

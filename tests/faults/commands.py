@@ -1,0 +1,108 @@
+"""Commands run in this process, held to what no command may do, whatever it is given."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import typer
+
+from framework import cli
+from framework.terminal import OBEYED
+
+SECONDS = 10
+"""Of processor time that a command may take; of wall time six times that, because tests share their machine."""
+_TIMERS = ((signal.ITIMER_PROF, signal.SIGPROF, SECONDS), (signal.ITIMER_REAL, signal.SIGALRM, 6 * SECONDS))
+_VERBS = typer.main.get_command(cli.app)
+"""Made once: typer makes it anew for each command, which takes longer than most of the commands."""
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.chmod": 1}
+"""Events of Python that change the disk, and how many paths each begins with."""
+_changed: list[str] | None = None
+"""Paths written to, made or removed since they are listened for."""
+
+
+class Done(NamedTuple):
+    """What came of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Hangs(BaseException):
+    """A command that takes too long. No `except Exception` of ours stops it."""
+
+
+def touched(event: str, arguments: tuple[Any, ...]) -> Iterator[str]:
+    """The absolute paths that an event of Python writes to, makes or removes."""
+    if event == "open" and isinstance(arguments[0], str | bytes) and (arguments[2] or 0) & _WRITING:
+        yield os.path.abspath(os.fsdecode(arguments[0]))
+    for path in arguments[: _CHANGES.get(event, 0)]:
+        if isinstance(path, str | bytes | os.PathLike):
+            yield os.path.abspath(os.fsdecode(path))
+
+
+def _listen(event: str, arguments: tuple[Any, ...]) -> None:
+    if _changed is not None:
+        _changed.extend(touched(event, arguments))
+
+
+sys.addaudithook(_listen)  # for good: a hook cannot be taken out again
+
+
+@contextlib.contextmanager
+def changes() -> Iterator[list[str]]:
+    """The absolute paths that this process writes to, makes or removes inside, as far as Python knows of them."""
+    global _changed
+    _changed = found = list[str]()
+    try:
+        yield found
+    finally:
+        _changed = None
+
+
+@contextlib.contextmanager
+def in_time() -> Iterator[None]:
+    """Raises Hangs inside where it takes longer than a command may."""
+
+    def stop(number: int, _: Any) -> None:
+        raise Hangs(f"longer than {SECONDS} s: {signal.Signals(number).name}")
+
+    before = [signal.signal(number, stop) for _, number, _ in _TIMERS]
+    for timer, _, seconds in _TIMERS:
+        signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        for (timer, number, _), handler in zip(_TIMERS, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
+
+
+def run(*words: str, codes: Sequence[int] = (0, 2), writes: Sequence[Path] = ()) -> Done:
+    """One command. Its code is one of `codes`, it explains each but 0, shows no traceback and steers no terminal,
+    prints one document with `--json`, takes no longer than it may, and changes nothing but in `writes` and caches."""
+    out, err = io.StringIO(), io.StringIO()
+    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), patch.object(cli, "app", _VERBS)
+    with changes() as changed, in_time(), streams[0], streams[1], streams[2]:
+        code = cli.main([*words])
+    done = Done(code, out.getvalue(), err.getvalue())
+    told = f"{words}: {done}"
+    assert code in codes, told
+    assert "\nTraceback" not in f"\n{done.err}", told
+    assert not OBEYED.search(done.out + done.err), told
+    if "--json" in words:
+        assert isinstance(json.loads(done.out), dict), told
+    elif code:
+        assert done.err, told
+    places = [Path(place).absolute() for place in (*writes, os.environ["XDG_CACHE_HOME"], os.devnull)]
+    stray = [path for path in changed if not any(Path(path).is_relative_to(place) for place in places)]
+    assert not stray, (words, stray)
+    return done
