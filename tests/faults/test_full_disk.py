@@ -6,6 +6,7 @@ The disk is a small file system in memory, which only root may make: `unshare -r
 import os
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,7 @@ def needed(whole):
     return sum(-(-os.path.getsize(path) // 4096) * 4096 for path in [*files, *newest.iterdir()])
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("eighths", count([3, 6], [*range(9)]))
+@pytest.mark.parametrize(("eighths", "is_async"), count([(3, True), (6, False)], [*product(range(9), [False, True])]))
 def test_with_too_little_room(disk, whole, needed, eighths, is_async):
     """Room in eighths of what the run needs."""
     disk.is_of(needed * eighths // 8 + MARGIN)

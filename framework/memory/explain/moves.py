@@ -29,6 +29,8 @@ _ONLY_IN = {EVAL_BATCH: ("eval",)}
 _NOT_IN = {BATCH: ("eval",)}
 _DEFAULT = TrainingConfig()
 _QUANTIZED, _ADAPTED = "peft.q_lora", {"training.use_peft": True}
+_SHARDED = "fsdp.enable_fsdp"
+"""Needs several cards; how many there are is not known from a text, and one card alone is the default."""
 _DETAILS = ("model.sdpa_backend",)
 """Levers whose plain setting nobody has by default."""
 _GROWING = "training.allocator.expandable_segments=true"
@@ -117,9 +119,11 @@ def _general(phase: str | None) -> tuple[Move, ...]:
 def _plain_move(row: Lever, setting: Setting) -> Move:
     """A setting with what it needs beside it that no recipe has by itself."""
     beside = setting.beside if row.key != BATCH else {}
+    beside = {**beside, "gpu.count": 2} if row.key == _SHARDED else beside
     missing = {key: value for key, value in beside.items() if value_of(_DEFAULT, key) != value}
     override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **missing}.items())
-    return Move(override, None, costs_of(setting), not setting.changes and not missing)
+    is_exact = not setting.changes and missing.keys() <= {"gpu.count"}
+    return Move(override, None, costs_of(setting), is_exact)
 
 
 def _settings(row: Lever, phase: str | None) -> tuple[Setting, ...]:
