@@ -22,6 +22,10 @@ _VERBS = tuple(
 READER_LEFT = 141
 """What a shell makes of SIGPIPE."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OUT_OF_REACH = (errno.ENAMETOOLONG, errno.EACCES)
+"""How any look at a path that was typed may end, before anything is known to be there."""
+_SHOWN = 120
+"""Characters of such a path."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +63,8 @@ def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
             return _unprinted(BrokenPipeError(), words)
         case OSError(errno=number) if number in _NO_ROOM:
             return _unprinted(error, words)
+        case OSError(errno=number) if number in _OUT_OF_REACH:
+            return _refused((Problem("", f"{error.strerror}: {str(error.filename)[:_SHOWN]}"),), 2, words)
         case _:
             detail = f"internal fault: {type(error).__name__}: {error}".partition("\n")[0]
             complain(f"{detail} (--debug shows where; please report it)", "--debug" in words)

@@ -17,8 +17,7 @@ from framework import cli
 from framework.terminal import OBEYED
 
 SECONDS = 10
-"""Of processor time that a command may take; of wall time six times that, because tests share their machine."""
-_TIMERS = ((signal.ITIMER_PROF, signal.SIGPROF, SECONDS), (signal.ITIMER_REAL, signal.SIGALRM, 6 * SECONDS))
+"""Of processor time that a command may take; what waits without any is ended by pytest's own timeout."""
 _VERBS = typer.main.get_command(cli.app)
 """Made once: typer makes it anew for each command, which takes longer than most of the commands."""
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -72,26 +71,27 @@ def changes() -> Iterator[list[str]]:
 def in_time() -> Iterator[None]:
     """Raises Hangs inside where it takes longer than a command may."""
 
-    def stop(number: int, _: Any) -> None:
-        raise Hangs(f"longer than {SECONDS} s: {signal.Signals(number).name}")
+    def stop(*_: Any) -> None:
+        raise Hangs(f"longer than {SECONDS} s")
 
-    before = [signal.signal(number, stop) for _, number, _ in _TIMERS]
-    for timer, _, seconds in _TIMERS:
-        signal.setitimer(timer, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        for (timer, number, _), handler in zip(_TIMERS, before, strict=True):
-            signal.setitimer(timer, 0)
-            signal.signal(number, handler)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def run(*words: str, codes: Sequence[int] = (0, 2), writes: Sequence[Path] = ()) -> Done:
     """One command. Its code is one of `codes`, it explains each but 0, shows no traceback and steers no terminal,
     prints one document with `--json`, takes no longer than it may, and changes nothing but in `writes` and caches."""
     out, err = io.StringIO(), io.StringIO()
-    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), patch.object(cli, "app", _VERBS)
-    with changes() as changed, in_time(), streams[0], streams[1], streams[2]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(cli, "app", _VERBS))
+        stack.enter_context(patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err))
+        changed = stack.enter_context(changes())
+        stack.enter_context(in_time())
         code = cli.main([*words])
     done = Done(code, out.getvalue(), err.getvalue())
     told = f"{words}: {done}"

@@ -52,8 +52,33 @@ def word(dice):
     return dice.choice(["", "", "", "+", "~", "++", "~~"]) + key + dice.choice(["=", "=", "=", "+=", "", "=="]) + value
 
 
-@drawn(100, 15_000)
+@drawn(60, 15_000)
 def test_any_words_are_obeyed_or_refused(dice):
     verb = dice.choice(VERBS)
     words = [word(dice) for _ in range(1 if len(verb) == 1 else dice.randrange(1, 4))]
     run(*verb, *words)
+
+
+LONG = "x" * 300
+PLACES = [
+    *(("report", LONG), ("explain", LONG), ("predict", LONG, "rows.jsonl"), ("merge", LONG), ("convert", LONG)),
+    *(
+        ("predict", ".", LONG),
+        ("show", LONG),
+        ("show", f"{LONG}.yaml"),
+        ("diff", LONG, LONG),
+        ("show", f"./{LONG}/a.yaml"),
+    ),
+    *(
+        ("report", ".", "--output", LONG),
+        ("explain", "base.yaml", "--run", LONG),
+        ("plan", "base.yaml", "--html", LONG),
+    ),
+    *(("check", "base.yaml", f"model.model_name={LONG}"), ("check", "base.yaml", f"training.output_dir={LONG}")),
+    *(("check", "base.yaml", f"data.train=[{{path: {LONG}}}]"), ("data", "base.yaml", f"model.chat_template={LONG}")),
+]
+
+
+@pytest.mark.parametrize("words", PLACES, ids=lambda words: " ".join(words).replace(LONG, "LONG"))
+def test_a_name_that_is_too_long_for_a_file_is_refused(words):
+    run(*words, codes=(2,))

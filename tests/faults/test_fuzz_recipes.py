@@ -189,7 +189,7 @@ def file(tmp_path_factory):
         yield Path("mutant.yaml")
 
 
-@drawn(80, 14_000)
+@drawn(50, 14_000)
 def test_a_mutated_recipe_is_accepted_or_each_problem_has_its_place(file, dice):
     file.write_bytes(mutated(dice))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -206,7 +206,7 @@ WHOLE_REQUEST = {"model.model_name", "model.load_pretrained_weights", "training.
 """Keys whose absence is the problem, so that there is no line to point to."""
 
 
-@drawn(20, 1000)
+@drawn(10, 1000)
 def test_a_mutated_recipe_is_shown_and_planned_for_or_refused(file, dice):
     file.write_bytes(mutated(dice))
     run(
@@ -220,7 +220,7 @@ def test_a_mutated_recipe_is_shown_and_planned_for_or_refused(file, dice):
     )
 
 
-@pytest.mark.parametrize("number", throws(2, 30, "the real command"))
+@pytest.mark.parametrize("number", throws(1, 30, "the real command"))
 def test_some_of_them_through_the_real_command(tmp_path, number):
     (tmp_path / "mutant.yaml").write_bytes(mutated(random.Random(number)))
     command = [sys.executable, "-m", "framework", "check", "mutant.yaml", "--quick"]

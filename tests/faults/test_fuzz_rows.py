@@ -108,7 +108,7 @@ def test_rows_are_taken_or_refused(folder, tokenizer, dice):
     assert all(len(row["input_ids"]) == len(row["labels"]) for row in rows if "labels" in row)
 
 
-@drawn(10, 500)
+@drawn(5, 500)
 def test_rows_through_the_command(folder, dice):
     file, task = drawn_file(folder, dice)
     (folder / "r.yaml").write_text(yaml.safe_dump(request(file, task, dice)))

@@ -43,13 +43,13 @@ def spoiled(name, data, dice):
     return damaged(data, dice)
 
 
-@drawn(500, 20_000)
+@drawn(220, 20_000)
 def test_a_damaged_file_of_a_run(whole, dice):
     folder, files = whole
     name = dice.choice(NAMES)
     (folder / name).write_bytes(spoiled(name, files[name], dice))
     try:
-        verb = dice.choice(["explain"] * 9 + ["report"] + ["show"] * 5 * (name == "config.yaml"))
+        verb = dice.choice(["explain"] * 29 + ["report"] + ["show"] * 9 * (name == "config.yaml"))
         words = {
             "explain": ["explain", str(folder), "--json"],
             "report": ["report", str(folder)],
