@@ -100,6 +100,10 @@ def test_another_tasks_head_may_be_left_over_but_not_one_of_another_shape(base):
 
 def test_a_tied_head_that_is_stored_as_well_is_none(base):
     change_config(base, tie_word_embeddings=True)
+    assert "its files hold two" in refused(base)[0].message
+    tensors = load_file(base / "model.safetensors")
+    tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tied, base / "model.safetensors", {"format": "pt"})
     assert looked_at(base) == ()
 
 
