@@ -7,17 +7,17 @@ python benchmarks/plan_grid.py summary predicted.jsonl measured.jsonl results/pl
 """
 
 import json
-import multiprocessing
-import os
 import random
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.rows import Queue, run_rows
 from framework.memory.cards import read_card
 from framework.schema.config import TrainingConfig
 from framework.shipped import shipped
@@ -304,33 +304,17 @@ def _plan(config: TrainingConfig) -> dict[str, Any]:
 
 
 def measure(predicted: Path, out: Path) -> None:
-    """Each config in a process forked before CUDA starts, so that imports are paid once."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA in the parent
-    import framework.run.planning.measure  # noqa: F401
-
-    context = multiprocessing.get_context("fork")
-    for line in predicted.read_text().splitlines():
-        row = json.loads(line)
-        start = time.perf_counter()
-        receive, send = context.Pipe(duplex=False)
-        child = context.Process(target=_measured, args=(row["config"], send))
-        child.start()
-        document = receive.recv() if receive.poll(90) else {"error": "timed out"}
-        child.join(5)
-        child.kill()
-        seconds = round(time.perf_counter() - start, 1)
-        with out.open("a") as file:
-            file.write(json.dumps({"name": row["name"], "measured": document, "seconds": seconds}) + "\n")
-        print(row["name"], seconds, document.get("error", ""), flush=True)
+    """Each config in a process of its own."""
+    rows = [json.loads(line) for line in predicted.read_text().splitlines()]
+    run_rows(rows, measure_row, out, [Queue((0,))], seconds=90)
 
 
-def _measured(config: dict[str, Any], send: Any) -> None:
+def measure_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What one card took."""
     from framework.run.planning.measure import measure as measure_step
 
-    try:
-        send.send(measure_step(TrainingConfig.model_validate_json(json.dumps(config))).to_json())
-    except BaseException as error:
-        send.send({"error": f"{type(error).__name__}: {str(error)[:300]}"})
+    config = TrainingConfig.model_validate_json(json.dumps(row["config"]))
+    return {"measured": measure_step(config).to_json()}
 
 
 FIGURES = {"allocated_bytes": (0.2, 2), "reserved_bytes": (3,), "device_bytes": (2, 4), "seconds": (10, 30)}
@@ -339,7 +323,7 @@ FIGURES = {"allocated_bytes": (0.2, 2), "reserved_bytes": (3,), "device_bytes": 
 
 def pair(predicted: Path, measured: Path) -> list[dict[str, Any]]:
     """One entry a row that has both: the errors in per cent, and both sides of every figure."""
-    truth = {row["name"]: row["measured"] for row in map(json.loads, measured.read_text().splitlines())}
+    truth = {row["name"]: row.get("measured", row) for row in map(json.loads, measured.read_text().splitlines())}
     pairs = []
     for row in map(json.loads, predicted.read_text().splitlines()):
         found, plan = truth.get(row["name"], {}), row["plan"]

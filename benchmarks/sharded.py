@@ -1,17 +1,19 @@
 """Sharded steps on the cards of one machine: what each takes, and whether its losses are those of one card.
 
-    torchrun --nproc-per-node 2 benchmarks/sharded.py OUT.jsonl [NAME ...]
+    python benchmarks/sharded.py OUT.jsonl CARDS [NAME ...]     without cards: over gloo, to see that it runs
 
-A line a row, from the first rank. `benchmarks/sharded_rows.py` has the rows, which a plan can be made of anywhere.
+A line a row, from the first rank. `sharded_rows.py` has the rows, which a plan can be made of anywhere.
 """
 
 import gc
 import itertools
-import json
+import os
 import statistics
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.drawn import config_of
+from benchmarks.rows import Queue, run_rows
 from benchmarks.sharded_rows import CURVES, ROWS, curve_config, step_config
 from framework.build.assembly import Assembly, assemble
 from framework.build.data.batches import full_batch
@@ -26,17 +30,41 @@ from framework.build.losses.loss import Batch
 from framework.build.place import real_place
 from framework.build.ranks import ALONE, Ranks
 from framework.build.resolve_model import settle
-from framework.run.step import train_step
+from framework.run.step import launch_step, train_step
 from framework.schema.config import TrainingConfig
 
 STEPS = 8
+SECONDS, TOTAL = 90, 600
+"""After which a row is given up, and all are."""
+IS_CUDA = torch.cuda.is_available()
+
+
+def joined() -> Ranks:
+    """This process among those that measure together."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not dist.is_initialized():
+        bound = torch.device("cuda", rank) if IS_CUDA else None
+        if IS_CUDA:
+            torch.cuda.set_device(rank)
+        else:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        backend = "cpu:gloo,cuda:nccl" if IS_CUDA else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=bound)
+        dist.all_reduce(torch.ones(1 << 20, device=bound))
+        synchronize()
+    return Ranks(rank, world, rank, world)
+
+
+def synchronize() -> None:
+    if IS_CUDA:
+        torch.cuda.synchronize()
 
 
 def built(config: TrainingConfig, ranks: Ranks) -> Assembly:
     torch.manual_seed(config.training.seed)
     config, architecture = settle(config)
-    place = real_place(torch.device("cuda", torch.cuda.current_device()))
-    return assemble(config, architecture, place, 1000, ranks)
+    device = torch.device("cuda", torch.cuda.current_device()) if IS_CUDA else torch.device("cpu")
+    return assemble(config, architecture, real_place(device), 1000, ranks)
 
 
 def batches(assembly: Assembly, rows: torch.Tensor) -> list[Batch]:
@@ -45,35 +73,33 @@ def batches(assembly: Assembly, rows: torch.Tensor) -> list[Batch]:
     return [full_batch(assembly.config, rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def step_row(row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    config = step_config(row, ranks.world)
+def stepped(config: TrainingConfig, ranks: Ranks) -> dict[str, Any]:
+    """Bytes of the first card, and the median of seconds of the steps after the third."""
     assembly = built(config, ranks)
     config = assembly.config
     gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    base, seconds = torch.cuda.memory_allocated(), []
+    base, seconds = 0, []
+    if IS_CUDA:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
     shape = (config.batch.per_device * config.batch.accumulation, config.longest)
-    rows = torch.randint(0, 1000, shape, device="cuda")
+    rows = torch.randint(0, 1000, shape, device=assembly.place.device)
     for step in range(1, STEPS + 1):
         dist.barrier()
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         train_step(assembly, batches(assembly, rows), step)
-        torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - start)
     phases = phase_seconds(assembly, batches(assembly, rows), STEPS + 1)
-    free, total = torch.cuda.mem_get_info()
-    sizes = {"allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
-    others = total - free - torch.cuda.memory_reserved()
-    return {
-        **row,
-        **sizes,
-        "step_seconds": statistics.median(seconds[3:]),
-        "base": base,
-        "beside_torch": others,
-        "phases": phases,
-    }
+    found: dict[str, Any] = {"step_seconds": statistics.median(seconds[3:]), "base": base, "phases": phases}
+    if IS_CUDA:
+        free, total = torch.cuda.mem_get_info()
+        found["allocated_bytes"] = torch.cuda.max_memory_allocated()
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["beside_torch"] = total - free - torch.cuda.memory_reserved()
+    return found
 
 
 def phase_seconds(assembly: Assembly, micro_batches: list[Batch], step: int) -> dict[str, float]:
@@ -81,7 +107,7 @@ def phase_seconds(assembly: Assembly, micro_batches: list[Batch], step: int) -> 
     seen: list[tuple[str, float]] = []
 
     def observe(phase: str) -> None:
-        torch.cuda.synchronize()
+        synchronize()
         seen.append((phase, time.perf_counter()))
 
     train_step(assembly, micro_batches, step, observe)
@@ -91,64 +117,83 @@ def phase_seconds(assembly: Assembly, micro_batches: list[Batch], step: int) -> 
     return found
 
 
-def same_start(ranks: Ranks) -> str:
-    """The folder of the weights that every curve begins with: ranks draw others than one card does."""
-    folder = Path(tempfile.gettempdir()) / "sharded-curves"
+def same_start(row: Mapping[str, Any], ranks: Ranks) -> str:
+    """The folder of the weights that curves of a model begin with: ranks draw others than one card does."""
+    folder = Path(tempfile.gettempdir()) / f"sharded-curves-{'moe' if row.get('moe') else 'llama'}"
     if ranks.is_main:
-        model = built(curve_config(CURVES[0], 1), ALONE).model
+        plain = {key: row[key] for key in ("moe", "shape") if key in row}
+        model = built(curve_config({"world": False, **plain}, 1), ALONE).model
         model.save_pretrained(folder)  # type: ignore[operator]
     dist.barrier()
     return str(folder)
 
 
-def curve_row(row: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+def seed_adapters(assembly: Assembly) -> None:
+    """Give the adapters' first matrices values that follow from their names, on however many ranks."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, parameter in assembly.model.named_parameters():
+        if "lora_A" not in name:
+            continue
+        name = name[name.index("layers.") :]
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        drawn = 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+        with torch.no_grad():
+            if isinstance(parameter, DTensor):
+                drawn = distribute_tensor(drawn, parameter.device_mesh, parameter.placements)
+            parameter.copy_(drawn)
+
+
+def curve_row(row: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Losses of `steps` steps over the same rows in the same global batches, from the same weights."""
-    config = curve_config(row, ranks.world, same_start(ranks))
+    config = curve_config(row, ranks.world, same_start(row, ranks))
     assembly = built(config, ranks if row["world"] else ALONE)
+    if row.get("dora"):
+        seed_adapters(assembly)
     generator = torch.Generator().manual_seed(1)
     data = torch.randint(0, 512, (row["steps"], 8, 256), generator=generator)
     data[:, :, ::2] = data[:, :, 1::2]  # something to learn
     share = 8 // config.batch.world
     first = assembly.ranks.rank // config.sharing * share
-    losses = []
-    for step in range(row["steps"]):
-        rows = data[step, first : first + share].cuda()
-        losses.append(train_step(assembly, batches(assembly, rows), step + 1).loss)
-    return {**row, "losses": losses}
+    losses, last = [], None
+    for step in range(row["steps"]):  # the figures of a step are read while the next one runs, as `train` does
+        rows = data[step, first : first + share].to(assembly.place.device)
+        launched = launch_step(assembly, batches(assembly, rows), step + 1)
+        losses += [last.result().loss] if last is not None else []
+        last = launched
+    assert last is not None
+    return {"losses": [*losses, last.result().loss]}
+
+
+def measure_named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `sharded_rows.py`."""
+    ranks = joined()
+    found = curve_row(row, ranks) if "steps" in row else stepped(step_config(dict(row), ranks.world), ranks)
+    clean()
+    card = torch.cuda.get_device_name() if IS_CUDA else "cpu"
+    return {**row, **found, "cards": ranks.world, "card": card, "torch": torch.__version__}
+
+
+def measure_drawn(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `drawn.py`."""
+    found = stepped(config_of(row), joined())
+    clean()
+    return {"measured": found}
+
+
+def clean() -> None:
+    """Leave nothing of a row on the card."""
+    gc.collect()
+    torch._dynamo.reset()
+    if IS_CUDA:
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
-    import os
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=5), device_id=torch.device("cuda", rank))
-    dist.all_reduce(torch.ones(1 << 20, device="cuda"))
-    torch.cuda.synchronize()
-    ranks = Ranks(rank, world, rank, world)
-    chosen = sys.argv[2:]
-    with Path(sys.argv[1]).open("a") as out:
-        for make, rows in ((step_row, ROWS), (curve_row, CURVES)):
-            for row in rows:
-                if (chosen and row["name"] not in chosen) or world < row.get("cards", 0):
-                    continue
-                try:
-                    document = make(row, ranks)
-                except Exception as error:
-                    document = {**row, "error": f"{type(error).__name__}: {error}"[:400]}
-                    if rank == 0:
-                        import traceback
-
-                        traceback.print_exc(limit=-6)
-                gc.collect()
-                torch.cuda.empty_cache()
-                document |= {"cards": world, "card": torch.cuda.get_device_name(), "torch": torch.__version__}
-                if rank == 0:
-                    print(json.dumps(document), file=out, flush=True)
-                    print({k: v for k, v in document.items() if k != "losses"}, flush=True)
-                if "error" in document:
-                    return
-    dist.destroy_process_group()
+    out, world, chosen = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    rows = [row for row in (*ROWS, *CURVES) if world >= row.get("cards", 0)]
+    rows = [row for row in rows if not chosen or row["name"] in chosen]
+    run_rows(rows, measure_named, out, [Queue(tuple(range(world)))], seconds=SECONDS, kept=len(rows), total=TOTAL)
 
 
 if __name__ == "__main__":

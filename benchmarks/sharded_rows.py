@@ -1,5 +1,6 @@
 """The rows of benchmarks/sharded.py as configs, which need no card."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from framework import load
@@ -68,7 +69,19 @@ CURVES: tuple[dict[str, Any], ...] = (
     {"name": "curve-qlora-full", **_CURVE, "fsdp": {}, "qlora": True},
     {"name": "curve-qlora-zero2", **_CURVE, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}, "qlora": True},
     {"name": "curve-qlora-offload", **_CURVE, "fsdp": {"cpu_offload": True}, "qlora": True},
+    {"name": "curve-qlora-copies", **_CURVE, "fsdp": {"sharding_strategy": "NO_SHARD"}, "qlora": True},
+    {"name": "curve-dora-one", **_CURVE, "world": False, "dora": True},
+    {"name": "curve-dora-full", **_CURVE, "fsdp": {}, "dora": True},
+    {"name": "curve-dora-zero2", **_CURVE, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}, "dora": True},
+    {"name": "curve-moe-one", **_CURVE, "world": False, "moe": True},
+    {"name": "curve-moe-full", **_CURVE, "fsdp": {}, "moe": True},
+    {"name": "curve-moe-zero2", **_CURVE, "fsdp": {"sharding_strategy": "SHARD_GRAD_OP"}, "moe": True},
 )
+
+
+def curve_of_one_card(row: Mapping[str, Any]) -> str:
+    """The name of the curve that a row's is compared with."""
+    return next((f"curve-{what}-one" for what in ("qlora", "dora", "moe") if row.get(what)), "curve-one")
 
 
 def step_config(row: dict[str, Any], world: int, card: str = "h100_80gb") -> TrainingConfig:
@@ -91,11 +104,15 @@ def step_config(row: dict[str, Any], world: int, card: str = "h100_80gb") -> Tra
     return load("finetune_local", overrides=[*changes, *(lora if row.get("lora") else ["training.use_peft=false"])])
 
 
-def curve_config(row: dict[str, Any], world: int, weights: str | None = None) -> TrainingConfig:
+def curve_config(row: Mapping[str, Any], world: int, weights: str | None = None) -> TrainingConfig:
     """A small model under bf16, 8 rows a step however many cards there are, of random weights or those in a folder."""
     world = world if row["world"] else 1
     architecture: dict[str, Any] = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1536}
     architecture |= {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512}
+    if row.get("moe"):
+        architecture |= {"model_type": "qwen3_moe", "num_hidden_layers": 4, "head_dim": 64, "num_experts": 8}
+        architecture |= {"moe_intermediate_size": 512, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+    architecture |= row.get("shape", {})
     training = {"per_device_train_batch_size": 2, "global_batch_size": 8, "learning_rate": 3e-4}
     training |= {"mixed_precision_dtype": "bf16", "optimizer": "adamw_torch_fused", "warmup_steps": 10}
     random = {"architecture": architecture, "load_pretrained_weights": False}
@@ -109,6 +126,10 @@ def curve_config(row: dict[str, Any], world: int, weights: str | None = None) ->
         sections["training"] |= {"use_peft": True, "learning_rate": 3e-3}
         adapter = {"peft_method": "loftq", "lora_r": 16, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
         sections["peft"] = {**adapter, "q_lora": True, "use_bnb_nested_quant": True}
+    if row.get("dora"):
+        sections["training"] |= {"use_peft": True, "learning_rate": 3e-3}
+        adapter = {"peft_method": "dora", "lora_r": 16, "lora_alpha": 16, "lora_target_modules": ["all-linear"]}
+        sections["peft"] = adapter
     if row.get("ring"):
         sections["model"]["attn_implementation"] = "ring_attention"
     if row.get("fsdp") is not None:

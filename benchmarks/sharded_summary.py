@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.sharded_rows import step_config
+from benchmarks.sharded_rows import curve_of_one_card, step_config
 from framework.run.planning.plan_process import plan_in_subprocess
 
 CARDS = {"NVIDIA H200": "h200_141gb", "NVIDIA H100 80GB HBM3": "h100_80gb"}
@@ -36,7 +36,7 @@ def step(row: dict[str, Any]) -> dict[str, Any]:
 
 def curve(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """How far the losses of a row are from those of one card, at most."""
-    one = rows["curve-qlora-one" if row.get("qlora") else "curve-one"]["losses"]
+    one = rows[curve_of_one_card(row)]["losses"]
     furthest = max(abs(loss / other - 1) for loss, other in zip(row["losses"], one, strict=True))
     found = {"name": row["name"], "largest_relative_difference": furthest}
     return found | {"first": row["losses"][0], "last": row["losses"][-1], "steps": len(row["losses"])}
@@ -45,8 +45,8 @@ def curve(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> dict[str, Any
 def main() -> None:
     measured, out, *notes = sys.argv[1:]
     rows = {row["name"]: row for row in map(json.loads, Path(measured).read_text().splitlines())}
-    [machine] = {f"{row['cards']} x {row['card']}" for row in rows.values()}
-    [measured_with] = {row["torch"] for row in rows.values()}
+    [machine] = {f"{row['cards']} x {row['card']}" for row in rows.values() if "cards" in row}
+    [measured_with] = {row["torch"] for row in rows.values() if "torch" in row}
     document = {
         "machine": machine,
         "date": datetime.now(UTC).date().isoformat(),

@@ -1,6 +1,6 @@
 """Sharded runs on real cards: the losses of one card, and the memory that was planned. `pytest -m gpu`.
 
-Each row is a process group of its own, started by torchrun (benchmarks/sharded.py).
+Each row is a process group of its own, (benchmarks/sharded.py).
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sharded_rows import CURVES, ROWS, step_config
+from benchmarks.sharded_rows import CURVES, ROWS, curve_of_one_card, step_config
 from framework.run.rehearsal.rehearse import rehearse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -22,8 +22,7 @@ def measured(world: int, folder: Path, names: list[str]) -> dict[str, dict]:
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} cards")
     file = folder / "rows.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    subprocess.run([*command, "benchmarks/sharded.py", str(file), *names], check=True, timeout=1800)
+    subprocess.run([sys.executable, "benchmarks/sharded.py", str(file), str(world), *names], check=True, timeout=1800)
     return {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}
 
 
@@ -32,7 +31,7 @@ def test_every_strategy_learns_what_one_card_does(world, tmp_path):
     """Within 1e-3 over 50 steps, the same rows in the same global batches."""
     found = measured(world, tmp_path, [row["name"] for row in CURVES])
     for row in CURVES:
-        alone = found["curve-qlora-one" if row.get("qlora") else "curve-one"]["losses"]
+        alone = found[curve_of_one_card(row)]["losses"]
         assert found[row["name"]]["losses"] == pytest.approx(alone, rel=1e-3), row["name"]
 
 
