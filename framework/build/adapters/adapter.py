@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.build.adapters.products import compute_in_base_dtype, norm_by_rows
+from framework.build.adapters.products import compute_in_input_dtype, norm_by_rows
 from framework.build.adapters.quantize import Factors, is_packed
 from framework.build.adapters.start import drawn_for, start_layers
 from framework.build.adapters.targets import KEY, Targets, find_targets, modules_within
@@ -113,8 +113,7 @@ def attach_adapter(
         start_layers([(name, layer) for name, layer in layers if not _is_on_meta(layer)], seed, place)
     if params.peft_method is PeftMethod.VERA:
         _cast_projections(adapted, adapter_dtype(params, model))
-    if adapter_dtype(params, model) is torch.float32 and model.dtype in (torch.bfloat16, torch.float16):
-        compute_in_base_dtype(adapted)
+    compute_in_input_dtype(adapted)
     norm_by_rows(adapted)
     started = sum(_start_from(layer, factors) for layer, factors in _layers(adapted, lost))
     moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed

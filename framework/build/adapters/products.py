@@ -1,9 +1,15 @@
-"""What a float32 adapter computes on a base in half precision: its products in the base's dtype, and DoRA's norms.
+"""What LoRA's layers compute: products in the base's dtype, one for all layers that read the same input; DoRA's norms.
 
 peft casts the input of a layer up to the adapter's dtype. Without autocast its products are then float32 ones, on an
 8B with rank 16 a sixth of the step; with autocast every input is cast up and down again. Here a factor is cast down to
 its input instead, inside the graph, so that its gradient and the weight that the optimizer changes stay float32.
+
+The first factors of queries, keys and values (of gate and up) are multiplied with their input together: each product
+alone is so thin that it takes as long as that of all (0.26 ms instead of 0.10 for three of rank 16 over 8,192 x 4,096,
+one H200), and backward adds one gradient to the input's instead of three. Parameters, files and merges stay as they are.
 """
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from peft import PeftModel
@@ -13,12 +19,55 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 
+SAME_INPUT = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+"""Names that transformers' models give to layers of one module which read the same tensor."""
+
+
 class InInputDtype(nn.Linear):
-    """A linear layer without bias whose product is in the dtype of its input, whatever its weight's."""
+    """A linear layer without bias whose product is in the dtype of its input, whatever its weight's.
+
+    `together`: the layers that read the same input, of which this is number `place`.
+    """
+
+    together: "Together | None" = None
+    place = 0
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
+        if self.together is not None:
+            return self.together.product(self.place, input)
         product: Tensor = nn.functional.linear(input, self.weight.to(input.dtype))
+        return product
+
+
+class Together:
+    """Layers that read the same input: it is multiplied with all of them when the first asks, the others take theirs.
+
+    A layer that is called with another tensor, or a second time, has the product made anew.
+    """
+
+    def __init__(self, layers: Sequence[InInputDtype]) -> None:
+        self.layers = list(layers)
+        self.input: Tensor | None = None
+        self.waiting: dict[int, Tensor] = {}
+        for place, layer in enumerate(layers):
+            layer.together, layer.place = self, place
+
+    def product(self, place: int, input: Tensor) -> Tensor:
+        """The product of layer `place`: a view into that of all."""
+        if input is not self.input or place not in self.waiting:
+            weight = torch.cat([layer.weight for layer in self.layers]).to(input.dtype)
+            parts = nn.functional.linear(input, weight).split([layer.out_features for layer in self.layers], -1)
+            self.input, self.waiting = input, dict(enumerate(parts))
+        product = self.waiting.pop(place)
+        if not self.waiting:
+            self.input = None
         return product
 
 
@@ -68,8 +117,8 @@ def row_norms(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tenso
     return norms
 
 
-def compute_in_base_dtype(model: PeftModel) -> None:
-    """Give LoRA's layers such products, of a float32 adapter beside a base in half precision."""
+def compute_in_input_dtype(model: PeftModel) -> None:
+    """Give LoRA's layers such products, and those that read the same input one for all."""
     for layer in model.modules():
         if not isinstance(layer, LoraLayer):
             continue
@@ -78,6 +127,17 @@ def compute_in_base_dtype(model: PeftModel) -> None:
             layer.cast_input_dtype_enabled = False
             for factor in factors:
                 factor.__class__ = InInputDtype
+    for parent in model.modules():
+        for names in SAME_INPUT:
+            layers = [factor for name in names for factor in _first_factors(getattr(parent, name, None))]
+            if len(layers) > 1 and len({layer.in_features for layer in layers}) == 1:
+                Together(layers)
+
+
+def _first_factors(layer: object) -> Iterator[InInputDtype]:
+    """The factor that reads the layer's input, unless dropout makes that another tensor for each layer."""
+    if isinstance(layer, LoraLayer) and all(isinstance(drop, nn.Identity) for drop in layer.lora_dropout.values()):
+        yield from (factor for factor in layer.lora_A.values() if isinstance(factor, InInputDtype))
 
 
 def norm_by_rows(model: PeftModel) -> None:

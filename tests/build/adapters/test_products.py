@@ -5,7 +5,7 @@ import torch
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.build.adapters.products import DoraByRows, InInputDtype, row_norms
+from framework.build.adapters.products import DoraByRows, InInputDtype, Together, row_norms
 from framework.run.step import train_step
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
@@ -18,20 +18,21 @@ class Products(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.dtypes = set()
-        self.largest = 0
+        self.largest = self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func._overloadpacket in PRODUCTS:
             self.dtypes.add(args[0].dtype)
+            self.count += 1
         is_view = func._schema.returns and func._schema.returns[0].alias_info is not None
         if isinstance(result, torch.Tensor) and not is_view:
             self.largest = max(self.largest, result.numel())
         return result
 
 
-def adapted(method="lora", architecture=LLAMA, dtype="bfloat16", autocast="none", **peft):
-    training = {"use_peft": True, "mixed_precision_dtype": autocast, "learning_rate": 1e-2}
+def adapted(method="lora", architecture=LLAMA, dtype="bfloat16", autocast="none", training=None, **peft):
+    training = {"use_peft": True, "mixed_precision_dtype": autocast, "learning_rate": 1e-2, **(training or {})}
     peft = {"peft_method": method, "lora_target_modules": ["all-linear"], **peft}
     return tiny_assembly(tiny_config(architecture, training=training, model={"torch_dtype_str": dtype}, peft=peft))
 
@@ -63,8 +64,51 @@ def test_an_adapter_on_half_precision_learns_what_float32_does(method):
     assert losses[1][-1] < losses[1][0] - 0.05
 
 
-def test_a_float32_base_keeps_pefts_layers():
-    assert not any(isinstance(module, InInputDtype) for module in adapted(dtype="float32").model.modules())
+def apart(assembly):
+    """The assembly with every factor's product made alone."""
+    for module in assembly.model.modules():
+        if isinstance(module, InInputDtype):
+            module.together = None
+    return assembly
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_layers_that_read_the_same_input_learn_together_what_they_learn_apart(method, checkpoints):
+    training = {"enable_gradient_checkpointing": checkpoints}
+    both = adapted(method, dtype="float32", training=training), apart(adapted(method, dtype="float32", training=training))
+    losses = [[train_step(assembly, [unequal_rows()], step).loss for step in range(1, 5)] for assembly in both]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    for (name, one), other in zip(both[0].model.named_parameters(), both[1].model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name, rtol=1e-4, atol=1e-5)
+    assert all(module.together.input is None for module in both[0].model.modules() if getattr(module, "together", None))
+
+
+def test_one_product_reads_the_input_of_queries_keys_and_values():
+    """Of 7 first factors in each of 2 blocks 4 products are left forward and, in backward, as many for each side."""
+    counts = []
+    for assembly in (adapted(dtype="float32"), apart(adapted(dtype="float32"))):
+        with Products() as seen:
+            train_step(assembly, [unequal_rows()], 1)
+        counts.append(seen.count)
+    assert counts[1] - counts[0] == 2 * 3 * 3 - 2  # the first block's input has no gradient: q, k, v less one
+
+
+@pytest.mark.parametrize(("dropout", "count"), [(0.0, 2 * 5), (0.1, 0)])
+def test_dropout_gives_every_layer_an_input_of_its_own(dropout, count):
+    model = adapted(dtype="float32", lora_dropout=dropout).model
+    assert sum(getattr(module, "together", None) is not None for module in model.modules()) == count
+
+
+def test_a_layer_called_again_or_with_another_tensor_has_its_own_product():
+    layers = [InInputDtype(8, size, bias=False) for size in (2, 3)]
+    Together(layers)
+    first, second = torch.randn(2, 5, 8).unbind()
+    for layer, given in ((layers[0], first), (layers[0], first), (layers[1], second), (layers[0], second)):
+        torch.testing.assert_close(layer(given), given @ layer.weight.T)
+    with torch.no_grad():
+        layers[0].weight.zero_()
+    assert not layers[0](second).any()
 
 
 def test_row_norms_are_those_of_the_sum():
