@@ -176,7 +176,7 @@ TAIL = """
 ## Where published tables are wrong
 
 - **AdamW is not always 8.** torch keeps moments in the weights' dtype: 4 bytes for bfloat16 weights, whose updates then
-  round away: a model of 57 million weights after 1,000 steps on Python's sources (`benchmarks/rounding.py`, one H200,
+  round away: a model of 57 million weights after 1,000 steps on Python's sources (`rounding_h200.json`, one H200,
   2026-11-28) has a held-out loss of 3.6065 with float32 masters, 4.1888 in plain bfloat16 (+16.1 %), 3.6060 with
   stochastic rounding (-0.01 %) and 3.6079 with Kahan summation (+0.04 %). Only bitsandbytes keeps float32 moments of
   bfloat16 weights.

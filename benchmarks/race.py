@@ -98,6 +98,7 @@ CASES: dict[str, Case] = {
     "m2 unsloth": Case("unsloth", "m2", {"checkpoints": True}),
     "m2 ours checkpoints": Case("ours", "m2", BF16 | FAST | CHECKPOINTS),
     "m2 ours": Case("ours", "m2", BF16 | FAST),
+    "m2 ours dora": Case("ours", "m2", BF16 | FAST | {"peft.peft_method": "dora"}),
     "m2 ours fp8": Case("ours", "m2", BF16 | FAST | {"training.fp8": "rowwise"}),
     "m2 ours fp8 checkpoints": Case("ours", "m2", BF16 | FAST | CHECKPOINTS | {"training.fp8": "rowwise"}),
     "m3 trainer": Case("trainer", "m3"),
@@ -160,6 +161,11 @@ def rows_of(shape: Shape, vocabulary: int) -> torch.Tensor:
     return torch.randint(3, vocabulary, (ROWS, shape.length), generator=generator)
 
 
+def written(options: dict[str, Any]) -> list[str]:
+    """Options as overrides of a recipe."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
+
+
 def ours(shape: Shape, options: dict[str, Any], steps: int, clock: Clock) -> int:
     """Train as `tunesmith train` does, without its log. Returns the tokens of a step."""
     from framework import load
@@ -179,12 +185,11 @@ def ours(shape: Shape, options: dict[str, Any], steps: int, clock: Clock) -> int
         "training.learning_rate": 1e-5,
     }
     flat = base | (adapter if shape.rank else {}) | options
-    written = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in flat.items()]
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "race.yaml"
         recipe.write_text("training: {task: sft}\n")
         groups = [f"model={shape.model}", *(["peft=lora"] if shape.rank else [])]
-        config, architecture = settle(load(str(recipe), [*groups, *written]))
+        config, architecture = settle(load(str(recipe), [*groups, *written(flat)]))
     choose_allocator(config)
     place = real_place(torch.device("cuda", 0))
     torch.manual_seed(0)

@@ -45,3 +45,15 @@ def test_saves_are_measured_on_runs_that_may_be(size, monkeypatch):
     monkeypatch.setattr(script_of, "detect", lambda: "h100_80gb")
     for beside in (False, True):
         check(script_of.config_of(size, beside), PLAN)
+
+
+def test_loss_curves_are_asked_for_as_they_may_be(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    curves = script("loss_curves")
+    monkeypatch.setattr(curves, "MODEL", [*curves.MODEL, "gpu=h100_80gb"])
+    for variant in curves.VARIANTS.values():
+        config, architecture = curves.config_of(variant, None, 20)
+        check(config, PLAN)
+        assert architecture.num_hidden_layers == curves.LAYERS
+        assert config.training.use_peft is variant.is_adapter
+        assert variant.against in curves.VARIANTS

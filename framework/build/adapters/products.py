@@ -4,9 +4,9 @@ peft casts the input of a layer up to the adapter's dtype. Without autocast its 
 8B with rank 16 a sixth of the step; with autocast every input is cast up and down again. Here a factor is cast down to
 its input instead, inside the graph, so that its gradient and the weight that the optimizer changes stay float32.
 
-The first factors of queries, keys and values (of gate and up) are multiplied with their input together: each product
-alone is so thin that it takes as long as that of all (0.26 ms instead of 0.10 for three of rank 16 over 8,192 x 4,096,
-one H200), and backward adds one gradient to the input's instead of three. Parameters, files and merges stay as they are.
+The first factors of queries, keys and values (of gate and up) are multiplied with their input together: three of rank
+16 over 8,192 x 4,096 take 0.10 ms together and 0.26 ms apart (one H200), and backward adds one gradient to the input's
+instead of three. Parameters, files and merges stay as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,6 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-
 
 SAME_INPUT = (
     ("q_proj", "k_proj", "v_proj"),

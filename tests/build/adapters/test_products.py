@@ -76,7 +76,10 @@ def apart(assembly):
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_layers_that_read_the_same_input_learn_together_what_they_learn_apart(method, checkpoints):
     training = {"enable_gradient_checkpointing": checkpoints}
-    both = adapted(method, dtype="float32", training=training), apart(adapted(method, dtype="float32", training=training))
+    both = (
+        adapted(method, dtype="float32", training=training),
+        apart(adapted(method, dtype="float32", training=training)),
+    )
     losses = [[train_step(assembly, [unequal_rows()], step).loss for step in range(1, 5)] for assembly in both]
     assert losses[0] == pytest.approx(losses[1], abs=2e-6)
     for (name, one), other in zip(both[0].model.named_parameters(), both[1].model.parameters(), strict=True):
