@@ -62,7 +62,8 @@ class Together:
         """The product of layer `place`: a view into that of all."""
         if input is not self.input or place not in self.waiting:
             weight = torch.cat([layer.weight for layer in self.layers]).to(input.dtype)
-            parts = nn.functional.linear(input, weight).split([layer.out_features for layer in self.layers], -1)
+            together = nn.functional.linear(input, weight)
+            parts = torch.split(together, [layer.out_features for layer in self.layers], -1)
             self.input, self.waiting = input, dict(enumerate(parts))
         product = self.waiting.pop(place)
         if not self.waiting:
