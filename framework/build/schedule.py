@@ -1,4 +1,7 @@
-"""The learning rate as a function of the optimizer step. Nothing here counts processes or micro batches."""
+"""The learning rate as a function of the optimizer step. Nothing here counts processes or micro batches.
+
+The shapes are those of `transformers.get_scheduler` by their names.
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +9,10 @@ from dataclasses import dataclass
 from framework.schema.choices import Scheduler
 from framework.schema.training import TrainingParams
 from framework.schema.wording import counted
+
+INVERSE_SQRT_TIMESCALE = 10_000
+"""Steps in which `inverse_sqrt` falls to 1/sqrt(2) without warm-up (transformers' default); with warm-up, as many as
+that has."""
 
 
 @dataclass(frozen=True)
@@ -20,21 +27,41 @@ class Schedule:
     floor: float
     warmup: int
     total: int
+    cycles: int = 1
+    power: float = 1.0
+    decay: int = 0
+    """Last steps in which `warmup_stable_decay` falls."""
 
     def rate(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 1."""
         if step <= self.warmup:
             return self.peak * step / self.warmup
-        progress = min(1.0, (step - 1 - self.warmup) / max(1, self.total - self.warmup))
-        if self.shape is Scheduler.CONSTANT:
-            return self.peak
-        if self.shape is Scheduler.LINEAR:
-            return self.peak * (1 - progress)
-        return self.floor + (self.peak - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        return self.floor + (self.peak - self.floor) * self._height(step - 1 - self.warmup)
+
+    def _height(self, after: int) -> float:
+        """Share of the way from the floor to the peak, `after` so many steps behind warm-up."""
+        rest = max(1, self.total - self.warmup)
+        progress = min(1.0, after / rest)
+        match self.shape:
+            case Scheduler.CONSTANT:
+                return 1.0
+            case Scheduler.LINEAR:
+                return 1 - progress
+            case Scheduler.POLYNOMIAL:
+                return float((1 - progress) ** self.power)
+            case Scheduler.INVERSE_SQRT:
+                return float((1 + after / (self.warmup or INVERSE_SQRT_TIMESCALE)) ** -0.5)
+            case Scheduler.WARMUP_STABLE_DECAY:
+                return _cosine(max(0.0, (after - (rest - self.decay)) / self.decay))
+            case Scheduler.COSINE_WITH_RESTARTS:
+                return _cosine(self.cycles * progress % 1.0)
+            case Scheduler.COSINE | Scheduler.COSINE_WITH_MIN_LR:
+                return _cosine(progress)
 
     def __str__(self) -> str:
         rates = f"first {self.rate(1):.3g}, peak {self.peak:.3g}, last {self.rate(self.total):.3g}"
-        return f"{self.shape} over {counted(self.total, 'step')}, {self.warmup} of warm-up; rate {rates}"
+        falls = f", falls in the last {self.decay}" if self.decay else ""
+        return f"{self.shape} over {counted(self.total, 'step')}, {self.warmup} of warm-up{falls}; rate {rates}"
 
 
 def build_schedule(training: TrainingParams, total: int) -> Schedule:
@@ -42,5 +69,23 @@ def build_schedule(training: TrainingParams, total: int) -> Schedule:
     warmup = training.warmup_steps
     if warmup is None:
         warmup = math.ceil(training.warmup_ratio * total)
-    floor = training.min_learning_rate if training.lr_scheduler_type is Scheduler.COSINE_WITH_MIN_LR else 0.0
-    return Schedule(training.lr_scheduler_type, training.learning_rate, floor, min(warmup, total), total)
+    warmup, shape = min(warmup, total), training.lr_scheduler_type
+    decay = min(math.ceil(training.lr_decay_ratio * total), max(1, total - warmup))
+    return Schedule(
+        shape,
+        training.learning_rate,
+        training.min_learning_rate if shape in WITH_FLOOR else 0.0,
+        warmup,
+        total,
+        training.lr_cycles,
+        training.lr_power,
+        decay if shape is Scheduler.WARMUP_STABLE_DECAY else 0,
+    )
+
+
+WITH_FLOOR = (Scheduler.COSINE_WITH_MIN_LR, Scheduler.POLYNOMIAL, Scheduler.WARMUP_STABLE_DECAY)
+"""Shapes that end at `min_learning_rate`."""
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))

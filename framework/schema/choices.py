@@ -176,11 +176,15 @@ class Scheduler(Choice):
     LINEAR = "linear"
     COSINE = "cosine"
     COSINE_WITH_MIN_LR = "cosine_with_min_lr"
+    COSINE_WITH_RESTARTS = "cosine_with_restarts"
+    POLYNOMIAL = "polynomial"
+    INVERSE_SQRT = "inverse_sqrt"
+    WARMUP_STABLE_DECAY = "warmup_stable_decay"
     CONSTANT = "constant"
 
     @classmethod
     def other_spellings(cls) -> dict[str, str]:
-        return {"constant_with_warmup": "constant"}
+        return {"constant_with_warmup": "constant", "wsd": "warmup_stable_decay"}
 
 
 class CheckpointingPolicy(Choice):

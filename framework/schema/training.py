@@ -86,7 +86,13 @@ class TrainingParams(Params):
     lr_scheduler_type: Scheduler = Scheduler.LINEAR
     """Shape of the rate after warm-up, in optimizer steps. No memory."""
     min_learning_rate: Annotated[Number, Field(ge=0)] = 0.0
-    """Last rate of `cosine_with_min_lr`. No memory."""
+    """Last rate of `cosine_with_min_lr`, `polynomial` and `warmup_stable_decay`. No memory."""
+    lr_cycles: Positive = 1
+    """Cycles of `cosine_with_restarts`, each from the peak to 0. No memory."""
+    lr_power: Annotated[Number, Field(gt=0)] = 1.0
+    """Exponent of `polynomial`; 1 is linear. No memory."""
+    lr_decay_ratio: Annotated[Number, Field(gt=0, le=1)] = 0.1
+    """Share of all optimizer steps in which `warmup_stable_decay` falls, along a cosine. No memory."""
     warmup_steps: Count | None = None
     """Optimizer steps of linear warm-up; wins over `warmup_ratio`. No memory."""
     warmup_ratio: Fraction = 0.0

@@ -1,6 +1,9 @@
 import pytest
+import torch
+from transformers import get_scheduler
 
 from framework.build.schedule import build_schedule
+from framework.schema.choices import Scheduler
 from framework.schema.training import TrainingParams
 
 
@@ -20,7 +23,7 @@ def test_the_schedule_counts_optimizer_steps_alone(world, accumulation):
 
 
 def test_no_step_is_wasted_on_a_rate_of_zero():
-    for shape in ("linear", "cosine", "constant", "cosine_with_min_lr"):
+    for shape in Scheduler:
         assert all(rate > 0 for rate in rates(7, lr_scheduler_type=shape, warmup_steps=3))
     assert rates(1) == [1.0]
 
@@ -31,3 +34,31 @@ def test_shapes():
     floor = rates(1000, lr_scheduler_type="cosine_with_min_lr", min_learning_rate=0.25)
     assert floor[-1] == pytest.approx(0.25, abs=1e-4)
     assert rates(4, warmup_steps=10)[-1] == 1.0
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize(
+    ("shape", "keys", "theirs"),
+    [
+        ("cosine_with_restarts", {"lr_cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"lr_power": 2.0, "min_learning_rate": 0.1}, {"power": 2.0, "lr_end": 0.1}),
+        ("inverse_sqrt", {}, {}),
+        ("warmup_stable_decay", {"lr_decay_ratio": 0.3, "min_learning_rate": 0.2}, {"min_lr_ratio": 0.2}),
+    ],
+)
+def test_shapes_are_those_of_transformers(shape, keys, theirs, warmup):
+    """Behind the warm-up; within it ours is a step further, so that no step has rate zero."""
+    total = 40
+    if shape == "warmup_stable_decay":
+        theirs = theirs | {"num_decay_steps": 12, "num_stable_steps": total - 12 - warmup}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    kwargs = theirs or None
+    steps = None if shape == "warmup_stable_decay" else total
+    scheduler = get_scheduler(shape, optimizer, warmup, steps, scheduler_specific_kwargs=kwargs)
+    expected = []
+    for _ in range(total):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    found = rates(total, lr_scheduler_type=shape, warmup_steps=warmup, **keys)
+    assert found[warmup:] == pytest.approx(expected[warmup:])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from framework.schema.choices import Optimizer, OptimizerOffload, Scheduler, Task
+from framework.schema.choices import Optimizer, OptimizerOffload, Task
 from framework.schema.config import TrainingConfig
 from framework.schema.fsdp import FSDPParams
 from framework.schema.keys import dotted, values, written_keys
@@ -30,6 +30,10 @@ _WITHOUT_SHARDS = ("enable_fsdp", "context_parallel_size", "tensor_parallel_size
 
 def _is_none_of(names: str) -> Callable[[TrainingConfig], bool]:
     return lambda c: str(c.training.optimizer) not in names.split(" and ")
+
+
+def _has_other_schedule(names: str) -> Callable[[TrainingConfig], bool]:
+    return lambda c: str(c.training.lr_scheduler_type) not in names.split(" and ")
 
 
 IDLE = (
@@ -92,11 +96,14 @@ IDLE = (
         lambda c: c.peft.peft_method not in PROMPTS,
         "peft.peft_method is neither prefix nor prompt",
     ),
-    Idle(
-        ("training.min_learning_rate",),
-        "training.lr_scheduler_type",
-        lambda c: c.training.lr_scheduler_type != Scheduler.COSINE_WITH_MIN_LR,
-        "training.lr_scheduler_type is not cosine_with_min_lr",
+    *(
+        Idle((f"training.{key}",), "training.lr_scheduler_type", _has_other_schedule(used), f"only {used} use it")
+        for key, used in (
+            ("min_learning_rate", "cosine_with_min_lr and polynomial and warmup_stable_decay"),
+            ("lr_cycles", "cosine_with_restarts"),
+            ("lr_power", "polynomial"),
+            ("lr_decay_ratio", "warmup_stable_decay"),
+        )
     ),
     Idle(
         ("training.adam_beta1", "training.adam_beta2", "training.adam_epsilon"),
