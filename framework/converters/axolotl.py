@@ -6,6 +6,7 @@ from framework.converters.words import (
     carry_attention,
     carry_deepspeed_file,
     carry_optimizer,
+    carry_per_epoch,
     carry_schedule,
     carry_steps,
     product,
@@ -57,7 +58,6 @@ DEFAULTS = {
 }
 """Their key -> ours, and the value it has there where none is written; ours is another (docs.axolotl.ai, 2026-11)."""
 LEFT = {
-    (Why.WRITE, "training.save_steps: optimizer steps; the end is saved in any case"): "saves_per_epoch",
     (Why.DEFAULT, "labels are made from positions: what pads and what ends a turn needs no word of its own"): (
         "special_tokens.pad_token eot_tokens"
     ),
@@ -334,14 +334,12 @@ def _recording(t: Translation) -> None:
         rows = t.entries["training.per_device_train_batch_size"].value
         if source.get("eval_batch_size") is None:
             t.put("training.per_device_eval_batch_size", rows, "micro_batch_size", comment="that of training, as there")
-        text = "training.eval_steps: optimizer steps, the rows of an epoch / the rows of a step / this"
-        t.leave_all({(Why.WRITE, text): "evals_per_epoch"})
+        carry_per_epoch(t, "evals_per_epoch", "training.eval_steps")
+        t.carry("early_stopping_patience", "training.early_stopping_patience")
     t.leave_all({(Why.ABSENT, "there are no rows to evaluate on"): "evals_per_epoch"})
+    carry_per_epoch(t, "saves_per_epoch", "training.save_steps")
     for key, ours in {"eval_steps": "training.eval_steps", "save_steps": "training.save_steps"}.items():
-        number = source.number(key)
-        if number is not None and 0 < number < 1:
-            t.leave(key, Why.WRITE, f"{ours}: a number of optimizer steps; a share of them is no value here")
-        elif number:
+        if source.number(key):
             t.carry(key, ours)
     tracked = {
         "wandb": [key for key in ("wandb_project", "use_wandb") if source.get(key)],

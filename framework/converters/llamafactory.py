@@ -266,7 +266,9 @@ def _data(t: Translation) -> None:
     strategy = next((word for word in map(source.text, strategies) if word), "no")
     if strategy == "steps":
         t.carry("eval_steps", "training.eval_steps")
-    elif strategy != "epoch":
+    elif strategy == "epoch":
+        t.put("training.eval_steps", "epoch", *strategies)
+    else:
         t.leave("eval_steps", Why.DEFAULT, "eval_strategy is not `steps`: nothing is evaluated in between")
         for key in strategies:
             t.leave(key, Why.DEFAULT, "nothing is evaluated in between")

@@ -68,7 +68,6 @@ LEFT = {
         "training.log_level training.log_model_summary training.logging_dir training.logging_first_step"
     ),
     (Why.ABSENT, "arguments of another trainer are no keys here"): "training.trainer_kwargs",
-    (Why.WRITE, "training.save_steps: optimizer steps; the end is saved in any case"): "training.save_epoch",
     (Why.DEFAULT, "each block is a unit"): "fsdp.auto_wrap_policy",
     (Why.DEFAULT, "settings of DeepSpeed's buffers; sharding is FSDP2's"): "deepspeed",
     (Why.WRITE, "peft.lora_target_modules: the modules that are adapted, without these"): "peft.lora_exclude_modules",
@@ -150,6 +149,8 @@ def _schedule_end(t: Translation) -> None:
     if share is not None and rate is not None and t.has("training.lr_scheduler_type", "cosine_with_min_lr"):
         t.put("training.min_learning_rate", product(share, rate), key, comment=f"{share:g} of the learning rate")
     t.carry("training.lr_scheduler_kwargs.min_lr", "training.min_learning_rate")
+    if t.has("training.lr_scheduler_type", "cosine_with_restarts"):
+        t.carry("training.lr_scheduler_kwargs.num_cycles", "training.lr_cycles")
     t.leave("training.lr_scheduler_kwargs.num_cycles", Why.DEFAULT, "half a wave")
 
 
@@ -279,12 +280,14 @@ def _recording(t: Translation) -> None:
     source = t.source
     if source.number("training.save_steps"):
         t.carry("training.save_steps", "training.save_steps")
+    elif source.get("training.save_epoch") is True:
+        t.put("training.save_steps", "epoch", "training.save_epoch")
     else:
         t.leave("training.save_steps", Why.DEFAULT, "the end is saved, and nothing before it")
     strategy = source.text("training.eval_strategy") or "no"
     if strategy == "epoch":
-        t.leave("training.eval_strategy", Why.WRITE, "training.eval_steps: optimizer steps of an epoch")
-        t.leave("training.eval_steps", Why.ABSENT, "the strategy there is `epoch`")
+        t.put("training.eval_steps", "epoch", "training.eval_strategy")
+        t.leave("training.eval_steps", Why.DEFAULT, "the strategy there is `epoch`")
     elif strategy == "no":
         t.leave("training.eval_steps", Why.DEFAULT, "eval_strategy is `no`: nothing is evaluated in between")
         t.leave("training.eval_strategy", Why.DEFAULT, "nothing is evaluated in between")

@@ -65,6 +65,18 @@ def carry_steps(t: Translation, key: str) -> None:
         t.carry(key, "training.max_steps")
 
 
+def carry_per_epoch(t: Translation, key: str, ours: str) -> None:
+    """How often in an epoch: once is `epoch`, more often a share of the run's epochs, which are carried before."""
+    count, epochs = t.source.number(key), t.entries.get("training.num_train_epochs")
+    if not count or count < 0:
+        return t.leave(key, Why.DEFAULT, "none in between")
+    if count == 1:
+        return t.put(ours, "epoch", key)
+    if epochs is None or t.has("training.max_steps"):
+        return t.leave(key, Why.WRITE, f"{ours}: optimizer steps, or a share of them below 1")
+    t.put(ours, float(f"{1 / (count * epochs.value):.6g}"), key, comment=f"{count:g} times in an epoch")
+
+
 def carry_attention(t: Translation, key: str) -> None:
     """The attention kernel; kernels that are fetched from a hub are those of the package of that name."""
     word = t.source.text(key)

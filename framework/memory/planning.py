@@ -31,6 +31,7 @@ from framework.schema.choices import (
     TorchDtype,
 )
 from framework.schema.config import TrainingConfig
+from framework.schema.intervals import steps_between
 from framework.schema.wording import counted
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -236,8 +237,11 @@ def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
     saves = 1
     if training.save_steps:
         saves = training.save_total_limit + 1
-        if training.max_steps:
-            saves = min(saves, -(-training.max_steps // training.save_steps))
+        steps = steps_between(training.save_steps, training.max_steps or 0)
+        if training.max_steps and steps:
+            saves = min(saves, -(-training.max_steps // steps) + training.save_first)
+    if training.best_metric:
+        saves = training.save_total_limit + 2
     states = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
     offloaded = sum(size for size, space in states if space is Space.DISK)
     return saves * footprint.checkpoint_bytes + footprint.export_bytes + offloaded

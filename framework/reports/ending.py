@@ -18,6 +18,7 @@ from framework.memory.explain.saved_plan import read_plan
 from framework.memory.explain.shapes import Kind
 from framework.memory.ledger import STEP_PHASES
 from framework.reports.run_files import Run
+from framework.schema.intervals import steps_between
 
 EPOCH_DIGITS = 4
 """To which `metrics.jsonl` rounds `epoch`."""
@@ -102,7 +103,12 @@ def _was_saved_on_request(run: Run) -> bool:
     last = run.metrics.last_step
     if run.config is None or not last or run.checkpoints[-1:] != (last,) or _has_made_all(run):
         return False
-    every = run.config.training.save_steps
+    training = run.config.training
+    if training.best_metric is not None and last in run.metrics.evals:
+        return False
+    if training.save_steps == "epoch":
+        return bool((run.metrics.steps[last].get("epoch") or 0.5) % 1)
+    every = steps_between(training.save_steps, training.max_steps or last)
     return not every or last % every != 0
 
 

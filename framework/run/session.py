@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
+from framework.run.best import Best
 from framework.run.checkpoints.saver import Saving
 from framework.run.evaluate import Abandoned, evaluate, in_words, until_asked
 from framework.run.hooks import Hooks
@@ -55,6 +56,7 @@ from framework.run.record.update_share import SPAN, MovedElements, caution
 from framework.run.step import LaunchedStep, StepResult
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
+from framework.schema.intervals import is_due
 from framework.schema.wording import counted
 
 Planner = Callable[[TrainingConfig], Forecast]
@@ -106,9 +108,14 @@ class Session:
     interrupt: Interrupt = field(default_factory=Interrupt)
     evals: list[dict[str, float]] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
+    best_before: Mapping[str, Any] | None = None
+    """The best evaluation until the checkpoint that the run goes on from."""
+    best: Best = field(init=False)
     _clock: float = 0.0
     _seen: FirstStep | None = None
     _unread: _Unread | None = None
+    _epochs: float = 0.0
+    """Gone through before the step at work."""
     _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
     has_stepped: bool = False
     """Whether this process has changed weights."""
@@ -124,6 +131,7 @@ class Session:
     def __post_init__(self) -> None:
         self._began = self.step + 1
         self._awaits_gradients = self.step == 0
+        self.best = Best.of(self.config.training, self.best_before)
         self.saving = Saving(self)
 
     @property
@@ -176,9 +184,13 @@ class Session:
         """What comes right before the first step: the loss that training has to beat."""
         self.saving.meet()
         if self.step == 0:
-            self.evaluate()
+            if self.config.training.eval_first:
+                self.evaluate()
             if done := self.saving.attempt():
                 self.progress.say(f"save      {done}")
+            if self.config.training.save_first:
+                self.saving.save_first()
+        self._epochs = round(self.batches.epochs(self.step), 4)
         self._moved_elements = MovedElements(self.assembly.trained)
         self._clock = time.perf_counter()
 
@@ -298,6 +310,13 @@ class Session:
             has_reference=all("reference" in batch for batch in made),
         )
 
+    def steps(self) -> Iterator[int]:
+        """The optimizer steps that are left, until the evaluations say that no better one is to be expected."""
+        for step in range(self.step + 1, self.total + 1):
+            if self.best.ends_run:
+                return
+            yield step
+
     def observe(self, phase: str) -> None:
         """Meter each phase; before the first update, every trained tensor must have a gradient."""
         self.watch.observe(phase)
@@ -321,14 +340,15 @@ class Session:
             self.progress.say(f"warning   step {step}: {growth}")
         for news in self.batches.progress.account.news() if isinstance(self.batches, StreamedBatches) else ():
             self.progress.say(f"warning   step {step}: {news}")
-        evaluates = _is_due(step, training.eval_steps) and not is_last
-        saves = _is_due(step, training.save_steps)
+        epochs = self._epochs, self._unread.epoch
+        self._epochs = self._unread.epoch
+        evaluates = is_due(training.eval_steps, step, self.total, epochs) and not is_last
+        saves = is_due(training.save_steps, step, self.total, epochs)
         looks = (step - self._began + 1) % SPAN == 0
         if launched.is_known or not self.has_stepped or evaluates or saves or looks or is_last:
             self.settle()
-        if evaluates:
-            self.evaluate()
-        if saves:
+        is_best = evaluates and self.evaluate()
+        if saves or (is_best and self.best.is_kept):
             self.save(beside=not is_last)
         for line in newly_plain(self.assembly.model):
             self.progress.say(f"warning   step {step}: {line}")
@@ -425,21 +445,24 @@ class Session:
         self._clock = time.perf_counter()
         return {"changed_share": moved.all, "changed_share_vectors": moved.vectors}
 
-    def evaluate(self) -> None:
-        """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line."""
+    def evaluate(self) -> bool:
+        """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line. Whether
+        it is the best so far."""
         if self.inputs.data.eval is None:
-            return
+            return False
         try:
             for attempt in tries(self, EVAL):
                 with attempt:
                     values = self._evaluated()
         except Abandoned:
-            return self.progress.say(f"step {self.step}/{self.total}  evaluation left out, as the run was asked to end")
+            self.progress.say(f"step {self.step}/{self.total}  evaluation left out, as the run was asked to end")
+            return False
         self.evals.append({"step": self.step, **values})
         self.note({**self.evals[-1]})
         self.progress.say(f"step {self.step}/{self.total}  {in_words(values)}")
         self.hooks.call(self.hooks.on_eval, {**self.evals[-1]})
         self._clock = time.perf_counter()
+        return self.step > 0 and self.best.take(self.step, values)
 
     def _evaluated(self) -> dict[str, float]:
         assert self.inputs.data.eval is not None
@@ -460,7 +483,3 @@ class Session:
         """A checkpoint of the step just made, as `Saving.save` has it. Raises SaveFailed."""
         self.saving.save(beside)
         self._clock = time.perf_counter()
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return step % every == 0 if every else False

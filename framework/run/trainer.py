@@ -22,6 +22,7 @@ from framework.build.verify import table, verify_unmoved
 from framework.build.verify.adapter_coverage import said_at_save
 from framework.build.verify.fingerprints import take_fingerprints
 from framework.errors import SaveFailed
+from framework.run.checkpoints.checkpoint import load_best
 from framework.run.checkpoints.export import export
 from framework.run.checkpoints.resume import check_allowed
 from framework.run.hooks import Hooks
@@ -41,6 +42,7 @@ from framework.run.setup.start import begin, open_session
 from framework.run.step import launch_step
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 16, 48
 
@@ -96,7 +98,7 @@ def train(
                 session.start()
                 with watched_interrupt() as session.interrupt:
                     try:
-                        for step in range(session.step + 1, session.total + 1):
+                        for step in session.steps():
                             for attempt in tries(session, TRAIN):
                                 with attempt as way_back:
                                     batches = session.take(step)
@@ -162,7 +164,7 @@ def _finish(session: Session) -> RunResult:
         for line in (str(report), *(f"warning   {text}" for text in cautions(report).values())) if report else ():
             session.progress.say(line)
     try:
-        session.evaluate()
+        _evaluate_last(session)
     except BaseException:
         if session.assembly.ranks.world == 1:  # else the others wait in the evaluation
             _wrap_up(session)
@@ -174,6 +176,20 @@ def _finish(session: Session) -> RunResult:
     is_mergeable = session.config.peft.peft_method not in (PeftMethod.PREFIX, PeftMethod.PROMPT)
     said = last_line(memory)
     return RunResult(session.folder.path, session.step, evals, peak, sample, said, loader, is_mergeable)
+
+
+def _evaluate_last(session: Session) -> None:
+    """Evaluate the last weights, and go back to those of the best evaluation where they are to be exported."""
+    best = session.best
+    if best.ends_run:
+        times = counted(best.since, "evaluation")
+        session.progress.say(f"stopped   after step {session.step}: no better {best.metric} in {times}")
+    elif session.evaluate():
+        session.saving.note_best()
+    if best.is_kept and best.step is not None:
+        session.progress.say(f"best      {best}")
+        if session.config.training.export_best and best.step != session.step:
+            load_best(session.folder.path, session.folder.fallback, session.assembly, best.step)
 
 
 def _unsaved(session: Session, error: SaveFailed) -> SaveFailed:

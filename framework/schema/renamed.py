@@ -44,10 +44,13 @@ _OURS_FOR: Mapping[str, str] = {
     "peft.q_lora_bits": "load_in_8bit",
     "peft.use_bnb_nested_quant": "bnb_4bit_use_double_quant double_quantization",
     "training.activation_offload": "activation_offloading enable_activation_offloading",
+    "training.best_metric": "metric_for_best_model",
     "training.empty_device_cache_steps": "torch_empty_cache_steps",
     "training.enable_gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing "
     "gradient_checkpointing",
+    "training.eval_first": "eval_on_start",
     "training.eval_steps": "eval_strategy evals_per_epoch evaluation_strategy run_val_every_n_steps",
+    "training.export_best": "load_best_model_at_end save_best_model",
     "training.learning_rate": "lr",
     "training.logging_steps": "log_every_n_steps",
     "training.max_grad_norm": "gradient_clipping",
@@ -96,11 +99,7 @@ _NO_KEY: Mapping[str, tuple[str, ...]] = {
         "auto_resume_from_checkpoints", "resume", "resume_from_checkpoint",
     ),
     "`tunesmith train --overwrite` replaces what is in the run folder": ("overwrite_output_dir",),
-    "the newest checkpoints are kept (training.save_total_limit), whatever their evaluation; eval_loss of each step is "
-    "in metrics.jsonl": (
-        "early_stopping_patience", "greater_is_better", "load_best_model_at_end", "metric_for_best_model",
-        "save_best_model",
-    ),
+    "which way a metric is better is known by its name (training.best_metric)": ("greater_is_better",),
     "a checkpoint always has what training goes on from, and the export beside it is the model alone": (
         "save_only_model",
     ),

@@ -19,6 +19,7 @@ from framework.schema.choices import (
     Tracker,
 )
 from framework.schema.distillation import DistillationParams, TeacherParams
+from framework.schema.intervals import Interval
 from framework.schema.params import Auto, Integer, Number, Params, parse_sequence
 from framework.schema.preference import WITHOUT_REFERENCE, PreferenceParams
 from framework.schema.urls import NoURL
@@ -175,12 +176,25 @@ class TrainingParams(Params):
     """Settings of torch's CUDA allocator, given to it before the card is used."""
     use_peft: bool = False
     """Train an adapter instead of the weights: gradients and optimizer states only for the adapter."""
-    eval_steps: Positive | None = None
-    """Optimizer steps between evaluations (and once at the end). Unset: evaluate at the end if there is eval data."""
-    save_steps: Positive | None = None
-    """Optimizer steps between checkpoints. Unset: one checkpoint at the end. Costs disk, not GPU memory."""
+    eval_steps: Interval | None = None
+    """Optimizer steps between evaluations, below 1 a share of the run, or `epoch`; and once at the end. Unset: evaluate
+    at the end if there is eval data."""
+    eval_first: bool = True
+    """Evaluate before the first step, too: the loss that training has to beat."""
+    save_steps: Interval | None = None
+    """Optimizer steps between checkpoints, below 1 a share of the run, or `epoch`. Unset: one checkpoint at the end.
+    Costs disk, not GPU memory."""
+    save_first: bool = False
+    """Write a checkpoint before the first step, too. Costs disk."""
     save_total_limit: Positive = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    best_metric: str | None = None
+    """Metric of the evaluations by which the best checkpoint is kept next to the newest, such as `eval_loss` or
+    `accuracy`. Whenever it improves, a checkpoint is written. Costs the disk of one more."""
+    early_stopping_patience: Positive | None = None
+    """Evaluations in a row without a better `best_metric` (unset: `eval_loss`) after which the run ends. No memory."""
+    export_best: bool = False
+    """Export the weights of the best checkpoint rather than the last. Needs `best_metric`."""
     async_save: bool = False
     """Write checkpoints beside training: at a save weights and optimizer states are copied to host memory, and training
     goes on while the copies are written. Costs that host memory from the first save to the last, on each rank its part;

@@ -97,7 +97,7 @@ def test_all_recipes_pass_the_check(tool, tmp_path) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_recipes_stay_short_and_most_values_are_carried(tool) -> None:
     lengths = [row.recipe.count("\n") for _, row in recipes(tool)]
-    assert max(lengths) <= 31
+    assert max(lengths) <= 32
     assert sum(lengths) / len(lengths) <= 24
     settled: Counter[str] = Counter()
     for _, row in recipes(tool):

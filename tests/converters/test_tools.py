@@ -436,6 +436,21 @@ def test_nothing_is_evaluated_in_between_unless_the_strategy_says_so(converted) 
         assert converted(with_strategy)[1]["training"]["eval_steps"] == 50
 
 
+def test_epochs_and_shares_of_a_run_are_distances(converted) -> None:
+    factory = "model_name_or_path: a/b\ndo_train: true\ndataset: x\nval_size: 0.1\neval_strategy: epoch\n"
+    assert converted(factory)[1]["training"]["eval_steps"] == "epoch"
+    oumi = OUMI.replace("save_steps: 0", "save_steps: 0, save_epoch: true")
+    assert converted(oumi)[1]["training"]["save_steps"] == "epoch"
+    axolotl = "base_model: a/b\ndatasets: [{path: x, type: completion}]\nval_set_size: 0.1\nnum_epochs: 2\n"
+    found, recipe = converted(axolotl + "evals_per_epoch: 4\nsaves_per_epoch: 1\nearly_stopping_patience: 3\n")
+    training = recipe["training"]
+    assert (training["eval_steps"], training["save_steps"], training["early_stopping_patience"]) == (0.125, "epoch", 3)
+    found, recipe = converted(axolotl + "max_steps: 50\nevals_per_epoch: 4\nsaves_per_epoch: 0\n")
+    assert "save_steps" not in recipe["training"]
+    assert reasons(found, "evals_per_epoch")[0][0] is Why.WRITE
+    assert converted(axolotl + "eval_steps: 0.05\n")[1]["training"]["eval_steps"] == 0.05
+
+
 def test_torchtunes_optimizers_of_torchao_are_torchaos(converted) -> None:
     text = TORCHTUNE.replace("torch.optim.AdamW, lr: 3e-4, fused: true", "torchao.optim.AdamW8bit")
     _, recipe = converted(text)

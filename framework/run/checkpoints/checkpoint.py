@@ -27,7 +27,7 @@ from framework.memory.explain.causes import Repair
 from framework.run.checkpoints.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.checkpoints.read_back import damage, save_verified, told
 from framework.run.record.files import aside_of, discard
-from framework.run.record.layout import FINAL, PARTS, checkpoint_name, checkpoints, exported, leftovers
+from framework.run.record.layout import FINAL, PARTS, checkpoint_name, checkpoints, exported, leftovers, step_of
 from framework.run.rng import parsed, random_state, restore_random_state
 from framework.run.trained_parameters import trained_state
 from framework.schema.choices import StateDictType
@@ -170,9 +170,15 @@ def contents_of(
 
 
 def save_checkpoint(
-    folder: Path, contents: Contents, keep: int, parts: Path | None = None, say: Callable[[str], None] = print
+    folder: Path,
+    contents: Contents,
+    keep: int,
+    parts: Path | None = None,
+    say: Callable[[str], None] = print,
+    best: int | None = None,
 ) -> Path:
-    """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest. Returns its path.
+    """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest and that of step `best`.
+    Returns its path.
 
     `parts`: the folder into which all ranks have written what is split, which moves into the checkpoint. `say` is told
     of an older one that cannot be deleted.
@@ -203,7 +209,7 @@ def save_checkpoint(
         }
         (aside / _STATE).write_text(_sealed(document))
     for old in checkpoints(folder)[:-keep]:
-        if reason := _retire(old):
+        if step_of(old) != best and (reason := _retire(old)):
             say(f"warning   {old} could not be deleted: {reason}")
     return target
 
@@ -300,6 +306,16 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, is_other_allowed: bool
         restore_random_state(*parsed(own.read_text()))
     assembly.loss_scale.restore(state.get("loss_scale", {}))
     return int(state["step"])
+
+
+def load_best(folder: Path, fallback: Path | None, assembly: Assembly, step: int) -> None:
+    """Go back to the checkpoint of a step, wherever it was written. Raises SaveFailed where it cannot be read: what is
+    exported is what was asked for, or nothing."""
+    places = [place / "checkpoints" / checkpoint_name(step) for place in (folder, fallback) if place is not None]
+    try:
+        load_checkpoint(next(filter(Path.is_dir, places), places[0]), assembly, is_other_allowed=True)
+    except RequestError as error:
+        raise SaveFailed(f"the best checkpoint cannot be exported: {error}") from error
 
 
 def _load_whole(checkpoint: Path, assembly: Assembly, numbers: dict[str, Any]) -> None:

@@ -15,6 +15,11 @@ from framework.schema.wording import counted
 FREE = {
     "schema_version",
     "training.eval_steps",
+    "training.eval_first",
+    "training.save_first",
+    "training.best_metric",
+    "training.early_stopping_patience",
+    "training.export_best",
     "training.save_steps",
     "training.save_total_limit",
     "training.async_save",

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from framework.build.assembly import Assembly
 from framework.errors import SaveFailed
 from framework.memory.explain.causes import Repair
+from framework.run.best import FILE, Best
 from framework.run.checkpoints.all_ranks import CommonSave, random_states_of_others
 from framework.run.checkpoints.async_writer import Writer
 from framework.run.checkpoints.checkpoint import Contents, contents_of, save_checkpoint
@@ -15,7 +16,7 @@ from framework.run.hooks import Hooks
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches, stream_state
 from framework.run.ranks.coordinator import Crew
-from framework.run.record.layout import step_of
+from framework.run.record.layout import checkpoint_name, step_of
 from framework.run.record.meter import Meter
 from framework.run.record.progress import ProgressLine
 from framework.run.record.run_folder import RunFolder
@@ -38,6 +39,7 @@ class SavedRun(Protocol):
     read: dict[str, Any]
     repairs: list[Repair]
     hooks: Hooks
+    best: Best
 
     @property
     def total(self) -> int:
@@ -76,6 +78,17 @@ class Saving:
         if not beside or not self.writer.beside:
             self._finish()
 
+    def save_first(self) -> None:
+        """A checkpoint before the first step. Raises SaveFailed."""
+        self._begin()
+        self._finish()
+
+    def note_best(self) -> None:
+        """Say in `best.json` which checkpoint is the best, once it is complete. Raises SaveFailed."""
+        best, folder = self._session.best, self._session.folder
+        if best.is_kept and best.step == self.saved:
+            folder.write_json(FILE, {**best.to_json(), "checkpoint": checkpoint_name(self.saved)})
+
     def newest(self) -> int:
         """The step of the newest complete checkpoint, when what is being written is there; 0 without any. For a rank
         that has failed: it does not wait for the others."""
@@ -91,6 +104,7 @@ class Saving:
             if session.assembly.is_in_parts or session.assembly.ranks.is_main:
                 stream = stream_state(session.batches, session.step)
                 contents = contents_of(session.assembly, session.step, session.repairs, stream, others, session.read)
+                contents = replace(contents, document={**contents.document, "best": session.best.to_json()})
                 live = (*session.assembly.trained, *state_tensors(session.assembly))
                 self.writer.begin(contents, partial(self._write, parts=self._common.empty_parts(contents)), live)
         if self.writer.count == 1:
@@ -108,6 +122,7 @@ class Saving:
                 raise SaveFailed(failure)
             self.writer.wait()
             self.saved = begun
+            self.note_best()
             self._session.hooks.call(self._session.hooks.on_save, self._session.folder.newest())
             if self.saved == self._session.total:
                 self.writer.copies.clear()
@@ -118,13 +133,14 @@ class Saving:
             self._common.write_parts(contents, parts)
         if session.assembly.ranks.is_main:
             keep, folder = session.config.training.save_total_limit, session.folder
+            best = session.best.step if session.best.is_kept else None
             try:
-                save_checkpoint(folder.path, contents, keep, parts, self._say_once)
+                save_checkpoint(folder.path, contents, keep, parts, self._say_once, best)
             except SaveFailed as error:
                 if folder.fallback is None or parts is not None:
                     raise
                 try:
-                    saved = save_checkpoint(folder.fallback, contents, keep, say=self._say_once)
+                    saved = save_checkpoint(folder.fallback, contents, keep, say=self._say_once, best=best)
                 except SaveFailed as second:
                     raise SaveFailed(f"{error}\n{second}") from second
                 session.progress.say(f"warning   {error} The checkpoint is {saved}")

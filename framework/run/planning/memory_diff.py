@@ -40,6 +40,7 @@ NO_MEMORY = (
             *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "min_learning_rate"),
             *("lr_cycles", "lr_power", "lr_decay_ratio"),
             *("warmup_steps", "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "eval_steps", "save_steps"),
+            *("eval_first", "save_first", "best_metric", "early_stopping_patience", "export_best"),
             *("save_total_limit", "logging_steps", "seed", "output_dir", "fallback_dir", "run_name", "trackers"),
             *("muon_momentum", "sophia_rho", "sophia_hessian_steps", "projection_scale", "tf32"),
         )

@@ -19,6 +19,7 @@ from zlib import crc32
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Circumstances
 from framework.memory.explain.evidence import EARLIER, REPORT, STOPPED, read_circumstances, write_circumstances
+from framework.run.best import FILE as BEST
 from framework.run.record.files import replace_file
 from framework.run.record.layout import FINAL, UNFINISHED, checkpoints
 from framework.run.record.lock import refuse_taken
@@ -45,6 +46,7 @@ _OURS = (
     "environment-until-step-*.json",
     METRICS,
     "memory.json",
+    BEST,
     *(name for files in _STOPS.values() for name in files),
     *(f"{Path(name).stem}{EARLIER}{Path(name).suffix}" for files in _STOPS.values() for name in files),
     "checkpoints",

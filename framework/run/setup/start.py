@@ -168,6 +168,7 @@ def _build(
         step=origin.step,
         read=read,
         repairs=[*origin.repairs],
+        best_before=origin.state.get("best") if origin.state is not None else None,
     )
     if origin.checkpoint is not None and origin.state is not None:
         ask_before_resuming(session, origin.state["config"])

@@ -32,7 +32,7 @@ from framework.schema.rules.precision import (
 )
 from framework.schema.rules.ranks import ranks_conflicts
 from framework.schema.rules.recompute import compile_conflicts, recompute_conflicts
-from framework.schema.rules.save import save_conflicts
+from framework.schema.rules.save import best_conflicts, save_conflicts
 from framework.schema.rules.sharding import sharding_conflicts
 from framework.schema.rules.task import task_conflicts
 from framework.schema.rules.tensor import tensor_conflicts
@@ -105,6 +105,7 @@ RULES = (
     sharding_conflicts,
     survival_conflicts,
     save_conflicts,
+    best_conflicts,
     ranks_conflicts,
     context_conflicts,
     tensor_conflicts,

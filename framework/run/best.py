@@ -1,0 +1,61 @@
+"""The best evaluation of a run so far: which checkpoint to keep, and when no better one is to be expected."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from framework.errors import Problem, RequestError
+from framework.schema.metrics import LOWER_IS_BETTER
+from framework.schema.training import TrainingParams
+
+FILE = "best.json"
+"""Which checkpoint of a run folder is the best, by which metric."""
+
+
+@dataclass
+class Best:
+    """The best of the evaluations behind a step that changed weights. `step` is None before the first."""
+
+    metric: str
+    patience: int | None
+    is_kept: bool
+    """Whether its checkpoint is kept (`training.best_metric`), rather than that it ends the run alone."""
+    step: int | None = None
+    value: float = 0.0
+    since: int = 0
+    """Evaluations after it, none of which was better."""
+
+    @classmethod
+    def of(cls, training: TrainingParams, saved: Mapping[str, Any] | None) -> "Best":
+        """As a config asks, going on from what a checkpoint has `saved`; of another metric nothing is known."""
+        metric = training.best_metric or "eval_loss"
+        best = cls(metric, training.early_stopping_patience, training.best_metric is not None)
+        if saved and saved["metric"] == metric:
+            best.step, best.value, best.since = saved["step"], saved["value"], saved["since"]
+        return best
+
+    def take(self, step: int, values: Mapping[str, float]) -> bool:
+        """Whether the evaluation behind `step` is the best so far. NaN never is. Raises RequestError where it has no
+        such metric."""
+        if self.metric not in values:
+            message = f"the evaluation has no {self.metric}"
+            raise RequestError([Problem("training.best_metric", message, expected=f"one of {', '.join(values)}")])
+        value = values[self.metric]
+        lower = self.metric in LOWER_IS_BETTER
+        if (self.step is None and value == value) or (value < self.value if lower else value > self.value):
+            self.step, self.value, self.since = step, value, 0
+            return True
+        self.since += 1
+        return False
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether as many evaluations as the run has patience for were no better."""
+        return self.patience is not None and self.since >= self.patience
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint, and for `best.json`."""
+        return {"metric": self.metric, "step": self.step, "value": self.value, "since": self.since}
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.4f} after step {self.step}"
