@@ -20,9 +20,8 @@ from framework.build.place import real_place
 from framework.memory.resolve import resolve
 from framework.run.rehearsal.footprint import state_tensors
 from framework.run.step import train_step
-from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.optimizer import ANY_PRECISION
+from framework.schema.optimizers import FACTS, Optimizer
 from framework.shipped import shipped
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
@@ -92,7 +91,7 @@ ROWS = (
 
 def stepped(row: Row, dtype: str) -> tuple[Iterable[Tensor], list[Tensor]]:
     """(trained parameters, states) of a model with this optimizer after one step on the CPU."""
-    any_precision = row.optimizer in ANY_PRECISION
+    any_precision = FACTS[row.optimizer].keeps_small_updates
     written = None if any_precision and dtype == "float32" else dtype
     model = {"architecture": EIGHTH, "load_pretrained_weights": False, "torch_dtype_str": written}
     training = {"optimizer": str(row.optimizer), **dict(row.settings)}
@@ -140,7 +139,7 @@ def measured(row: Row, dtype: str) -> tuple[float, float]:
 def _cells(row: Row) -> str:
     half = measured(row, "bfloat16")
     cells = f"| {row.name} | {_sum(*half)} | {4 + sum(half):.2f} "
-    if row.optimizer in ANY_PRECISION:
+    if FACTS[row.optimizer].keeps_small_updates:
         return f"{cells}| - | - | {row.said} | {row.note} |"
     full = measured(row, "float32")
     return f"{cells}| {_sum(*full)} | {8 + sum(full):.2f} | {row.said} | {row.note} |"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from framework.schema.fsdp import *  # noqa: F403
     from framework.schema.gpu import *  # noqa: F403
     from framework.schema.model import *  # noqa: F403
+    from framework.schema.optimizers import Optimizer as Optimizer
     from framework.schema.peft import *  # noqa: F403
     from framework.schema.preference import *  # noqa: F403
     from framework.schema.training import *  # noqa: F403
@@ -61,9 +62,10 @@ _ROOMS = {
     "framework.schema.gpu": "GPUParams",
     "framework.schema.choices": (
         "Attention BackwardPrefetch CheckpointingPolicy CompileScope Divergence Fp8 MixedPrecision Mixing "
-        "OnOutOfMemory Optimizer OptimizerOffload PeftMethod PeftSaveMode PreferenceLoss Quantization Rounding "
+        "OnOutOfMemory OptimizerOffload PeftMethod PeftSaveMode PreferenceLoss Quantization Rounding "
         "RowFormat Scheduler SdpaBackend ShardingStrategy StateDictType Supervise Task TorchDtype Tracker Truncation"
     ),
+    "framework.schema.optimizers": "Optimizer",
     "framework.errors": (
         "BrokenRows DoesNotFit Interrupted NonFinite OutOfMemory Problem RequestError SaveFailed TrainingStopped "
         "TunesmithError VerificationFailed WorkersLost"

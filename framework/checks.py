@@ -11,7 +11,6 @@ from framework.compose.paths import leads_somewhere, looks_local
 from framework.errors import Problem, RequestError
 from framework.memory.installed import detect
 from framework.memory.requirements import missing_trackers, unmet_requirements, workers_over_cores
-from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.every import Needs, find_conflicts
@@ -97,7 +96,6 @@ def _findings(
         message = conflict.message + (f" ({', '.join(others)})" if others else "")
         found = Problem(key, message, places.get(key), conflict.expected)
         (warnings if conflict.is_warning else problems).append(found)
-    problems += [Problem(key, message, place(key, origins), works) for key, message, works in unavailable(config)]
     problems += _missing_files(config, origins, as_written) if needs.data == "required" else []
     return problems, warnings
 

@@ -5,9 +5,9 @@ import importlib.util
 import pytest
 import torch
 
+from framework.build.optimizers.low_bit import LOW_BIT
 from framework.run.rehearsal.footprint import state_tensors
-from framework.schema.choices import Optimizer
-from framework.schema.rules.optimizer import BITSANDBYTES, PAGED, TORCHAO
+from framework.schema.optimizers import FACTS, Optimizer
 from tests.tiny import LLAMA
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}
@@ -21,11 +21,15 @@ def needs(package):
     return pytest.mark.skipif(missing, reason=f"{package} is not installed (an optional extra)")
 
 
+def is_paged(choice):
+    return choice in LOW_BIT and LOW_BIT[choice].paged
+
+
 def _marks(choice):
-    return [needs("bitsandbytes")] if choice in BITSANDBYTES else [needs("torchao")] if choice in TORCHAO else []
+    return [needs(FACTS[choice].package)] if FACTS[choice].package else []
 
 
-ON_CPU = [pytest.param(str(choice), marks=_marks(choice)) for choice in Optimizer if choice not in PAGED]
+ON_CPU = [pytest.param(str(choice), marks=_marks(choice)) for choice in Optimizer if not is_paged(choice)]
 """Every optimizer that runs without a card."""
 
 

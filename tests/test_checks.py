@@ -23,7 +23,7 @@ def test_a_good_request_gives_its_composition(write):
     assert found.composition.config.model.model_name == "a"
 
 
-def test_text_meaning_and_availability_are_told_together(write):
+def test_text_and_meaning_are_told_together(write):
     recipe = write(
         "training:\n  lerning_rate: 1\n  seed: x\n  warmup_steps: 9\n  max_steps: 3\n"
         "model: {attn_implementation: ring_attention}\n"

@@ -19,8 +19,9 @@ from framework.build.optimizers.parameter_wise import ParameterWise, StateStore
 from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
 from framework.build.optimizers.sophia import SophiaG
 from framework.build.place import Place
-from framework.schema.choices import Optimizer, OptimizerOffload, Rounding
+from framework.schema.choices import OptimizerOffload, Rounding
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizers import Optimizer
 from framework.schema.training import TrainingParams
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_\w+(?:$|\.)")

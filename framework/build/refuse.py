@@ -4,13 +4,13 @@ from typing import Literal
 
 from framework.errors import Problem, RequestError
 from framework.memory.requirements import unmet_requirements
-from framework.schema.availability import left_open, unavailable
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import left_open
 from framework.schema.rules.every import Needs, find_conflicts
 
 
 def refuse_impossible(config: TrainingConfig, devices: Literal["one", "any"]) -> None:
-    """Raises RequestError with every option that is not built yet, and every pair of keys that contradict each other.
+    """Raises RequestError with every pair of keys that contradict each other.
 
     `devices` is "one" for what runs, "any" for what looks at one device's share.
     """
@@ -19,7 +19,6 @@ def refuse_impossible(config: TrainingConfig, devices: Literal["one", "any"]) ->
         for conflict in (*find_conflicts(config, Needs()), *unmet_requirements(config, runs_here=devices == "one"))
         if not conflict.is_warning
     ]
-    problems += [Problem(key, message, expected=works) for key, message, works in unavailable(config)]
     message = "is `auto`, which nothing has decided yet"
     problems += [Problem(key, message, expected="a value, or framework.fit()") for key in left_open(config)]
     if problems:

@@ -83,8 +83,7 @@ def _check(output: Path | None, html: Path | None, allow: str | None) -> None:
 
 def _pins(composition: "Composition", words: list[str] | tuple[str, ...]) -> list[str]:
     """The pinned keys. `written` stands for those of the recipe's body and the command line."""
-    from framework.schema.availability import left_open
-    from framework.schema.keys import every_key
+    from framework.schema.keys import every_key, left_open
 
     pins = [word for word in words if word != "written"]
     if "written" in words:

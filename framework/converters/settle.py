@@ -10,12 +10,11 @@ import yaml
 from framework.compose.validation import validate
 from framework.converters.translation import Left, Translation, Why
 from framework.errors import Problem
-from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, values
+from framework.schema.optimizers import FACTS
 from framework.schema.renamed import OLD_NAMES
 from framework.schema.rules.every import Needs, find_conflicts
-from framework.schema.rules.sharding import SHARDED_OPTIMIZERS
 from framework.shipped import shipped
 
 NEEDED = ("model.torch_dtype_str", "training.mixed_precision_dtype")
@@ -108,7 +107,7 @@ def _put_what_can_be_sharded(t: Translation) -> None:
     if not t.has("fsdp.enable_fsdp", True):
         return
     optimizer = t.entries.get("training.optimizer")
-    if optimizer and optimizer.value in {str(choice) for choice in Optimizer} - {*map(str, SHARDED_OPTIMIZERS)}:
+    if optimizer and optimizer.value in {str(choice) for choice, facts in FACTS.items() if not facts.shards.is_sharded}:
         text = f"the states of {optimizer.value} cannot be sharded; those of adamw_torch_fused are, 8 bytes a parameter"
         t.drop("training.optimizer", Why.NOT_OURS, text)
         t.put("training.optimizer", "adamw_torch_fused", comment=f"{optimizer.value} cannot be sharded")

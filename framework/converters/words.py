@@ -4,7 +4,8 @@ import re
 from typing import Any
 
 from framework.converters.translation import Translation, Why
-from framework.schema.choices import Attention, Optimizer, Scheduler
+from framework.schema.choices import Attention, Scheduler
+from framework.schema.optimizers import Optimizer
 
 OPTIMIZERS = {
     "adamw_hf": "adamw_torch", "adamw_torch_npu_fused": "adamw_torch_fused", "adamw_apex_fused": "adamw_torch_fused",

@@ -6,17 +6,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from framework.memory.requirements import unmet_requirements
-from framework.schema.availability import unavailable
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import value_of
 from framework.schema.rules.every import Needs, find_conflicts
-
-
-def value_of(config: TrainingConfig, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def default_of(key: str) -> Any:
@@ -37,11 +29,11 @@ def with_values(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingC
 
 
 def possible(config: TrainingConfig, changes: Mapping[str, Any], runs_here: bool = True) -> TrainingConfig | None:
-    """The config with other values; None where they contradict it, its card, this machine or what is built."""
+    """The config with other values; None where they contradict it, its card, or this machine."""
     try:
         changed = with_values(config, changes)
     except ValidationError:
         return None
     conflicts = (*find_conflicts(changed, Needs()), *unmet_requirements(changed, runs_here))
-    refused = any(not conflict.is_warning for conflict in conflicts) or any(unavailable(changed))
+    refused = any(not conflict.is_warning for conflict in conflicts)
     return None if refused else changed

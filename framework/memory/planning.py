@@ -25,13 +25,13 @@ from framework.schema.choices import (
     CheckpointingPolicy,
     Fp8,
     MixedPrecision,
-    Optimizer,
     OptimizerOffload,
     StateDictType,
     TorchDtype,
 )
 from framework.schema.config import TrainingConfig
 from framework.schema.intervals import steps_between
+from framework.schema.optimizers import facts_of
 from framework.schema.wording import counted
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -58,15 +58,6 @@ LARGEST_FILE = 5 * 10**9
 UNATTRIBUTED_LIMIT = 0.01
 """Share of the peak that may be of unknown purpose before the plan warns."""
 
-_LOW_BIT = (
-    Optimizer.ADAMW_8BIT,
-    Optimizer.PAGED_ADAMW_8BIT,
-    Optimizer.PAGED_ADAMW_32BIT,
-    Optimizer.LION_8BIT,
-    Optimizer.PAGED_LION_8BIT,
-    Optimizer.ADAMW_TORCHAO_8BIT,
-    Optimizer.ADAMW_TORCHAO_4BIT,
-)
 _MEASURED_CAPABILITY = "9.0"
 
 
@@ -159,7 +150,7 @@ def choose_band(config: TrainingConfig, operators: Set[str]) -> Band:
         return Band.CONVOLUTION
     if config.training.compile:
         return Band.COMPILED
-    if config.training.optimizer in _LOW_BIT:
+    if facts_of(config.training.optimizer).package:
         return Band.LOW_BIT_OPTIMIZER
     if _has_int8_weights(config):
         return Band.INT8_BASE

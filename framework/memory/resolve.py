@@ -7,8 +7,8 @@ from framework.memory.cards import best_autocast
 from framework.schema.architecture import position_count
 from framework.schema.choices import MixedPrecision, Rounding, Task, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizers import facts_of
 from framework.schema.preference import DEFAULT_BETA, PreferenceParams
-from framework.schema.rules.optimizer import ANY_PRECISION
 from framework.schema.rules.precision import overflows_in_float16
 
 DEFAULT_LENGTH = 2048
@@ -26,7 +26,7 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
     settings = _written(config) if settings is None else settings
     dtype, autocast = _precision(config, settings)
     rounding = config.training.rounding
-    if config.training.optimizer in ANY_PRECISION:
+    if facts_of(config.training.optimizer).keeps_small_updates:
         rounding = rounding or Rounding.STOCHASTIC
     training: dict[str, Any] = {
         "gradient_accumulation_steps": config.batch.accumulation,
@@ -71,7 +71,7 @@ def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tu
     written, autocast = config.model.torch_dtype_str, config.training.mixed_precision_dtype
     frozen_base = config.training.use_peft
     dtype = written or (TorchDtype.AUTO if frozen_base else TorchDtype.FLOAT32)
-    if written is None and not frozen_base and config.training.optimizer in ANY_PRECISION:
+    if written is None and not frozen_base and facts_of(config.training.optimizer).keeps_small_updates:
         dtype = TorchDtype.BFLOAT16  # what this optimizer is for
     if dtype is TorchDtype.AUTO and settings is not None:
         stored = settings.get("dtype") or settings.get("torch_dtype")  # as transformers 5 and 4 write it

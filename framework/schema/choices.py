@@ -87,34 +87,6 @@ class Divergence(Choice):
         return {"kl": "forward_kl", "js": "jsd"}
 
 
-class Optimizer(Choice):
-    """Named as Hugging Face names them where it has the optimizer."""
-
-    ADAMW_TORCH = "adamw_torch"
-    ADAMW_TORCH_FUSED = "adamw_torch_fused"
-    ADAMW_8BIT = "adamw_8bit"
-    PAGED_ADAMW_32BIT = "paged_adamw_32bit"
-    PAGED_ADAMW_8BIT = "paged_adamw_8bit"
-    ADAMW_TORCHAO_8BIT = "adamw_torchao_8bit"
-    ADAMW_TORCHAO_4BIT = "adamw_torchao_4bit"
-    SGD = "sgd"
-    ADAFACTOR = "adafactor"
-    LION = "lion"
-    LION_8BIT = "lion_8bit"
-    PAGED_LION_8BIT = "paged_lion_8bit"
-    SOPHIA = "sophia"
-    ANYPRECISION_ADAMW = "anyprecision_adamw"
-    ANYPRECISION_ADAMW_8BIT = "anyprecision_adamw_8bit"
-    MUON = "muon"
-    GALORE_ADAMW = "galore_adamw"
-    APOLLO_ADAMW = "apollo_adamw"
-    SCHEDULE_FREE_ADAMW = "schedule_free_adamw"
-
-    @classmethod
-    def other_spellings(cls) -> dict[str, str]:
-        return {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit", "adamw": "adamw_torch"}
-
-
 class Rounding(Choice):
     """How bf16 weights keep updates smaller than half their last bit."""
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from framework.schema.choices import Attention, OnOutOfMemory
 from framework.schema.data import DataParams
+from framework.schema.facts import FREE, Facts, Resume, UsedWith
 from framework.schema.fsdp import FSDPParams
 from framework.schema.gpu import GPUParams
 from framework.schema.model import ModelParams
@@ -56,19 +57,19 @@ class Batch:
 class TrainingConfig(Params):
     """A whole run, composed and typed. Any subset constructs; what a verb needs is checked by that verb."""
 
-    schema_version: Annotated[Integer, Field(ge=1, le=SCHEMA_VERSION)] = SCHEMA_VERSION
+    schema_version: Annotated[Integer, Field(ge=1, le=SCHEMA_VERSION), FREE] = SCHEMA_VERSION
     """Version of the schema that the recipe was written for."""
     training: TrainingParams = TrainingParams()
     """How to train."""
     model: ModelParams = ModelParams()
     """What to train."""
-    peft: PeftParams = PeftParams()
+    peft: Annotated[PeftParams, UsedWith("training.use_peft")] = PeftParams()
     """The adapter."""
-    fsdp: FSDPParams = FSDPParams()
+    fsdp: Annotated[FSDPParams, Facts(resume=Resume.FREE)] = FSDPParams()
     """Sharding."""
     data: DataParams = DataParams()
     """The rows."""
-    gpu: GPUParams = GPUParams()
+    gpu: Annotated[GPUParams, Facts(resume=Resume.FREE)] = GPUParams()
     """The card to fit."""
 
     @property

@@ -4,7 +4,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from framework.schema.choices import Mixing, RowFormat, Supervise, Truncation
+from framework.schema.choices import Mixing, RowFormat, Supervise, Task, Truncation
+from framework.schema.facts import FREE, NO_MEMORY, UsedUnless, UsedWith
 from framework.schema.params import FrozenMapping, Number, Params, parse_sequence
 from framework.schema.split import check_split
 from framework.schema.training import Count, Positive
@@ -38,19 +39,25 @@ Datasets = Annotated[tuple[DatasetParams, ...], BeforeValidator(parse_sequence)]
 
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_sequence)]
 
+_CUT = UsedUnless(
+    "training.task",
+    (Task.PRETRAIN,),
+    "pretrain splits a long document into consecutive rows and loses nothing of it",
+)
+
 
 class DataParams(Params):
     """What the model reads."""
 
-    train: Datasets = ()
+    train: Annotated[Datasets, NO_MEMORY] = ()
     """Sources to learn from."""
     eval: Datasets = ()
     """Sources to evaluate on."""
-    mixing: Mixing = Mixing.CONCATENATE
+    mixing: Annotated[Mixing, NO_MEMORY] = Mixing.CONCATENATE
     """How several training sources become an epoch. `concatenate`: all rows of all. The others draw the source of each
     row by `weight`: `first_exhausted` stops when one source has given all its rows, so others lose some;
     `all_exhausted` goes on until every source has, so others repeat. 8 bytes a row drawn."""
-    eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    eval_fraction: Annotated[Number, Field(ge=0, lt=1), UsedWith("data.eval", ((),))] = 0.0
     """Share of the training rows held out for evaluation when `eval` is empty."""
     packing: bool = False
     """Put several rows into one of at most `model.model_max_length` tokens, each a document that does not see the
@@ -59,34 +66,38 @@ class DataParams(Params):
     padding_free: bool = False
     """Put the rows of a micro batch end to end, so that nothing is padded: the same step from fewer positions. For
     flash_attention_2 and flex_attention; `eager` and `sdpa` need a mask of all tokens x all tokens for it."""
-    group_by_length: bool = False
+    group_by_length: Annotated[bool, NO_MEMORY] = False
     """Make steps of rows of about the same length, so that less is padded. The order stays random from step to step;
     which rows meet in a step is no longer. No memory."""
     pad_to_multiple_of: Positive | None = None
     """Pad each micro batch to a multiple of this many tokens, so that few lengths occur: compiled code is made for each
     (up to 8 lengths; else for one that varies). Costs the padding, in the worst batch too when it divides no
     `model.model_max_length`. Unset: to the longest row."""
-    streaming: bool = False
+    streaming: Annotated[bool, NO_MEMORY] = False
     """Read training rows as they are needed, so that no source is held as a whole. Needs `training.max_steps`; rows to
     evaluate on are read whole."""
-    shuffle_buffer: Positive = 1000
+    shuffle_buffer: Annotated[Positive, NO_MEMORY, UsedWith("data.streaming")] = 1000
     """Rows of a stream, as they are read, that are shuffled (and packed) among each other; 1 keeps their order. Two
     times so many rows are in host memory."""
-    supervise: Supervise | None = None
+    supervise: Annotated[Supervise | None, NO_MEMORY] = None
     """Tokens the loss is taken over. Unset: the assistant's turns in a chat, the completion of a prompt, every token of
     a text; under `pretrain` every token of all."""
-    labels: Names | None = None
+    labels: Annotated[Names | None, UsedWith("training.task", (Task.CLASSIFICATION, Task.REGRESSION), refused=True)] = (
+        None
+    )
     """Names of the classes of `classification` (of the numbers of `regression`) in the order of the model's outputs.
     Unset: those that occur in the training rows, sorted; a plan, which reads no rows, assumes two (one). No memory to
     speak of."""
-    multi_label: bool | None = None
+    multi_label: Annotated[bool | None, NO_MEMORY, UsedWith("training.task", (Task.CLASSIFICATION,), refused=True)] = (
+        None
+    )
     """Whether a row may have several classes, or none. Unset: when labels are lists. No memory."""
-    truncation: Truncation = Truncation.RIGHT
+    truncation: Annotated[Truncation, NO_MEMORY, _CUT] = Truncation.RIGHT
     """What happens to a row longer than `model.model_max_length`."""
-    cache: bool = True
+    cache: Annotated[bool, FREE] = True
     """Keep tokenised rows in `~/.cache/tunesmith/rows` for the next run with the same files, tokenizer and limits, and
     take them from there: mapped files of 8 bytes a token. Costs disk, 20 GiB at most."""
-    workers: Count = 0
+    workers: Annotated[Count, FREE] = 0
     """Processes that prepare batches. Each costs 200 MiB of host memory; a run with more than there is room for is
     refused, with the number that fits."""
 

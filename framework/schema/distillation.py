@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from framework.schema.choices import Attention, Divergence, TorchDtype
+from framework.schema.facts import NO_MEMORY
 from framework.schema.params import FrozenMapping, Integer, Number, Params
 
 
@@ -34,10 +35,10 @@ class TeacherParams(Params):
 class DistillationParams(Params):
     """The loss of `training.task: distillation`."""
 
-    divergence: Divergence = Divergence.FORWARD_KL
+    divergence: Annotated[Divergence, NO_MEMORY] = Divergence.FORWARD_KL
     """`forward_kl` makes the student cover all that the teacher would say, `reverse_kl` avoid what it would not,
     `jsd` lies between. No memory."""
-    temperature: Annotated[Number, Field(gt=0)] = 1.0
+    temperature: Annotated[Number, Field(gt=0), NO_MEMORY] = 1.0
     """Both models' logits are divided by it: above 1 unlikely tokens count for more. No memory."""
-    alpha: Annotated[Number, Field(gt=0, le=1)] = 0.5
+    alpha: Annotated[Number, Field(gt=0, le=1), NO_MEMORY] = 0.5
     """Weight of the divergence; the labels' cross entropy has the rest. No memory."""

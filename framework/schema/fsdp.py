@@ -1,8 +1,13 @@
 """`fsdp`: one model over several GPUs."""
 
+from typing import Annotated
+
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy, StateDictType
+from framework.schema.facts import UsedWith
 from framework.schema.params import Auto, Params
 from framework.schema.training import Positive
+
+_SHARDED = UsedWith("fsdp.enable_fsdp")
 
 
 class FSDPParams(Params):
@@ -10,17 +15,17 @@ class FSDPParams(Params):
 
     enable_fsdp: bool | Auto = False
     """Split weights, gradients and optimizer states over the devices."""
-    sharding_strategy: ShardingStrategy | Auto = ShardingStrategy.FULL_SHARD
+    sharding_strategy: Annotated[ShardingStrategy | Auto, _SHARDED] = ShardingStrategy.FULL_SHARD
     """What is split. `SHARD_GRAD_OP` keeps the weights gathered between forward and backward: faster, larger."""
-    cpu_offload: bool | Auto = False
+    cpu_offload: Annotated[bool | Auto, _SHARDED] = False
     """Keep shards in pinned host memory. Costs host memory and link time."""
-    forward_prefetch: bool = False
+    forward_prefetch: Annotated[bool, _SHARDED] = False
     """Gather the next block while this one computes. Holds one more gathered block."""
-    backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
+    backward_prefetch: Annotated[BackwardPrefetch, _SHARDED] = BackwardPrefetch.BACKWARD_PRE
     """When the next block is gathered in backward. `BACKWARD_PRE` holds one more gathered block than `NONE`."""
-    state_dict_type: StateDictType = StateDictType.SHARDED_STATE_DICT
+    state_dict_type: Annotated[StateDictType, _SHARDED] = StateDictType.SHARDED_STATE_DICT
     """How checkpoints are written. `FULL_STATE_DICT` gathers the whole model in host memory of rank 0."""
-    transformer_layer_cls: str | None = None
+    transformer_layer_cls: Annotated[str | None, _SHARDED] = None
     """Class of the blocks that are sharded one by one. Unset: inferred and printed."""
     context_parallel_size: Positive | None = None
     """Devices that share each row with `model.attn_implementation: ring_attention`: activations shrink as many times,

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
+from framework.schema.facts import Facts, Resume, UsedWith
+from framework.schema.optimizers import FACTS
+from framework.schema.params import Auto
 from framework.schema.renamed import OLD_NAMES
 
 Path = tuple[str | int, ...]
@@ -70,6 +74,71 @@ def key_at(path: Path) -> Key | None:
 def every_key() -> tuple[str, ...]:
     """All keys, dotted and without list indices, in the order of the schema."""
     return tuple(_walk(root(), ""))
+
+
+def moves_memory(key: str) -> bool:
+    """Whether a plan of device memory may depend on a key."""
+    return all(item.memory for item in _stated(key) if isinstance(item, Facts))
+
+
+def resume_of(key: str) -> Resume | None:
+    """What the schema says of a resumed run with another value, the key's own word before that of its section."""
+    said = [item.resume for item in _stated(key) if isinstance(item, Facts) and item.resume is not None]
+    return said[-1] if said else None
+
+
+@cache
+def uses_of(key: str) -> tuple[UsedWith, ...]:
+    """The other keys without which a key has no effect, those of the section around it first."""
+    section, _, name = key.rpartition(".")
+    users = tuple(choice for choice, facts in FACTS.items() if name in facts.keys) if section == "training" else ()
+    own = (item for item in _stated(key) if isinstance(item, UsedWith))
+    return (*own, *([UsedWith("training.optimizer", users)] if users else []))
+
+
+def left_open(config: TrainingConfig) -> tuple[str, ...]:
+    """The levers that are `auto`: those that a search has to decide before anything is built."""
+    return tuple(dotted(path) for path, value in values(config) if value == "auto" and admits_auto(dotted(path)))
+
+
+@cache
+def admits_auto(key: str) -> bool:
+    """Whether `auto` stands for a search's choice there, and is not a word of the key's own, as a dtype's is."""
+    definitions = _definitions(key)
+    return len(definitions) == key.count(".") + 1 and Auto in get_args(definitions[-1].annotation) and "[" not in key
+
+
+def _stated(key: str) -> Iterator[Any]:
+    """What stands at the definitions of a key and of the sections around it, outermost first."""
+    return (item for definition in _definitions(key) for item in definition.metadata)
+
+
+@cache
+def _definitions(key: str) -> tuple[FieldInfo, ...]:
+    """The fields that lead to a key, as far as the schema has them: anything may stand below a free mapping."""
+    section: type[BaseModel] | None = TrainingConfig
+    found = list[FieldInfo]()
+    for part in key.split("."):
+        definition = section.model_fields.get(part.partition("[")[0]) if section else None
+        if definition is None:
+            break
+        found.append(definition)
+        section = _section_in(definition.annotation)
+    return tuple(found)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
+
+
+def value_of(config: TrainingConfig, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def values(config: TrainingConfig) -> Iterator[tuple[Path, Any]]:

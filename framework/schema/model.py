@@ -5,9 +5,16 @@ from typing import Annotated
 from pydantic import Field
 
 from framework.schema.choices import Attention, SdpaBackend, TorchDtype
+from framework.schema.facts import NO_MEMORY, UsedUnless, UsedWith
 from framework.schema.params import Auto, FrozenMapping, Integer, Params, Strings
 from framework.schema.training import Count, Positive
 from framework.schema.urls import NoURL
+
+_TRAINED = UsedWith(
+    "training.use_peft",
+    (False,),
+    "an adapter leaves the whole model frozen; peft.lora_target_modules says where it is",
+)
 
 
 class TokenizerTraining(Params):
@@ -51,21 +58,21 @@ class ModelParams(Params):
     """Keep the blocks' frozen weights in host memory (pinned on a GPU) and two blocks of them at a time on the device,
     so that a model larger than the card can be adapted. Costs host memory and one copy of the blocks over the link in
     forward and one in backward. Needs `training.use_peft`."""
-    freeze_layers: Strings = ()
+    freeze_layers: Annotated[Strings, _TRAINED] = ()
     """Modules that are not trained, by name or glob (`layers.1` is not `layers.10`); `embeddings` means all of them.
     Saves their gradients and states."""
-    freeze_first_blocks: Count = 0
+    freeze_first_blocks: Annotated[Count, _TRAINED] = 0
     """The first n transformer blocks are not trained. With `freeze_layers: [embeddings]` beside it they keep no
     activations either."""
-    tokenizer_name: NoURL | None = None
+    tokenizer_name: Annotated[NoURL | None, NO_MEMORY] = None
     """Hub id or folder of the tokenizer. Unset: the model's."""
-    tokenizer: TokenizerTraining | None = None
+    tokenizer: Annotated[TokenizerTraining | None, NO_MEMORY] = None
     """Build a tokenizer on the training text: `{train: bpe, vocab_size: 4096}`."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, NO_MEMORY] = None
     """Jinja template of a chat: `chatml`, `gemma`, `llama3`, `mistral` or `plain`, a path to a file, or its text. Saved
     with the tokenizer. Unset: the tokenizer's own."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, NO_MEMORY] = False
     """Run Python code that comes with the model, said with its revision. Only for models you would also install as a
     program. Counts in a recipe and on the command line: where a run's config says it, the command line repeats it."""
-    model_revision: str | None = None
+    model_revision: Annotated[str | None, NO_MEMORY, UsedUnless("model.model_name", (None,))] = None
     """Branch, tag or commit of a hub model."""

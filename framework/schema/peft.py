@@ -5,8 +5,13 @@ from typing import Annotated
 from pydantic import Field
 
 from framework.schema.choices import PeftMethod, PeftSaveMode, Quantization, TorchDtype
+from framework.schema.facts import NO_MEMORY, UsedUnless, UsedWith
 from framework.schema.params import Integer, Number, Params, Strings
 from framework.schema.training import Positive
+
+PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
+_MATRICES = UsedUnless("peft.peft_method", (PeftMethod.IA3, *PROMPTS))
+_FACTORS = UsedUnless("peft.peft_method", (PeftMethod.VERA, PeftMethod.IA3, *PROMPTS))
 
 
 class PeftParams(Params):
@@ -15,21 +20,21 @@ class PeftParams(Params):
     peft_method: PeftMethod = PeftMethod.LORA
     """Kind of adapter. `pissa` and `olora` move a part of the base's weights into the adapter, `loftq` starts it from
     what quantisation loses, `vera` and `ia3` train vectors alone, `prefix` and `prompt` train tokens before the row."""
-    lora_r: Positive = 8
+    lora_r: Annotated[Positive, _MATRICES] = 8
     """Rank: trained parameters grow in proportion (rank x (in + out) per adapted matrix). VeRA's is of matrices that
     all layers share and nobody trains: 256 is usual there."""
-    lora_alpha: Annotated[Number, Field(gt=0)] = 8.0
+    lora_alpha: Annotated[Number, Field(gt=0), NO_MEMORY, _FACTORS] = 8.0
     """Scale: the update is multiplied by alpha / rank. No memory."""
-    lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    lora_dropout: Annotated[Number, Field(ge=0, lt=1), _MATRICES] = 0.0
     """Dropout before the adapter. Above 0 it keeps one more copy of each adapted input, plus a mask."""
-    lora_plus_lr_ratio: Annotated[Number, Field(gt=0)] | None = None
+    lora_plus_lr_ratio: Annotated[Annotated[Number, Field(gt=0)] | None, NO_MEMORY, _FACTORS] = None
     """LoRA+: the B matrices learn at this many times the learning rate (16 is usual). No memory."""
-    lora_target_modules: Strings | str | None = None
+    lora_target_modules: Annotated[Strings | str | None, UsedUnless("peft.peft_method", PROMPTS)] = None
     """Names of the adapted modules (or of stacked expert weights), `[all-linear]`, or one text that is a regular
     expression for whole module names. Each one keeps its input for backward. Unset: peft's choice for the model."""
     lora_modules_to_save: Strings = ()
     """Modules trained in full and saved beside the adapter. Cost full gradients and states."""
-    num_virtual_tokens: Positive = 20
+    num_virtual_tokens: Annotated[Positive, UsedWith("peft.peft_method", PROMPTS)] = 20
     """Trained tokens before each row (`prefix`: keys and values of every layer; `prompt`: embeddings)."""
     adapter_dtype: TorchDtype | None = None
     """dtype of the adapter's weights; `auto` is the base's. Unset: float32, where small updates do not round away; the
@@ -37,12 +42,12 @@ class PeftParams(Params):
     float32 under autocast, else in the base's dtype."""
     q_lora: bool = False
     """Hold the frozen base in 4 or 8 bits. With `fsdp` its 4 bits are split over the devices, scales included."""
-    q_lora_bits: Annotated[Integer, Field(multiple_of=4, ge=4, le=8)] = 4
+    q_lora_bits: Annotated[Integer, Field(multiple_of=4, ge=4, le=8), UsedWith("peft.q_lora")] = 4
     """4 or 8 bits a frozen weight; sharded 4."""
-    bnb_4bit_quant_type: Quantization = Quantization.NF4
+    bnb_4bit_quant_type: Annotated[Quantization, UsedWith("peft.q_lora")] = Quantization.NF4
     """Code of the 4-bit numbers."""
-    use_bnb_nested_quant: bool = False
+    use_bnb_nested_quant: Annotated[bool, UsedWith("peft.q_lora")] = False
     """Quantise the scales too: 0.4 bits a weight less."""
-    peft_save_mode: PeftSaveMode = PeftSaveMode.ADAPTER_ONLY
+    peft_save_mode: Annotated[PeftSaveMode, NO_MEMORY] = PeftSaveMode.ADAPTER_ONLY
     """What the final export holds: the adapter; the adapter and, in `base_model/`, the weights it belongs on; or a
     plain model with the adapter added into its weights (a quantised base is dequantised for it)."""

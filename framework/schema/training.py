@@ -10,7 +10,6 @@ from framework.schema.choices import (
     Fp8,
     MixedPrecision,
     OnOutOfMemory,
-    Optimizer,
     OptimizerOffload,
     PreferenceLoss,
     Rounding,
@@ -19,7 +18,9 @@ from framework.schema.choices import (
     Tracker,
 )
 from framework.schema.distillation import DistillationParams, TeacherParams
+from framework.schema.facts import FREE, NO_MEMORY, STEERING, Facts, Resume, UsedWith
 from framework.schema.intervals import Interval
+from framework.schema.optimizers import Optimizer
 from framework.schema.params import Auto, Integer, Number, Params, parse_sequence
 from framework.schema.preference import WITHOUT_REFERENCE, PreferenceParams
 from framework.schema.urls import NoURL
@@ -28,12 +29,17 @@ Positive = Annotated[Integer, Field(ge=1)]
 Count = Annotated[Integer, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+_CHECKPOINTED = UsedWith("training.enable_gradient_checkpointing")
+_SCHEDULE = "training.lr_scheduler_type"
+_WITH_LAST_RATE = UsedWith(
+    _SCHEDULE, (Scheduler.COSINE_WITH_MIN_LR, Scheduler.POLYNOMIAL, Scheduler.WARMUP_STABLE_DECAY)
+)
 
 
 class GradientCheckpointingKwargs(Params):
     """The options of `torch.utils.checkpoint` that a recipe may set."""
 
-    use_reentrant: bool = False
+    use_reentrant: Annotated[bool, Facts(resume=Resume.ROUNDING)] = False
     """The old variant (true) recomputes under an inner backward pass and keeps no policy. No difference in memory."""
 
 
@@ -57,56 +63,62 @@ class TrainingParams(Params):
     from better and worse answers, whose pairs are two sequences a row, `reward` to give the better one the higher
     number; `classification` and `regression` train one answer for each row. Heads of the last three have no logits of
     tokens. `distillation` learns a teacher's next tokens."""
-    preference: PreferenceParams = PreferenceParams()
+    preference: Annotated[PreferenceParams, UsedWith("training.task", (Task.PREFERENCE,), refused=True)] = (
+        PreferenceParams()
+    )
     """The loss of `task: preference`."""
     teacher: TeacherParams | None = None
     """The model that `task: distillation` learns from; its weights stay on the device beside the trained ones."""
-    distillation: DistillationParams = DistillationParams()
+    distillation: Annotated[DistillationParams, UsedWith("training.task", (Task.DISTILLATION,), refused=True)] = (
+        DistillationParams()
+    )
     """The loss of `task: distillation`."""
-    router_aux_loss_coef: Annotated[Number, Field(ge=0)] | None = None
+    router_aux_loss_coef: Annotated[Annotated[Number, Field(ge=0)] | None, Facts(resume=Resume.STEERING)] = None
     """What the router auxiliary loss of a mixture of experts is multiplied by in the loss; 0 trains without it. Unset:
     the model's own coefficient where its config has `output_router_logits: true`, else 0, as in transformers. Keeps
     the router logits for backward: 4 bytes a token, expert and layer."""
-    max_steps: Positive | None = None
+    max_steps: Annotated[Positive | None, STEERING] = None
     """Optimizer steps to make; wins over `num_train_epochs`. No memory."""
-    num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0
+    num_train_epochs: Annotated[Number, Field(gt=0), STEERING, UsedWith("training.max_steps", (None,))] = 3.0
     """Passes over the training rows when `max_steps` is unset. No memory."""
     per_device_train_batch_size: Positive | Auto = 8
     """Rows per forward pass on one device. Activations and logits grow in proportion; weights do not move."""
     per_device_eval_batch_size: Positive | Auto | None = None
     """Rows per forward pass of evaluation. No activations are kept, but the logits of one batch are. Unset: as many as
     in training, at most 8."""
-    gradient_accumulation_steps: Positive | Auto | None = None
+    gradient_accumulation_steps: Annotated[Positive | Auto | None, Facts(resume=Resume.STEERING)] = None
     """Micro batches per optimizer step (1 when unset). Costs no memory, only time; the loss stays the exact mean over
     all supervised tokens of the global batch."""
     global_batch_size: Positive | None = None
     """Rows per optimizer step over all devices. May stand instead of `gradient_accumulation_steps`, which is then
     derived: global / (per device x devices) must be whole."""
-    learning_rate: Annotated[Number, Field(ge=0)] = 5e-5
+    learning_rate: Annotated[Number, Field(ge=0), STEERING] = 5e-5
     """Peak rate, reached at the end of warm-up. No memory."""
-    lr_scheduler_type: Scheduler = Scheduler.LINEAR
+    lr_scheduler_type: Annotated[Scheduler, STEERING] = Scheduler.LINEAR
     """Shape of the rate after warm-up, in optimizer steps. No memory."""
-    min_learning_rate: Annotated[Number, Field(ge=0)] = 0.0
+    min_learning_rate: Annotated[Number, Field(ge=0), STEERING, _WITH_LAST_RATE] = 0.0
     """Last rate of `cosine_with_min_lr`, `polynomial` and `warmup_stable_decay`. No memory."""
-    lr_cycles: Positive = 1
+    lr_cycles: Annotated[Positive, STEERING, UsedWith(_SCHEDULE, (Scheduler.COSINE_WITH_RESTARTS,))] = 1
     """Cycles of `cosine_with_restarts`, each from the peak to 0. No memory."""
-    lr_power: Annotated[Number, Field(gt=0)] = 1.0
+    lr_power: Annotated[Number, Field(gt=0), STEERING, UsedWith(_SCHEDULE, (Scheduler.POLYNOMIAL,))] = 1.0
     """Exponent of `polynomial`; 1 is linear. No memory."""
-    lr_decay_ratio: Annotated[Number, Field(gt=0, le=1)] = 0.1
+    lr_decay_ratio: Annotated[
+        Number, Field(gt=0, le=1), STEERING, UsedWith(_SCHEDULE, (Scheduler.WARMUP_STABLE_DECAY,))
+    ] = 0.1
     """Share of all optimizer steps in which `warmup_stable_decay` falls, along a cosine. No memory."""
-    warmup_steps: Count | None = None
+    warmup_steps: Annotated[Count | None, STEERING] = None
     """Optimizer steps of linear warm-up; wins over `warmup_ratio`. No memory."""
-    warmup_ratio: Fraction = 0.0
+    warmup_ratio: Annotated[Fraction, STEERING, UsedWith("training.warmup_steps", (None,))] = 0.0
     """Share of all optimizer steps used for warm-up. No memory."""
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    weight_decay: Annotated[Number, Field(ge=0), Facts(resume=Resume.STEERING)] = 0.0
     """Decoupled decay, not applied to biases and norms. Costs one temporary the size of the gradients with `sgd`."""
-    adam_beta1: Beta = 0.9
+    adam_beta1: Annotated[Beta, NO_MEMORY] = 0.9
     """Decay of the first moment. No memory."""
-    adam_beta2: Beta = 0.999
+    adam_beta2: Annotated[Beta, NO_MEMORY] = 0.999
     """Decay of the second moment. No memory."""
-    adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
+    adam_epsilon: Annotated[Number, Field(gt=0), NO_MEMORY] = 1e-8
     """Added to the root of the second moment. No memory."""
-    max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
+    max_grad_norm: Annotated[Number, Field(ge=0), Facts(resume=Resume.STEERING)] = 1.0
     """Global norm that gradients are clipped to; 0 switches clipping off and saves one pass over the gradients."""
     optimizer: Optimizer | Auto = Optimizer.ADAMW_TORCH
     """Its states are the second largest item of a full fine-tune (AdamW: two copies of the trained weights).
@@ -116,17 +128,17 @@ class TrainingParams(Params):
     parameter, `stochastic` none. Unset: stochastic."""
     sgd_momentum: Beta = 0.0
     """Momentum of `sgd`; above 0 it keeps one state a trained weight."""
-    muon_momentum: Beta = 0.95
+    muon_momentum: Annotated[Beta, NO_MEMORY] = 0.95
     """Nesterov momentum of `muon` on matrices; other weights follow `adam_beta1`. No memory."""
-    sophia_rho: Annotated[Number, Field(gt=0)] = 2e4
+    sophia_rho: Annotated[Number, Field(gt=0), NO_MEMORY] = 2e4
     """Weight of the curvature in `sophia`: the paper's gamma (0.04) times the tokens of a global batch. No memory."""
-    sophia_hessian_steps: Positive = 10
+    sophia_hessian_steps: Annotated[Positive, NO_MEMORY] = 10
     """Optimizer steps between estimates of `sophia`'s curvature. No memory."""
     projection_rank: Positive = 128
     """Rank of `galore_adamw` and `apollo_adamw`: an m x n matrix, m >= n, has states of 2 m x rank."""
-    projection_update_steps: Positive = 200
+    projection_update_steps: Annotated[Positive, NO_MEMORY] = 200
     """Optimizer steps between two projections. `galore_adamw` takes time for each; no memory."""
-    projection_scale: Annotated[Number, Field(gt=0)] | None = None
+    projection_scale: Annotated[Annotated[Number, Field(gt=0)] | None, NO_MEMORY] = None
     """Factor on projected updates. Unset: 0.25 for `galore_adamw`, 1 for `apollo_adamw`. No memory."""
     optimizer_in_backward: bool = False
     """Update each weight as soon as its gradient is there and free it: gradients cost one weight instead of all.
@@ -134,30 +146,32 @@ class TrainingParams(Params):
     optimizer_offload: OptimizerOffload | Auto = OptimizerOffload.NONE
     """Keep optimizer states in host memory (pinned on a GPU) or in a file on NVMe; each weight's states come to the
     device for its own update. Saves their bytes on the device, costs two copies of them over the link a step."""
-    optimizer_offload_folder: str | None = None
+    optimizer_offload_folder: Annotated[
+        str | None, FREE, UsedWith("training.optimizer_offload", (OptimizerOffload.NVME,))
+    ] = None
     """Folder on the NVMe disk for `optimizer_offload: nvme`; its files vanish with the run. Costs disk."""
-    mixed_precision_dtype: MixedPrecision | None = None
+    mixed_precision_dtype: Annotated[MixedPrecision | None, Facts(resume=Resume.STEERING)] = None
     """dtype of autocast: matrix products run in it while the weights stay float32. Halves most activations and adds
     a half-precision copy of the weights in forward. `fp16` scales the loss and skips the steps that overflow. Unset:
     the card's best when weights are trained in float32 or a base is frozen (bf16, else fp16; none on the CPU). Not fp16
     where weights are sharded, or where the model's family is known to overflow in it: there float32 without autocast,
     which takes twice the memory of half precision in what is computed."""
-    tf32: bool | None = None
+    tf32: Annotated[bool | None, STEERING] = None
     """Let the card round float32 matrix products to tf32 (10 bits), many times faster. No memory. Unset: not."""
-    fp8: Fp8 = Fp8.NONE
+    fp8: Annotated[Fp8, Facts(resume=Resume.STEERING)] = Fp8.NONE
     """Multiply in 8-bit floats in the linear layers of the blocks (cards from capability 8.9). Faster where the model
     is compiled; every product rounds its operands to 3 bits, with one scale an operand (`tensorwise`) or a row
     (`rowwise`, closer). Trained weights (torchao) and their states stay as they are; the frozen base of an adapter is
     held in 8 bits, a byte a weight in place of two."""
     enable_gradient_checkpointing: bool | Auto = False
     """Keep only each block's input and recompute the rest in backward: most activations go, for 15-42 % of speed."""
-    gradient_checkpointing_every: Positive | Auto = 1
+    gradient_checkpointing_every: Annotated[Positive | Auto, _CHECKPOINTED] = 1
     """Checkpoint every n-th block: 1 all of them, 2 each second one. The others keep their activations and are not
     computed twice."""
-    gradient_checkpointing_policy: CheckpointingPolicy = CheckpointingPolicy.FULL
+    gradient_checkpointing_policy: Annotated[CheckpointingPolicy, _CHECKPOINTED] = CheckpointingPolicy.FULL
     """What a checkpointed block keeps: `full` its input alone, `save_attention` the result of attention too,
     `save_matmuls` the results of its linear layers and attention, so that only cheap operators run twice."""
-    gradient_checkpointing_kwargs: GradientCheckpointingKwargs = GradientCheckpointingKwargs()
+    gradient_checkpointing_kwargs: Annotated[GradientCheckpointingKwargs, _CHECKPOINTED] = GradientCheckpointingKwargs()
     """Options of checkpointing."""
     activation_memory_budget: Annotated[Number, Field(gt=0, le=1)] | Auto | None = None
     """Share of a compiled block's activations that may be kept; the rest is recomputed, cheapest first. Unset: all
@@ -168,7 +182,7 @@ class TrainingParams(Params):
     compile: bool | Auto = False
     """torch.compile: fuses elementwise work, fewer activations, 8-40 s for the first step and again for a new shape of
     batch. Evaluation and samples run the plain code."""
-    compile_scope: CompileScope = CompileScope.BLOCK
+    compile_scope: Annotated[CompileScope, UsedWith("training.compile")] = CompileScope.BLOCK
     """`block` compiles one transformer block and reuses it; `model` compiles all below the head, slower to start."""
     empty_device_cache_steps: Positive | None = None
     """Return unused blocks to the driver every n steps. Cannot lower the allocated peak; costs time when small."""
@@ -176,43 +190,43 @@ class TrainingParams(Params):
     """Settings of torch's CUDA allocator, given to it before the card is used."""
     use_peft: bool = False
     """Train an adapter instead of the weights: gradients and optimizer states only for the adapter."""
-    eval_steps: Interval | None = None
+    eval_steps: Annotated[Interval | None, FREE] = None
     """Optimizer steps between evaluations, below 1 a share of the run, or `epoch`; and once at the end. Unset: evaluate
     at the end if there is eval data."""
-    eval_first: bool = True
+    eval_first: Annotated[bool, FREE] = True
     """Evaluate before the first step, too: the loss that training has to beat."""
-    save_steps: Interval | None = None
+    save_steps: Annotated[Interval | None, FREE] = None
     """Optimizer steps between checkpoints, below 1 a share of the run, or `epoch`. Unset: one checkpoint at the end.
     Costs disk, not GPU memory."""
-    save_first: bool = False
+    save_first: Annotated[bool, FREE] = False
     """Write a checkpoint before the first step, too. Costs disk."""
-    save_total_limit: Positive = 2
+    save_total_limit: Annotated[Positive, FREE] = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
-    best_metric: str | None = None
+    best_metric: Annotated[str | None, FREE] = None
     """Metric of the evaluations by which the best checkpoint is kept next to the newest, such as `eval_loss` or
     `accuracy`. Whenever it improves, a checkpoint is written. Costs the disk of one more."""
-    early_stopping_patience: Positive | None = None
+    early_stopping_patience: Annotated[Positive | None, FREE] = None
     """Evaluations in a row without a better `best_metric` (unset: `eval_loss`) after which the run ends. No memory."""
-    export_best: bool = False
+    export_best: Annotated[bool, FREE] = False
     """Export the weights of the best checkpoint rather than the last. Needs `best_metric`."""
-    async_save: bool = False
+    async_save: Annotated[bool, Facts(resume=Resume.FREE)] = False
     """Write checkpoints beside training: at a save weights and optimizer states are copied to host memory, and training
     goes on while the copies are written. Costs that host memory from the first save to the last, on each rank its part;
     training waits for the copy, and for the writer where that is not done by the next save. Needs `save_steps`."""
-    logging_steps: Positive = 1
+    logging_steps: Annotated[Positive, FREE] = 1
     """Optimizer steps between progress lines; `metrics.jsonl` gets every step."""
-    seed: Count = 42
+    seed: Annotated[Count, NO_MEMORY] = 42
     """Seeds weights, data order and dropout."""
-    output_dir: NoURL | None = None
+    output_dir: Annotated[NoURL | None, FREE] = None
     """Run folder. Unset: `runs/<recipe>`, numbered when taken."""
-    fallback_dir: str | None = None
+    fallback_dir: Annotated[str | None, FREE] = None
     """Folder on another disk where checkpoints and the export go when the run folder takes none, as on a full disk.
     Unset: the run ends then. Costs their room there, no memory."""
-    run_name: str | None = None
+    run_name: Annotated[str | None, FREE] = None
     """Name shown by trackers. Unset: the run folder's name."""
-    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(parse_sequence)] = ()
+    trackers: Annotated[tuple[Tracker, ...], BeforeValidator(parse_sequence), FREE] = ()
     """Metric trackers besides `metrics.jsonl`; each needs its package."""
-    on_oom: OnOutOfMemory = OnOutOfMemory.STOP
+    on_oom: Annotated[OnOutOfMemory, Facts(resume=Resume.FREE)] = OnOutOfMemory.STOP
     """`shrink` undoes the step that ran out of memory, halves the micro batch and goes on with the same global batch;
     costs a copy of the trained weights in host memory during the first update, and on several devices the time of an
     exchange of gradients that no longer goes on beside backward. `stop` undoes the step, saves, ends."""

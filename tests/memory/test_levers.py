@@ -6,14 +6,10 @@ import pytest
 
 from framework.build.verify import FIRST_STEP_READERS, READERS
 from framework.memory.ledger import Terms
-from framework.memory.levers import LEVERS, every_setting, lever
-from framework.schema.availability import ROWS, unavailable
-from framework.schema.config import TrainingConfig
-from framework.schema.keys import every_key, key_at
+from framework.memory.levers import LEVERS, every_setting, lever, word
+from framework.schema.keys import every_key, value_of
 from tests.settings import as_config
 
-SECTIONS = ("training", "model", "peft", "fsdp")
-DTYPES = ("model.torch_dtype_str", "peft.adapter_dtype")
 NAMED_BY_THE_SEEDS = {
     "training": "per_device_train_batch_size gradient_accumulation_steps enable_gradient_checkpointing optimizer "
     "mixed_precision_dtype empty_device_cache_steps compile use_peft",
@@ -23,34 +19,12 @@ NAMED_BY_THE_SEEDS = {
 }
 
 
-def is_built(key: str) -> bool:
-    """Whether some value but the default works; a section that cannot be switched on has no levers yet."""
-    works = {row.key: row.works for row in ROWS}
-    if key.startswith("fsdp.") and works.get("fsdp.enable_fsdp") == (False,):
-        return False
-    section, name = key.split(".")
-    default = getattr(getattr(TrainingConfig(), section), name)
-    return key not in works or any(value not in (default, None) for value in works[key])
-
-
-def admits_auto(key: str) -> bool:
-    found = key_at(tuple(key.split(".")))
-    return found is not None and "auto" in found.choices and key not in DTYPES
-
-
-@pytest.mark.parametrize(
-    "key", [key for key in every_key() if key.split(".")[0] in SECTIONS and key.count(".") == 1 and admits_auto(key)]
-)
-def test_every_key_that_admits_auto_has_a_row(key):
-    assert not is_built(key) or lever(key)
-
-
 @pytest.mark.parametrize(
     "key", [f"{section}.{name}" for section, names in NAMED_BY_THE_SEEDS.items() for name in names.split()]
 )
 def test_every_lever_of_the_seeds_has_a_row(key):
     assert key in every_key()
-    assert not is_built(key) or lever(key)
+    assert lever(key)
 
 
 @pytest.mark.parametrize("row", LEVERS, ids=lambda row: row.key)
@@ -75,9 +49,8 @@ def test_no_key_has_two_rows_and_no_reader_is_idle():
 
 
 @pytest.mark.parametrize(("row", "setting"), list(every_setting()), ids=lambda part: getattr(part, "key", None))
-def test_a_setting_is_a_value_that_works(row, setting):
-    config = as_config(row.key, setting)
-    assert list(unavailable(config)) == []
+def test_a_setting_is_a_value_of_its_key(row, setting):
+    assert word(value_of(as_config(row.key, setting), row.key)) == word(setting.value)
 
 
 def test_exactness_is_that_of_the_settings():

@@ -32,9 +32,8 @@ from framework.build.model.heads import answers_for_rows, head_modules
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod, TorchDtype
-from framework.schema.peft import PeftParams
+from framework.schema.peft import PROMPTS, PeftParams
 
-PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
 """Kinds that are tokens before the row and touch no module."""
 NEVER_TIE = (PeftMethod.VERA, PeftMethod.IA3)
 """Kinds that peft trains whole modules of a shared weight apart beside; of the others it trains them as one."""

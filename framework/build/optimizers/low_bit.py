@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from framework.build.ranks import local_part
-from framework.schema.choices import Optimizer
+from framework.schema.optimizers import Optimizer
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from framework.build.model.heads import head_layers
 from framework.build.model.parts import causal_model
 from framework.errors import Problem, RequestError
-from framework.schema.choices import Optimizer
-from framework.schema.rules.optimizer import FOR_MATRICES
+from framework.schema.optimizers import Optimizer, facts_of
 from framework.schema.training import TrainingParams
 
 
@@ -29,13 +28,13 @@ def matrices_apart(training: TrainingParams, model: nn.Module) -> frozenset[Tens
     Raises RequestError where such an optimizer would find none, and train everything as AdamW does.
     """
     choice = training.optimizer
-    if choice not in FOR_MATRICES:
+    if not facts_of(choice).of_matrices:
         return frozenset()
     hidden = hidden_matrices(model)
     if not hidden:
         message = f"{choice} is for matrices inside the blocks, and none is trained: AdamW would train everything"
         raise RequestError([Problem("training.optimizer", message, expected=str(Optimizer.ADAMW_TORCH_FUSED))])
-    if choice is Optimizer.MUON:
+    if not facts_of(choice).projects:
         return hidden
     rank = training.projection_rank
     projected = frozenset(matrix for matrix in hidden if min(matrix.shape) > rank)

@@ -19,7 +19,8 @@ from framework.build.optimizers.parameter_wise import ParameterWise, is_large
 from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
 from framework.build.optimizers.sophia import SophiaG
 from framework.build.verify.reading import FirstStep, Reading
-from framework.schema.choices import Optimizer, OptimizerOffload, Rounding
+from framework.schema.choices import OptimizerOffload, Rounding
+from framework.schema.optimizers import Optimizer
 from framework.schema.training import TrainingParams
 from framework.schema.wording import counted
 

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from framework.memory.editing import value_of
 from framework.memory.explain.causes import Cause, Repair
 from framework.memory.explain.proposals import BATCH, EVAL_BATCH, OPTIMIZER, TASK, costs_of, is_detail, movable
 from framework.memory.explain.saved_plan import SavedLever, SavedPlan
 from framework.memory.levers import LEVERS, Lever, Setting, lever, word
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import value_of
+from framework.schema.optimizers import FACTS
 
 HOST = "host"
 """The key, beside the phases, of what a lever saves of the host's memory."""
@@ -25,8 +26,6 @@ TERMS: Mapping[str | None, frozenset[str]] = {
 }
 """Terms that can make up the peak of a phase; of forward, loss, backward and an unknown phase it can be any. The
 temporaries of an optimizer's step are the optimizer's, and no other lever's."""
-_ONLY_IN = {EVAL_BATCH: ("eval",)}
-_NOT_IN = {BATCH: ("eval",)}
 _DEFAULT = TrainingConfig()
 _QUANTIZED, _ADAPTED = "peft.q_lora", {"training.use_peft": True}
 _SHARDED = "fsdp.enable_fsdp"
@@ -97,7 +96,7 @@ def _ranked(levers: Sequence[SavedLever], phase: str, needed: int) -> tuple[Move
 def touches(key: str, phase: str | None) -> bool:
     """Whether a lever shrinks a term that can be part of the peak of `phase`."""
     row = next((row for row in LEVERS if row.key == key), None)
-    if row is None or phase in _NOT_IN.get(key, ()) or (key in _ONLY_IN and phase not in _ONLY_IN[key]):
+    if row is None or (row.moment and (row.moment == "eval") != (phase == "eval")):
         return False
     return phase not in TERMS or bool(TERMS[phase] & set(row.shrinks))
 
@@ -131,7 +130,7 @@ def _settings(row: Lever, phase: str | None) -> tuple[Setting, ...]:
     if OPTIMIZER in row.settings[0].beside:
         return ()  # a detail of one optimizer
     if row.key == OPTIMIZER:
-        others = (item for item in row.settings[2:] if not item.changes.startswith("another") and not item.beside)
+        others = (item for item in row.settings[2:] if FACTS[item.value].keeps_rule and not item.beside)
         return (row.settings[0], *others) if phase == "optimizer_step" else tuple(others)
     if row.key in (BATCH, EVAL_BATCH):
         return row.settings[-1:]

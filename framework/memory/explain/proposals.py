@@ -4,27 +4,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from framework.memory.editing import possible, value_of
+from framework.memory.editing import possible
 from framework.memory.levers import LEVERS, Lever, Setting, word
 from framework.memory.requirements import is_installed, suits
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import value_of
+from framework.schema.optimizers import FACTS
 
 BATCH = "training.per_device_train_batch_size"
 EVAL_BATCH = "training.per_device_eval_batch_size"
 OPTIMIZER = "training.optimizer"
 TASK = "training.task"
-NOT_PROPOSED = (
-    "training.mixed_precision_dtype",
-    "model.freeze_layers",
-    "peft.peft_method",
-    "peft.lora_target_modules",
-    "peft.lora_modules_to_save",
-    "fsdp.context_parallel_size",
-    "fsdp.tensor_parallel_size",
-)
-"""Levers whose right setting depends on what is to be learnt, on names within a model, or on the number of cards."""
-LEAST = {"model.model_max_length": 128}
-_ANOTHER = "another optimizer"
 
 
 @dataclass(frozen=True)
@@ -47,7 +37,7 @@ def propose(config: TrainingConfig) -> tuple[Proposal, ...]:
 
 def movable() -> Iterator[Lever]:
     """The levers that can take something off what is allocated; those that move the cache alone cannot."""
-    return (row for row in LEVERS if set(row.shrinks) - {"fragmentation"} and row.key not in NOT_PROPOSED)
+    return (row for row in LEVERS if set(row.shrinks) - {"fragmentation"} and row.proposed)
 
 
 def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
@@ -80,12 +70,12 @@ def is_detail(key: str, beside: Mapping[str, Any]) -> bool:
 def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
     """Of a number its half, of rows of an evaluation one as well; of an optimizer every other that keeps its update
     rule; else the step away from the plain setting, after which the others differ little."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > LEAST.get(row.key, 1):
+    if isinstance(value, int) and not isinstance(value, bool) and value > row.least:
         like, sizes = row.settings[1], dict.fromkeys([value // 2, *([1] if row.key == EVAL_BATCH else [])])
         return tuple(Setting(size, like.time, like.changes, like.hardware, like.package) for size in sizes)
     plain = row.settings[0]
     if row.key == OPTIMIZER:
-        return tuple(item for item in row.settings if item.value != value and not item.changes.startswith(_ANOTHER))
+        return tuple(item for item in row.settings if item.value != value and FACTS[item.value].keeps_rule)
     return row.settings[1:2] if word(value) == word(plain.value) else ()
 
 

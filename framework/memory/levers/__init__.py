@@ -1,7 +1,7 @@
 """THE table: one row for each knob that trades memory for something else. A knob without a row does not exist.
 
-From it come the order in which a search tries moves, the advice after an out-of-memory error, the verification at
-start-up, the test of every pair, and docs/levers.md. No torch.
+From it come what a search tries and in which order, what a resumed run may change, the advice after an out-of-memory
+error, the verification at start-up, the test of every pair, and docs/levers.md. No torch.
 
 Whoever builds a lever adds its row to a module here and its reader to `framework.build.verify`. Figures of time carry
 where they are from, those of an H200 benchmarks/results/levers_h200.json; "not measured" where there is none.
@@ -18,10 +18,10 @@ from framework.memory.levers.kernels import KERNELS
 from framework.memory.levers.optimizers import OPTIMIZERS
 from framework.memory.levers.precision import FP8, PRECISION
 from framework.memory.levers.recompute import COMPILATION, RECOMPUTE
-from framework.memory.levers.row import Lever, Setting
+from framework.memory.levers.row import Axis, Lever, Setting
 from framework.memory.levers.sharding import SHARDING
 
-__all__ = ["LEVERS", "Lever", "Setting", "every_setting", "lever", "word"]
+__all__ = ["LEVERS", "Axis", "Lever", "Setting", "every_setting", "lever", "word"]
 
 LEVERS = (
     *BATCH,

@@ -2,9 +2,6 @@
 
 from framework.memory.levers.row import Lever, Setting
 
-_ADAPTED = {"training.use_peft": True}
-_QUANTIZED = {**_ADAPTED, "peft.q_lora": True}
-
 ADAPTERS = (
     Lever(
         "training.use_peft",
@@ -16,8 +13,8 @@ ADAPTERS = (
     Lever(
         "peft.lora_r",
         (
-            Setting(8, beside=_ADAPTED),
-            Setting(4, "none (not measured)", "an adapter of lower rank", beside=_ADAPTED),
+            Setting(8),
+            Setting(4, "none (not measured)", "an adapter of lower rank"),
         ),
         ("gradients", "optimizer"),
         "adapter_rank",
@@ -26,23 +23,19 @@ ADAPTERS = (
     Lever(
         "peft.lora_target_modules",
         (
-            Setting(("all-linear",), beside=_ADAPTED),
-            Setting(
-                ("q_proj", "v_proj"),
-                "+53 % tokens/s (8B); H200, 2026-11",
-                "fewer matrices are adapted",
-                beside=_ADAPTED,
-            ),
+            Setting(("all-linear",)),
+            Setting(("q_proj", "v_proj"), "+53 % tokens/s (8B); H200, 2026-11", "fewer matrices are adapted"),
         ),
         ("activations", "gradients", "optimizer"),
         "adapter_targets",
         "Which matrices are adapted; each keeps its input for backward.",
+        proposed=False,
     ),
     Lever(
         "peft.lora_dropout",
         (
-            Setting(0.1, beside=_ADAPTED),
-            Setting(0.0, "+5.5 % tokens/s (8B); H200, 2026-11", "less regularisation", beside=_ADAPTED),
+            Setting(0.1),
+            Setting(0.0, "+5.5 % tokens/s (8B); H200, 2026-11", "less regularisation"),
         ),
         ("activations",),
         "adapter_dropout",
@@ -51,45 +44,30 @@ ADAPTERS = (
     Lever(
         "peft.peft_method",
         (
-            Setting("lora", beside=_ADAPTED),
-            Setting("rslora", "none", "the update is scaled by alpha / root of rank", beside=_ADAPTED),
-            Setting("pissa", "a decomposition of each matrix at the start", "another start", beside=_ADAPTED),
+            Setting("lora"),
+            Setting("rslora", "none", "the update is scaled by alpha / root of rank"),
+            Setting("pissa", "a decomposition of each matrix at the start", "another start"),
             Setting(
                 "olora",
                 "-1.7 % tokens/s (1B); a decomposition of each matrix at the start; H200, 2026-11",
                 "another start",
-                beside=_ADAPTED,
             ),
-            Setting("vera", "-0.6 % tokens/s (1B); H200, 2026-11", "trains vectors alone", beside=_ADAPTED),
-            Setting("ia3", "-5.8 % tokens/s (1B); H200, 2026-11", "trains vectors alone", beside=_ADAPTED),
-            Setting(
-                "prompt",
-                "+6.3 % tokens/s (1B); H200, 2026-11",
-                "trains tokens before the row",
-                beside=_ADAPTED,
-            ),
-            Setting(
-                "prefix",
-                "-8.7 % tokens/s (1B); H200, 2026-11",
-                "trains tokens before the row",
-                beside=_ADAPTED,
-            ),
-            Setting("dora", "-9.9 % tokens/s (1B); H200, 2026-11", "learns lengths", beside=_ADAPTED),
+            Setting("vera", "-0.6 % tokens/s (1B); H200, 2026-11", "trains vectors alone"),
+            Setting("ia3", "-5.8 % tokens/s (1B); H200, 2026-11", "trains vectors alone"),
+            Setting("prompt", "+6.3 % tokens/s (1B); H200, 2026-11", "trains tokens before the row"),
+            Setting("prefix", "-8.7 % tokens/s (1B); H200, 2026-11", "trains tokens before the row"),
+            Setting("dora", "-9.9 % tokens/s (1B); H200, 2026-11", "learns lengths"),
         ),
         ("gradients", "optimizer", "activations"),
         "adapter",
         "Kind of adapter. `vera` and `ia3` train the fewest weights; `dora` builds each adapted matrix in forward.",
+        proposed=False,
     ),
     Lever(
         "peft.adapter_dtype",
         (
-            Setting("float32", beside=_ADAPTED),
-            Setting(
-                "bfloat16",
-                "+18 % tokens/s (8B); H200, 2026-11",
-                "small updates round away",
-                beside=_ADAPTED,
-            ),
+            Setting("float32"),
+            Setting("bfloat16", "+18 % tokens/s (8B); H200, 2026-11", "small updates round away"),
         ),
         ("weights", "gradients", "optimizer"),
         "adapter_dtype",
@@ -98,13 +76,12 @@ ADAPTERS = (
     Lever(
         "peft.q_lora",
         (
-            Setting(False, beside=_ADAPTED),
+            Setting(False),
             Setting(
                 True,
                 "-8.1 % tokens/s (8B, 4 bits); H200, 2026-11",
                 "the base is rounded to 4 or 8 bits",
                 package="bitsandbytes",
-                beside=_ADAPTED,
             ),
         ),
         ("weights",),
@@ -114,13 +91,8 @@ ADAPTERS = (
     Lever(
         "peft.q_lora_bits",
         (
-            Setting(8, beside=_QUANTIZED),
-            Setting(
-                4,
-                "1.9 times the tokens/s of 8 bits (8B); H200, 2026-11",
-                "the base is rounded to 4 bits",
-                beside=_QUANTIZED,
-            ),
+            Setting(8),
+            Setting(4, "1.9 times the tokens/s of 8 bits (8B); H200, 2026-11", "the base is rounded to 4 bits"),
         ),
         ("weights",),
         "quantized",
@@ -129,8 +101,8 @@ ADAPTERS = (
     Lever(
         "peft.bnb_4bit_quant_type",
         (
-            Setting("nf4", beside=_QUANTIZED),
-            Setting("fp4", "none", "another rounding", beside=_QUANTIZED),
+            Setting("nf4"),
+            Setting("fp4", "none", "another rounding"),
         ),
         (),
         "quantized",
@@ -139,13 +111,8 @@ ADAPTERS = (
     Lever(
         "peft.use_bnb_nested_quant",
         (
-            Setting(False, beside=_QUANTIZED),
-            Setting(
-                True,
-                "+2.3 % tokens/s (8B); H200, 2026-11",
-                "the scales are rounded too",
-                beside=_QUANTIZED,
-            ),
+            Setting(False),
+            Setting(True, "+2.3 % tokens/s (8B); H200, 2026-11", "the scales are rounded too"),
         ),
         ("weights",),
         "quantized",
@@ -153,7 +120,7 @@ ADAPTERS = (
     ),
     Lever(
         "peft.lora_plus_lr_ratio",
-        (Setting(None), Setting(16.0, "none", "B matrices learn faster", beside=_ADAPTED)),
+        (Setting(None), Setting(16.0, "none", "B matrices learn faster")),
         (),
         "faster_matrices",
         "LoRA+: a higher rate for the B matrices. Moves no memory.",
@@ -161,12 +128,13 @@ ADAPTERS = (
     Lever(
         "peft.lora_modules_to_save",
         (
-            Setting(("lm_head",), beside=_ADAPTED),
-            Setting((), "+6 % tokens/s (1B); H200, 2026-11", "the module is not trained", beside=_ADAPTED),
+            Setting(("lm_head",)),
+            Setting((), "+6 % tokens/s (1B); H200, 2026-11", "the module is not trained"),
         ),
         ("weights", "gradients", "optimizer"),
         "adapter_saved_modules",
         "Modules trained in full beside the adapter: a copy, gradients and states of each.",
+        proposed=False,
     ),
 )
 
@@ -191,5 +159,6 @@ FREEZING = (
         ("gradients", "optimizer", "temporaries", "activations"),
         "frozen_modules",
         "Modules that are not trained, by dotted name or glob: no gradients and no states.",
+        proposed=False,
     ),
 )

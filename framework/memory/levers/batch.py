@@ -1,6 +1,6 @@
 """How many rows there are at a time, and how they are put together."""
 
-from framework.memory.levers.row import Lever, Setting
+from framework.memory.levers.row import Axis, Lever, Setting
 
 BATCH = (
     Lever(
@@ -18,6 +18,8 @@ BATCH = (
         ("activations", "logits_and_loss"),
         "micro_batches",
         "Rows per forward pass. With the same global batch the loss is the same mean over the same tokens.",
+        search=Axis(),
+        moment="training",
     ),
     Lever(
         "training.gradient_accumulation_steps",
@@ -32,6 +34,7 @@ BATCH = (
         (),
         "micro_batches",
         "Micro batches per optimizer step: a larger global batch at the memory of one micro batch.",
+        search=Axis(),
     ),
     Lever(
         "training.per_device_eval_batch_size",
@@ -41,6 +44,8 @@ BATCH = (
         "Rows per forward pass of evaluation, which keeps no activations but builds one batch's logits. Unset: those "
         "of training, at most 8.",
         bitwise=True,
+        search=Axis(),
+        moment="eval",
     ),
     Lever(
         "model.model_max_length",
@@ -52,6 +57,7 @@ BATCH = (
         ("activations", "logits_and_loss"),
         "longest_row",
         "Longest row in tokens. Activations grow in proportion to it (eager attention with its square).",
+        least=128,
     ),
 )
 

@@ -1,19 +1,17 @@
 """What is held beside training, or given back: a reference, a streamed base, unused blocks."""
 
-from framework.memory.levers.row import Lever, Setting
+from framework.memory.levers.row import Axis, Lever, Setting
 
 _ADAPTED = {"training.use_peft": True}
-_PREFERENCE = {"training.task": "preference"}
 
 TASKS = (
     Lever(
         "training.preference.precompute_reference",
         (
-            Setting(False, beside=_PREFERENCE),
+            Setting(False),
             Setting(
                 True,
                 "+34 % tokens/s (1B), and an evaluation of all rows before the first step; H200, 2026-11",
-                beside=_PREFERENCE,
             ),
         ),
         ("weights",),
@@ -36,6 +34,7 @@ CACHES = (
         ("weights",),
         "offloaded_base",
         "Frozen weights of the blocks stay in host memory; the device holds two blocks of them at a time.",
+        search=Axis((False, True), on_host=True),
     ),
     Lever(
         "training.allocator.expandable_segments",
@@ -44,6 +43,7 @@ CACHES = (
         "allocator_settings",
         "One growing segment a pool instead of many of fixed sizes: less is reserved beyond what is allocated.",
         bitwise=True,
+        search=Axis((None, True)),
     ),
     Lever(
         "training.allocator.max_split_size_mb",

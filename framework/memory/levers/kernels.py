@@ -1,6 +1,6 @@
 """What computes attention, elementwise work and the loss."""
 
-from framework.memory.levers.row import Lever, Setting
+from framework.memory.levers.row import Axis, Better, Lever, Setting
 
 KERNELS = (
     Lever(
@@ -21,6 +21,7 @@ KERNELS = (
         ("activations",),
         "attention_kernel",
         "`eager` keeps sequence x sequence scores of every head; fused kernels keep none.",
+        search=Axis(better=Better("eager", None)),
     ),
     Lever(
         "model.sdpa_backend",
@@ -65,5 +66,6 @@ KERNELS = (
         "chunked_loss",
         "Head and cross entropy over this many tokens at a time, so that the logits never exist in full. Unset: 1024 "
         "where the model's head is known to be one linear layer.",
+        search=Axis((False, 1024, 256), slower=False),
     ),
 )

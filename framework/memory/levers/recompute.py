@@ -1,9 +1,8 @@
 """What is kept for backward, computed again or fused."""
 
-from framework.memory.levers.row import Lever, Setting
+from framework.memory.levers.row import Axis, Lever, Setting
 
 _COMPILED = {"training.compile": True}
-_CHECKPOINTED = {"training.enable_gradient_checkpointing": True}
 
 RECOMPUTE = (
     Lever(
@@ -18,39 +17,37 @@ RECOMPUTE = (
         ("activations",),
         "checkpointed_blocks",
         "Keep each block's input alone and compute the block again in backward.",
+        search=Axis((False, True)),
     ),
     Lever(
         "training.gradient_checkpointing_every",
         (
-            Setting(4, beside=_CHECKPOINTED),
+            Setting(4),
             Setting(
                 2,
                 "-10 % tokens/s in full fine-tuning (1B), -28 % with LoRA (8B); H200, 2026-11",
-                beside=_CHECKPOINTED,
             ),
             Setting(
                 1,
                 "-17.5 % tokens/s in full fine-tuning (1B), -42 % with LoRA (8B); H200, 2026-11",
-                beside=_CHECKPOINTED,
             ),
         ),
         ("activations",),
         "checkpointed_blocks",
         "Checkpoint each n-th block only; the others keep their activations.",
+        search=Axis((4, 2, 1)),
     ),
     Lever(
         "training.gradient_checkpointing_policy",
         (
-            Setting("save_matmuls", beside=_CHECKPOINTED),
+            Setting("save_matmuls"),
             Setting(
                 "save_attention",
                 "against `full`: -12 % tokens/s (1B), -47 % with LoRA (8B): Python at each operator; H200, 2026-11",
-                beside=_CHECKPOINTED,
             ),
             Setting(
                 "full",
                 "+3.4 % tokens/s against `save_matmuls` (1B); H200, 2026-11",
-                beside=_CHECKPOINTED,
             ),
         ),
         ("activations",),
@@ -70,17 +67,7 @@ RECOMPUTE = (
         "offloaded_activations",
         "What blocks keep goes to pinned host memory and comes back for backward; with checkpointing, their inputs.",
         bitwise=True,
-    ),
-    Lever(
-        "training.activation_memory_budget",
-        (
-            Setting(1.0, beside=_COMPILED),
-            Setting(0.5, "-4.6 % tokens/s (1B); H100, h100_truth2.jsonl, 2026-11", beside=_COMPILED),
-            Setting(0.3, "-9.4 % tokens/s (1B); H200, 2026-11", beside=_COMPILED),
-        ),
-        ("activations",),
-        "memory_budget",
-        "Share of a compiled block's activations that are kept; what is cheapest to compute again goes first.",
+        search=Axis((False, True)),
     ),
 )
 
@@ -98,15 +85,27 @@ COMPILATION = (
         ("activations", "temporaries"),
         "compiled_runs",
         "Fuse the elementwise work of the blocks: fewer kernels, and fewer activations to keep.",
+        search=Axis((False, True), slower=False, smaller=False),
+    ),
+    Lever(
+        "training.activation_memory_budget",
+        (
+            Setting(1.0, beside=_COMPILED),
+            Setting(0.5, "-4.6 % tokens/s (1B); H100, h100_truth2.jsonl, 2026-11", beside=_COMPILED),
+            Setting(0.3, "-9.4 % tokens/s (1B); H200, 2026-11", beside=_COMPILED),
+        ),
+        ("activations",),
+        "memory_budget",
+        "Share of a compiled block's activations that are kept; what is cheapest to compute again goes first.",
+        search=Axis((None, 0.5, 0.3)),
     ),
     Lever(
         "training.compile_scope",
         (
-            Setting("block", beside=_COMPILED),
+            Setting("block"),
             Setting(
                 "model",
                 "-13.6 % tokens/s against blocks (1B); H200, 2026-11",
-                beside=_COMPILED,
             ),
         ),
         ("activations", "temporaries"),

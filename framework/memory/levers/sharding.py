@@ -1,9 +1,8 @@
 """What several devices share."""
 
-from framework.memory.levers.row import Lever, Setting
+from framework.memory.levers.row import Axis, Lever, Setting
 
 _SHARED = {"model.attn_implementation": "ring_attention"}
-_SHARDED = {"fsdp.enable_fsdp": True}
 
 SHARDING = (
     Lever(
@@ -12,35 +11,36 @@ SHARDING = (
         ("weights", "gradients", "optimizer"),
         "sharding",
         "Weights, gradients and states are split over the devices; each block is gathered when it runs.",
+        search=Axis((False, True)),
     ),
     Lever(
         "fsdp.sharding_strategy",
         (
-            Setting("SHARD_GRAD_OP", beside=_SHARDED),
-            Setting("FULL_SHARD", "-5 % tokens/s (1B, two cards): gathers again; H200, 2026-11", beside=_SHARDED),
-            Setting("HYBRID_SHARD", "as FULL_SHARD within a machine, one more sum between them", beside=_SHARDED),
+            Setting("SHARD_GRAD_OP"),
+            Setting("FULL_SHARD", "-5 % tokens/s (1B, two cards): gathers again; H200, 2026-11"),
+            Setting("HYBRID_SHARD", "as FULL_SHARD within a machine, one more sum between them"),
         ),
         ("communication", "weights"),
         "sharding",
         "SHARD_GRAD_OP keeps gathered weights from forward to backward; the hybrid ones split within a machine only.",
+        search=Axis(("SHARD_GRAD_OP", "FULL_SHARD")),
     ),
     Lever(
         "fsdp.cpu_offload",
         (
-            Setting(False, beside=_SHARDED),
-            Setting(
-                True, "-80 % tokens/s (1B, two cards, two threads a rank); H200, 2026-11", "", "cuda", "", _SHARDED
-            ),
+            Setting(False),
+            Setting(True, "-80 % tokens/s (1B, two cards, two threads a rank); H200, 2026-11", "", "cuda"),
         ),
         ("weights", "gradients", "optimizer"),
         "offloaded_shards",
         "Each device's part stays in pinned host memory, where the optimizer steps; the device holds gathered blocks.",
+        search=Axis((False, True), on_host=True),
     ),
     Lever(
         "fsdp.forward_prefetch",
         (
-            Setting(True, beside=_SHARDED),
-            Setting(False, "+1.7 % tokens/s (1B, two cards); H200, 2026-11", "", beside=_SHARDED),
+            Setting(True),
+            Setting(False, "+1.7 % tokens/s (1B, two cards); H200, 2026-11"),
         ),
         ("communication",),
         "prefetch",
@@ -49,9 +49,9 @@ SHARDING = (
     Lever(
         "fsdp.backward_prefetch",
         (
-            Setting("BACKWARD_PRE", beside=_SHARDED),
-            Setting("BACKWARD_POST", "+2.3 % tokens/s (1B, two cards); H200, 2026-11", beside=_SHARDED),
-            Setting("NONE", "-2.9 % tokens/s (1B, two cards); H200, 2026-11", beside=_SHARDED),
+            Setting("BACKWARD_PRE"),
+            Setting("BACKWARD_POST", "+2.3 % tokens/s (1B, two cards); H200, 2026-11"),
+            Setting("NONE", "-2.9 % tokens/s (1B, two cards); H200, 2026-11"),
         ),
         ("communication",),
         "prefetch",
@@ -66,6 +66,7 @@ SHARDING = (
         ("activations", "logits_and_loss"),
         "context",
         "Devices that share each row: each computes its tokens, and attention goes over all of them.",
+        proposed=False,
     ),
     Lever(
         "fsdp.tensor_parallel_size",
@@ -76,5 +77,6 @@ SHARDING = (
         ("weights", "gradients", "optimizer", "activations"),
         "shared_matrices",
         "Devices that share the matrices of each block, as transformers' plan says: each has a part of the heads.",
+        proposed=False,
     ),
 )

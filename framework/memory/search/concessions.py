@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from framework.memory.editing import possible, value_of
+from framework.memory.editing import possible
 from framework.memory.levers import lever
 from framework.memory.requirements import is_installed, suits
 from framework.memory.resolve import resolve
-from framework.schema.choices import MixedPrecision, Optimizer, TorchDtype
+from framework.schema.choices import MixedPrecision, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import value_of
+from framework.schema.optimizers import Optimizer
 
 OPTIMIZER, DTYPE = "training.optimizer", "model.torch_dtype_str"
 QUANTIZED, LENGTH = "peft.q_lora", "model.model_max_length"
 INEXACT = (OPTIMIZER, DTYPE, QUANTIZED, LENGTH)
 """Keys that may be given up, from the least change to the most."""
-SHORTEST = 128
 _ADAMW = (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED)
 _LIGHTER = ("adamw_8bit",)
 """Optimizers with AdamW's rule and smaller states. Paged ones take the same of the card while there is room."""
@@ -65,7 +66,7 @@ def _at(config: TrainingConfig, key: str) -> Iterator[Concession]:
         yield Concession({key: True}, change_of(key, True))
     elif key == LENGTH:
         length = resolve(config).model.model_max_length
-        while isinstance(length, int) and length // 2 >= SHORTEST:
+        while isinstance(length, int) and length // 2 >= lever(key).least:
             length //= 2
             yield Concession({key: length}, change_of(key, length))
 

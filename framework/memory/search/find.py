@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from framework.memory.cards import card_names, read_card
-from framework.memory.editing import default_of, possible, value_of, with_values
+from framework.memory.editing import default_of, possible, with_values
 from framework.memory.ledger import Plan
 from framework.memory.levers import lever, word
 from framework.memory.resolve import resolve
@@ -26,11 +26,10 @@ from framework.memory.search.found import Change, Found, Point, typed
 from framework.memory.search.freedom import opened
 from framework.memory.search.space import (
     ACTIVATIONS,
+    AXES,
     EVAL_BATCH,
     MICRO_BATCH,
     OFF_THE_CARD,
-    ON_THE_HOST,
-    PREFERRED,
     SHARDING,
     micro_batches,
     structures,
@@ -39,9 +38,9 @@ from framework.memory.search.space import (
     with_rows,
 )
 from framework.memory.units import size
-from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
+from framework.schema.keys import left_open, value_of
 from framework.schema.wording import counted
 
 STAND_IN = "a6000_48gb"
@@ -213,14 +212,8 @@ def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
 
 def changed_keys(before: TrainingConfig, after: TrainingConfig) -> list[str]:
     """The keys that a search moved: what is better in every way, what changes training, other levers."""
-    order = [
-        *PREFERRED,
-        *(key for key in INEXACT if key not in PREFERRED),
-        *OFF_THE_CARD,
-        *SHARDING,
-        EVAL_BATCH,
-        MICRO_BATCH,
-    ]
+    better = [key for key, axis in AXES.items() if axis.better is not None]
+    order = dict.fromkeys((*better, *INEXACT, *OFF_THE_CARD, *SHARDING, EVAL_BATCH, MICRO_BATCH))
     return [key for key in order if word(value_of(before, key)) != word(value_of(after, key))]
 
 
@@ -260,7 +253,8 @@ def _change(
 def _filled_in(written: TrainingConfig, after: TrainingConfig, told: Collection[str]) -> list[Change]:
     """What was left open and has its plain value now."""
     left = [key for key in left_open(written) if key not in told]
-    return [Change(key, "auto", value_of(after, key), 0, 0.0, True, "the plain value is the fastest") for key in left]
+    why = {True: "the plain value is the fastest", False: "the plain value fits, and others change training"}
+    return [Change(key, "auto", value_of(after, key), 0, 0.0, True, why[key in AXES]) for key in left]
 
 
 def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
@@ -278,7 +272,8 @@ def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
 
 def _of_the_host(after: TrainingConfig, plan: Plan, best: _Best) -> Iterator[str]:
     """What the proposal needs of host memory where it keeps there what may be on the card, and what had no room."""
-    if any(word(value_of(after, key)) != word(default_of(key)) for key in (*ON_THE_HOST, ACTIVATIONS)):
+    on_host = [ACTIVATIONS, *(key for key, axis in AXES.items() if axis.on_host)]
+    if any(word(value_of(after, key)) != word(default_of(key)) for key in on_host):
         needed = f"up to {size(plan.host_bytes_of(plan.host.processes))} of host memory"
         yield f"what the host keeps for the card: a machine with {counted(plan.host.processes, 'card')} needs {needed}"
     lacking = [said for search in best.searches for said in search.short.values()]

@@ -4,22 +4,10 @@ from collections.abc import Collection
 
 from framework.errors import Problem, RequestError
 from framework.memory.editing import default_of, with_values
-from framework.memory.search.space import (
-    ACCUMULATION,
-    EVAL_BATCH,
-    GLOBAL_BATCH,
-    MICRO_BATCH,
-    OFF_THE_CARD,
-    PREFERRED,
-    SHARDING,
-)
-from framework.schema.availability import left_open
+from framework.memory.search.space import ACCUMULATION, AXES, GLOBAL_BATCH, MICRO_BATCH
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import every_key, unknown
+from framework.schema.keys import every_key, left_open, unknown
 from framework.schema.rules.batch import rows_of_global_batch
-
-MOVABLE = (MICRO_BATCH, ACCUMULATION, EVAL_BATCH, *PREFERRED, *OFF_THE_CARD, *SHARDING)
-"""Keys that `fit` moves without being asked; none of them changes what is learnt."""
 
 
 def opened(config: TrainingConfig) -> TrainingConfig:
@@ -51,7 +39,7 @@ def freedom(pins: Collection[str]) -> set[str]:
     strange = [Problem(f"--pin {pin}", *_unknown(pin)) for pin in pins if pin not in every_key()]
     if strange:
         raise RequestError(strange)
-    return {key for key in MOVABLE if not any(key == pin or key.startswith(f"{pin}.") for pin in pins)}
+    return {key for key in AXES if not any(key == pin or key.startswith(f"{pin}.") for pin in pins)}
 
 
 def _unknown(key: str) -> tuple[str, None, None, str | None]:

@@ -1,20 +1,20 @@
 """What a search may choose from: structures (every lever but the micro batch), and the micro batches of a global batch.
 
-Values come from the levers table, with their hardware, package and company; which of them are worth trying, and in
-which order, stands here. No torch.
+Values come from the levers table: which are worth trying and in which order, with their hardware, package and company.
+No torch.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from framework.memory.editing import default_of, possible, value_of, with_values
-from framework.memory.levers import lever, word
+from framework.memory.editing import default_of, possible, with_values
+from framework.memory.levers import LEVERS, Axis, lever, word
 from framework.memory.requirements import is_installed, suits
 from framework.memory.search.estimate import depths_of
-from framework.schema.choices import Attention, Optimizer
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import value_of
 
 MICRO_BATCH = "training.per_device_train_batch_size"
 EVAL_BATCH = "training.per_device_eval_batch_size"
@@ -28,54 +28,19 @@ COMPILE = "training.compile"
 CHUNKS = "model.chunked_loss"
 ACTIVATIONS = "training.activation_offload"
 
+STATES, BASE, PARTS = "training.optimizer_offload", "model.offload_frozen_base", "fsdp.cpu_offload"
+
+AXES: Mapping[str, Axis] = {row.key: row.search for row in LEVERS if row.search is not None}
+"""Every lever that `fit` moves without being asked; none of them changes what is learned."""
 Table = Mapping[str, tuple[Any, ...]]
-EXACT: Table = {
-    CHECKPOINTS: (False, True),
-    EVERY: (4, 2, 1),
-    ACTIVATIONS: (False, True),
-    COMPILE: (False, True),
-    _BUDGET: (None, 0.5, 0.3),
-    CHUNKS: (False, 1024, 256),
-    EXPANDABLE: (None, True),
-}
-"""Levers that leave the trajectory as it is, with the values worth trying, from fast and large to slow and small.
-By what an H200 measured (benchmarks/results/levers_h200.json) two are not among them. Liger's kernels: compiled blocks,
-which they do not go with, were faster (+27 against +24 % for the 1B, +46 against +11 % for LoRA of the 8B). Policies of
-checkpoints: they kept more than `full` and were slower still, by 3 and 12 % for the 1B, by 47 % for LoRA of the 8B, as
-each operator passes through Python there."""
+SHARDING: Table = {key: axis.values for key, axis in AXES.items() if key.startswith("fsdp.")}
+"""What several devices may split between them."""
+OFF_THE_CARD: Table = {key: axis.values for key, axis in AXES.items() if axis.values and key not in SHARDING}
+EXACT: Table = {key: values for key, values in OFF_THE_CARD.items() if not AXES[key].on_host}
+"""Those that move neither weights nor states over the link at each step."""
 FINE = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """Values of `gradient_checkpointing_every` where its figures are arithmetic on others (`mixed`), so that many cost no
 more than few."""
-STATES, BASE, PARTS = "training.optimizer_offload", "model.offload_frozen_base", "fsdp.cpu_offload"
-OFF_THE_CARD: Table = {
-    **EXACT,
-    STATES: ("none", "host"),
-    BASE: (False, True),
-}
-"""With those that move weights or states over the link at each step: looked at where no other lever makes the plan fit,
-and where what they leave of the card may buy more than they cost."""
-SHARDING: Table = {
-    "fsdp.enable_fsdp": (False, True),
-    "fsdp.sharding_strategy": ("SHARD_GRAD_OP", "FULL_SHARD"),
-    PARTS: (False, True),
-}
-"""What several devices may split between them, from fast and large to slow and small."""
-SLOWER = (
-    *(CHECKPOINTS, EVERY, ACTIVATIONS, _BUDGET),
-    *(STATES, BASE, EXPANDABLE),
-    *SHARDING,
-)
-"""Levers whose later values compute or move no less than the earlier ones: never faster at the same batch."""
-SMALLER = (*SLOWER, CHUNKS)
-"""Levers whose later values take no more memory than the earlier ones."""
-ON_THE_HOST = (STATES, BASE, PARTS)
-"""Levers whose later values keep weights or states in host memory, which adds a time of its own to each step, and of
-what grows with the rows of a forward pass takes nothing."""
-PREFERRED: Mapping[str, tuple[Any, Any, str]] = {
-    "training.optimizer": (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED, "cuda"),
-    "model.attn_implementation": (Attention.EAGER, None, ""),
-}
-"""Key -> a value, the exact one that takes less and is faster, and where."""
 LARGEST_MICRO_BATCH = 128
 """Rows a forward pass; a card that these do not fill is filled by no more."""
 
@@ -96,37 +61,34 @@ class Structure:
     def uses_host(self) -> bool:
         """Whether more is kept in host memory than the free levers make necessary."""
         places = dict(zip(self.choices, self.positions, strict=True))
-        return any(places.get(key, 0) > 1 for key in ON_THE_HOST)
+        return any(place > 1 for key, place in places.items() if AXES[key].on_host)
 
     def needs_no_less_host_than(self, other: "Structure") -> bool:
         """Whether it keeps all in host memory that `other` keeps there, split over as many devices."""
         return all(
-            mine >= its if key in (*ON_THE_HOST, ACTIVATIONS) else mine == its or key not in SHARDING
+            mine >= its if AXES[key].on_host or key == ACTIVATIONS else mine == its or key not in SHARDING
             for key, mine, its in zip(self.choices, self.positions, other.positions, strict=True)
         )
 
     def is_no_slower_than(self, other: "Structure") -> bool:
-        return self._is_below(other, SLOWER)
+        """Whether it takes no longer at the same batch. Of chunks of the loss the smaller are no faster, and none is
+        sure to be slower than all logits at once."""
+        return self._is_below(other, lambda key: AXES[key].slower or (key == CHUNKS and self.choices[key] is not False))
 
     def is_no_smaller_than(self, other: "Structure") -> bool:
         """Whether it takes at least the memory of `other` at the same batch."""
-        return self._is_below(other, SMALLER)
+        return self._is_below(other, lambda key: AXES[key].smaller)
 
     def differs_by_host(self, other: "Structure") -> bool:
         """Whether nothing but what is kept in host memory may be another: the same grows with the rows."""
         return all(
-            mine == its or key in ON_THE_HOST
+            mine == its or AXES[key].on_host
             for key, mine, its in zip(self.choices, self.positions, other.positions, strict=True)
         )
 
-    def _is_below(self, other: "Structure", levers: Collection[str]) -> bool:
+    def _is_below(self, other: "Structure", is_ordered: Callable[[str], bool]) -> bool:
         pairs = zip(self.choices, self.positions, other.positions, strict=True)
-        return all(mine == its or (mine < its and self._is_ordered(key, levers)) for key, mine, its in pairs)
-
-    def _is_ordered(self, key: str, levers: Collection[str]) -> bool:
-        """Whether later values of a key are no better. Of chunks of the loss the smaller are no faster, and none is
-        sure to be slower than all logits at once."""
-        return key in levers or (key == CHUNKS and self.choices[key] is not False)
+        return all(mine == its or (mine < its and is_ordered(key)) for key, mine, its in pairs)
 
 
 def with_rows(config: TrainingConfig, rows: int, micro: int, free: Collection[str]) -> TrainingConfig:
@@ -144,10 +106,11 @@ def with_rows(config: TrainingConfig, rows: int, micro: int, free: Collection[st
 
 def with_preferred(config: TrainingConfig, free: Collection[str]) -> TrainingConfig:
     """The config with the value that is better in every way where a free key holds the worse one."""
+    known = {key: axis.better for key, axis in AXES.items() if axis.better is not None and key in free}
     changes = {
-        key: better
-        for key, (worse, better, hardware) in PREFERRED.items()
-        if key in free and value_of(config, key) == worse and suits(hardware, config.gpu)
+        key: better.value
+        for key, better in known.items()
+        if value_of(config, key) == better.than and suits(better.hardware, config.gpu)
     }
     return with_values(config, changes) if changes else config
 

@@ -9,74 +9,43 @@ from framework.memory.levers import LEVERS
 from framework.run.inputs.same_rows import MODELS, WHAT
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import every_key
+from framework.schema.facts import Resume
+from framework.schema.keys import every_key, resume_of
 from framework.schema.wording import counted
-
-FREE = {
-    "schema_version",
-    "training.eval_steps",
-    "training.eval_first",
-    "training.save_first",
-    "training.best_metric",
-    "training.early_stopping_patience",
-    "training.export_best",
-    "training.save_steps",
-    "training.save_total_limit",
-    "training.async_save",
-    "training.logging_steps",
-    "training.output_dir",
-    "training.fallback_dir",
-    "training.run_name",
-    "training.trackers",
-    "training.on_oom",
-    "training.optimizer_offload_folder",
-    "data.workers",
-    "data.cache",
-    *(row.key for row in LEVERS if row.bitwise),
-}
-"""Keys that change neither the weights nor the order of the rows, not by one bit."""
-
-EXACT = {row.key for row in LEVERS if row.exact} | {"training.gradient_checkpointing_kwargs.use_reentrant"}
-"""Keys that change results by rounding alone: `--allow` lets them differ."""
 
 SIZES = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
 """Keys that go with the number of devices: their product with it is what a step learns from."""
 
-STEERING = {
-    "training.learning_rate",
-    "training.lr_scheduler_type",
-    "training.min_learning_rate",
-    "training.lr_cycles",
-    "training.lr_power",
-    "training.lr_decay_ratio",
-    "training.warmup_steps",
-    "training.warmup_ratio",
-    "training.weight_decay",
-    "training.max_grad_norm",
-    "training.router_aux_loss_coef",
-    "training.max_steps",
-    "training.num_train_epochs",
-    "training.mixed_precision_dtype",
-    "training.gradient_accumulation_steps",
-    "training.tf32",
-    "training.fp8",
+_OTHERWISE = {
+    Resume.ROUNDING: "the results differ by rounding",
+    Resume.STEERING: "the run would learn something else",
 }
-"""Keys that change what is learned from here on, but leave the checkpoint loadable: `--allow` lets them differ too.
-Every other key is refused."""
+
+
+def resume_with(key: str) -> Resume | None:
+    """What a resumed run with another value of `key` does; None where no checkpoint can go on with it.
+
+    A lever is what its row says, where its definition does not say more.
+    """
+    row = next((row for row in LEVERS if row.key == key), None)
+    if (said := resume_of(key)) is not None or row is None or not row.exact:
+        return said
+    return Resume.FREE if row.bitwise else Resume.ROUNDING
 
 
 def check_allowed(allow: Sequence[str]) -> None:
     """Raises RequestError for each word of `--allow` that lets nothing differ."""
-    takes = (*sorted({*EXACT, *STEERING, *WHAT, *MODELS}),)
+    known = {key: found for key in every_key() if (found := resume_with(key))}
+    takes = (*sorted({*(key for key, found in known.items() if found in _OTHERWISE), *WHAT, *MODELS}),)
     problems = list[Problem]()
     for word in allow:
-        if word in takes or word in FREE or word.startswith(("gpu.", "fsdp.")):
+        if word in takes or known.get(word) is Resume.FREE:
             continue
         if word in every_key():
             problems.append(Problem("--allow", f"no checkpoint can go on with another {word}", None, ", ".join(takes)))
         else:
-            found = next((key for key in takes if key.endswith(f".{word}")), None)
-            nearest = found or next(iter(get_close_matches(word, takes, 1)), None)
+            ends = next((key for key in takes if key.endswith(f".{word}")), None)
+            nearest = ends or next(iter(get_close_matches(word, takes, 1)), None)
             problems.append(Problem("--allow", f"there is no key `{word}`", None, ", ".join(takes), nearest))
     if problems:
         raise RequestError(problems)
@@ -93,15 +62,14 @@ def check_resume(
     known = _with_defaults(saved, TrainingConfig().model_dump(mode="json"))
     problems = list(_other_global_batch(known, config, allow))
     is_cut_otherwise = known["gpu"]["count"] != config.gpu.count or _world(known) != config.batch.world
-    free = {*FREE, *moved, *(SIZES if is_cut_otherwise else ())}
+    free = {*moved, *(SIZES if is_cut_otherwise else ())}
     for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
-        if key in free or key.startswith(("gpu.", "fsdp.")) or (key in allow and key in (EXACT | STEERING)):
+        found = Resume.FREE if key in free else resume_with(key)
+        if found is Resume.FREE or (found and key in allow):
             lines.append(f"{key} {change}")
-        elif key in EXACT:
-            problems.append(Problem(key, f"{change}: the results differ by rounding", expected=f"--allow {key}"))
-        elif key in STEERING:
-            problems.append(Problem(key, f"{change}: the run would learn something else", expected=f"--allow {key}"))
+        elif found:
+            problems.append(Problem(key, f"{change}: {_OTHERWISE[found]}", expected=f"--allow {key}"))
         else:
             problems.append(Problem(key, f"{change}: the checkpoint is of another run", expected=f"{before}"))
     if problems:

@@ -15,8 +15,8 @@ from framework.memory.units import size
 from framework.run.planning.capacity import HostRoom
 from framework.run.planning.plan_pool import Rehearsals
 from framework.run.planning.plan_process import plan_in_subprocess
-from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import left_open
 from framework.schema.wording import counted
 
 Judge = Callable[[Sequence[TrainingConfig]], int]

@@ -8,6 +8,7 @@ from typing import Any
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import moves_memory
 from framework.schema.rules.every import Needs, find_conflicts
 
 Make = Callable[[TrainingConfig], Plan]
@@ -31,29 +32,6 @@ TOGETHER: tuple[tuple[str, ...], ...] = (
 )
 """Sections and keys that only make sense together, so that one is not taken without the others. Those with most
 effect come first."""
-
-NO_MEMORY = (
-    "schema_version",
-    *(
-        f"training.{name}"
-        for name in (
-            *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "min_learning_rate"),
-            *("lr_cycles", "lr_power", "lr_decay_ratio"),
-            *("warmup_steps", "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "eval_steps", "save_steps"),
-            *("eval_first", "save_first", "best_metric", "early_stopping_patience", "export_best"),
-            *("save_total_limit", "logging_steps", "seed", "output_dir", "fallback_dir", "run_name", "trackers"),
-            *("muon_momentum", "sophia_rho", "sophia_hessian_steps", "projection_scale", "tf32"),
-        )
-    ),
-    *(
-        f"model.{name}"
-        for name in ("tokenizer_name", "tokenizer", "chat_template", "trust_remote_code", "model_revision")
-    ),
-    *("peft.lora_alpha", "peft.peft_save_mode"),
-    *(f"data.{name}" for name in ("train", "streaming", "supervise", "truncation", "workers", "cache")),
-    *(f"data.{name}" for name in ("mixing", "shuffle_buffer")),
-)
-"""Keys that a plan of device memory does not depend on."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +79,7 @@ def find_causes(
 
 def changes(differing: Iterable[str]) -> list[tuple[str, ...]]:
     """The keys that can matter for memory, in groups that are taken together, those with most effect first."""
-    keys = [key for key in differing if not _is_quiet(key)]
+    keys = [key for key in differing if moves_memory(key)]
     found: list[tuple[str, ...]] = []
     for group in TOGETHER:
         if group[0] == "training.use_peft" and group[0] not in keys:
@@ -124,15 +102,11 @@ def with_keys(a: TrainingConfig, b: TrainingConfig, keys: Sequence[str]) -> Trai
     problems = [
         Problem(conflict.keys[0], conflict.message)
         for conflict in find_conflicts(changed, Needs(model=True))
-        if not conflict.is_warning and not any(_is_quiet(key) for key in conflict.keys)
+        if not conflict.is_warning and all(map(moves_memory, conflict.keys))
     ]
     if problems:
         raise RequestError(problems)
     return changed
-
-
-def _is_quiet(key: str) -> bool:
-    return any(_holds(quiet, key) for quiet in NO_MEMORY)
 
 
 def _holds(name: str, key: str) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from framework.build.ranks import local_part
 from framework.schema.choices import TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.optimizer import ANY_PRECISION
+from framework.schema.optimizers import facts_of
 
 SPAN = 50
 """Steps between two looks."""
@@ -63,7 +63,7 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
 
 def caution(moved: Moved, config: TrainingConfig) -> str | None:
     """What to tell of a run whose weights stand still. Kahan's compensation moves before its weight does."""
-    if (moved.all >= TINY and moved.vectors != 0) or config.training.optimizer in ANY_PRECISION:
+    if (moved.all >= TINY and moved.vectors != 0) or facts_of(config.training.optimizer).keeps_small_updates:
         return None
     which = f"{moved.all:.1%} of the trained elements"
     which += "" if moved.vectors is None else f" and {moved.vectors:.1%} of norms and biases"

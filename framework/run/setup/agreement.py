@@ -15,8 +15,8 @@ from framework.run.inputs.same_rows import rows_checksum
 from framework.run.planning.fit import decide_or_refuse
 from framework.run.ranks.coordinator import Crew
 from framework.run.record.run_folder import RunFolder, fallback_of, open_folder
-from framework.schema.availability import left_open
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import left_open
 from framework.schema.wording import counted
 
 

@@ -4,19 +4,11 @@ from collections.abc import Iterator
 
 from framework.schema.choices import PeftMethod, PeftSaveMode, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.peft import PROMPTS
 from framework.schema.rules.conflict import Conflict
 
 _HEADS = ("lm_head", "embed_out", "output_projection")
 """Names that families of transformers give the matrix of the logits; others are found when the model is built."""
-
-
-PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
-
-
-NO_MATRICES = (PeftMethod.IA3, *PROMPTS)
-
-
-NOT_LORA = (PeftMethod.VERA, *NO_MATRICES)
 
 
 def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:

@@ -34,12 +34,6 @@ def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 def _labels(config: TrainingConfig) -> Iterator[Conflict]:
     task, data = config.training.task, config.data
-    if data.labels is not None and task not in (Task.CLASSIFICATION, Task.REGRESSION):
-        message = f"names classes, and the task is {task}"
-        yield Conflict(("data.labels", TASK), message, "training.task=classification")
-    if data.multi_label is not None and task is not Task.CLASSIFICATION:
-        message = f"is about classes, and the task is {task}"
-        yield Conflict(("data.multi_label", TASK), message, "training.task=classification")
     labels = data.labels or ()
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:

@@ -2,32 +2,11 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import MixedPrecision, Optimizer, OptimizerOffload, PeftMethod, Scheduler, TorchDtype
+from framework.schema.choices import MixedPrecision, OptimizerOffload, PeftMethod, Scheduler, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizers import Optimizer, facts_of
 from framework.schema.rules.conflict import Conflict
 
-BITSANDBYTES = (
-    Optimizer.ADAMW_8BIT,
-    Optimizer.LION_8BIT,
-    Optimizer.PAGED_ADAMW_32BIT,
-    Optimizer.PAGED_ADAMW_8BIT,
-    Optimizer.PAGED_LION_8BIT,
-)
-
-
-PAGED = BITSANDBYTES[2:]
-
-
-ANY_PRECISION = (Optimizer.ANYPRECISION_ADAMW, Optimizer.ANYPRECISION_ADAMW_8BIT)
-"""Ours for bfloat16 weights, which round no update away."""
-
-
-TORCHAO = (Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT)
-
-
-PROJECTING = (Optimizer.GALORE_ADAMW, Optimizer.APOLLO_ADAMW)
-FOR_MATRICES = (Optimizer.MUON, *PROJECTING)
-"""Optimizers that treat matrices of the blocks apart, and all else as AdamW does."""
 _WITHOUT_MATRICES = (PeftMethod.VERA, PeftMethod.PROMPT, PeftMethod.PREFIX)
 
 
@@ -35,9 +14,10 @@ def matrix_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Adapters that have no matrix for the optimizer: it would be AdamW under another name. Other models without one
     are found when the model is there (framework/build/optimizers/matrices.py)."""
     choice, peft, key = config.training.optimizer, config.peft, "training.optimizer"
-    if choice not in FOR_MATRICES or not config.training.use_peft or peft.lora_modules_to_save:
+    facts = facts_of(choice)
+    if not facts.of_matrices or not config.training.use_peft or peft.lora_modules_to_save:
         return
-    works, projects = str(Optimizer.ADAMW_TORCH_FUSED), choice in PROJECTING
+    works, projects = str(Optimizer.ADAMW_TORCH_FUSED), facts.projects
     is_vectors = peft.peft_method is PeftMethod.IA3 and projects  # of shape (n, 1)
     if peft.peft_method in _WITHOUT_MATRICES or is_vectors:
         message = f"{peft.peft_method} trains no matrix inside the blocks, and {choice} is for those"
@@ -55,7 +35,7 @@ def optimizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if training.learning_rate == 0:
         yield Conflict(("training.learning_rate",), "is 0: no weight changes", "a rate above 0", is_warning=True)
     is_trained_in_float32 = config.model.torch_dtype_str == TorchDtype.FLOAT32 and not training.use_peft
-    if choice in ANY_PRECISION and is_trained_in_float32:
+    if facts_of(choice).keeps_small_updates and is_trained_in_float32:
         message = f"{choice} is for bfloat16 weights: float32 ones have nothing to round"
         works = "model.torch_dtype_str=bfloat16 with training.mixed_precision_dtype=none, or adamw_torch_fused"
         yield Conflict(("model.torch_dtype_str", key), message, works)
@@ -80,9 +60,9 @@ def update_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         if training.mixed_precision_dtype is MixedPrecision.FP16:
             message = "a scaled gradient that overflowed is known only when its weight has changed"
             yield Conflict(("training.mixed_precision_dtype", key), message, config.gpu.instead_of_float16)
-        if choice in TORCHAO:
+        if facts_of(choice).package == "torchao":
             yield Conflict((key, "training.optimizer"), f"{choice} compiles its step, not in backward", "adamw_8bit")
-    if offload in (OptimizerOffload.HOST, OptimizerOffload.NVME) and choice in (*BITSANDBYTES, *TORCHAO):
+    if offload in (OptimizerOffload.HOST, OptimizerOffload.NVME) and facts_of(choice).package:
         message = f"the states of {choice} are small or paged already, and are not offloaded"
         yield Conflict(("training.optimizer_offload", "training.optimizer"), message, "none, or adamw_torch_fused")
     if offload is OptimizerOffload.NVME and not training.optimizer_offload_folder:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from framework.schema.choices import Fp8, MixedPrecision, PeftMethod, PeftSaveMode, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizers import facts_of
 from framework.schema.rules.conflict import Conflict
-from framework.schema.rules.optimizer import ANY_PRECISION
 
 LEGAL_PRECISION = "float32 with none, float32 with bf16 or fp16 (float32 masters), or bfloat16 with none"
 
@@ -84,7 +84,7 @@ NORM_RATE = 2**-9
 def rounding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Updates that bfloat16 weights round away."""
     training, rate = config.training, config.training.learning_rate
-    if training.optimizer in ANY_PRECISION:
+    if facts_of(training.optimizer).keeps_small_updates:
         return
     if training.use_peft:
         adapter = config.peft.adapter_dtype

@@ -6,7 +6,6 @@ from framework.schema.choices import (
     CompileScope,
     Fp8,
     MixedPrecision,
-    Optimizer,
     OptimizerOffload,
     PeftMethod,
     PeftSaveMode,
@@ -14,20 +13,10 @@ from framework.schema.choices import (
     TorchDtype,
 )
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizers import Shards, facts_of
 from framework.schema.rules.conflict import Conflict
 
 _ON = "fsdp.enable_fsdp"
-_PACKED = (
-    *(Optimizer.ADAMW_8BIT, Optimizer.LION_8BIT, Optimizer.PAGED_ADAMW_32BIT, Optimizer.PAGED_ADAMW_8BIT),
-    *(Optimizer.PAGED_LION_8BIT, Optimizer.ADAMW_TORCHAO_8BIT, Optimizer.ADAMW_TORCHAO_4BIT),
-    Optimizer.ANYPRECISION_ADAMW_8BIT,
-)
-"""bitsandbytes' kernels do not take a part of a tensor (tried on two processes); torchao's states are not tried, and
-the scales of ours, one for 256 elements, are not cut with the weights."""
-_OF_MATRICES = (Optimizer.ADAFACTOR, Optimizer.GALORE_ADAMW, Optimizer.APOLLO_ADAMW)
-"""Their update of a weight needs sums or projections over all of it (tried on two processes)."""
-SHARDED_OPTIMIZERS = tuple(choice for choice in Optimizer if choice not in (*_PACKED, *_OF_MATRICES))
-"""Optimizers that train, save and load with sharded weights (tests/run/ranks/test_sharded.py tries each)."""
 
 
 def sharding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
@@ -55,8 +44,8 @@ def _of_a_billion(bytes_each: int, devices: int) -> str:
 
 def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
     training, key = config.training, "training.optimizer"
-    choice = training.optimizer
-    if choice in _PACKED:
+    choice, shards = training.optimizer, facts_of(training.optimizer).shards
+    if shards is Shards.CODED:
         message = f"the states of {choice} cannot be sharded: they fail at the first step or at the save"
         pure = config.model.torch_dtype_str is TorchDtype.BFLOAT16 and not training.use_peft
         adamw, halves = (_of_a_billion(count, config.gpu.count) for count in (4 if pure else 8, 4))
@@ -66,7 +55,7 @@ def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
             "host)"
         )
         yield Conflict((key, _ON), message, works)
-    if choice in _OF_MATRICES:
+    if shards is Shards.WHOLE:
         message = f"{choice} needs all of a weight to update any of it, and each device has a part"
         yield Conflict((key, _ON), message, "adamw_torch_fused, lion (half its states) or anyprecision_adamw")
     if training.optimizer_in_backward is True:

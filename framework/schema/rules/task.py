@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 from framework.schema.choices import PeftMethod, Task
 from framework.schema.config import TrainingConfig
-from framework.schema.distillation import DistillationParams
-from framework.schema.preference import READ_BY, PreferenceParams
 from framework.schema.rules.conflict import Conflict
 
 TASK, LOSS = "training.task", "training.preference.loss_type"
@@ -14,27 +12,14 @@ MOVE_THE_BASE = (PeftMethod.PISSA, PeftMethod.OLORA, PeftMethod.LOFTQ)
 
 
 def task_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Keys that the task does not read, rows that it cannot join, and references that would be another model."""
-    yield from _preference_keys(config)
+    """A teacher that is lacking or idle, rows that the task cannot join, and references that would be another model."""
     yield from _distillation(config)
     yield from _answers_in_a_row(config)
     yield from _reference(config)
 
 
-def _preference_keys(config: TrainingConfig) -> Iterator[Conflict]:
-    preference, unset = config.training.preference, PreferenceParams()
-    written = [name for name in type(preference).model_fields if getattr(preference, name) != getattr(unset, name)]
-    for name in written:
-        key = f"training.preference.{name}"
-        if config.training.task is not Task.PREFERENCE:
-            yield Conflict((key, TASK), f"is read by the task preference, and this is {config.training.task}", "unset")
-        elif name not in ("loss_type", *READ_BY[preference.loss_type]):
-            users = ", ".join(str(loss) for loss, keys in READ_BY.items() if name in keys)
-            yield Conflict((key, LOSS), f"{preference.loss_type} does not read it", f"unset, or loss_type: {users}")
-
-
 def _distillation(config: TrainingConfig) -> Iterator[Conflict]:
-    training, unset = config.training, DistillationParams()
+    training = config.training
     teacher = training.teacher
     if training.task is Task.DISTILLATION:
         if teacher is None or (teacher.model_name is None and teacher.architecture is None):
@@ -47,10 +32,9 @@ def _distillation(config: TrainingConfig) -> Iterator[Conflict]:
             message = "a teacher is not sharded yet: each device would hold all of it"
             yield Conflict(("fsdp.enable_fsdp", TASK), message, "fsdp.enable_fsdp: false")
         return
-    written = [f"distillation.{name}" for name, value in training.distillation if value != getattr(unset, name)]
-    for name in [*(["teacher"] if teacher is not None else []), *written]:
+    if teacher is not None:
         message = f"is read by the task distillation, and this is {training.task}"
-        yield Conflict((f"training.{name}", TASK), message, "unset, or training.task=distillation")
+        yield Conflict(("training.teacher", TASK), message, "unset, or training.task=distillation")
 
 
 def _answers_in_a_row(config: TrainingConfig) -> Iterator[Conflict]:

@@ -6,7 +6,6 @@ from framework.schema.choices import (
     Attention,
     Fp8,
     MixedPrecision,
-    Optimizer,
     OptimizerOffload,
     PeftMethod,
     PeftSaveMode,
@@ -14,16 +13,14 @@ from framework.schema.choices import (
     Task,
 )
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizers import Shards, facts_of
 from framework.schema.rules.conflict import Conflict
-from framework.schema.rules.sharding import SHARDED_OPTIMIZERS
 from framework.schema.wording import counted
 
 _SIZE = "fsdp.tensor_parallel_size"
 _OF_TOKENS = (Task.SFT, Task.PRETRAIN)
 _SPLIT_ADAPTERS = (PeftMethod.LORA, PeftMethod.RSLORA)
 """Adapters that are products of two matrices, of which one can be cut as the weight beside them is."""
-SPLIT_OPTIMIZERS = tuple(choice for choice in SHARDED_OPTIMIZERS if choice is not Optimizer.MUON)
-"""Optimizers whose update of an element needs nothing of the others (tests/run/ranks/test_tensor.py tries each)."""
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
@@ -64,7 +61,7 @@ def _of_training(config: TrainingConfig) -> Iterator[Conflict]:
     if training.task not in _OF_TOKENS:
         message = f"{training.task} with matrices that devices share is not tried"
         yield Conflict((_SIZE, "training.task"), message, "1, or task: sft or pretrain")
-    if training.optimizer not in (*SPLIT_OPTIMIZERS, "auto"):
+    if facts_of(training.optimizer).shards is not Shards.ELEMENTS:
         message = f"{training.optimizer} needs more of a matrix than a device has, or states that can be cut as it is"
         yield Conflict(("training.optimizer", _SIZE), message, "adamw_torch_fused, lion, sgd or anyprecision_adamw")
     if training.optimizer_offload not in (OptimizerOffload.NONE, "auto"):

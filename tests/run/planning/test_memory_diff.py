@@ -1,19 +1,19 @@
 """Which keys cause a difference in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
-from framework.run.planning.memory_diff import MOST_CHANGES, NO_MEMORY, TOGETHER, changes, find_causes, with_keys
+from framework.run.planning.memory_diff import MOST_CHANGES, TOGETHER, changes, find_causes, with_keys
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import every_key
-from framework.schema.training import TrainingParams
+from framework.schema.keys import every_key, moves_memory
 from tests.reports.plans import GIB, PLAN, gib, use
 from tests.tiny import LLAMA, tiny_config
 
@@ -31,15 +31,21 @@ def fake_plan(cost: Callable[[TrainingConfig], float]) -> Callable[[TrainingConf
 
 def test_the_keys_named_exist() -> None:
     sections = {key.partition(".")[0] for key in every_key()}
-    for key in (*NO_MEMORY, *(name for group in TOGETHER for name in group)):
+    for key in (name for group in TOGETHER for name in group):
         assert key in every_key() or key in sections, key
 
 
-def test_a_field_of_training_that_says_it_costs_no_memory_is_not_planned_alone() -> None:
-    fields = TrainingParams.model_fields.items()
-    said = {f"training.{name}" for name, field in fields if "No memory." in (field.description or "")}
-    assert said
-    assert said <= set(NO_MEMORY)
+def test_a_key_that_says_it_costs_no_memory_is_not_planned_alone() -> None:
+    said = {key for key, text in _described(TrainingConfig, "") if "no memory." in text.lower()}
+    assert {"training.learning_rate", "training.preference.beta", "data.multi_label"} <= said
+    assert not {key for key in said if moves_memory(key) and key != "data.labels"}
+
+
+def _described(section: type[BaseModel], inside: str) -> Iterator[tuple[str, str]]:
+    for name, field in section.model_fields.items():
+        yield f"{inside}{name}", field.description or ""
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _described(field.annotation, f"{inside}{name}.")
 
 
 def test_what_is_skipped_indeed_changes_nothing() -> None:
@@ -49,7 +55,7 @@ def test_what_is_skipped_indeed_changes_nothing() -> None:
         "warmup_steps": 2, "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-4, "save_steps": 3,
         "save_total_limit": 5, "logging_steps": 4, "seed": 1, "output_dir": "x", "run_name": "y",
     }  # fmt: skip
-    assert {f"training.{key}" for key in other} < set(NO_MEMORY)
+    assert not any(moves_memory(f"training.{key}") for key in other)
     first, second = (make_plan(record(tiny_config(LLAMA, training=training))) for training in ({}, other))
     assert first.peak == second.peak
     assert first.phases == second.phases

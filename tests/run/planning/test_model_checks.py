@@ -7,8 +7,7 @@ from framework.errors import RequestError
 from framework.run.planning.fit import decide
 from framework.run.planning.model_checks import inspect
 from framework.run.rehearsal.rehearse import rehearse
-from framework.schema.availability import DTYPES, left_open
-from framework.schema.keys import every_key, key_at
+from framework.schema.keys import admits_auto, every_key, left_open
 
 RECIPE = """
 model:
@@ -18,12 +17,7 @@ model:
   model_max_length: 64
 training: {max_steps: 2, global_batch_size: 8}
 """
-OPEN = [
-    key
-    for key in every_key()
-    if "auto" in getattr(key_at(tuple(key.split("."))), "choices", ()) and not key.endswith("dtype_str")
-    and key not in DTYPES
-]  # fmt: skip
+OPEN = [key for key in every_key() if admits_auto(key)]
 COMPANY = {"training.activation_memory_budget": ["training.compile=true"]}
 UNSEARCHED = [
     "training.fp8",

@@ -29,9 +29,9 @@ from framework.run.checkpoints.checkpoint import (
 from framework.run.checkpoints.sharded import write_parts, writers_group
 from framework.run.checkpoints.sharded_export import export_sharded
 from framework.run.rehearsal.footprint import state_tensors
-from framework.schema.choices import Optimizer, StateDictType
+from framework.schema.choices import StateDictType
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.sharding import SHARDED_OPTIMIZERS
+from framework.schema.optimizers import FACTS, Optimizer
 from tests.sharded import on_two, settings, sharded, trained, weights
 from tests.tiny import LLAMA, tiny_assembly
 
@@ -131,6 +131,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers.models import WordLevel
 
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+
+
+SHARDED_OPTIMIZERS = [choice for choice, facts in FACTS.items() if facts.shards.is_sharded]
 
 
 def look(ranks: Ranks, folder: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from framework.run.planning.background_plan import forecast_in_subprocess
 from framework.run.rehearsal.rehearse import record
 from framework.run.setup.agreement import seed_apart
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.tensor import SPLIT_OPTIMIZERS
+from framework.schema.optimizers import FACTS, Shards
 from tests.run.ranks.test_context import STEPS, assert_alike, curve
 from tests.run.ranks.test_sharded import SPECIAL, saved, tokenizer
 from tests.run.several import ended, start
@@ -279,7 +279,7 @@ def test_other_models_with_a_plan_are_split_rightly_too(tmp_path):
 
 def look_at_optimizers(ranks: Ranks, folder: Path) -> dict[str, Any]:
     found = {}
-    for optimizer in SPLIT_OPTIMIZERS:
+    for optimizer in (choice for choice, facts in FACTS.items() if facts.shards is Shards.ELEMENTS):
         special = SPECIAL.get(optimizer, {})
         training = {"optimizer": str(optimizer), "learning_rate": 1e-3, **special.get("training", {})}
         gpu, fsdp = {"name": "cpu", "count": 2}, {"tensor_parallel_size": 2}

@@ -5,8 +5,8 @@ import pytest
 from framework.memory.resolve import resolve, said_of_float16
 from framework.schema.config import TrainingConfig
 from framework.schema.fsdp import FSDPParams
+from framework.schema.optimizers import FACTS
 from framework.schema.rules.every import Needs, find_conflicts, find_derived_conflicts
-from framework.schema.rules.sharding import SHARDED_OPTIMIZERS
 from tests.tiny import LLAMA
 
 MODEL = {"architecture": LLAMA, "load_pretrained_weights": False, "torch_dtype_str": "float32"}
@@ -134,6 +134,6 @@ def test_replicas_gather_nothing(name):
 
 
 def test_every_optimizer_is_either_tried_or_refused():
-    for choice in SHARDED_OPTIMIZERS:
+    for choice in (choice for choice, facts in FACTS.items() if facts.shards.is_sharded):
         found = conflicts(training={"optimizer": str(choice)}).get("training.optimizer")
         assert found is None or "fsdp.enable_fsdp" not in found.keys

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from framework.schema.choices import Optimizer
 from framework.schema.config import TrainingConfig
+from framework.schema.optimizers import FACTS, Optimizer, Shards
 from framework.schema.rules.every import Needs, find_conflicts
-from framework.schema.rules.tensor import SPLIT_OPTIMIZERS
 
 SIZE = "fsdp.tensor_parallel_size"
 
@@ -37,7 +36,7 @@ def test_all_devices_may_share_each_matrix() -> None:
     assert made.sharing == 2
 
 
-@pytest.mark.parametrize("optimizer", [choice for choice in Optimizer if choice not in SPLIT_OPTIMIZERS])
+@pytest.mark.parametrize("optimizer", [choice for choice in Optimizer if FACTS[choice].shards is not Shards.ELEMENTS])
 def test_optimizers_that_need_more_than_a_part_are_refused(optimizer: Optimizer) -> None:
     assert ("training.optimizer", SIZE) in found(config(training={"optimizer": str(optimizer)}))
 

@@ -1,0 +1,227 @@
+"""The optimizers: one row of facts each. The module that a row names in `framework.build.optimizers` makes it.
+
+From the rows follow the settings of the lever `training.optimizer`, the keys that do nothing with an optimizer, what
+may be sharded, and which rules speak of it. No torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from framework.schema.choices import Choice
+from framework.schema.params import Auto
+
+
+class Optimizer(Choice):
+    """Named as Hugging Face names them where it has the optimizer."""
+
+    ADAMW_TORCH = "adamw_torch"
+    ADAMW_TORCH_FUSED = "adamw_torch_fused"
+    ADAMW_8BIT = "adamw_8bit"
+    PAGED_ADAMW_32BIT = "paged_adamw_32bit"
+    PAGED_ADAMW_8BIT = "paged_adamw_8bit"
+    ADAMW_TORCHAO_8BIT = "adamw_torchao_8bit"
+    ADAMW_TORCHAO_4BIT = "adamw_torchao_4bit"
+    SGD = "sgd"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    LION_8BIT = "lion_8bit"
+    PAGED_LION_8BIT = "paged_lion_8bit"
+    SOPHIA = "sophia"
+    ANYPRECISION_ADAMW = "anyprecision_adamw"
+    ANYPRECISION_ADAMW_8BIT = "anyprecision_adamw_8bit"
+    MUON = "muon"
+    GALORE_ADAMW = "galore_adamw"
+    APOLLO_ADAMW = "apollo_adamw"
+    SCHEDULE_FREE_ADAMW = "schedule_free_adamw"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit", "adamw": "adamw_torch"}
+
+
+class Shards(Enum):
+    """How far the weights of an optimizer may be split over devices (tests/run/ranks tries each)."""
+
+    ELEMENTS = "an element's update needs nothing of the others: sharded, and cut by tensor parallelism"
+    GATHERED = "sharded, and gathered for the update"
+    WHOLE = "needs sums or projections over all of a weight"
+    CODED = "states that are codes cannot be cut with the weights"
+
+    @property
+    def is_sharded(self) -> bool:
+        return self in (Shards.ELEMENTS, Shards.GATHERED)
+
+
+_BETAS = ("adam_beta1", "adam_beta2")
+_ADAM = (*_BETAS, "adam_epsilon")
+_PROJECTED = (*_ADAM, "projection_rank", "projection_update_steps", "projection_scale")
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What is true of one optimizer."""
+
+    module: str
+    """Module of `framework.build.optimizers` whose `ROWS` make it."""
+    keys: tuple[str, ...] = _ADAM
+    """Keys of `training` that it reads and that not all optimizers do."""
+    time: str = ""
+    """What it costs in time, with the source of the figure; empty for the plain one."""
+    changes: str = ""
+    """What is different in the trajectory against AdamW's; empty: nothing but rounding."""
+    hardware: str = ""
+    package: str = ""
+    """The distribution that it comes from, whose states are codes of few bits or paged; empty: torch or ours."""
+    shards: Shards = Shards.ELEMENTS
+    of_matrices: bool = False
+    """Whether it treats matrices of the blocks separately, and all else as AdamW does."""
+
+    @property
+    def keeps_rule(self) -> bool:
+        """Whether its update rule is AdamW's, whatever the dtype of its states."""
+        return not self.changes.startswith("another optimizer")
+
+    @property
+    def projects(self) -> bool:
+        return "projection_rank" in self.keys
+
+    @property
+    def keeps_small_updates(self) -> bool:
+        """Whether it is for bfloat16 weights, of which it rounds no update away."""
+        return "rounding" in self.keys
+
+
+FACTS: Mapping[Optimizer, OptimizerFacts] = {
+    Optimizer.ADAMW_TORCH_FUSED: OptimizerFacts("of_torch"),
+    Optimizer.ADAMW_TORCH: OptimizerFacts("of_torch", time="-3.8 % tokens/s (1B); H100, 2026-11"),
+    Optimizer.SGD: OptimizerFacts(
+        "of_torch",
+        ("sgd_momentum",),
+        "+4.0 % tokens/s (1B); H100, 2026-11",
+        "another optimizer: no momentum",
+    ),
+    Optimizer.ADAFACTOR: OptimizerFacts(
+        "of_torch",
+        (),
+        "-19.6 % tokens/s (1B); H100, 2026-11",
+        "another optimizer: factored",
+        shards=Shards.WHOLE,
+    ),
+    Optimizer.SCHEDULE_FREE_ADAMW: OptimizerFacts(
+        "schedule_free",
+        _ADAM,
+        "-5.5 % tokens/s (1B); H200, 2026-11",
+        "another optimizer: averaged weights",
+    ),
+    Optimizer.SOPHIA: OptimizerFacts(
+        "sophia",
+        (*_BETAS, "sophia_rho", "sophia_hessian_steps"),
+        "-1.8 % tokens/s (1B); H200, 2026-11",
+        "another optimizer: clipped by curvature",
+    ),
+    Optimizer.MUON: OptimizerFacts(
+        "muon",
+        (*_ADAM, "muon_momentum"),
+        "-35 % tokens/s (1B, 8,192 tokens a step); H200, 2026-11",
+        "another optimizer: orthogonal updates of matrices",
+        shards=Shards.GATHERED,
+        of_matrices=True,
+    ),
+    Optimizer.GALORE_ADAMW: OptimizerFacts(
+        "low_rank",
+        _PROJECTED,
+        "-13 % tokens/s between projections (1B); H200, 2026-11",
+        "another optimizer: low-rank moments",
+        shards=Shards.WHOLE,
+        of_matrices=True,
+    ),
+    Optimizer.APOLLO_ADAMW: OptimizerFacts(
+        "low_rank",
+        _PROJECTED,
+        "-21.5 % tokens/s (1B); H200, 2026-11",
+        "another optimizer: scaled by low-rank moments",
+        shards=Shards.WHOLE,
+        of_matrices=True,
+    ),
+    Optimizer.LION: OptimizerFacts("lion", _BETAS, "-0.2 % tokens/s (1B); H200, 2026-11", "another optimizer: signs"),
+    Optimizer.LION_8BIT: OptimizerFacts(
+        "low_bit",
+        _BETAS,
+        "-12.3 % tokens/s (1B); H200, 2026-11",
+        "another optimizer: signs of 8-bit codes",
+        "",
+        "bitsandbytes",
+        Shards.CODED,
+    ),
+    Optimizer.PAGED_LION_8BIT: OptimizerFacts(
+        "low_bit",
+        _BETAS,
+        "-14.9 % tokens/s (1B); H200, 2026-11",
+        "another optimizer: signs of codes",
+        "cuda",
+        "bitsandbytes",
+        Shards.CODED,
+    ),
+    Optimizer.ANYPRECISION_ADAMW: OptimizerFacts(
+        "any_precision",
+        (*_ADAM, "rounding"),
+        "+3.8 % tokens/s (1B); H200, 2026-11",
+        "bfloat16 states, rounded stochastically",
+        "cpu, cuda 8.0",
+    ),
+    Optimizer.ANYPRECISION_ADAMW_8BIT: OptimizerFacts(
+        "any_precision",
+        (*_ADAM, "rounding"),
+        "+2.5 % tokens/s (1B); H200, 2026-11",
+        "8-bit states, all rounded stochastically",
+        "cpu, cuda 8.0",
+        shards=Shards.CODED,
+    ),
+    Optimizer.ADAMW_8BIT: OptimizerFacts(
+        "low_bit",
+        _ADAM,
+        "-20 % tokens/s (1B); H200, 2026-11",
+        "states are 8-bit codes",
+        "",
+        "bitsandbytes",
+        Shards.CODED,
+    ),
+    Optimizer.PAGED_ADAMW_32BIT: OptimizerFacts(
+        "low_bit", _ADAM, "-16 % tokens/s (1B); H200, 2026-11", "", "cuda", "bitsandbytes", Shards.CODED
+    ),
+    Optimizer.PAGED_ADAMW_8BIT: OptimizerFacts(
+        "low_bit",
+        _ADAM,
+        "-27 % tokens/s (1B); H200, 2026-11",
+        "states are 8-bit codes",
+        "cuda",
+        "bitsandbytes",
+        Shards.CODED,
+    ),
+    Optimizer.ADAMW_TORCHAO_8BIT: OptimizerFacts(
+        "low_bit",
+        _ADAM,
+        "-28 % tokens/s (1B); H200, 2026-11",
+        "states are 8-bit codes",
+        "cuda",
+        "torchao",
+        Shards.CODED,
+    ),
+    Optimizer.ADAMW_TORCHAO_4BIT: OptimizerFacts(
+        "low_bit",
+        _ADAM,
+        "-30 % tokens/s (1B); H200, 2026-11",
+        "states are 4-bit codes",
+        "cuda",
+        "torchao",
+        Shards.CODED,
+    ),
+}
+"""Plain first, then in the order of the levers table. bitsandbytes' kernels do not take a part of a tensor (tried on
+two processes), torchao's states are not tried, and the scales of ours, one for 256 elements, are not cut."""
+
+
+def facts_of(choice: Optimizer | Auto) -> OptimizerFacts:
+    """The row of a choice; of `auto`, which has not chosen, the plain one's."""
+    return FACTS[Optimizer.ADAMW_TORCH_FUSED if choice == "auto" else choice]
