@@ -13,6 +13,7 @@ from framework.memory.explain.moves import rank_moves
 from framework.memory.explain.proposals import propose
 from framework.memory.resolve import resolve
 from framework.schema.keys import every_key
+from tests.folders import save_model
 
 RECIPE = """
 defaults: [{model: qwen3_0.6b}]
@@ -81,3 +82,29 @@ def test_the_search_that_plan_proposes_is_a_request(more, write):
     assert (tunesmith, fit) == ("tunesmith", "fit")
     assert problems(words, PLAN) == []
     assert compose(words[0], words[1:]).config.model_dump() == composition.config.model_dump()
+
+
+@pytest.mark.parametrize("word", ["./base", "base", "base/config.json"])
+def test_a_model_in_place_of_a_recipe(word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "base")
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}')
+    (problem,) = check_request(word).problems
+    assert "and no recipe" in problem.message
+    recipe, override = str(problem.nearest).split()
+    assert recipe == "finetune_local"
+    assert override.removeprefix("model.model_name=") in ("base", "./base")
+    assert problems([recipe, override, "gpu=cpu"]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("r.yaml", "./r.yaml"), ("r/config.yaml", "./r/config.yaml"), ("r/recipe.yaml", "./r/recipe.yaml")],
+)
+def test_a_folder_in_place_of_a_recipe(name, nearest, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r").mkdir()
+    (tmp_path / name).write_text(RECIPE)
+    (problem,) = check_request("./r").problems
+    assert ("is a folder" in problem.message, problem.nearest) == (True, nearest)
+    assert problems([nearest, "gpu=cpu"]) == []

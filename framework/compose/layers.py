@@ -44,16 +44,37 @@ def find_recipe(recipe: str | File) -> tuple[str, File, str]:
     word = str(recipe)
     path = File(os.path.expanduser(word))
     is_path = isinstance(recipe, File) or path.suffix in YAML_SUFFIXES or ("/" in word and exists(word))
-    if is_path and exists(word):
-        return path.stem, path, word
     known = shipped.recipes()
     if not is_path and word in known:
         return word, known[word], f"recipes/{word}.yaml"
+    if exists(word) and (path.is_dir() or path.name in _OF_MODELS):
+        raise RequestError([_no_recipe(word, path)])
+    if is_path and exists(word):
+        return path.stem, path, word
     is_path = is_path or "/" in word
     beside = f"{word}.yaml" if exists(f"{word}.yaml") else _file_like(word) if is_path else None
     nearest = beside or shipped.nearest(path.stem if is_path else word, known)
     message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
     raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
+
+
+_OF_MODELS = ("config.json", "adapter_config.json")
+
+
+def _no_recipe(word: str, path: File) -> Problem:
+    """What to type instead of a folder, or of a model's own config."""
+    folder = path if path.is_dir() else path.parent
+    written = word if path.is_dir() else os.path.dirname(word) or "."
+    of_run, beside = os.path.join(written, "config.yaml"), f"{word.rstrip('/')}.yaml"
+    if exists(of_run) or exists(beside):
+        nearest = beside if exists(beside) else of_run
+        return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file", nearest)
+    if (folder / _OF_MODELS[0]).is_file():
+        message = f"{word} is {'the folder' if path.is_dir() else 'the config'} of a model, and no recipe"
+        expected = f"a recipe that says `model: {{model_name: {written}}}`, or one of ours with it"
+        return Problem("", message, None, expected, f"finetune_local model.model_name={written}")
+    nearest = path_like(os.path.join(written, "recipe.yaml"), lambda file: file.suffix in YAML_SUFFIXES)
+    return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file, or the name of a recipe", nearest)
 
 
 def _file_like(written: str) -> str | None:

@@ -41,12 +41,18 @@ def require_bitsandbytes(key: str, otherwise: str) -> None:
 
 
 def refuse_other_packing(config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Raises RequestError where a checkpoint is stored packed by bitsandbytes and the run does not hold it just so:
-    such weights arrive as they are stored, whatever was asked for and planned. Sharded ones are not held so."""
+    """Raises RequestError where a checkpoint is stored quantized and the run does not hold it just so: such weights
+    arrive as they are stored, whatever was asked for and planned. Only bitsandbytes' are held so, and not sharded."""
     stored: Any = getattr(architecture, "quantization_config", None)
-    settings = stored if isinstance(stored, dict) or stored is None else stored.to_dict()
-    if not settings or settings.get("quant_method") != "bitsandbytes" or not config.model.load_pretrained_weights:
+    if stored is None or not config.model.load_pretrained_weights:
         return
+    settings = stored if isinstance(stored, dict) else stored.to_dict()
+    if (method := settings.get("quant_method")) != "bitsandbytes":
+        method = getattr(method, "value", method)
+        how = f"are stored quantized by {method!r}" if method else "have a quantization_config without a quant_method"
+        message = f"the weights of {config.model.model_name} {how}, and no plan knows their size"
+        works = "the checkpoint that they were quantized from, and peft=qlora, which quantizes it as it loads"
+        raise RequestError([Problem("model.model_name", message, expected=works)])
     if config.fsdp.is_sharded:
         message = f"the weights of {config.model.model_name} are stored packed, and are split as they are packed here"
         works = "the checkpoint that it was packed from, or fsdp.enable_fsdp: false"

@@ -18,10 +18,23 @@ from framework.build.attention.ring_attention import NAME as RING_ATTENTION
 from framework.build.attention.ring_attention import know_ring_attention
 from framework.build.dtypes import TORCH_DTYPES
 from framework.build.hub import hub_is_reachable, leave_to_run_code, nearest, one_line
+from framework.build.loading.config_values import (
+    explain_refusal,
+    refuse_impossible_values,
+    refuse_unreadable_values,
+)
 from framework.build.loading.unmatched import Unmatched, refuse_untied, sort_unmatched
 from framework.build.model.heads import fit_head, model_class, read_by_model
-from framework.build.model_folder import checkpoint_files, local_folder, reads_own_config, require_model, weight_files
-from framework.build.place import Place
+from framework.build.model_folder import (
+    CONFIG_FILE,
+    checkpoint_files,
+    local_folder,
+    read_object,
+    reads_own_config,
+    require_model,
+    weight_files,
+)
+from framework.build.place import Place, rehearsal_place
 from framework.build.text.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
 from framework.schema.architecture import laid_over
@@ -48,6 +61,7 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
         architecture.vocab_size = model.tokenizer.vocab_size
         # else generation would stop at whatever token has the id that the family's own tokenizer ends with
         architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
+    refuse_impossible_values(architecture, f"the config.json of {model.model_name!r}", "model.model_name", written)
     _refuse_dtype(architecture, config)
     fit_head(config, architecture)
     return architecture
@@ -66,6 +80,7 @@ def _refuse_dtype(architecture: PretrainedConfig, config: TrainingConfig) -> Non
 
 def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:
     key = "model.architecture"
+    refuse_unreadable_values(written, "it", key)
     try:
         known = AutoConfig.for_model(written["model_type"])
     except KeyError:
@@ -108,6 +123,9 @@ def _named_architecture(config: TrainingConfig, written: dict[str, Any]) -> Pret
     folder = local_folder(str(model.model_name))
     if folder is not None:
         require_model(folder, key)
+        own = read_object(folder / CONFIG_FILE, key)
+        refuse_unreadable_values(own, f"the config.json of {model.model_name!r}", key)
+    refuse_unreadable_values(written, "it", "model.architecture")
     try:
         read: PretrainedConfig = AutoConfig.from_pretrained(
             str(folder) if folder is not None else model.model_name,
@@ -188,18 +206,21 @@ def _random(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of every kind: it comes of the values in the config
-        raise RequestError([_refused(architecture, attention, error)]) from None
+        raise RequestError([_refused(config, architecture, error)]) from None
     built: PreTrainedModel = model
     built.tie_weights()  # which goes with the values that a rehearsal does without
     return built
 
 
-def _refused(architecture: PretrainedConfig, attention: str | None, error: Exception) -> Problem:
+def _refused(config: TrainingConfig, architecture: PretrainedConfig, error: Exception) -> Problem:
     """Which of the two it was that transformers would not build: the attention kernel or the shape."""
-    reason = one_line(error)
+    attention, name = config.model.attn_implementation, config.model.model_name
+    reason = explain_refusal(architecture, error) or one_line(error)
     if attention is not None and "attention" in reason.lower():
         missing = f"{attention} cannot be used with {architecture.model_type}: {reason}"
         return Problem("model.attn_implementation", missing, nearest="eager, or leave it unset")
+    if reads_own_config(config.model) and config.model.architecture is None:
+        return Problem("model.model_name", f"transformers cannot build what the config.json of {name!r} says: {reason}")
     return Problem("model.architecture", f"transformers cannot build it: {reason}")
 
 
@@ -254,7 +275,7 @@ def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tup
     few rows of matrices that the config says are one. Raises RequestError as `build_model` does for weights that are
     missing, damaged, left over or of another shape, and where such matrices are two.
     """
-    stored_packed = getattr(architecture, "quantization_config", None) is not None
+    stored_packed = getattr(architecture, "quantization_config", None) is not None  # read as stored, onto a GPU
     if not config.model.load_pretrained_weights or config.model.model_name is None or stored_packed:
         return ()
     shape = deepcopy(architecture)  # loading writes into it
@@ -295,7 +316,8 @@ def _loaded(
         raise
     except Exception as error:  # transformers and the hub client raise many kinds
         if attention is not None and "attention" in str(error).lower():
-            raise RequestError([_refused(architecture, attention, error)]) from None
+            raise RequestError([_refused(config, architecture, error)]) from None
+        _random(config, deepcopy(architecture), dtype, attention, rehearsal_place("cpu"))  # is it the config?
         message = f"the weights of {name!r} do not load: {one_line(error)}"
         raise RequestError([Problem(key, message)]) from None
     return model, sort_unmatched(model, info, name, key)

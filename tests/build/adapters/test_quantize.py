@@ -179,7 +179,9 @@ QLORA = {"q_lora": True, "q_lora_bits": 4, "bnb_4bit_quant_type": "nf4"}
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, QLORA, "stored as 8-bit"),
         (STORED, {**QLORA, "peft_method": "loftq"}, "loftq needs what quantisation loses"),
         (STORED, QLORA, None),
-        ({"quant_method": "fp8"}, None, None),
+        ({"quant_method": "fp8"}, None, "stored quantized by 'fp8'"),
+        ({"quant_method": "nothing"}, QLORA, "stored quantized by 'nothing'"),
+        ({}, None, "without a quant_method"),
         (None, None, None),
     ],
 )

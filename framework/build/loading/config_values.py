@@ -1,0 +1,116 @@
+"""Values of a Hugging Face config that no model can have, found before transformers builds one of them.
+
+Its config classes check types. An epsilon that is NaN makes every loss NaN, no layers at all and a dropout of 2 build, and
+a million layers build for hours.
+"""
+
+import math
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from framework.errors import Problem, RequestError
+from framework.schema.architecture import POSITION_KEYS
+
+MOST_LAYERS = 10_000
+"""Public models have up to 126 (Llama 3.1 405B); 1,000 of ten parameters each build in seconds."""
+_COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+"""What a transformers config calls them, whatever the family does."""
+_NOT_NEGATIVE = ("_eps", "_epsilon", "initializer_range", "init_std")
+_FRACTIONS = ("dropout", "_pdrop", "_dropout_prob", "drop_rate")
+_POSITIVE = ("rope_theta", "rope_local_base_freq", "factor")
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def refuse_unreadable_values(settings: Mapping[str, Any], where: str, key: str) -> None:
+    """Raises RequestError, under `key`, for each value of a config that transformers fails to read, told in words of
+    Python: a dtype that torch does not have, a `quantization_config` that is no object, a division by no heads. `where`
+    names the config."""
+    problems = [
+        Problem(key, f"{where} has {name} {count}", expected=works)
+        for name, (count, works) in _impossible_counts(settings)
+    ]
+    for name, value in _leaves(settings):
+        known = getattr(torch, str(value).removeprefix("torch."), None)
+        if name.rpartition(".")[2] in _DTYPES and isinstance(value, str) and not isinstance(known, torch.dtype):
+            message = f"{where} has {name} {value!r}, which torch does not have"
+            problems.append(Problem(key, message, expected="float32, bfloat16 or float16"))
+    stored = settings.get("quantization_config")
+    if stored is not None and not isinstance(stored, Mapping):
+        message = f"{where} has quantization_config {stored!r}"
+        problems.append(Problem(key, message, expected="an object with quant_method, or none"))
+    if problems:
+        raise RequestError(problems)
+
+
+def refuse_impossible_values(architecture: PretrainedConfig, where: str, key: str, written: Container[str]) -> None:
+    """Raises RequestError for each number of a config that no model can have: under `key`, with `where` for the name of
+    the config, or where `model.architecture` has it as `written`."""
+    found: dict[str, tuple[Any, str]] = {}
+    for name, value in _leaves(architecture.to_dict()):
+        if not isinstance(value, bool) and (works := _wanted(name, value)):
+            found.setdefault(name, (value, works))
+    for part in (architecture, getattr(architecture, "text_config", None)):
+        if isinstance(part, PretrainedConfig):
+            called, settings = (
+                part.attribute_map,
+                part.to_dict(),
+            )  # an attribute that layers differ in cannot be asked for
+            counts = {name: settings.get(called.get(name, name)) for name in _COUNTS}
+            found = {called.get(name, name): wrong for name, wrong in _impossible_counts(counts)} | found
+    if found:
+        raise RequestError(
+            [
+                Problem(f"model.architecture.{name}", f"cannot be {value}", expected=works)
+                if name.partition(".")[0] in written
+                else Problem(key, f"{where} has {name} {value}", expected=works)
+                for name, (value, works) in found.items()
+            ]
+        )
+
+
+def _impossible_counts(settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, str]]]:
+    for name in _COUNTS:
+        count, most = settings.get(name), MOST_LAYERS if name == "num_hidden_layers" else 2**31 - 1
+        if type(count) is int and not 1 <= count <= most:
+            yield name, (count, f"1 to {most:,}")
+
+
+def _wanted(name: str, value: Any) -> str | None:
+    """What a config should have under this name; None where what it has may be right."""
+    last = name.rpartition(".")[2]
+    if not isinstance(value, int | float):
+        return "a number" if last in _POSITIVE and isinstance(value, str) else None
+    if math.isnan(value) or (math.isinf(value) and last):  # a member of a list may be infinite: the end of a range
+        return "a finite number"
+    if last.endswith(_NOT_NEGATIVE) and value < 0:
+        return "0 or more"
+    if last.endswith(_FRACTIONS) and not 0 <= value <= 1:
+        return "0 to 1"
+    if last in POSITION_KEYS and value < 1:
+        return "1 or more"
+    return "more than 0" if last in _POSITIVE and value <= 0 else None
+
+
+def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a config; the members of a list have the list's name and a dot behind it."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{name}.")
+        elif isinstance(value, list | tuple):
+            yield from ((f"{above}{name}.", item) for item in value if not isinstance(item, Mapping | list | tuple))
+        else:
+            yield f"{above}{name}", value
+
+
+def explain_refusal(architecture: PretrainedConfig, error: Exception) -> str | None:
+    """Which key of the config it is whose value transformers has looked up in vain; None for other errors."""
+    if not isinstance(error, KeyError) or len(error.args) != 1:
+        return None
+    asked = error.args[0]
+    names = [name for name, value in _leaves(architecture.to_dict()) if value == asked and type(value) is type(asked)]
+    if not names:
+        return f"it looks for {asked!r}, which is not there"
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {asked!r}, which it does not know"
