@@ -43,6 +43,14 @@ def read_regular(path: Path, errors: str = "strict", most: int = MOST_BYTES) -> 
     return data.decode("utf-8", errors)
 
 
+def kind_of(path: Path) -> str | None:
+    """`a FIFO` and the like, of what a path leads to, by a link too; None for files, folders and nothing."""
+    try:
+        return _kind(os.stat(path).st_mode)
+    except OSError:
+        return None
+
+
 def special_files(folder: Path) -> list[str]:
     """What no library may be given to read in a folder: `name (a FIFO)` for each entry that is no file or folder."""
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []

@@ -1,6 +1,7 @@
 """What is no regular file is told within the time of a look, and never waited for or opened."""
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -9,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
+from framework.cli.writing import written
+from framework.errors import RequestError
 from framework.regular_files import open_regular, read_regular, special_files
+from framework.run.record.run_folder import open_folder
+from framework.schema.config import TrainingConfig
+from tests.folders import save_model, split_weights
 
 pytestmark = pytest.mark.timeout(60)  # a FIFO without a writer is waited for without end
 GOOD = "model: {model_name: ./base}\ndata: {train: [{path: user/set}]}\n"
@@ -33,6 +39,11 @@ def fifo(path: str) -> str:
     return path
 
 
+def unix_socket(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(path)
+
+
 def test_kinds_of_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").write_bytes("é".encode())
@@ -43,8 +54,7 @@ def test_kinds_of_files(tmp_path, monkeypatch):
         read_regular(Path("file"), most=1)
     assert found.value.errno == errno.EFBIG
     fifo("pipe")
-    with socket.socket(socket.AF_UNIX) as unix:
-        unix.bind("socket")
+    unix_socket("socket")
     for name, kind in (("pipe", "a FIFO"), ("socket", "a socket"), ("/dev/null", "a character device")):
         with pytest.raises(OSError, match=kind):
             open_regular(Path(name))
@@ -78,7 +88,7 @@ def test_a_recipe_is_a_regular_file(refused, verb):
     Path("device.yaml").symlink_to("/dev/zero")
     assert "it is a character device" in refused(verb, "device.yaml")
     Path("folder.yaml").mkdir()
-    assert "Is a directory" in refused(verb, "folder.yaml")
+    assert ("Is a directory" if verb == "convert" else "is a folder, and no recipe") in refused(verb, "folder.yaml")
     with Path("huge.yaml").open("wb") as file:
         file.truncate(2**40)
     assert "is larger than" in refused(verb, "huge.yaml")
@@ -108,6 +118,68 @@ def test_explain_reads_logs_and_plans_that_are_files(refused, capsys):
     with Path("run/plan.json").open("wb") as file:
         file.truncate(2**40)
     assert "holds no plan.json that can be read" in refused("explain", "run/other.log", "--run", "run")
+
+
+@pytest.mark.parametrize(("kind", "make"), [("a FIFO", os.mkfifo), ("a socket", unix_socket)])
+def test_what_is_written_to_is_a_regular_file(refused, write, kind, make):
+    write(
+        "model: {architecture: {model_type: llama}, load_pretrained_weights: false}\ndata: {train: [{path: x.jsonl}]}\n"
+    )
+    Path("x.jsonl").write_text('{"text": "x"}\n')
+    make("out.html")
+    make("out.yaml")
+    Path("link.html").symlink_to("out.html")
+    for words in (
+        ("plan", "r.yaml", "--html", "out.html"),
+        ("plan", "r.yaml", "--html", "link.html"),
+        ("fit", "r.yaml", "--html", "out.html"),
+        ("fit", "r.yaml", "--output", "out.yaml"),
+        ("data", "r.yaml", "--html", "out.html"),
+        ("doctor", "--calibrate", "--output", "out.yaml"),
+    ):
+        assert f"cannot be written: it is {kind}" in refused(*words), words
+    Path("run").mkdir()
+    Path("run/environment.json").write_text("{}")
+    Path("run/config.yaml").write_text("training: {}\n")
+    make("run/report.html")
+    assert f"cannot be written: it is {kind}" in refused("report", "run")
+    assert f"cannot be written: it is {kind}" in refused("report", "run", "--output", "out.html")
+
+
+def test_a_file_that_becomes_a_fifo_before_it_is_written(tmp_path):
+    pipe = fifo(str(tmp_path / "out.html"))
+    (problem,) = written(Path(pipe), "--html", lambda: "page")
+    assert "cannot be written: No such device or address" in problem.message
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", ".lock", "config.yaml", "oom.txt", "checkpoints/step-00000002/x", "final/x"]
+)
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_folder_is_gone_on_with_and_replaced_where_its_files_are_regular(tmp_path, name, resume):
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "environment.json").write_text('{"packages": {}}')
+    fifo(str(tmp_path / name))
+    config = TrainingConfig(training={"output_dir": str(tmp_path)})
+    with pytest.raises(RequestError, match=r"no regular file, and no run made: .*\(a FIFO\)"):
+        open_folder(config, "r", resume=resume, overwrite=not resume)
+
+
+def test_a_fifo_beside_weights_and_rows(refused, write):
+    write("model: {model_name: ./base, architecture: {hidden_act: silu}}\ndata: {train: [{path: ./saved}]}\n")
+    fifo("base/config.json")
+    assert "config.json (a FIFO)" in refused("check", "r.yaml", "gpu=cpu")
+    shutil.rmtree("base")
+    save_model(Path("base"))
+    fifo("saved/state.json")
+    Path("saved/dataset_info.json").write_text("{}")
+    assert "it is a FIFO" in refused("check", "r.yaml", "gpu=cpu")
+    split_weights(Path("base"))
+    index = json.loads(Path("base/model.safetensors.index.json").read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "../pipe")
+    Path("base/model.safetensors.index.json").write_text(json.dumps(index))
+    fifo("pipe")
+    assert "it is a FIFO" in refused("check", "r.yaml", "gpu=cpu")
 
 
 def test_a_report_says_which_of_its_files_are_none(write, capsys):

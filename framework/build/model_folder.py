@@ -12,7 +12,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from framework.beside import path_like
 from framework.build.hub import hub_is_reachable, one_line, require_regular_files
 from framework.errors import Problem, RequestError
-from framework.regular_files import read_regular
+from framework.regular_files import open_regular, read_regular
 from framework.schema.model import ModelParams
 
 KEY = "model.model_name"
@@ -173,6 +173,7 @@ def _unreadable(file: Path, key: str) -> Problem | None:
     if not file.exists():
         return Problem(key, f"{file} is not there, and the index of its folder names it", expected="the whole folder")
     try:
+        open_regular(file).close()  # an index may name one anywhere
         with safe_open(file, framework="pt"):
             return None
     except (OSError, SafetensorError) as error:

@@ -30,6 +30,7 @@ def write_report(run: Path, output: Path | None) -> Path:
     if output is None and file.is_symlink():
         problem = Problem("RUN", f"{file} is a link to {file.readlink()}", expected="a file, or --output FILE")
         raise RequestError([problem])
+    check_writable(file, "--output")
     if missed := written(file, "--output", lambda: page):
         raise RequestError(missed)
     return file

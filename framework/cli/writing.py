@@ -1,12 +1,14 @@
 """Files that a verb writes beside its result. One that has no place is refused before any work; where writing fails
 later, the result is printed all the same."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from framework.beside import path_like
 from framework.cli.printing import complain
 from framework.errors import Problem, RequestError
+from framework.regular_files import kind_of
 
 NOT_WRITTEN = RequestError.exit_code
 
@@ -15,8 +17,10 @@ def check_writable(file: Path | None, option: str) -> None:
     """Raises RequestError where there is no place for a file that is asked for, before anything else takes time."""
     if file is None:
         return
-    folder = file.absolute().parent
-    reason = "it is a folder" if file.is_dir() else None if folder.is_dir() else f"there is no folder {folder}"
+    folder, kind = file.absolute().parent, "a folder" if file.is_dir() else kind_of(file)
+    reason = None if folder.is_dir() else f"there is no folder {folder}"
+    if kind not in (None, "a character device"):  # those take bytes at once: a terminal, /dev/null
+        reason = f"it is {kind}"
     if reason:
         raise RequestError([_unwritten(file, option, reason)])
 
@@ -27,7 +31,10 @@ def written(file: Path | None, option: str, text: Callable[[], str]) -> list[Pro
         return []
     content = text()
     try:
-        file.write_text(content, encoding="utf-8", errors="replace")  # names of files may be no text
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK  # it may be a FIFO by now
+        descriptor = os.open(file, flags, 0o666)
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as opened:  # names of files may be no text
+            opened.write(content)
     except OSError as error:
         return [_unwritten(file, option, error.strerror or str(error))]
     return []

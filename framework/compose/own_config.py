@@ -15,6 +15,7 @@ from framework.compose.layers import Layer, highest
 from framework.compose.origins import Node
 from framework.errors import Problem
 from framework.hub import hub_is_reachable
+from framework.regular_files import read_regular
 from framework.schema.architecture import language_part, with_current_names
 from framework.schema.keys import Path as Key
 from framework.schema.keys import dotted
@@ -95,7 +96,7 @@ def _plain(trees: Iterator[Node] | Sequence[Node]) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any] | None:
     """The config in a file; None for one that cannot be read, which is told where the model is."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -14,7 +14,7 @@ from framework.build.sources.files import Fault, read_records
 from framework.build.sources.find_files import find_files, is_local
 from framework.build.sources.sources import PROBLEM_LIMIT, Place, read_source
 from framework.build.text.boundaries import own_start, without_start
-from framework.build.text.chat import Chat, TemplateFault, render
+from framework.build.text.chat import Chat, TemplateFault, has_template, render
 from framework.build.text.column_proposals import QUESTIONS
 from framework.build.text.encode import Encoding, StoredRow, encode_batch, row_question
 from framework.build.text.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
@@ -102,6 +102,8 @@ def read_answered(path: str, config: TrainingConfig, tokenizer: PreTrainedTokeni
     for batch in source.dataset.iter(batch_size=ENCODE_BATCH):
         places = map(Place, batch["path"], batch["row"])
         for place, row in zip(places, encode_batch(batch, encoding), strict=True):
+            if isinstance(row, UnsuitedChat):
+                _require_template(tokenizer)
             fitted = str(row) if row is None or isinstance(row, UnsuitedChat) else _fitted(row, config)
             fitted = "a column that it needs is absent or empty" if row is None else fitted
             if isinstance(fitted, Encoded) and not np.any(fitted.labels != IGNORED):
@@ -217,11 +219,20 @@ def _fitted(row: Encoded, config: TrainingConfig) -> Encoded | str:
     return f"the row has {counted(row_length(row), 'token')} and the limit is {limit} (data.truncation: {policy})"
 
 
+def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises RequestError, once for all rows, where they are chats and nothing says how a chat is written."""
+    if not has_template(tokenizer):
+        message = "the rows are chats and the tokenizer has no chat template"
+        expected = "rows with `prompt` or `text`, or a chat_template.jinja in the model's folder"
+        raise RequestError([Problem(KEY, message, expected=expected)])
+
+
 def _prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None) -> Encoded | str:
     asked: Any = row_question(row, tokenizer)
     if asked is None:
         return "there is nothing to go on from"
     if isinstance(asked, Chat):
+        _require_template(tokenizer)
         try:
             ids = tokenizer(render(tokenizer, asked, generation_prompt=True), add_special_tokens=False)["input_ids"]
         except TemplateFault as fault:

@@ -1,7 +1,7 @@
 """Values of a Hugging Face config that no model can have, found before transformers builds one of them.
 
-Its config classes check types. An epsilon that is NaN makes every loss NaN, no layers at all and a dropout of 2 build, and
-a million layers build for hours.
+Its config classes check types. An epsilon that is NaN makes every loss NaN, a model without layers builds, and one
+of a million builds for hours.
 """
 
 import math

@@ -40,7 +40,8 @@ def _mapped(file: Path, like: Tensor) -> Tensor:
     size = like.numel() * like.element_size()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as opened:
+        file.unlink(missing_ok=True)  # of a process that was killed
+        with file.open("xb") as opened:
             os.posix_fallocate(opened.fileno(), 0, size)
         tensor = torch.from_file(str(file), shared=True, size=like.numel(), dtype=like.dtype, device="cpu")
     except OSError as error:

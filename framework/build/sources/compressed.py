@@ -11,6 +11,8 @@ from typing import BinaryIO, cast
 
 import pyarrow as pa
 
+from framework.regular_files import open_regular
+
 
 def _open_zstd(path: Path) -> BinaryIO:
     """By Arrow's codec, which is always there; Python has one of its own from 3.14 on."""
@@ -33,7 +35,10 @@ BROKEN = (EOFError, zlib.error, lzma.LZMAError)
 def open_bytes(path: Path) -> BinaryIO:
     """The file from its beginning, decompressed as it is read. Raises OSError; reading also one of BROKEN."""
     opener = _OPENERS.get(path.suffix.lower())
-    return opener(path) if opener else path.open("rb")
+    if opener is None:
+        return open_regular(path)
+    open_regular(path).close()
+    return opener(path)
 
 
 def ending(path: Path) -> str:

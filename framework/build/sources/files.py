@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from framework.build.hub import one_line
 from framework.build.sources.arrow_values import python_rows
 from framework.build.sources.compressed import BROKEN, COMPRESSED, ending, open_bytes
+from framework.regular_files import open_regular
 from framework.schema.wording import counted
 
 
@@ -122,8 +123,7 @@ def _no_rows(schema: pa.Schema) -> pa.RecordBatch:
 
 def _read_batches(kind: str, path: Path, batches: Callable[[Path], Iterator[pa.RecordBatch]]) -> Iterator[Record]:
     """The rows of the batches, the first of which is empty and has the columns."""
-    with path.open("rb"):
-        pass  # a file that cannot be opened is told as one
+    open_regular(path).close()  # a file that cannot be opened is told as one
     number = 0
     try:
         for batch in batches(path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from framework.build.hub import nearest
 from framework.build.sources.files import endings, is_read
 from framework.errors import Problem, RequestError
+from framework.regular_files import read_regular
 from framework.schema.split import Split
 from framework.schema.urls import url_problem
 
@@ -86,7 +87,7 @@ def _saved(folder: Path, split: Split, key: str) -> list[Path]:
     """The files of a folder that `datasets.save_to_disk` wrote, in order; none where something else wrote it."""
     try:
         if (folder / "dataset_dict.json").exists():
-            names = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+            names = json.loads(read_regular(folder / "dataset_dict.json"))["splits"]
             if split.name not in names:
                 message = f"{folder.absolute()} has no split {split.name!r}; it has {', '.join(names)}"
                 raise RequestError([Problem(f"{key}.split", message, nearest=nearest(split.name, names))])
@@ -100,7 +101,7 @@ def _saved(folder: Path, split: Split, key: str) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[Path]:
-    return [folder / file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+    return [folder / file["filename"] for file in json.loads(read_regular(folder / "state.json"))["_data_files"]]
 
 
 def _is_data(path: Path, folder: Path) -> bool:

@@ -10,14 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
-from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from framework.beside import path_like
 from framework.build.hub import nearest, one_line
 from framework.build.text.cpu_limit import OutOfTime, limited, watched
 from framework.build.text.remarks import REASONING
+from framework.build.text.template_bounds import compiled
 from framework.errors import Problem, RequestError
 from framework.regular_files import read_regular
 
@@ -74,7 +74,7 @@ ROWS_CHECKED = 3
 """Rows that `check_chat` renders."""
 
 RENDER_SECONDS = 1.0
-"""Processor time that one rendering may take, up to twice as much. Public templates take 0.1 to 5 ms, and a
+"""Processor time that one rendering may take, and a tenth more. Public templates take 0.1 to 5 ms, and a
 conversation of 1 MB 50 ms."""
 
 SLOWEST, TRIED_SECONDS = 50_000, 1.0
@@ -135,19 +135,21 @@ class Template:
         Raises TemplateFault when the template refuses it, RequestError when it takes too long.
         """
 
+        text = self._text(chat)  # compiled before it is timed
+
         def plain(messages: Sequence[Message]) -> str:
             said = {**self._named, "add_generation_prompt": generation_prompt}
-            return cast(str, self._plain.render(messages=messages, tools=None, documents=None, **said))
+            return cast(str, compiled(text).render(messages=messages, tools=None, documents=None, **said))
 
         def prepared(messages: Sequence[Message]) -> str:
-            text = self.tokenizer.apply_chat_template(
+            written = self.tokenizer.apply_chat_template(
                 list(messages),
                 list(chat.tools) or None,
-                chat_template=self._text(chat),
+                chat_template=text,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
-            return cast(str, text)
+            return cast(str, written)
 
         if _is_plain(chat):
             return self._timed(plain, chat, chat.messages, str)
@@ -159,11 +161,13 @@ class Template:
         Raises TemplateFault when the template refuses it, RequestError when it takes too long.
         """
 
+        template = self._text(chat)
+
         def rendered(messages: Sequence[Message]) -> tuple[str, list[Span]]:
             found = render_jinja_template(
                 [list(messages)],
                 tools=list(chat.tools) or None,
-                chat_template=self._text(chat),
+                chat_template=template,
                 return_assistant_tokens_mask=True,
                 **self._named,
             )
@@ -204,8 +208,8 @@ class Template:
         try:
             with watched(RENDER_SECONDS):
                 made = limited(lambda: render(messages))
-        except OutOfTime:
-            took = f"more than {RENDER_SECONDS:g} s"
+        except OutOfTime as error:
+            took = str(error)
         except Exception as error:
             raise TemplateFault(one_line(error)) from error
         else:
@@ -241,10 +245,6 @@ class Template:
     def _without_tools(self) -> str:
         return self._read(None)
 
-    @cached_property
-    def _plain(self) -> Any:
-        return _compiled(self._without_tools)
-
     def _text(self, chat: Chat) -> str:
         """The text of the template for this chat: a tokenizer may have another one for chats with tools."""
         return self._read(list(chat.tools)) if chat.tools else self._without_tools
@@ -252,8 +252,15 @@ class Template:
     def _read(self, tools: list[dict[str, Any]] | None) -> str:
         try:
             text = cast(str, self.tokenizer.get_chat_template(tools=tools))
-            _refuse_powers(text)
-        except (ValueError, TemplateError) as error:
+        except ValueError as error:
+            raise TemplateFault(one_line(error)) from error
+        try:
+            with watched(RENDER_SECONDS):
+                limited(lambda: compiled(text))
+        except OutOfTime as error:
+            message = f"the chat template takes {error} to compile"
+            raise RequestError([Problem("model.chat_template", message, expected="a template of a few kB")]) from None
+        except Exception as error:  # RecursionError, SyntaxError of Python and more
             raise TemplateFault(one_line(error)) from error
         return text
 
@@ -307,25 +314,6 @@ def _with_text_arguments(message: Message) -> Message:
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str:
     """One conversation, as `Template.render` has it."""
     return Template(tokenizer).render(chat, generation_prompt)
-
-
-@cache
-def _compiled(template: str) -> Any:
-    """transformers' own compiled template; its globals in one mapping, for each rendering goes through them."""
-    compiled = _compile_jinja_template(template)
-    compiled.globals = dict(compiled.globals)
-    return compiled
-
-
-@cache
-def _refuse_powers(template: str) -> None:
-    """Raises ValueError for `a ** b`: no template needs it, and of large numbers it takes for ever, in one step that
-    cannot be interrupted. `f(**names)` is another thing."""
-    before = ""
-    for _, kind, value in Environment().lex(template):
-        if value == "**" and kind == "operator" and before not in ("(", ","):
-            raise ValueError("it uses `**`, which may compute for ever")
-        before = before if kind == "whitespace" else value
 
 
 def _is_plain(chat: Chat) -> bool:

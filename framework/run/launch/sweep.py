@@ -23,7 +23,7 @@ from framework.run.launch.device_locks import own_cards
 from framework.run.planning.python_process import train_command
 from framework.run.ranks.environment import launched
 from framework.run.ranks.signals import passing_signals_on
-from framework.run.record.files import replace_file
+from framework.run.record.files import discard, replace_file
 from framework.run.record.layout import checkpoints
 
 INTERRUPTED = 130
@@ -113,8 +113,9 @@ class SweptRun:
     def _run(self, job: Job, log: Path, environment: Mapping[str, str]) -> int:
         """Its exit code. Each line that it prints goes to the log, and to stderr behind the run's number."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        discard(log)
         with (
-            log.open("w", encoding="utf-8") as file,
+            log.open("x", encoding="utf-8") as file,
             subprocess.Popen(
                 self.command(job), env={**os.environ, **environment}, start_new_session=True, **pipes
             ) as process,

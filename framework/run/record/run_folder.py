@@ -19,9 +19,10 @@ from zlib import crc32
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Circumstances
 from framework.memory.explain.evidence import EARLIER, REPORT, STOPPED, read_circumstances, write_circumstances
+from framework.regular_files import special_files
 from framework.run.best import FILE as BEST
 from framework.run.record.files import replace_file
-from framework.run.record.layout import FINAL, UNFINISHED, checkpoints
+from framework.run.record.layout import FINAL, PARTS, UNFINISHED, checkpoints
 from framework.run.record.lock import refuse_taken
 from framework.run.record.metrics_log import FILE as METRICS
 from framework.run.record.overwrite import ENVIRONMENT, overwrite_problems, read_environment
@@ -206,6 +207,9 @@ def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool
         reason = getattr(error, "strerror", None) or str(error)
         message = f"{str(folder.path)[:200]} cannot be a folder: {reason}"
         raise RequestError([Problem("training.output_dir", message, expected="a folder")]) from None
+    if found := [*_special(folder.path), *(_special(folder.fallback) if folder.fallback is not None else ())]:
+        message = f"{folder.path} has in it what is no regular file, and no run made: {', '.join(found)}"
+        raise RequestError([Problem("training.output_dir", message, expected="another folder, or to remove it")])
     refuse_taken(folder.path)
     if problems := [*folder_problems(config, folder.path, taken, resume, overwrite)]:
         raise RequestError(problems)
@@ -279,6 +283,12 @@ def held(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     return [folder / name for pattern in _OURS for name in fnmatch.filter(names, pattern)]
+
+
+def _special(folder: Path) -> list[str]:
+    """FIFOs and devices in a run folder and in its saves, which reading would wait for or act on."""
+    saves = [*checkpoints(folder), *(each / PARTS for each in checkpoints(folder)), folder / FINAL]
+    return [f"{at / name}" for at in (folder, *saves) for name in special_files(at)]
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from framework.build.text import cpu_limit
 from framework.build.text.chat import Chat, check_chat, read_template, render, template_names
 from framework.build.text.cpu_limit import OutOfTime, limited, watched
 from framework.build.text.labels import encode_chats
@@ -94,10 +95,33 @@ def test_no_template_is_refused_with_what_to_write(make_tokenizer: MakeTokenizer
         ("{{ raise_exception('only user and assistant') }}", "only user and assistant"),
         ("{{ messages[0]['content'] + '\\ud800' }}", "which is no character"),
         ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ 'a' * 10000000000000000 }}", "MemoryError"),
+        ("{{ '%1000000000d' % 1 }}", "a format as wide as"),
+        ("{{ '%1000000000d'|format(1) }}", "a format as wide as"),
+        ("{{ '%*d' % (1000000000, 1) }}", "would make more than 100,000"),
+        ("{{ '{:>1000000000}'.format(1) }}", "a format as wide as"),
+        ("{{ '{:>{w}}'.format(1, w=1000000000) }}", "would make more than 100,000"),
+        ("{{ 'a' * 1000000000 }}", "would make more than 10,000,000 characters"),
+        ("{{ [0] * 1000000000 }}", "would make more than 10,000,000 characters"),
+        ("{{ range(1000000000) }}", "Range too big"),
+        ("{{ 'a'.ljust(1000000000) }}", "would make more than 100,000"),
+        ("{{ (1).to_bytes(1000000000, 'big') }}", "would make more than 100,000"),
+        ("{{ 'a'|center(1000000000) }}", "would make more than 100,000"),
+        ("{{ [1]|tojson(indent=1000000000) }}", "would make more than 100,000"),
+        ("{{ [1]|batch(1000000000, 0)|list }}", "would make more than 100,000"),
+        ("{{ ('a' * 100000)|replace('a', 'b' * 100000) }}", "would make more than 10,000,000"),
+        ("{{ ('a' * 100000).replace('a', 'b' * 100000) }}", "would make more than 10,000,000"),
+        ("{{ range(100000)|join('b' * 100000) }}", "would make more than 1,000 characters"),
+        ("{{ ('b' * 100000).join(['a'] * 100000) }}", "would make more than 1,000 characters"),
+        ("{{ (['a' * 100000] * 100000)|join }}", "would make more than 10,000,000"),
+        (
+            "{% set s = namespace(n=9) %}{% for i in range(99) %}{% set s.n = s.n * s.n %}{% endfor %}",
+            "would make more than 4,096 bits",
+        ),
+        ("{{" + "(" * 10_000 + "1" + ")" * 10_000 + "}}", "maximum recursion depth exceeded"),
+        ("{% if 1 %}" * 5_000 + "{% endif %}" * 5_000, "maximum recursion depth exceeded"),
         ("{{ '%c' % 99999999 }}", "not in range"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
-        ("{{ 9 ** 9 ** 9 ** 9 }}", "it uses `\\*\\*`"),
+        ("{{ 9 ** 99999999 }}", "would make more than 4,096 bits"),
         (
             "{% for i in range(300) %}{% for j in range(300) %}{{ 'x' }}{% endfor %}{% endfor %}",
             "it writes 90,000 char",
@@ -112,6 +136,28 @@ def test_template_that_does_not_render_is_refused(template: str, message: str, m
     with pytest.raises(RequestError, match=message) as caught:
         check_chat(make_tokenizer(template), [CHAT])
     assert caught.value.problems[0].key == "model.chat_template"
+
+
+@pytest.mark.parametrize("sum_", ["s.a ~ s.a", "s.a + s.a", "[s.a, s.a]|string"])
+def test_a_template_that_doubles_a_text_ends(
+    sum_: str, make_tokenizer: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_limit, "MOST_BYTES", 2**27)
+    monkeypatch.setattr(cpu_limit, "TICKS", 50)
+    template = f"{{% set s = namespace(a='a') %}}{{% for i in range(40) %}}{{% set s.a = {sum_} %}}{{% endfor %}}"
+    with pytest.raises(RequestError, match=r"takes more than (0.125 GiB of memory|1 s) to render"):
+        check_chat(make_tokenizer(template), [CHAT])
+
+
+def test_bounded_steps_do_what_they_do(make_tokenizer: MakeTokenizer) -> None:
+    template = (
+        "{{ 7 * 6 }} {{ '-' * 3 }} {{ 2 ** 10 }} {{ '%05.2f' % 3.14159 }} {{ '{:>4}'.format(7) }} "
+        "{{ [1, 2]|join('+') }} {{ {'a': 'é'}|tojson(indent=1) }} {{ 'aXa'.replace('X', 'b') }} "
+        "{{ 'x'|indent(2, true) }} {{ 9 % 4 }}"
+        " {{ 'ab'|format }} {{ 12345678901|string }} {{ [3, 1]|sort|first }} {{ {'a': 1}|dictsort|list }}"
+    )
+    expected = '42 --- 1024 03.14    7 1+2 {\n "a": "é"\n} aba   x 1 ab 12345678901 1 [(\'a\', 1)]'
+    assert render(make_tokenizer(template), CHAT) == expected
 
 
 def test_warns_when_the_prompt_differs_from_the_rows(make_tokenizer: MakeTokenizer) -> None:
