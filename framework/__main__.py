@@ -19,14 +19,15 @@ def main() -> int:
         return 130
 
 
-def _without_working_directory() -> None:
-    """Take what `-m` has put first, the working directory, off the path; a checkout that this is goes to its end."""
-    first = sys.path.pop(0)
-    if os.path.samefile(first or ".", os.path.dirname(os.path.dirname(os.path.abspath(__file__)))):
-        sys.path.append(first)
+def main_of_module() -> int:
+    """`main` of `python -m`, which has put the working directory first on the path: it is taken off, and goes to the
+    end where it is the checkout that this is."""
+    if not sys.flags.safe_path:
+        first = sys.path.pop(0)
+        if os.path.samefile(first or ".", os.path.dirname(os.path.dirname(os.path.abspath(__file__)))):
+            sys.path.append(first)
+    return main()
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:
-        _without_working_directory()
-    sys.exit(main())
+    sys.exit(main_of_module())

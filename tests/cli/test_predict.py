@@ -14,6 +14,7 @@ from framework.compose import load
 from framework.run import predict as predicting
 from framework.run import trainer
 from framework.run.predict import Request, predict
+from tests.folders import save_model
 from tests.tiny import BERT, GPT2, LLAMA
 
 TEXTS = ["a red apple", "the blue sky is wide and far above the hills", "green grass", "blue", "red red red apple tree"]
@@ -326,3 +327,13 @@ def test_the_run_reads_rows_as_it_did_in_training(tmp_path, capsys):
     assert list(predict(run, str(tmp_path / "asked.jsonl"), Request())) == said(
         capsys, Path(run), tmp_path / "asked.jsonl"
     )
+
+
+def test_chats_without_a_template_are_refused_once(tmp_path, capsys):
+    base = save_model(tmp_path / "base")
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
+    rows = lines(tmp_path / "rows.jsonl", [{"messages": turns}] * 12)
+    for words in ((), ("--score",)):
+        told = refused(capsys, base, rows, *words)
+        assert told.count("the rows are chats and the tokenizer has no chat template") == 1
+        assert "apply_chat_template" not in told

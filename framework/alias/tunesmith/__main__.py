@@ -1,6 +1,8 @@
 """`python -m tunesmith` is `python -m framework`."""
 
-import runpy
+import sys
+
+from framework.__main__ import main_of_module
 
 if __name__ == "__main__":
-    runpy.run_module("framework", run_name="__main__", alter_sys=True)
+    sys.exit(main_of_module())
