@@ -73,8 +73,8 @@ def _no_recipe(word: str, path: File) -> Problem:
         message = f"{word} is {'the folder' if path.is_dir() else 'the config'} of a model, and no recipe"
         expected = f"a recipe that says `model: {{model_name: {written}}}`, or one of ours with it"
         return Problem("", message, None, expected, f"finetune_local model.model_name={written}")
-    nearest = path_like(os.path.join(written, "recipe.yaml"), lambda file: file.suffix in YAML_SUFFIXES)
-    return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file, or the name of a recipe", nearest)
+    inside = path_like(os.path.join(written, "recipe.yaml"), lambda file: file.suffix in YAML_SUFFIXES)
+    return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file, or the name of a recipe", inside)
 
 
 def _file_like(written: str) -> str | None:

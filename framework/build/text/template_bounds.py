@@ -12,7 +12,6 @@ from types import BuiltinMethodType
 from typing import Any
 from unittest.mock import patch
 
-from jinja2.defaults import DEFAULT_FILTERS as FILTERS
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
@@ -35,8 +34,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.filters = _Filters()
-        for name, function in FILTERS.items():
+        filters, self.filters = self.filters, _Filters()
+        for name, function in filters.items():
             self.filters[name] = function
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -52,7 +51,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check(bits, MOST_BITS, "bits")
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Context, function: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, function: Any, *arguments: Any, **options: Any) -> Any:
         """What the function returns. Raises SecurityError where it would be too large."""
         if isinstance(function, BuiltinMethodType) and isinstance(function.__self__, (*_TEXTS, int, float)):
             _check_method(function.__name__, function.__self__, (*arguments, *options.values()))
