@@ -1,6 +1,6 @@
 """Sharded steps on the cards of one machine: what each takes, and whether its losses are those of one card.
 
-    python benchmarks/sharded.py OUT.jsonl CARDS [NAME ...]     without cards: over gloo, to see that it runs
+    python benchmarks/sharded.py OUT.jsonl CARDS [NAME ...]     with fewer cards: over gloo, which is slow
 
 A line a row, from the first rank. `sharded_rows.py` has the rows, which a plan can be made of anywhere.
 """
@@ -43,14 +43,13 @@ def joined() -> Ranks:
     """This process among those that measure together."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not dist.is_initialized():
-        bound = torch.device("cuda", rank) if IS_CUDA else None
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         if IS_CUDA:
-            torch.cuda.set_device(rank)
-        else:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        backend = "cpu:gloo,cuda:nccl" if IS_CUDA else "gloo"
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        has_own = IS_CUDA and torch.cuda.device_count() >= world  # NCCL refuses ranks that share a card
+        backend, bound = ("cpu:gloo,cuda:nccl", torch.device("cuda", rank)) if has_own else ("gloo", None)
         dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=bound)
-        dist.all_reduce(torch.ones(1 << 20, device=bound))
+        dist.all_reduce(torch.ones(1 << 20, device="cuda" if IS_CUDA else "cpu"))
         synchronize()
     return Ranks(rank, world, rank, world)
 

@@ -264,8 +264,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         touched = results or list(kernels.tensors_in(args))
         if not touched or touched[0].device.type != "meta":
             return  # bookkeeping on the host, such as the step count of an optimizer
+        inside = [self._bear(size, Kind.TEMPORARIES) for size in packed_workspace(packet, args, kwargs)]
         for tensor in results:
             self._track(tensor)
+        for block in reversed(inside):
+            self.trace.bury(block)
         if func.namespace == "c10d":
             self._exchange(packet, args)
             return
@@ -278,8 +281,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if is_product:
             self._take_cublas_workspace(kernels.has_fused_bias(packet, args))
-        sizes = [*kernels.workspace(packet, args, self._card), *packed_workspace(packet, args, kwargs)]
-        blocks = [self._bear(size, Kind.TEMPORARIES) for size in sizes]
+        blocks = [self._bear(size, Kind.TEMPORARIES) for size in kernels.workspace(packet, args, self._card)]
         for block in reversed(blocks):
             self.trace.bury(block)
         phase = self._operation_phase()

@@ -169,6 +169,20 @@ def test_a_resized_storage_is_freed_and_filled_again() -> None:
     assert tracker.trace.sizes[-1] == 4000
 
 
+def test_a_quantized_weight_is_unpacked_before_the_result_of_its_product_is_there() -> None:
+    """A cached block of the weight's size is then the weight's, not the result's."""
+    pytest.importorskip("bitsandbytes")
+    with pretend(H100), Tracker(H100) as tracker:
+        tracker.observe("forward")
+        rows = torch.empty(4096, 512, dtype=torch.bfloat16, device="cuda")
+        packed = torch.empty(256 * 512 // 2, 1, dtype=torch.uint8, device="cuda")
+        scales = torch.empty(256 * 512 // 64, device="cuda")
+        born = len(tracker.trace.sizes)
+        torch.ops.bitsandbytes.gemm_4bit.default(rows, packed, [256, 512], scales, 64, "nf4")
+    sizes = [size for size in tracker.trace.sizes[born:] if size != WORKSPACE]
+    assert sizes == [2 * 256 * 512, 2 * 4096 * 256]
+
+
 def test_a_copy_to_the_host_takes_host_memory_in_the_trace_and_none_here() -> None:
     with pretend(H100), Tracker(H100) as tracker:
         copy = torch.empty(1 << 20, device="cuda").to("cpu")
