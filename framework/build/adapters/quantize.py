@@ -131,8 +131,8 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
 
 
 def _leave_card(model: nn.Module) -> None:
-    """Bring plain layers to the host, from where each is quantized alone, as those of a checkpoint are. Where all lie on
-    the card, small results settle at the ends of the large layers' segments, which torch then cannot give back."""
+    """Bring plain layers to the host, from where each is quantized alone, as those of a checkpoint are. Where all lie
+    on the card, small results settle at the ends of large layers' segments, which torch then cannot give back."""
     moved = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module.weight.is_cuda]
     for module in moved:
         module.weight.data = module.weight.data.cpu()
