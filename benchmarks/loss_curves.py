@@ -23,13 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from race import BF16, CHECKPOINTS, FAST, FLOOR, MASTERS, PURE, written
+from race import BF16, CHECKPOINTS, FAST, FLOOR, FUSED, MASTERS, PURE, RECORDED, written
 
 ROWS, LENGTH, HELD_OUT, VOCABULARY, STEPS = 16, 512, 64, 8192, 200
 RATE, ADAPTER_RATE, SEED = 3e-4, 1e-3, 42
 LAYERS = 12
 MODEL = ["model=smollm2_135m", "model.load_pretrained_weights=false", f"model.architecture.num_hidden_layers={LAYERS}"]
-TORCH = {"training.optimizer": "adamw_torch_fused"}
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,22 @@ def _lora(options: dict[str, Any]) -> Variant:
 
 
 VARIANTS = {
-    "masters": Variant(MASTERS | FAST | TORCH),
-    "masters, other order": Variant(MASTERS | FAST | TORCH, other_order=True),
-    "plain bf16": Variant(BF16 | FAST | TORCH),
+    "masters": Variant(MASTERS | FAST | FUSED),
+    "masters, other order": Variant(MASTERS | FAST | FUSED, other_order=True),
+    "plain bf16": Variant(BF16 | FAST | FUSED),
     "stochastic": Variant(PURE | FAST),
+    "stochastic, CUDA graphs": Variant(PURE | RECORDED),
     "stochastic, not compiled": Variant(PURE | {"model.chunked_loss": True}),
     "kahan": Variant(PURE | FAST | {"training.rounding": "kahan"}),
     "8-bit states, in backward, checkpoints": Variant(BF16 | FAST | CHECKPOINTS | FLOOR),
     "fp8 tensorwise": Variant(PURE | FAST | {"training.fp8": "tensorwise"}),
     "fp8 rowwise": Variant(PURE | FAST | {"training.fp8": "rowwise"}),
-    "lora, masters": _lora(MASTERS | FAST | TORCH),
-    "lora": _lora(BF16 | FAST | TORCH),
-    "lora, bf16 adapter": _lora(BF16 | FAST | TORCH | {"peft.adapter_dtype": "bfloat16"}),
+    "lora, masters": _lora(MASTERS | FAST | FUSED),
+    "lora": _lora(BF16 | FAST | FUSED),
+    "lora, bf16 adapter": _lora(BF16 | FAST | FUSED | {"peft.adapter_dtype": "bfloat16"}),
     "lora, bf16 adapter, stochastic": _lora(PURE | FAST | {"peft.adapter_dtype": "bfloat16"}),
-    "lora, fp8 rowwise base": _lora(BF16 | FAST | TORCH | {"training.fp8": "rowwise"}),
-    "lora, fp8 tensorwise base": _lora(BF16 | FAST | TORCH | {"training.fp8": "tensorwise"}),
+    "lora, fp8 rowwise base": _lora(BF16 | FAST | FUSED | {"training.fp8": "rowwise"}),
+    "lora, fp8 tensorwise base": _lora(BF16 | FAST | FUSED | {"training.fp8": "tensorwise"}),
 }
 BASE = "masters"
 """The variant whose model adapters are put on."""
@@ -93,6 +93,7 @@ def config_of(variant: Variant, base: Path | None, steps: int) -> Any:
 
     shared = {
         "model.model_max_length": LENGTH,
+        "data.pad_to_multiple_of": LENGTH,
         "training.per_device_train_batch_size": ROWS,
         "training.max_steps": steps,
         "training.warmup_steps": steps // 10,

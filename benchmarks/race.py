@@ -74,6 +74,8 @@ BF16 = {"model.torch_dtype_str": "bfloat16", "training.mixed_precision_dtype": "
 PURE = BF16 | {"training.optimizer": "anyprecision_adamw", "training.rounding": "stochastic"}
 MASTERS = {"model.torch_dtype_str": "float32", "training.mixed_precision_dtype": "bf16"}
 FAST = {"training.compile": True, "model.chunked_loss": True}
+RECORDED = FAST | {"training.cuda_graphs": True}
+FUSED = {"training.optimizer": "adamw_torch_fused"}
 CHECKPOINTS = {"training.enable_gradient_checkpointing": True}
 FLOOR = {
     "training.optimizer": "anyprecision_adamw_8bit",
@@ -88,27 +90,34 @@ CASES: dict[str, Case] = {
     "m1 unsloth": Case("unsloth", "m1"),
     "m1 trl": Case("trl", "m1"),
     "m1 ours": Case("ours", "m1", PURE | FAST),
-    "m1 ours masters": Case("ours", "m1", MASTERS | FAST | {"training.optimizer": "adamw_torch_fused"}),
+    "m1 ours graphs": Case("ours", "m1", PURE | RECORDED),
+    "m1 ours masters": Case("ours", "m1", MASTERS | FAST | FUSED),
     "m1 ours eager": Case("ours", "m1", PURE | {"model.chunked_loss": True}),
     "m1 ours fp8": Case("ours", "m1", PURE | FAST | {"training.fp8": "tensorwise"}),
+    "m1 ours fp8 graphs": Case("ours", "m1", PURE | RECORDED | {"training.fp8": "tensorwise"}),
     "m1 ours floor": Case("ours", "m1", BF16 | FAST | CHECKPOINTS | FLOOR),
     "m1 ours 16 rows": Case("ours", "m1", PURE | FAST | {"training.per_device_train_batch_size": 16}),
     "m2 trainer": Case("trainer", "m2", {"checkpoints": True}),
     "m2 trainer liger": Case("trainer", "m2", {"checkpoints": True, "liger": True}),
     "m2 unsloth": Case("unsloth", "m2", {"checkpoints": True}),
-    "m2 ours checkpoints": Case("ours", "m2", BF16 | FAST | CHECKPOINTS),
-    "m2 ours": Case("ours", "m2", BF16 | FAST),
-    "m2 ours dora": Case("ours", "m2", BF16 | FAST | {"peft.peft_method": "dora"}),
-    "m2 ours fp8": Case("ours", "m2", BF16 | FAST | {"training.fp8": "rowwise"}),
-    "m2 ours fp8 checkpoints": Case("ours", "m2", BF16 | FAST | CHECKPOINTS | {"training.fp8": "rowwise"}),
+    "m2 ours checkpoints": Case("ours", "m2", BF16 | FAST | FUSED | CHECKPOINTS),
+    "m2 ours": Case("ours", "m2", BF16 | FAST | FUSED),
+    "m2 ours graphs": Case("ours", "m2", BF16 | RECORDED | FUSED),
+    "m2 ours dora": Case("ours", "m2", BF16 | FAST | FUSED | {"peft.peft_method": "dora"}),
+    "m2 ours fp8": Case("ours", "m2", BF16 | FAST | FUSED | {"training.fp8": "rowwise"}),
+    "m2 ours fp8 graphs": Case("ours", "m2", BF16 | RECORDED | FUSED | {"training.fp8": "rowwise"}),
+    "m2 ours fp8 checkpoints": Case("ours", "m2", BF16 | FAST | FUSED | CHECKPOINTS | {"training.fp8": "rowwise"}),
     "m3 trainer": Case("trainer", "m3"),
     "m3 trainer liger": Case("trainer", "m3", {"liger": True}),
     "m3 unsloth": Case("unsloth", "m3"),
     "m3 ours": Case("ours", "m3", PURE | FAST),
+    "m3 ours graphs": Case("ours", "m3", PURE | RECORDED),
     "s1 trainer liger": Case("trainer", "s1", {"liger": True}),
     "s1 ours": Case("ours", "s1", PURE | FAST),
+    "s1 ours graphs": Case("ours", "s1", PURE | RECORDED),
     "s2 trainer liger": Case("trainer", "s2", {"liger": True}),
     "s2 ours": Case("ours", "s2", PURE | FAST),
+    "s2 ours graphs": Case("ours", "s2", PURE | RECORDED),
 }
 
 
@@ -180,6 +189,7 @@ def ours(shape: Shape, options: dict[str, Any], steps: int, clock: Clock) -> int
     base = {
         "model.load_pretrained_weights": False,
         "model.model_max_length": shape.length,
+        "data.pad_to_multiple_of": shape.length,
         "training.per_device_train_batch_size": shape.rows,
         "training.max_steps": 1000,
         "training.learning_rate": 1e-5,
@@ -215,6 +225,7 @@ def run_case(name: str, steps: int) -> dict[str, Any]:
     for module in IMPORTS[case.system]:
         importlib.import_module(module)
     imported = time.perf_counter()
+    print("ready", flush=True)
     sys.stdin.readline()
     shape, clock = SHAPES[case.shape], Clock()
     if case.system == "ours":
@@ -233,12 +244,14 @@ def run_case(name: str, steps: int) -> dict[str, Any]:
 
 
 def run(out: Path, only: list[str], steps: int) -> None:
-    """Each case in a fresh process; its line is written as it ends. The next one imports its libraries meanwhile, and
-    waits with anything else until the card is free."""
-    names = [name for name in CASES if not only or any(re.fullmatch(word, name) for word in only)]
-    waiting = _begin(names[0], steps)
-    for name, following in zip(names, [*names[1:], None], strict=True):
-        process, waiting = waiting, _begin(following, steps) if following is not None else waiting
+    """Each case in a fresh process; its line is written as it ends. All import their libraries first, side by side, so
+    that a step which waits for the host does not share it with imports."""
+    names = list(dict.fromkeys(name for word in only or [".*"] for name in CASES if re.fullmatch(word, name)))
+    processes = {name: _begin(name, steps) for name in names}
+    for process in processes.values():
+        assert process.stdout is not None
+        process.stdout.readline()
+    for name, process in processes.items():
         try:
             printed, said = process.communicate("go\n", timeout=TIMEOUT)
             line = printed.strip().splitlines()[-1:] or ["{}"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from framework.build.assembly import Assembly
+from framework.build.levers.compiled import forget_recorded
 from framework.build.losses.loss import Batch, Observe, ignore_phases
 from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers.clipping import clip_gradients, gradient_norms
@@ -183,6 +184,8 @@ def _make_gradients(
     assembly: Assembly, micro_batches: Sequence[Batch], terms: Tensor, step: int, observe: Observe
 ) -> Tensor:
     """Forward and backward of every micro batch. Returns this rank's part of the mean loss, a scalar on the device."""
+    if not assembly.place.rehearsed:
+        forget_recorded(assembly.config.training)
     total = torch.zeros((), device=assembly.place.device)
     in_backward = assembly.config.training.optimizer_in_backward is True
     for number, batch in enumerate(micro_batches, 1):

@@ -20,6 +20,9 @@ from framework.schema.wording import counted
 SCHEMA_VERSION = 1
 """Raised when a key is added or removed, so that a recipe can say what it needs."""
 
+MOST_STATIC_LENGTHS = 8
+"""Up to so many row lengths each gets compiled code of its own, which a GPU needs 8-10 s to make
+(docs/evidence/speed.md, H100); for more, one code serves all lengths after the first."""
 MOST_EVAL_ROWS = 8
 """Rows of a forward pass of evaluation where nobody says how many and training takes as many: transformers' default."""
 
@@ -107,6 +110,12 @@ class TrainingConfig(Params):
         if not isinstance(length, int):
             raise ValueError("the longest row is not known before model.model_max_length is resolved")
         return self.padded(length)
+
+    @property
+    def possible_lengths(self) -> int:
+        """How many lengths a micro batch can have when rows are padded to a multiple; 0: any length."""
+        multiple, length = self.data.pad_to_multiple_of, self.model.model_max_length
+        return 0 if multiple is None or not isinstance(length, int) else self.longest // multiple
 
     @property
     def eval_rows(self) -> int:

@@ -184,6 +184,10 @@ class TrainingParams(Params):
     batch. Evaluation and samples run the plain code."""
     compile_scope: Annotated[CompileScope, UsedWith("training.compile")] = CompileScope.BLOCK
     """`block` compiles one transformer block and reuses it; `model` compiles all below the head, slower to start."""
+    cuda_graphs: Annotated[bool, UsedWith("training.compile")] = False
+    """Record the kernels of compiled blocks as CUDA graphs, once for each shape of batch, and replay them: a small
+    model no longer waits for the host. Activations and gradients are held in a pool of their own, which evaluation
+    cannot use: up to that much more is reserved. Needs `compile` and `data.pad_to_multiple_of`."""
     empty_device_cache_steps: Positive | None = None
     """Return unused blocks to the driver every n steps. Cannot lower the allocated peak; costs time when small."""
     allocator: AllocatorParams = AllocatorParams()

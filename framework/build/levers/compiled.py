@@ -20,9 +20,12 @@ from framework.build.model.parts import causal_model
 from framework.build.place import Place
 from framework.errors import Problem, RequestError, VerificationFailed
 from framework.schema.choices import CompileScope
-from framework.schema.config import TrainingConfig
+from framework.schema.config import MOST_STATIC_LENGTHS, TrainingConfig
+from framework.schema.training import TrainingParams
 
 Run = Callable[..., Any]
+SKIPPED = "cudagraph_skips"
+"""torch's counter of compiled graphs that it did not record although that was asked for."""
 WHOLE = "the model below its head"
 """Name of the region that is no block."""
 
@@ -30,11 +33,13 @@ WHOLE = "the model below its head"
 class Compiler:
     """The backend of torch.compile: Inductor under a memory budget. It notes what it compiled and how often that ran.
 
-    `budgets` holds the budget that was in force while each graph was cut into forward and backward.
+    `budgets` holds the budget that was in force while each graph was cut into forward and backward. With `records` each
+    graph's kernels are recorded when it runs for the second time, and replayed from then on.
     """
 
-    def __init__(self, budget: float | None) -> None:
+    def __init__(self, budget: float | None, records: bool) -> None:
         self._budget = budget
+        self.records = records
         self.budgets: list[float] = []
         self.seconds = 0.0
         self.runs = 0
@@ -49,7 +54,7 @@ class Compiler:
         started = time.perf_counter()
         with config.patch(activation_memory_budget=self._budget) if self._budget else contextlib.nullcontext():
             self.budgets.append(float(config.activation_memory_budget))
-            compiled = lower(graph, inputs)
+            compiled = lower(graph, inputs, {"triton.cudagraphs": True}) if self.records else lower(graph, inputs)
         self.seconds += time.perf_counter() - started
 
         def run(*arguments: Any) -> Any:
@@ -59,12 +64,19 @@ class Compiler:
         return run
 
 
-def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Run:
-    """What `backend="inductor"` does."""
+def lower(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any] | None = None) -> Run:
+    """What `backend="inductor"` does, with options of its config."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(graph, inputs)
+    compiled: Any = compile_fx(graph, inputs, config_patches=options)
     return cast(Run, compiled)
+
+
+def forget_recorded(training: TrainingParams) -> None:
+    """Let CUDA graphs write over what they returned in the step before: call it where a step begins, after gradients
+    were dropped. Micro batches of one step are recorded one after the other, so that gradients can add up."""
+    if training.cuda_graphs:
+        torch.compiler.cudagraph_mark_step_begin()
 
 
 CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
@@ -121,11 +133,6 @@ class Region:
         return result
 
 
-MOST_STATIC_LENGTHS = 8
-"""Up to so many row lengths each gets code of its own, which a GPU needs 8-10 s to make (docs/evidence/speed.md, H100);
-for more, one code serves all lengths after the first."""
-
-
 def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> None:
     """Give the blocks, or the model, that the loss calls a compiled call, when that was asked for.
 
@@ -133,9 +140,10 @@ def compile_regions(config: TrainingConfig, model: nn.Module, place: Place) -> N
     """
     if config.training.compile is not True:
         return
-    compiler = Compiler(_budget(config))
-    is_static = 1 <= possible_lengths(config) <= MOST_STATIC_LENGTHS
+    compiler = Compiler(_budget(config), config.training.cuda_graphs)
+    is_static = 1 <= config.possible_lengths <= MOST_STATIC_LENGTHS
     if not place.rehearsed:
+        torch._dynamo.utils.counters["inductor"][SKIPPED] = 0
         # Every run has a compiler of its own, and torch keeps the code of eight for a function: what it compiled for
         # earlier runs of this process is forgotten.
         torch._dynamo.reset()
@@ -159,14 +167,6 @@ def _forward_of(module: nn.Module) -> Run:
         return type(module).forward(module, *args, **kwargs)
 
     return forward
-
-
-def possible_lengths(config: TrainingConfig) -> int:
-    """How many lengths a micro batch can have when rows are padded to a multiple; 0: any length."""
-    multiple, length = config.data.pad_to_multiple_of, config.model.model_max_length
-    if multiple is None or not isinstance(length, int):
-        return 0
-    return config.longest // multiple
 
 
 def _budget(config: TrainingConfig) -> float | None:

@@ -33,7 +33,12 @@ from framework.build.verify.companion import (
     read_reference,
     read_teacher,
 )
-from framework.build.verify.compiled import read_compiled_regions, read_compiled_runs, read_memory_budget
+from framework.build.verify.compiled import (
+    read_compiled_regions,
+    read_compiled_runs,
+    read_memory_budget,
+    read_recorded_graphs,
+)
 from framework.build.verify.context import read_context
 from framework.build.verify.documents import (
     read_grouped_rows,
@@ -132,6 +137,7 @@ FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Readin
     "padded_lengths": read_padded_lengths,
     "emptied_cache": read_emptied_cache,
     "compiled_runs": read_compiled_runs,
+    "recorded_graphs": read_recorded_graphs,
     "memory_budget": read_memory_budget,
     "packed_rows": read_packed_rows,
     "rows_end_to_end": read_rows_end_to_end,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from framework.build.assembly import Assembly
-from framework.build.levers.compiled import WHOLE, compiled_regions, modules_to_compile
+from framework.build.levers.compiled import SKIPPED, WHOLE, compiled_regions, modules_to_compile
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CompileScope
 from framework.schema.wording import counted
@@ -40,6 +40,19 @@ def read_compiled_runs(assembly: Assembly, step: FirstStep) -> Iterator[Reading]
     source = f"{counted(compiler.graphs, 'graph')} from {frames} in {compiler.seconds:.1f} s"
     source += f", {counted(breaks, 'graph break')}"
     yield Reading(_COMPILE, f"{len(regions)}/{len(regions)}", f"{ran}/{len(regions)}", source)
+
+
+def read_recorded_graphs(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
+    """Whether torch is about to record every graph; it leaves out, without an error, what it cannot replay."""
+    regions = compiled_regions(assembly.model)
+    if not assembly.config.training.cuda_graphs or not regions:
+        return
+    from torch._inductor.cudagraph_trees import get_manager  # seconds to import
+
+    skipped = torch._dynamo.utils.counters["inductor"][SKIPPED]
+    is_ready = get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
+    source = f"torch's manager of graphs, {counted(skipped, 'graph')} that it leaves out"
+    yield Reading("training.cuda_graphs", "true", str(is_ready and not skipped).lower(), source)
 
 
 def read_memory_budget(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:

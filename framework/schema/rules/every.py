@@ -31,7 +31,7 @@ from framework.schema.rules.precision import (
     wide_base_conflicts,
 )
 from framework.schema.rules.ranks import ranks_conflicts
-from framework.schema.rules.recompute import compile_conflicts, recompute_conflicts
+from framework.schema.rules.recompute import compile_conflicts, recompute_conflicts, recorded_conflicts
 from framework.schema.rules.save import best_conflicts, save_conflicts
 from framework.schema.rules.sharding import sharding_conflicts
 from framework.schema.rules.task import task_conflicts
@@ -99,6 +99,7 @@ RULES = (
     cache_conflicts,
     padding_conflicts,
     compile_conflicts,
+    recorded_conflicts,
     recompute_conflicts,
     find_liger_conflicts,
     streamed_base_conflicts,

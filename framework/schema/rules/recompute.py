@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Attention, CheckpointingPolicy, SdpaBackend
-from framework.schema.config import TrainingConfig
+from framework.schema.choices import Attention, CheckpointingPolicy, OnOutOfMemory, OptimizerOffload, SdpaBackend
+from framework.schema.config import MOST_STATIC_LENGTHS, TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
 
@@ -19,6 +19,26 @@ def compile_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         message = "blocks are computed again as a whole: the budget is then only for the one block at work"
         keys = (key, "training.enable_gradient_checkpointing")
         yield Conflict(keys, message, "one of the two", is_warning=True)
+
+
+def recorded_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """What CUDA graphs cannot replay: they compute the same kernels on the same addresses at every step."""
+    training, key = config.training, "training.cuda_graphs"
+    if not training.cuda_graphs:
+        return
+    length = config.model.model_max_length
+    if isinstance(length, int) and not 1 <= config.possible_lengths <= MOST_STATIC_LENGTHS:
+        message = f"each length of row is recorded, and this run has more than {MOST_STATIC_LENGTHS}"
+        expected = f"data.pad_to_multiple_of of {-(-length // MOST_STATIC_LENGTHS)} or more, up to {length}"
+        yield Conflict((key, "data.pad_to_multiple_of"), message, expected)
+    apart = {
+        "gpu.count": config.gpu.count > 1,
+        "training.optimizer_offload": training.optimizer_offload is not OptimizerOffload.NONE,
+        "training.on_oom": training.on_oom is OnOutOfMemory.SHRINK,
+        "peft.q_lora": training.use_peft and config.peft.q_lora,
+    }
+    for other in (name for name, is_asked in apart.items() if is_asked):
+        yield Conflict((key, other), f"recorded kernels beside {other} are not tried", f"{key}: false")
 
 
 _VARIANT = "training.gradient_checkpointing_kwargs.use_reentrant"

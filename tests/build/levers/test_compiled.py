@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from framework.build.levers import compiled
-from framework.build.levers.compiled import compiled_regions, newly_plain, possible_lengths
+from framework.build.levers.compiled import compiled_regions, newly_plain
 from framework.build.verify import FirstStep, verify, verify_first_step
 from framework.errors import RequestError, VerificationFailed
 from framework.run.step import eval_step, train_step
@@ -85,6 +85,31 @@ def test_equal_blocks_share_one_graph(uncompiled):
     assert reading.source.startswith("1 graph from 1 of 1 frame in")
 
 
+def test_equal_blocks_with_adapters_share_two_graphs(uncompiled):
+    """The first block's input has no gradient, that of the others has."""
+    adapted = build({**LLAMA, "num_hidden_layers": 4}, **LORA, peft={"lora_target_modules": ["all-linear"]})
+    losses(adapted, 1)
+    regions = compiled_regions(adapted.model)
+    assert [region.compiled_calls for region in regions] == [1] * 4
+    assert regions[0].compiler.graphs == 2
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_graphs_are_lowered_to_be_recorded_where_that_was_asked_for(monkeypatch, records):
+    """And torch is told of each step, whose gradients the next may write over: not of each micro batch."""
+    torch._dynamo.reset()
+    asked, marks = [], []
+    monkeypatch.setattr(compiled, "lower", lambda graph, inputs, *options: asked.append(options) or graph)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    assembly = build(cuda_graphs=records)
+    rows = unequal_rows()
+    for step in (1, 2):
+        train_step(assembly, [rows, rows], step)
+    assert asked
+    assert set(map(str, asked)) == {"({'triton.cudagraphs': True},)" if records else "()"}
+    assert len(marks) == (2 if records else 0)
+
+
 def test_the_ninth_run_of_a_process_is_compiled_too(uncompiled):
     """torch keeps the code of eight compilers for a function, and runs plain code for the next."""
     for _ in range(9):
@@ -154,8 +179,8 @@ def test_few_lengths_get_code_of_their_own(uncompiled):
     training = {"compile": True, "per_device_train_batch_size": 8}
     sections = {"model": {"model_max_length": 24}, "data": {"pad_to_multiple_of": 8}}
     config = tiny_config(training=training, **sections)
-    assert possible_lengths(config) == 3
-    assert possible_lengths(tiny_config(training=training)) == 0
+    assert config.possible_lengths == 3
+    assert tiny_config(training=training).possible_lengths == 0
     assembly = tiny_assembly(config)
     for step, length in enumerate((24, 16, 8, 16), 1):
         batch = {name: tensor[:, -length:] for name, tensor in unequal_rows().items()}

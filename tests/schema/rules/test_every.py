@@ -201,6 +201,7 @@ def test_a_memory_budget_needs_the_compiler_and_names_the_line_to_write():
         ({"peft": {"lora_r": 3}}, "peft.lora_r"),
         ({"fsdp": {"cpu_offload": True}}, "fsdp.cpu_offload"),
         ({"training": {"compile_scope": "model"}}, "training.compile_scope"),
+        ({"training": {"cuda_graphs": True}}, "training.cuda_graphs"),
         ({"training": {"min_learning_rate": 1e-6}}, "training.min_learning_rate"),
         ({"training": {"adam_beta2": 0.95, "optimizer": "sgd"}}, "training.adam_beta2"),
         ({"training": {"warmup_ratio": 0.1, "warmup_steps": 3}}, "training.warmup_ratio"),
@@ -418,3 +419,30 @@ def test_optimizers_of_matrices_are_refused_beside_adapters_that_have_none(optim
     found = conflicts(training={"optimizer": optimizer, "use_peft": True}, peft=peft).values()
     keys = [conflict.keys for conflict in found if "training.optimizer" in conflict.keys and not conflict.is_warning]
     assert keys == ([] if refused is None else [refused])
+
+
+RECORDED = {"compile": True, "cuda_graphs": True}
+EVEN = {"model": {"model_max_length": 1000}, "data": {"pad_to_multiple_of": 125}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "other", "expected"),
+    [
+        ({"model": EVEN["model"], "data": {"pad_to_multiple_of": 124}}, "data.pad_to_multiple_of", "125"),
+        ({"model": EVEN["model"]}, "data.pad_to_multiple_of", "125"),
+        (EVEN | {"gpu": {"count": 2}}, "gpu.count", "false"),
+        (EVEN | {"training": {"optimizer_offload": "host"}}, "training.optimizer_offload", "false"),
+        (EVEN | {"training": {"on_oom": "shrink"}}, "training.on_oom", "false"),
+        (EVEN | {"training": {"use_peft": True}, "peft": {"q_lora": True}}, "peft.q_lora", "false"),
+    ],
+)
+def test_cuda_graphs_are_for_few_shapes_and_what_was_tried(sections, other, expected):
+    found = conflicts(**sections | {"training": RECORDED | sections.get("training", {})})
+    assert found["training.cuda_graphs"].keys == ("training.cuda_graphs", other)
+    assert expected in found["training.cuda_graphs"].expected
+    without = sections | {"training": {"compile": True} | sections.get("training", {})}
+    assert "training.cuda_graphs" not in conflicts(**without)
+
+
+def test_cuda_graphs_go_with_eight_lengths():
+    assert "training.cuda_graphs" not in conflicts(training=RECORDED, **EVEN)
