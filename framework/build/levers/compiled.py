@@ -76,7 +76,7 @@ def forget_recorded(training: TrainingParams) -> None:
     """Let CUDA graphs write over what they returned in the step before: call it where a step begins, after gradients
     were dropped. Micro batches of one step are recorded one after the other, so that gradients can add up."""
     if training.cuda_graphs:
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 CHECKPOINTS_IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
