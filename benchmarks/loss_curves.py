@@ -58,6 +58,7 @@ VARIANTS = {
     "fp8 rowwise": Variant(PURE | FAST | {"training.fp8": "rowwise"}),
     "lora, masters": _lora(MASTERS | FAST | FUSED),
     "lora": _lora(BF16 | FAST | FUSED),
+    "lora, CUDA graphs": _lora(BF16 | RECORDED | FUSED),
     "lora, bf16 adapter": _lora(BF16 | FAST | FUSED | {"peft.adapter_dtype": "bfloat16"}),
     "lora, bf16 adapter, stochastic": _lora(PURE | FAST | {"peft.adapter_dtype": "bfloat16"}),
     "lora, fp8 rowwise base": _lora(BF16 | FAST | FUSED | {"training.fp8": "rowwise"}),

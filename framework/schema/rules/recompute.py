@@ -31,6 +31,10 @@ def recorded_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         message = f"each length of row is recorded, and this run has more than {MOST_STATIC_LENGTHS}"
         expected = f"data.pad_to_multiple_of of {-(-length // MOST_STATIC_LENGTHS)} or more, up to {length}"
         yield Conflict((key, "data.pad_to_multiple_of"), message, expected)
+    if training.enable_gradient_checkpointing is True:
+        message = "torch 2.11 records no graph whose inputs a checkpoint lets go (tried on a card)"
+        expected = "one of the two, or training.activation_memory_budget"
+        yield Conflict((key, "training.enable_gradient_checkpointing"), message, expected)
     apart = {
         "gpu.count": config.gpu.count > 1,
         "training.optimizer_offload": training.optimizer_offload is not OptimizerOffload.NONE,

@@ -17,7 +17,6 @@ WIDE = {**LLAMA, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layer
 PURE = {"optimizer": "anyprecision_adamw", "rounding": "stochastic"}
 FLOOR = {"optimizer": "anyprecision_adamw_8bit", "optimizer_in_backward": True, "max_grad_norm": 0.0}
 LORA = {"use_peft": True, "optimizer": "adamw_torch_fused"}
-CHECKPOINTS = {"enable_gradient_checkpointing": True}
 
 
 def losses(records: bool, training: dict[str, Any], peft: dict[str, Any], autocast: str, parts: int) -> list[float]:
@@ -56,15 +55,15 @@ def losses(records: bool, training: dict[str, Any], peft: dict[str, Any], autoca
     ("training", "peft", "autocast"),
     [
         (PURE, {}, "none"),
-        (PURE | CHECKPOINTS, {}, "none"),
-        (FLOOR | CHECKPOINTS, {}, "none"),
+        (FLOOR, {}, "none"),
         ({"optimizer": "adamw_torch_fused"}, {}, "bf16"),
         (LORA, {"lora_target_modules": ["all-linear"]}, "none"),
-        (LORA | CHECKPOINTS, {"lora_target_modules": ["all-linear"], "lora_dropout": 0.1}, "none"),
+        (LORA, {"lora_target_modules": ["all-linear"], "lora_dropout": 0.1}, "none"),
         (LORA, {"peft_method": "dora", "lora_target_modules": ["all-linear"]}, "none"),
         (PURE | {"compile_scope": "model"}, {}, "none"),
+        (PURE | {"activation_memory_budget": 0.5}, {}, "none"),
     ],
-    ids=["pure", "checkpoints", "floor", "masters", "lora", "lora-dropout", "dora", "model"],
+    ids=["pure", "floor", "masters", "lora", "lora-dropout", "dora", "model", "budget"],
 )
 def test_recorded_kernels_learn_what_launched_ones_do(training, peft, autocast, parts):
     if parts > 1 and training.get("optimizer_in_backward"):

@@ -431,6 +431,11 @@ EVEN = {"model": {"model_max_length": 1000}, "data": {"pad_to_multiple_of": 125}
         ({"model": EVEN["model"], "data": {"pad_to_multiple_of": 124}}, "data.pad_to_multiple_of", "125"),
         ({"model": EVEN["model"]}, "data.pad_to_multiple_of", "125"),
         (EVEN | {"gpu": {"count": 2}}, "gpu.count", "false"),
+        (
+            EVEN | {"training": {"enable_gradient_checkpointing": True}},
+            "training.enable_gradient_checkpointing",
+            "activation_memory_budget",
+        ),
         (EVEN | {"training": {"optimizer_offload": "host"}}, "training.optimizer_offload", "false"),
         (EVEN | {"training": {"on_oom": "shrink"}}, "training.on_oom", "false"),
         (EVEN | {"training": {"use_peft": True}, "peft": {"q_lora": True}}, "peft.q_lora", "false"),
