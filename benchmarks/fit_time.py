@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-RECIPE = ["qwen3_8b_lora", "gpu=h100_80gb"]
+RECIPE = ["chat", "model=qwen3_8b", "peft=lora", "gpu=h100_80gb"]
 LIMITS: tuple[tuple[str, ...], ...] = ((), ("gpu.usable_bytes=40000000000",), ("gpu.usable_bytes=24000000000",))
 
 

@@ -1,9 +1,10 @@
-"""Whether each shipped recipe fits each shipped card, at what speed: results/verdicts.json and docs/verdicts.md.
+"""Whether `chat` with nine models and three ways to train fits each shipped card, at what speed: results/verdicts.json
+and docs/verdicts.md.
 
-python benchmarks/verdicts.py [RECIPE ..]     the recipes named, else all (half an hour of one core)
+python benchmarks/verdicts.py [ROW ..]        the rows named, else all (half an hour of one core)
 python benchmarks/verdicts.py --page          the page alone, from the results
 
-A recipe is rehearsed once for each class of kernels: with few layers at three micro batches (memory/search/estimate),
+A row is rehearsed once for each class of kernels: with few layers at three micro batches (memory/search/estimate),
 then as a whole what looks best. The cards of a class are arithmetic on the same record; tests/test_verdicts.py plans
 some with their own facts.
 """
@@ -53,30 +54,40 @@ STRATEGIES = ("plain", "no_logits", "balanced", "low_memory", "lowest_memory")
 WRITTEN = "written"
 """The one strategy of a recipe that does not leave it open."""
 LETTERS = {"plain": "P", "no_logits": "N", "balanced": "B", "low_memory": "L", "lowest_memory": "M", WRITTEN: "W"}
-FROM_ELSEWHERE = ("finetune_hub", "finetune_local")
-"""Recipes whose model is not in the package: nothing can be said of them without it."""
+MODELS = (
+    *("gemma3_1b", "gemma3_4b", "olmo2_7b", "phi4_mini_4b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b", "qwen3_8b"),
+    "smollm3_3b",
+)
+WAYS = {"full": "none", "lora": "lora", "qlora": "qlora"}
+"""How a model is trained -> its `peft=`."""
+ROWS: Mapping[str, tuple[str, ...]] = {
+    **{name: (name,) for name in ("classify", "quickstart")},
+    **{f"{model}_{way}": ("chat", f"model={model}", f"peft={WAYS[way]}") for model in MODELS for way in WAYS},
+}
+"""Row -> the recipe and the words that make it."""
+NOT_HERE = {
+    "finetune_hub": "its model is not in the package",
+    "finetune_local": "its model is not in the package",
+    **dict.fromkeys(("distill", "preference", "text"), "`tunesmith plan` tells, with the card and the model"),
+}
+"""Shipped recipe without a row -> why."""
 SIZES = (1, 4, 16)
 """Micro batches that are rehearsed."""
 TOLD = ("strategy", "micro_batch", "fits", "device_bytes_upper", "tokens_per_second")
-WAYS = ("full", "lora", "qlora")
 
 
-def recipes() -> list[str]:
-    """The shipped recipes of which something can be said."""
-    found = sorted(path.stem for path in shipped("recipes").glob("*.yaml"))
-    return [name for name in found if name not in FROM_ELSEWHERE]
-
-
-def strategies(recipe: str) -> tuple[str, ...]:
-    """What is compared for a recipe: what `training=fastest` leaves open, else what is written."""
+def strategies(row: str) -> tuple[str, ...]:
+    """What is compared for a row: what `training=fastest` leaves open, else what is written."""
+    recipe, *_ = ROWS[row]
     is_open = "training: fastest" in (shipped("recipes") / f"{recipe}.yaml").read_text(encoding="utf-8")
     return STRATEGIES if is_open else (WRITTEN,)
 
 
-def strategy(recipe: str, name: str, gpu: str) -> TrainingConfig:
-    """The recipe under one of its strategies."""
+def strategy(row: str, name: str, gpu: str) -> TrainingConfig:
+    """The recipe of a row under one of its strategies."""
+    recipe, *words = ROWS[row]
     group = ["training=" + name] if name in STRATEGIES[2:] else []
-    config = opened(load(recipe, [*group, f"gpu={gpu}"]))
+    config = opened(load(recipe, [*words, *group, f"gpu={gpu}"]))
     chunked = {"plain": False, "no_logits": True}
     return with_values(config, {"model.chunked_loss": chunked[name]}) if name in chunked else config
 
@@ -174,9 +185,9 @@ class Board:
                 self.known[name][card].planned[micro] = plan
 
 
-def verdicts(recipe: str, cards: Sequence[str], rehearsed: str) -> dict[str, dict[str, Any]]:
+def verdicts(row: str, cards: Sequence[str], rehearsed: str) -> dict[str, dict[str, Any]]:
     """Card -> the fastest strategy that fits it, or the one that needs least; each planned as a whole."""
-    configs = {name: strategy(recipe, name, rehearsed) for name in strategies(recipe)}
+    configs = {name: strategy(row, name, rehearsed) for name in strategies(row)}
     known = {name: estimates(config, sizes(config, name), cards) for name, config in configs.items()}
     return Board(cards, configs, known).settle()
 
@@ -199,7 +210,7 @@ def _rank(row: Mapping[str, Any]) -> tuple[bool, float]:
 
 
 def made(names: Sequence[str]) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """Each recipe and its verdicts."""
+    """Each row and its verdicts."""
     for name in names:
         rows = {}
         for rehearsed, cards in classes().items():
@@ -212,18 +223,19 @@ INTRODUCTION = """\
 
 Made by `make verdicts` (`benchmarks/verdicts.py`, half an hour of one core); do not edit. Planned, not measured, for
 one card and rows of the recipe's length; {versions}, {date}.
+A line is `tunesmith train chat model=MODEL peft=none` (full), `peft=lora` or `peft=qlora`.
 
 Each cell: GiB (the upper end of the plan's band), thousand tokens a second, and how: P nothing set, N no logits
 (`model.chunked_loss`), B `training=balanced`, L `training=low_memory`, M `training=lowest_memory`, with the rows of a
-forward pass behind it; the fastest of these five that fits. A dash: none fits. `training=fastest`, which these recipes
-ship with, searches more than this (compiled blocks, every n-th checkpoint), so expect at least that speed.
+forward pass behind it; the fastest of these five that fits. A dash: none fits. `training=fastest`, which the recipe
+ships with, searches more than this (compiled blocks, every n-th checkpoint), so expect at least that speed.
 
-CI holds the table to this code: every shipped recipe and card is in it, the page is what the results
-(`benchmarks/results/verdicts.json`) give; of each recipe up to 1.7B the plan that most cards of a class of kernels
+CI holds the table to this code: every shipped card is in it, the page is what the results
+(`benchmarks/results/verdicts.json`) give; of each row up to 1.7B the plan that most cards of a class of kernels
 (before capability 8.0, or since; one class by lot) have their verdict from is made again, and its cards follow from
 it; one seeded verdict is computed from nothing, and of two the plan is made with the card's own facts
-(`tests/test_verdicts.py`; `make test-all` makes the plans of all recipes and both classes). The other verdicts are as
-they were committed. `finetune_local` and `finetune_hub` are not here: their models come from elsewhere.
+(`tests/test_verdicts.py`; `make test-all` makes the plans of all rows and both classes). The other verdicts are as
+they were committed. Of the other recipes `tunesmith plan` tells.
 """
 
 
@@ -242,9 +254,9 @@ def page(document: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def way_of(recipe: str) -> str:
-    """How a recipe trains, by the end of its name."""
-    return recipe.rpartition("_")[2]
+def way_of(row: str) -> str:
+    """How a row trains, by the end of its name."""
+    return row.rpartition("_")[2]
 
 
 def _table(title: str, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
@@ -272,7 +284,7 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 
 def text_of(document: Mapping[str, Any]) -> str:
-    """The results as a file: a line for each recipe and card."""
+    """The results as a file: a line for each row and card."""
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in document.items() if key != "verdicts"]
     lines.append(' "verdicts": {')
     for name, rows in sorted(document["verdicts"].items()):
@@ -283,7 +295,7 @@ def text_of(document: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("recipes", nargs="*")
+    parser.add_argument("rows", nargs="*")
     parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"verdicts": {}}
@@ -294,7 +306,7 @@ def main() -> None:
             "date": datetime.date.today().isoformat(),
         }
         began = time.process_time()
-        for name, rows in made(asked.recipes or recipes()):
+        for name, rows in made(asked.rows or list(ROWS)):
             known["verdicts"][name] = rows
             seconds = time.process_time() - began
             print(

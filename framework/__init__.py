@@ -11,9 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from framework.api import *  # noqa: F403
     from framework.build.assembly import Assembly as Assembly
     from framework.build.sources.python_rows import PythonRows as PythonRows
+    from framework.build.tasks.objective import Objective as Objective
     from framework.compose import load as load
     from framework.compose import to_yaml as to_yaml
     from framework.converters import Conversion as Conversion
@@ -51,6 +53,7 @@ _ROOMS = {
     "framework.run.step": "StepResult",
     "framework.build.assembly": "Assembly",
     "framework.build.sources.python_rows": "PythonRows",
+    "framework.build.tasks.objective": "Objective",
     "framework.schema.config": "Batch TrainingConfig",
     "framework.schema.training": "AllocatorParams GradientCheckpointingKwargs TrainingParams",
     "framework.schema.preference": "PreferenceParams",
@@ -77,6 +80,7 @@ _LOADS_TORCH = (
     "framework.run.step",
     "framework.build.assembly",
     "framework.build.sources.python_rows",
+    "framework.build.tasks.objective",
 )
 _HOMES = {name: module for module, names in _ROOMS.items() for name in names.split()}
 
@@ -84,6 +88,10 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("tunesmith")
     if name not in _HOMES:
         raise AttributeError(f"module 'framework' has no attribute {name!r}")
     module = _HOMES[name]

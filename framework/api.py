@@ -11,10 +11,12 @@ from framework.schema.config import TrainingConfig
 from framework.versions import require_versions
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from framework.build.assembly import Assembly
     from framework.build.sources.python_rows import PythonRows
+    from framework.build.tasks.objective import Objective
     from framework.converters import Conversion
     from framework.memory.ledger import Plan
     from framework.memory.search.found import Found
@@ -83,6 +85,8 @@ def train(
     on_step: "Callable[[Metrics], None] | None" = None,
     on_eval: "Callable[[Metrics], None] | None" = None,
     on_save: Callable[[Path], None] | None = None,
+    objective: "Callable[[Objective], Objective] | None" = None,
+    optimizer: "Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None" = None,
 ) -> "RunResult":
     """Train what a config asks for and return where it is.
 
@@ -96,13 +100,17 @@ def train(
         on_step: called after each optimizer step with its line of `metrics.jsonl` (`step`, `loss`, `grad_norm`, ...).
         on_eval: called after each evaluation with its numbers (`step`, `eval_loss`, ...).
         on_save: called with the folder of each checkpoint, once it is complete.
+        objective: given the task's own objective, returns the one to train with.
+        optimizer: given parameter groups with `lr` and `weight_decay`, returns the optimizer, as torch's classes do.
 
     Hooks are called in the main process alone. When one raises, the run saves, ends after its step, and the exception
-    goes on to the caller. Where torchrun has started several processes, each calls this with the same arguments: they
-    train together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or
-    Interrupted.
+    goes on to the caller. The plan has the task's own objective and `training.optimizer`, whatever is given here: that
+    is said, and is among its warnings. A resumed run takes the same two again. Where torchrun has started several
+    processes, each calls this with the same arguments: they train together. Raises RequestError, DoesNotFit,
+    VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
     require_versions()
+    from framework.build.from_python import FromPython
     from framework.run.hooks import Hooks
     from framework.run.planning.background_plan import forecast_in_subprocess
     from framework.run.trainer import train
@@ -119,6 +127,7 @@ def train(
         train_rows=train_rows,
         eval_rows=eval_rows,
         hooks=Hooks(on_step, on_eval, on_save),
+        from_python=FromPython(objective, optimizer),
     )
 
 

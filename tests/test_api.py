@@ -2,6 +2,7 @@
 
 import ast
 import collections.abc
+import importlib.metadata
 import inspect
 import json
 import os
@@ -32,7 +33,7 @@ FUNCTIONS = (
 )
 RESULTS = (
     *("Assembly", "Conversion", "Explanation", "Found", "Merged", "Metrics", "Plan", "Problem", "RunResult"),
-    *("StepResult", "PythonRows"),
+    *("StepResult", "PythonRows", "Objective"),
 )
 CONFIG = (
     *("AllocatorParams", "Batch", "DataParams", "DatasetParams", "DistillationParams", "FSDPParams", "GPUParams"),
@@ -198,6 +199,15 @@ def test_the_page_does_what_it_shows(tmp_path, monkeypatch, capsys) -> None:
     assert "True True step-00000020" in said
     assert "True 128 32" in said
     assert names["page"].read_text().startswith("<!DOCTYPE html>")
+    own = names["own"].folder
+    assert json.loads((own / "environment.json").read_text())["optimizer"] == "torch.optim.radam.RAdam"
+    theirs = map(json.loads, (own / "metrics.jsonl").read_text().splitlines())
+    first = next(line["loss"] for line in theirs if "loss" in line)
+    assert first == pytest.approx(0.5 * names["losses"][0], rel=1e-6)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert framework.__version__ == tunesmith.__version__ == importlib.metadata.version("tunesmith")
 
 
 def test_every_public_function_and_result_is_on_the_page() -> None:

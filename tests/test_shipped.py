@@ -19,9 +19,9 @@ def test_presets_compose(write, group, name):
 
 @pytest.mark.parametrize("group", [group for group in GROUPS if group not in ("gpu", "model")])
 def test_presets_are_short_and_say_what_they_are_for(group):
-    for path in presets(group).values():
-        assert len(path.read_text().splitlines()) <= 15
-        assert purpose(path)
+    for preset in presets(group).values():
+        assert len(preset.file.read_text().splitlines()) <= 15
+        assert purpose(preset.file)
 
 
 @pytest.mark.parametrize("name", recipes())

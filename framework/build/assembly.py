@@ -14,6 +14,7 @@ from framework.build.adapters.quantize import Factors, quantize, require_bitsand
 from framework.build.attention.context import Context, share_rows
 from framework.build.attention.ring_attention import in_parts
 from framework.build.dtypes import autocast_dtype
+from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.levers.activations import arrange_blocks
 from framework.build.levers.compiled import compile_regions
 from framework.build.levers.device_cache import DeviceCache
@@ -22,7 +23,7 @@ from framework.build.levers.liger import use_liger_kernels
 from framework.build.levers.matmul_precision import choose_float32_products
 from framework.build.levers.streamed_base import StreamedBase, loading_place
 from framework.build.loading.model import build_model
-from framework.build.loading.sharded import await_weights
+from framework.build.loading.sharded import Arrival, await_weights
 from framework.build.losses.loss import Batch, Observe
 from framework.build.model.freeze import Frozen, freeze
 from framework.build.optimizer import build_optimizer
@@ -78,6 +79,7 @@ class Assembly:
     """The ranks that share this one's rows."""
     tensor: "TensorParallel | None" = None
     """The ranks that share this one's matrices."""
+    from_python: FromPython = TASKS_OWN
 
     def loss_of(self, batch: Batch, observe: Observe) -> Tensor:
         """Sum of the losses of the batch's terms, a float32 scalar, through whatever wraps the model."""
@@ -154,12 +156,18 @@ class Assembly:
 
 
 def assemble(
-    config: TrainingConfig, architecture: PretrainedConfig, place: Place, total_steps: int, ranks: Ranks = ALONE
+    config: TrainingConfig,
+    architecture: PretrainedConfig,
+    place: Place,
+    total_steps: int,
+    ranks: Ranks = ALONE,
+    from_python: FromPython = TASKS_OWN,
 ) -> Assembly:
     """Build model, adapter, loss, optimizer and schedule of a resolved config on `place`.
 
-    `total_steps` is the number of optimizer steps of the whole run, `ranks` who trains it. Raises RequestError for what
-    only the built model can tell: names that match nothing, weights that do not load.
+    `total_steps` is the number of optimizer steps of the whole run, `ranks` who trains it. `from_python` may
+    replace objective and optimizer. Raises RequestError for what only the built model can tell: names that match
+    nothing, weights that do not load.
     """
     choose_float32_products(config.training, place)
     stated = architecture.dtype  # building writes the training dtype over it
@@ -169,13 +177,7 @@ def assemble(
     autocast = autocast_dtype(config.training)
     context = share_rows(config, ranks)
     tensor, ranks = _sharing_matrices(config, place, ranks)
-    streams = config.model.offload_frozen_base is True
-    loaded_at = loading_place(place) if streams else place
-    arrival = await_weights(config, architecture, place, ranks)
-    if arrival is not None:
-        built, new_weights, loaded_at = arrival.model, arrival.new, arrival.place
-    else:
-        built, new_weights = build_model(config, architecture, loaded_at, autocast)
+    built, new_weights, loaded_at, arrival = _loaded(config, architecture, place, ranks, autocast)
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     companion = build_companion(config, built, place, autocast)
     lost = _pack(config, built, loaded_at, ranks) if quantized else {}
@@ -189,8 +191,8 @@ def assemble(
     model: nn.Module = built if adapter is None else adapter.model
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
-    streamed = StreamedBase(model, place) if streams else None
-    objective = build_objective(config, model, companion)
+    streamed = StreamedBase(model, place) if config.model.offload_frozen_base is True else None
+    objective = from_python.made_objective(build_objective(config, model, companion))
     compile_regions(config, model, place)
     parallel = parallelize(config, model, place, ranks, arrival, tensor)
     return Assembly(
@@ -199,7 +201,7 @@ def assemble(
         model=model,
         frozen=frozen,
         objective=objective,
-        optimizer=build_optimizer(config, model, place),
+        optimizer=build_optimizer(config, model, place, from_python),
         schedule=build_schedule(config.training, total_steps),
         loss_scale=build_loss_scale(config.training, place),
         cache=DeviceCache(place, config.training.empty_device_cache_steps),
@@ -212,7 +214,23 @@ def assemble(
         new_weights=new_weights,
         context=context,
         tensor=tensor,
+        from_python=from_python,
     )
+
+
+def _loaded(
+    config: TrainingConfig,
+    architecture: PretrainedConfig,
+    place: Place,
+    ranks: Ranks,
+    autocast: torch.dtype | None,
+) -> tuple[PreTrainedModel, tuple[str, ...], Place, Arrival | None]:
+    """The model, which of its weights are new, where it lies, and the way by which shards come to it, if they do."""
+    arrival = await_weights(config, architecture, place, ranks)
+    if arrival is not None:
+        return arrival.model, arrival.new, arrival.place, arrival
+    loaded_at = loading_place(place) if config.model.offload_frozen_base is True else place
+    return *build_model(config, architecture, loaded_at, autocast), loaded_at, None
 
 
 def _adapted(

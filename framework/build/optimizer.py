@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW, Kernel, note_only
 from framework.build.optimizers.lion import Lion
 from framework.build.optimizers.low_bit import LOW_BIT, RehearsedLowBit, low_bit_class
@@ -40,7 +41,9 @@ class _Facts:
     matrices: frozenset[Tensor]
 
 
-def build_optimizer(config: TrainingConfig, model: nn.Module, place: Place) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: TrainingConfig, model: nn.Module, place: Place, from_python: FromPython = TASKS_OWN
+) -> torch.optim.Optimizer:
     """The optimizer that was asked for, its implementation stated rather than left to torch's default.
 
     `adamw_torch` is the foreach implementation on CUDA (fast; temporaries as large as the parameters) and the plain
@@ -52,6 +55,8 @@ def build_optimizer(config: TrainingConfig, model: nn.Module, place: Place) -> t
     groups = _groups(model, training.weight_decay)
     if config.training.use_peft and config.peft.lora_plus_lr_ratio is not None:
         groups = list(with_faster_b(groups, model, config.peft.lora_plus_lr_ratio))
+    if from_python.optimizer is not None:
+        return from_python.made_optimizer(groups, training.learning_rate)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(trained)}
     facts = _Facts(place, numbers, matrices_apart(training, model))

@@ -30,7 +30,7 @@ _SHOWN = 120
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130. No traceback without --debug."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _with_folders(sys.argv[1:] if arguments is None else arguments)
     with visible_streams():
         try:
             code = app([word for word in words if word != "--debug"], prog_name="tunesmith", standalone_mode=False)
@@ -38,6 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (Exception, SystemExit) as error:
             return _failed(error, words)
     return code if isinstance(code, int) else 0
+
+
+def _with_folders(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--config-dir DIR` as the word that composing reads, which goes on to other processes too."""
+    words, folders = list[str](), list[str]()
+    rest = iter(arguments)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name == "--config-dir":
+            folders.append(f"config_dir={value if equals else next(rest, '')}")
+        else:
+            words.append(word)
+    return [*words, *folders]
 
 
 def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
@@ -59,6 +72,8 @@ def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
             if not error.is_told or "--debug" in words:
                 complain(str(error), "--debug" in words)
             return _documented(str(error), error.exit_code, words)
+        case SystemExit(code=0 | None):  # a shell has been given what it may offer
+            return 0
         case BrokenPipeError() | SystemExit():  # our reader has left, which typer may turn into an exit
             return _unprinted(BrokenPipeError(), words)
         case OSError(errno=number) if number in _NO_ROOM:

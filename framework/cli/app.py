@@ -14,6 +14,7 @@ from framework.cli.diff import diff
 from framework.cli.doctor import doctor
 from framework.cli.explain import explain
 from framework.cli.fit import fit
+from framework.cli.init import init
 from framework.cli.levers import levers
 from framework.cli.merge import merge
 from framework.cli.plan import plan
@@ -41,11 +42,15 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    config_dir: Annotated[
+        str | None,
+        typer.Option("--config-dir", metavar="DIR", help="Folder of presets of your own: gpu/mycard.yaml."),
+    ] = None,
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Options of every verb. `main` reads `--debug`; here it is for the help text."""
+    """Options of every verb. `main` reads `--debug` and `--config-dir`; here they are for the help text."""
 
 
 def _told(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +79,7 @@ def _with_versions(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 app.command()(work.train)  # which says itself what was saved, with few frames between the command and the step
-_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, merge, predict, doctor)
+_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, init, merge, predict, doctor)
 _LIGHT: tuple[Callable[..., Any], ...] = (explain, report, look.show, diff, levers, convert)
 for _verb in (*map(_with_versions, _LOADING), *_LIGHT):
     app.command()(_told(_verb))

@@ -4,10 +4,19 @@ from typing import Annotated
 
 import typer
 
-Recipe = Annotated[str, typer.Argument(help="A path to a YAML file, or the name of a shipped recipe.")]
+from framework.cli.completion import override_words, recipe_words
+
+Recipe = Annotated[
+    str,
+    typer.Argument(help="A path to a YAML file, or the name of a shipped recipe.", autocompletion=recipe_words),
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="group=preset, section.key=value, section.list+=[item], ~section.key", show_default=False),
+    typer.Argument(
+        help="group=preset, section.key=value, section.list+=[item], ~section.key",
+        show_default=False,
+        autocompletion=override_words,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Trust = Annotated[

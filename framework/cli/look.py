@@ -90,7 +90,9 @@ def list_choices(
     if kind not in kinds:
         nearest = shipped.nearest(kind, kinds)
         raise RequestError([Problem("", f"there is nothing of kind {kind!r}", None, ", ".join(kinds), nearest)])
-    files = shipped.presets(kinds[kind]) if kinds[kind] else shipped.recipes()
+    folders = (Path(shipped.PRESETS),)
+    presets = shipped.presets(kinds[kind], folders) if kinds[kind] else {}
+    files = {name: preset.file for name, preset in presets.items()} or shipped.recipes()
     found = {name: shipped.purpose(path) or _fact(path) for name, path in files.items()}
     if as_json:
         print_json({"kind": kind, "choices": [{"name": name, "purpose": text} for name, text in found.items()]})
@@ -105,7 +107,8 @@ def _fact(path: Path) -> str:
     tree = read(path, path.name, "group", [])
     name = tree.at(("model", "model_name")) if tree else None
     usable = tree.at(("gpu", "usable_bytes")) if tree else None
-    return str(name.value) if name else f"{usable.value / 2**30:.1f} GiB usable" if usable else ""
+    is_number = usable is not None and isinstance(usable.value, int | float)
+    return str(name.value) if name else f"{usable.value / 2**30:.1f} GiB usable" if usable and is_number else ""
 
 
 def schema() -> None:

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from framework.compose.layers import ALTERNATIVES, find_recipe
+from framework.compose.layers import ALTERNATIVES
+from framework.compose.origins import DEFAULT, Node
 from framework.compose.overrides import parse
 from framework.compose.reading import read
+from framework.compose.recipe_files import chosen_presets, find_recipe
 from framework.compose.request import compose
 from framework.errors import Problem, RequestError
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
@@ -43,14 +45,13 @@ def _unlike(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 
 def _document(recipe: str, words: Sequence[str]) -> dict[str, Any]:
     problems: list[Problem] = []
-    _, file, label = find_recipe(recipe)
-    body = read(file, label, "recipe", problems)
+    found = find_recipe(recipe)
+    body = read(found.file, found.label, "recipe", problems) or Node({}, DEFAULT)
     typed = parse(words, problems)
-    tree: dict[str, Any] = body.plain() if body is not None else {}
+    tree: dict[str, Any] = body.without(("defaults",)).plain()
     version = tree.pop("schema_version", SCHEMA_VERSION)
-    chosen = {group: name for entry in tree.pop("defaults", None) or () for group, name in entry.items()}
-    chosen |= {group: choice.names[0] if choice else None for group, choice in typed.choices.items()}
-    groups = [{group: name} for group, name in chosen.items() if name is not None and group != "gpu"]
+    chosen = chosen_presets(found, body, problems) | typed.choices
+    groups = [{group: choice.names[0]} for group, choice in chosen.items() if choice is not None and group != "gpu"]
     tree.pop("gpu", None)
     for write in typed.writes:
         if write.path[0] != "gpu":

@@ -1,20 +1,22 @@
-"""The layers of a request, low to high: the detected card, the recipe's presets, its body, presets and keys of the
-command line. Each holds only keys the schema knows; what a higher layer makes meaningless is gone from the lower ones.
+"""The layers of a request, low to high: the detected card, what presets suggest, the recipe's presets, its body,
+presets and keys of the command line.
+
+Each holds only keys the schema knows; what a higher layer makes meaningless is gone from the lower ones.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
 from pathlib import Path as File
 
-from framework.beside import path_like
 from framework.compose import shipped
 from framework.compose.origins import Node, Origin, leaves, node_of
 from framework.compose.overrides import Choice, Words
 from framework.compose.paths import exists
 from framework.compose.reading import MAX_PROBLEMS, read
+from framework.compose.recipe_files import YAML_SUFFIXES, RecipeFile, chosen_presets, file_like
 from framework.compose.validation import shown
 from framework.errors import Problem, RequestError
 from framework.memory.cards import card_of_size, size_meant, smallest
@@ -26,9 +28,10 @@ ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
     (("training", "global_batch_size"), ("training", "gradient_accumulation_steps")),
 )
 """Writing the first in a higher layer drops the second from the lower ones: they say the same thing twice."""
-YAML_SUFFIXES = (".yaml", ".yml")
 ARCHITECTURE: Path = ("model", "architecture")
 NAME: Path = ("gpu", "name")
+SUGGESTED: Path = ("unless_written",)
+"""Section of a preset with values for keys that no recipe, other part of a preset or command line writes."""
 
 
 @dataclass(frozen=True)
@@ -39,74 +42,48 @@ class Layer:
     tree: Node
 
 
-def find_recipe(recipe: str | File) -> tuple[str, File, str]:
-    """Name, file and label of a recipe given by path or shipped name. Raises RequestError when there is none."""
-    word = str(recipe)
-    path = File(os.path.expanduser(word))
-    is_path = isinstance(recipe, File) or path.suffix in YAML_SUFFIXES or ("/" in word and exists(word))
-    known = shipped.recipes()
-    if not is_path and word in known:
-        return word, known[word], f"recipes/{word}.yaml"
-    if exists(word) and (path.is_dir() or path.name in _OF_MODELS):
-        raise RequestError([_no_recipe(word, path)])
-    if is_path and exists(word):
-        return path.stem, path, word
-    is_path = is_path or "/" in word
-    beside = f"{word}.yaml" if exists(f"{word}.yaml") else _file_like(word) if is_path else None
-    nearest = beside or shipped.nearest(path.stem if is_path else word, known)
-    message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
-    raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
-
-
-_OF_MODELS = ("config.json", "adapter_config.json")
-
-
-def _no_recipe(word: str, path: File) -> Problem:
-    """What to type instead of a folder, or of a model's own config."""
-    folder = path if path.is_dir() else path.parent
-    written = word if path.is_dir() else os.path.dirname(word) or "."
-    of_run, beside = os.path.join(written, "config.yaml"), f"{word.rstrip('/')}.yaml"
-    if exists(of_run) or exists(beside):
-        nearest = beside if exists(beside) else of_run
-        return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file", nearest)
-    if (folder / _OF_MODELS[0]).is_file():
-        message = f"{word} is {'the folder' if path.is_dir() else 'the config'} of a model, and no recipe"
-        expected = f"a recipe that says `model: {{model_name: {written}}}`, or one of ours with it"
-        return Problem("", message, None, expected, f"finetune_local model.model_name={written}")
-    inside = path_like(os.path.join(written, "recipe.yaml"), lambda file: file.suffix in YAML_SUFFIXES)
-    return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file, or the name of a recipe", inside)
-
-
-def _file_like(written: str) -> str | None:
-    """The YAML file that was probably meant."""
-    return path_like(written, lambda file: file.suffix in YAML_SUFFIXES and file.is_file(), YAML_SUFFIXES)
-
-
 def gather(
-    recipe: File, label: str, words: Words, detect: Callable[[], str | None], problems: list[Problem]
+    recipe: RecipeFile,
+    words: Words,
+    detect: Callable[[], str | None],
+    problems: list[Problem],
+    warnings: list[Problem],
 ) -> list[Layer]:
     """All layers of a request. What is unknown becomes a problem and is left out.
 
     Raises RequestError with the problems so far when the recipe itself cannot be read.
     """
-    body = read(recipe, label, "recipe", problems)
+    body = read(recipe.file, recipe.label, "recipe", problems)
     if body is None:
         raise RequestError(problems)
-    choices = _defaults(body.at(("defaults",)), problems)
+    choices = chosen_presets(recipe, body, problems)
     body = body.without(("defaults",))
-    preset = partial(_preset, problems=problems)
+    preset = partial(_preset, folders=(*recipe.folders, *words.folders), problems=problems, warnings=warnings)
     above = {group: words.choices[group] for group in shipped.GROUPS if group in words.choices}
     below = {group: choice for group, choice in choices.items() if group not in above}
     trees = [*starmap(preset, below.items()), body, *starmap(preset, above.items())]
-    layers = [Layer(rank, _known(tree, root(), (), problems)) for rank, tree in enumerate(trees, 1) if tree is not None]
+    ranked = [*_suggested(trees, body, problems), *enumerate(trees, 1)]
+    layers = [Layer(rank, _known(tree, root(), (), problems)) for rank, tree in ranked if tree is not None]
     written = [write.node for write in words.writes if write.path == NAME and write.node is not None]
     name = written[-1] if written else highest(layers, NAME)
     chosen = (choices | above).get("gpu")
     if name is not None and (chosen is None or written):
-        layers = [*_named_card(name, layers, chosen, problems), *layers]
+        layers = [*_named_card(name, layers, chosen, preset, problems), *layers]
     elif name is None and chosen is None:
-        layers.insert(0, _detected(detect, problems))
+        layers.insert(0, _detected(detect, preset))
     return settle(layers, words, problems)
+
+
+def _suggested(trees: list[Node | None], body: Node, problems: list[Problem]) -> Iterator[tuple[int, Node]]:
+    """What presets suggest, taken out of their trees. Of rank 0: no word of the command line takes it back."""
+    for index, tree in enumerate(trees):
+        if tree is None or tree is body or (found := tree.at(SUGGESTED)) is None:
+            continue
+        trees[index] = tree.without(SUGGESTED)
+        if found.mapping is not None:
+            yield 0, found
+        elif found.value is not None:
+            problems.append(Problem(dotted(SUGGESTED), "is not a mapping of sections", found.origin.place))
 
 
 def settle(layers: list[Layer], words: Words, problems: list[Problem]) -> list[Layer]:
@@ -146,33 +123,25 @@ def list_warnings(layers: Sequence[Layer]) -> Iterator[Problem]:
                 yield Problem(dotted(path), message, node.origin.place, "`{append: [..]}` to keep both")
 
 
-def _defaults(node: Node | None, problems: list[Problem]) -> dict[str, Choice | None]:
-    """The recipe's `defaults:`, a list of `group: choice`."""
-    choices: dict[str, Choice | None] = {}
-    if node is None or node.value is None:
-        return choices
-    expected = f"a list of `- group: preset`; groups are {', '.join(shipped.GROUPS)}"
-    if node.sequence is None:
-        problems.append(Problem("defaults", "is not a list", node.origin.place, expected))
-    for index, item in enumerate(node.sequence or ()):
-        [(group, choice)] = item.mapping.items() if item.mapping and len(item.mapping) == 1 else [("", item)]
-        names = [name.value for name in choice.sequence] if choice.sequence is not None else [choice.value]
-        place = item.origin.place
-        if group not in shipped.GROUPS or not all(isinstance(name, str | int | float) for name in names):
-            nearest = shipped.nearest(group, shipped.GROUPS)
-            problems.append(Problem(f"defaults[{index}]", "is not a preset of a group", place, expected, nearest))
-        elif group in choices:
-            problems.append(Problem(f"defaults[{index}]", f"`{group}` is chosen twice", place, "one choice of a group"))
-        else:
-            choices[group] = Choice(tuple(str(name) for name in names), choice.origin)
-    return choices
-
-
-def _preset(group: str, choice: Choice | None, problems: list[Problem]) -> Node | None:
+def _preset(
+    group: str,
+    choice: Choice | None,
+    folders: Sequence[File],
+    problems: list[Problem],
+    warnings: list[Problem],
+) -> Node | None:
     """The tree that a choice stands for. Several names are unlike cards: the smallest one's facts and their number."""
     if choice is None:
         return None
-    trees = [_one_preset(group, name, choice.origin, problems) for name in choice.names]
+    known = shipped.presets(group, folders)
+    if choice.is_optional and not set(choice.names) <= set(known):
+        message = f"there is no preset {', '.join(choice.names)}, and the recipe calls it optional: nothing is chosen"
+        warnings.append(Problem(group, message, choice.origin.place))
+        return None
+    trees = [_one_preset(group, name, choice.origin, known, problems) for name in choice.names]
+    for name in choice.names:
+        if name in known and known[name].hides:
+            warnings.append(Problem(group, f"{known[name].label} is read, not the shipped preset of that name"))
     if len(trees) == 1 or None in trees:
         return trees[0]
     if group != "gpu":
@@ -186,15 +155,19 @@ def _preset(group: str, choice: Choice | None, problems: list[Problem]) -> Node 
     return node_of({"gpu": facts}, replace(choice.origin, kind="group"))
 
 
-def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) -> Node | None:
-    known = shipped.presets(group)
+def _one_preset(
+    group: str, name: str, origin: Origin, known: Mapping[str, shipped.Preset], problems: list[Problem]
+) -> Node | None:
     path = File(os.path.expanduser(name))
     is_path = path.suffix in YAML_SUFFIXES
     if name in known or (is_path and exists(name)):
-        file, label = (known[name], f"{group}/{name}.yaml") if name in known else (path, name)
+        file, label = (known[name].file, known[name].label) if name in known else (path, name)
         tree = read(file, label, "group", problems)
         if tree and "defaults" in (tree.mapping or {}):
             problems.append(Problem("defaults", "only a recipe has `defaults:`, a preset does not", f"{label}:1"))
+        card = tree.at(("gpu",)) if tree and group == "gpu" else None
+        if tree and card and card.mapping and "name" not in card.mapping:  # else the facts are those of the CPU
+            tree = tree.replaced(NAME, Node(name if name in known else path.stem, Origin("group", label)))
         return tree.without(("defaults",)) if tree else None
     facts = card_of_size(name) if group == "gpu" and not is_path else None
     if facts is not None:
@@ -202,19 +175,24 @@ def _one_preset(group: str, name: str, origin: Origin, problems: list[Problem]) 
     message = f"no such file: {name} ({path.absolute()})" if is_path else f"no preset is called {name!r}"
     sizes = ", a size such as 24gb" if group == "gpu" else ""
     expected = f"one of: {', '.join(known) or 'none yet'}{sizes}, or the path of a YAML file"
-    near = _file_like(name) if is_path else size_meant(name) if group == "gpu" else None
+    near = file_like(name) if is_path else size_meant(name) if group == "gpu" else None
     nearest = near or shipped.nearest(path.stem if is_path else name, known)
     problems.append(Problem(group, message, origin.place, expected, nearest))
     return None
 
 
-def _detected(detect: Callable[[], str | None], problems: list[Problem]) -> Layer:
-    name = detect() or "cpu"
-    tree = _one_preset("gpu", name, Origin("default"), problems) or node_of({}, Origin("default"))
-    return Layer(0, tree)
+def _detected(detect: Callable[[], str | None], preset: Callable[[str, Choice], Node | None]) -> Layer:
+    tree = preset("gpu", Choice((detect() or "cpu",), Origin("default")))
+    return Layer(0, tree or node_of({}, Origin("default")))
 
 
-def _named_card(name: Node, layers: Sequence[Layer], chosen: Choice | None, problems: list[Problem]) -> list[Layer]:
+def _named_card(
+    name: Node,
+    layers: Sequence[Layer],
+    chosen: Choice | None,
+    preset: Callable[[str, Choice], Node | None],
+    problems: list[Problem],
+) -> list[Layer]:
     """The facts of a card that `gpu.name` names and no preset was chosen for. A card of one's own has facts beside its
     name; one without any, and the name of another card than the one that was chosen, are problems."""
     word, place = str(name.value), name.origin.place
@@ -224,7 +202,7 @@ def _named_card(name: Node, layers: Sequence[Layer], chosen: Choice | None, prob
         problems.append(Problem(dotted(NAME), message, place, f"gpu={word}"))
         return []
     if is_known and chosen is None:
-        tree = _one_preset("gpu", word, Origin("group", f"gpu={word}"), problems)
+        tree = preset("gpu", Choice((word,), Origin("group", f"gpu={word}")))
         return [Layer(0, tree)] if tree is not None else []
     facts = {key for layer in layers for key in (layer.tree.at(("gpu",)) or name).mapping or {}}
     if chosen is None and not facts - {"name", "count"}:

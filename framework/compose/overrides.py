@@ -1,20 +1,25 @@
 """The words after the recipe on the command line, parsed by Hydra's override grammar."""
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path as File
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
+from framework.beside import path_like
 from framework.compose.origins import Node, Origin, node_of
 from framework.compose.shipped import GROUPS
 from framework.errors import Problem, RequestError
 from framework.schema.keys import Path, dotted, key_at, keys_beside, unknown
 
 COMMAND_LINE = "command line"
+FOLDER = "config_dir"
+"""The word that names a folder of presets."""
 MAX_WORD = 8192
 """Characters; Hydra's parser is in Python and takes up to 0.1 ms for each."""
 
@@ -25,6 +30,8 @@ class Choice:
 
     names: tuple[str, ...]
     origin: Origin
+    is_optional: bool = False
+    """Whether nothing is chosen where there is no such preset."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,13 @@ class Words:
     writes: list[Write]
     replaced: list[Problem]
     """Values that a later word gives another: the last counts, and it is a warning."""
+    folders: tuple[File, ...] = ()
+    """Folders of presets of the user's own (`config_dir=`)."""
 
 
 def parse(words: Sequence[str], problems: list[Problem]) -> Words:
     """Group choices and writes, in the order typed; a problem for each word that is neither, and for a second choice
-    of a group.
+    of a group. `config_dir=DIR` names a folder of presets.
 
     `+key=` and `++key=` mean `key=`. Nothing may reach Hydra's own namespace, and a list of values is a sweep, which
     is refused, except that `gpu=a,b` names unlike cards of one machine.
@@ -57,6 +66,8 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
     writes: list[Write] = []
     typed: dict[str, str] = {}
     replaced: list[Problem] = []
+    folders = tuple(_folders(words, problems))
+    words = [word for word in words if not names_folder(word)]
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         key, equals, raw = word.strip().partition("=")
         key, appends = (key[:-1], True) if key.endswith("+") else (key, False)
@@ -85,7 +96,7 @@ def parse(words: Sequence[str], problems: list[Problem]) -> Words:
             message = f"`{earlier}` has no effect: `{_shown(word)}` stands after it"
             replaced.append(Problem(dotted(path), message, COMMAND_LINE))
             typed[dotted(path)] = _shown(word)
-    return Words(choices, writes, replaced)
+    return Words(choices, writes, replaced, folders)
 
 
 def listed(words: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list[str]]] | None:
@@ -98,7 +109,8 @@ def listed(words: Sequence[str], takes_cards: bool) -> tuple[str, dict[str, list
         key, _, raw = word.strip().partition("=")
         try:
             override = OverridesParser.create().parse_override(f"key={raw}") if raw and len(word) <= MAX_WORD else None
-            if override is not None and override.is_sweep_override() and (takes_cards or key != "gpu"):
+            is_list = override is not None and override.is_sweep_override() and not names_folder(word)
+            if override is not None and is_list and (takes_cards or key != "gpu"):
                 found[place] = list(override.sweep_string_iterator())
         except (HydraException, ValueError, RecursionError):  # which composing tells
             continue
@@ -180,6 +192,24 @@ def _value(path: Path, raw: str, word: str) -> tuple[object, Problem | None]:
         expected = f"`{group}=preset`, or one key at a time: `{group}.key=value`"
         return None, Problem(shown, message, COMMAND_LINE, expected)
     return value, None
+
+
+def _folders(words: Sequence[str], problems: list[Problem]) -> Iterator[File]:
+    """The folders of presets; a problem for each that is none."""
+    for written in (word.partition("=")[2].strip() for word in words if names_folder(word)):
+        folder = File(os.path.expanduser(written))
+        if written and folder.is_dir():
+            yield folder
+        else:
+            message = f"no such folder: {written} ({folder.absolute()})" if written else "names no folder"
+            near = path_like(written, File.is_dir) if written else None
+            expected = "a folder with folders of presets, as gpu/mycard.yaml"
+            problems.append(Problem(FOLDER, message, COMMAND_LINE, expected, near))
+
+
+def names_folder(word: str) -> bool:
+    """Whether the word is `config_dir=DIR`, in which a comma is a part of the name."""
+    return word.strip().startswith(f"{FOLDER}=")
 
 
 def _shown(word: str) -> str:

@@ -17,11 +17,12 @@ from omegaconf import OmegaConf
 from framework.compose import interpolation
 from framework.compose.apart import apart
 from framework.compose.derived import MICRO_BATCH, with_derived
-from framework.compose.layers import Layer, find_recipe, gather, highest, list_warnings
+from framework.compose.layers import Layer, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
 from framework.compose.own_config import with_own_configs
 from framework.compose.paths import made_absolute
+from framework.compose.recipe_files import find_recipe
 from framework.compose.trust import refuse_trust_of_runs, without_trust
 from framework.compose.validation import shown, validate
 from framework.errors import Problem, RequestError
@@ -101,12 +102,13 @@ def draft(
     Unless `trusts_runs`, the leave to run a model's own code is a problem where a run's file gives it.
     """
     problems: list[Problem] = []
-    name, file, label = find_recipe(recipe)
+    found = find_recipe(recipe)
     words = parse(overrides, problems)
-    layers = gather(file, label, words, detect, problems)
+    warnings = [*([found.renamed] if found.renamed else []), *words.replaced]
+    layers = gather(found, words, detect, problems, warnings)
     layers = _with_world(layers, world)
     layers = _allowed(layers, problems)
-    warnings = [*words.replaced, *list_warnings(layers)]
+    warnings.extend(list_warnings(layers))
     layers = with_own_configs(layers, warnings)
     written = _resolved(_merged(layers), layers, problems)
     absolute = made_absolute(written)
@@ -119,10 +121,10 @@ def draft(
     if not _is_referred_to(layers, MICRO_BATCH):
         config, derived = with_derived(config, origins)
         origins |= derived
-    if not trusts_runs and (refused := refuse_trust_of_runs(config, file, origins)):
+    if not trusts_runs and (refused := refuse_trust_of_runs(config, found.file, origins)):
         config, problems = without_trust(config), [*problems, *refused]
     problems = [_with_current_value(problem, config) for problem in problems]
-    return Draft(name, config, origins, tuple(problems), tuple(warnings), invalid, as_written)
+    return Draft(found.name, config, origins, tuple(problems), tuple(warnings), invalid, as_written)
 
 
 def _with_current_value(problem: Problem, config: TrainingConfig) -> Problem:

@@ -1,6 +1,7 @@
-"""The presets and recipes that come with the package, and what each is for."""
+"""The presets and recipes that come with the package, what each is for, and presets of the user's own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -8,11 +9,61 @@ from framework.shipped import shipped
 
 GROUPS = ("model", "data", "peft", "optimizer", "fsdp", "training", "gpu")
 """The groups of presets, in the order in which those named on the command line apply."""
+PRESETS = "conf"
+"""Name of a folder of presets, with a folder for each group."""
 
 
-def presets(group: str) -> dict[str, Path]:
-    """Choice -> file, sorted by name."""
-    return _yaml_files(shipped("conf") / group)
+@dataclass(frozen=True)
+class EarlierRecipe:
+    """What a recipe that was shipped under another name is now."""
+
+    recipe: str
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """Group -> the preset that the earlier one had."""
+
+    @property
+    def typed(self) -> str:
+        """What to type in place of the earlier name."""
+        return " ".join([self.recipe, *(f"{group}={name}" for group, name in self.choices.items())])
+
+
+EARLIER_UNTIL = "0.2"
+EARLIER_RECIPES: Mapping[str, EarlierRecipe] = {
+    "classify_docstrings": EarlierRecipe("classify"),
+    **{
+        f"{model}_{way}": EarlierRecipe("chat", {"model": model, "peft": peft})
+        for model in (
+            *("gemma3_1b", "gemma3_4b", "olmo2_7b", "phi4_mini_4b", "qwen3_0.6b", "qwen3_1.7b", "qwen3_4b"),
+            *("qwen3_8b", "smollm3_3b"),
+        )
+        for way, peft in {"full": "none", "lora": "lora", "qlora": "qlora"}.items()
+    },
+}
+"""Names that go with version EARLIER_UNTIL."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A preset that was found by its name."""
+
+    file: Path
+    label: str
+    """How messages call it: `gpu/h100_80gb.yaml` of ours, the path of a user's own."""
+    hides: bool = False
+    """Whether a shipped one has the same name."""
+
+
+def presets(group: str, folders: Iterable[Path] = ()) -> dict[str, Preset]:
+    """Choice -> preset, sorted by name. Those of the user's `folders` come before the shipped ones."""
+    ours = shipped(PRESETS)
+    known = {name: Preset(file, f"{group}/{name}.yaml") for name, file in _yaml_files(ours / group).items()}
+    own = [folder for folder in folders if folder.is_dir() and not folder.samefile(ours)]
+    found = {
+        name: Preset(file, str(file), name in known)
+        for folder in own
+        for name, file in _yaml_files(folder / group).items()
+    }
+    return dict(sorted((known | found).items()))
 
 
 def recipes() -> dict[str, Path]:
@@ -21,9 +72,9 @@ def recipes() -> dict[str, Path]:
 
 
 def purpose(path: Path) -> str:
-    """The comment line that says what a shipped file is for."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
-    return next((line[2:] for line in lines if not line.startswith(("# yaml-language-server", "# @package"))), "")
+    """The comment line that says what a recipe or a preset is for."""
+    lines = [line for line in path.read_text("utf-8", "replace").splitlines() if line.startswith("# ")]
+    return next((line[2:] for line in lines if not line.startswith("# yaml-language-server")), "")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

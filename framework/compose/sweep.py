@@ -24,7 +24,7 @@ from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.compose.apart import apart
-from framework.compose.overrides import COMMAND_LINE, fault, group_of, path_of
+from framework.compose.overrides import COMMAND_LINE, fault, group_of, names_folder, path_of
 from framework.compose.shipped import presets
 from framework.errors import Problem, RequestError
 from framework.schema.wording import counted
@@ -193,7 +193,7 @@ def sweep_of(words: Sequence[str]) -> Sweep:
             problems.append(_setting_fault(word))
             adds = key.lstrip("+").startswith(("hydra.launcher.", "hydra.sweeper."))
             settings.append(word if adds else word.lstrip("+"))
-        elif _is_sweep(raw):
+        elif _is_sweep(raw) and not names_folder(word):
             problems.append(_sweep_fault(word))
             swept[_name(word)] = raw
             kept.append(_name(word))

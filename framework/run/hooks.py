@@ -32,3 +32,9 @@ class Hooks:
             hook(told)
         except Exception as error:
             self.failure = error
+
+    def raise_failure(self, note: str) -> None:
+        """Raise what a hook has raised, if one has, with a note of what became of the run."""
+        if self.failure is not None:
+            self.failure.add_note(note)
+            raise self.failure

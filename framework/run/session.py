@@ -356,9 +356,7 @@ class Session:
             self.settle()
             self.save()  # raises what the writer has failed with
             stopped = f"stopped after step {step}; go on with --resume (saved in {self.folder.path})"
-            if self.hooks.failure is not None:
-                self.hooks.failure.add_note(stopped)
-                raise self.hooks.failure
+            self.hooks.raise_failure(stopped)
             raise Interrupted(stopped)
 
     def settle(self) -> None:

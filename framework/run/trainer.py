@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from framework.build.assembly import Assembly
 from framework.build.data.report import cautions
 from framework.build.data.rows import Row
 from framework.build.data.streamed_batches import StreamedBatches
+from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.loading.bases import BASE
 from framework.build.model.heads import model_class
 from framework.build.model.parts import causal_model
@@ -28,7 +30,7 @@ from framework.run.checkpoints.resume import check_allowed
 from framework.run.hooks import Hooks
 from framework.run.oom.retry import tries
 from framework.run.oom.smaller_batches import TRAIN
-from framework.run.planning.background_plan import forecast_in_subprocess
+from framework.run.planning.background_plan import Forecast, forecast_in_subprocess
 from framework.run.ranks.coordinator import met, require_world
 from framework.run.ranks.signals import BEFORE_ALL, told_interrupt, watched_interrupt
 from framework.run.record.layout import FINAL, UNFINISHED, step_of
@@ -60,6 +62,7 @@ def train(
     train_rows: PythonRows | None = None,
     eval_rows: PythonRows | None = None,
     hooks: Hooks | None = None,
+    from_python: FromPython = TASKS_OWN,
 ) -> RunResult:
     """Train what `config` asks for and return where it is.
 
@@ -68,11 +71,13 @@ def train(
     `planner` predicts the memory first (None: nothing is predicted).
     What `config` leaves `auto` is searched first. `train_rows` and `eval_rows` are rows by column, in a list or from a
     function that yields them: the source `{path: python_rows}` of `data.train` or `data.eval`, the only one where the
-    config has none. `hooks` are called as the run goes on.
+    config has none. `hooks` are called as the run goes on; `from_python` may replace objective and optimizer, which the
+    plan then has not, and says so.
     Where torchrun or the like has started several processes, each calls this with the same arguments: they train
     together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
     check_allowed(allow)
+    from_python.refuse(config)
     config, given = take_rows(config, Given(train_rows, eval_rows))
     opening = partial(
         open_session,
@@ -81,8 +86,9 @@ def train(
         overwrite=overwrite,
         allow=allow,
         quiet=quiet,
-        planner=planner,
+        planner=_telling(planner, from_python),
         given=given,
+        from_python=from_python,
     )
     with _opened(config, opening) as session:
         if hooks is not None and session.crew.ranks.is_main:
@@ -112,10 +118,21 @@ def train(
                     finished = _finish(session)
         with suppress(KeyboardInterrupt):
             session.close(after=LAST_SECONDS)
-        if session.hooks.failure is not None:  # of the last step, its evaluation or its save
-            session.hooks.failure.add_note(f"the run is complete in {session.folder.path}")
-            raise session.hooks.failure
+        session.hooks.raise_failure(f"the run is complete in {session.folder.path}")  # of the last step or its save
         return finished
+
+
+def _telling(planner: Planner | None, from_python: FromPython) -> Planner | None:
+    """The planner, whose plans warn of what they do not know."""
+    if planner is None or not from_python.names:
+        return planner
+
+    def plan(config: TrainingConfig) -> Forecast:
+        forecast = planner(config)
+        forecast.plan = replace(forecast.plan, warnings=(*forecast.plan.warnings, *from_python.said(config)))
+        return forecast
+
+    return plan
 
 
 @contextmanager
@@ -149,6 +166,8 @@ def _announce(session: Session, searched: Sequence[str]) -> None:
     packed = f"; a row is a pack of at most {session.config.model.model_max_length} tokens"
     say(f"batch     {session.config.batch}{packed if session.config.data.packing else ''}")
     say(f"schedule  {session.assembly.schedule}")
+    for line in session.assembly.from_python.said(session.config):
+        say(f"warning   {line}")
     for caution in session.assembly.adapter.cautions if session.assembly.adapter else ():
         say(f"warning   {caution}")
     for line in table(session.readings):

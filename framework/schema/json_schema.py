@@ -22,10 +22,15 @@ def recipe_schema(presets: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """JSON Schema of a recipe. `presets` holds the shipped choices of each group; a path stands for any other."""
     schema: dict[str, Any] = _loosened(TrainingConfig.model_json_schema())
     groups = {
-        group: {"anyOf": [{"enum": list(names)}, {"type": ["string", "array"]}], "description": f"A preset of {group}."}
+        group: {
+            "anyOf": [{"enum": list(names)}, {"type": ["string", "array", "null"]}],
+            "description": f"A preset of {group}.",
+        }
         for group, names in presets.items()
     }
-    item = {"type": "object", "properties": groups, "additionalProperties": False, "maxProperties": 1}
+    prefixed = {f"^((override|optional) )?/?({'|'.join(presets)})$": {"type": ["string", "array", "null"]}}
+    chosen = {"type": "object", "properties": groups, "patternProperties": prefixed}
+    item = {"anyOf": [{**chosen, "additionalProperties": False, "maxProperties": 1}, {"const": "_self_"}]}
     defaults = {"type": "array", "items": item, "description": "Presets that apply before the recipe's own keys."}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -10,12 +10,13 @@ import framework
 
 if TYPE_CHECKING:
     from framework import *  # noqa: F403
+    from framework import __version__ as __version__
 
 __all__ = framework.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name not in framework.__all__:
+    if name not in (*framework.__all__, "__version__"):
         raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
     return getattr(framework, name)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.optimization import Adafactor
 
 from framework.build.assembly import Assembly
+from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers import codes
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW
 from framework.build.optimizers.lion import Lion
@@ -48,13 +49,15 @@ def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
     asked = Optimizer(assembly.config.training.optimizer)
     optimizer = assembly.optimizer
     parts = list(optimizer.parts.values()) if isinstance(optimizer, ParameterWise) else [optimizer]
-    found = _name(asked, parts[0])
+    if assembly.from_python.optimizer is not None:
+        key, wanted, found, about = "optimizer", type(optimizer).__name__, type(optimizer).__name__, ", from Python"
+    else:
+        key, wanted, found, about = "training.optimizer", str(asked), _name(asked, parts[0]), _share_apart(assembly)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = sum(id(parameter) not in held for parameter in assembly.trained)
     if missing:
         found = f"{found} without {missing} of the trained tensors"
-    source = f"{type(parts[0]).__name__} groups{_share_apart(assembly)}"
-    yield Reading("training.optimizer", str(asked), found, source)
+    yield Reading(key, wanted, found, f"{type(parts[0]).__name__} groups{about}")
 
 
 def _share_apart(assembly: Assembly) -> str:
@@ -110,10 +113,28 @@ def read_optimizer_states(assembly: Assembly, step: FirstStep) -> Iterator[Readi
                 size += tensor.numel() * tensor.element_size()
                 if tensor.dim():
                     found[f"{name}.{inner}" if inner else name, _made_of(tensor.dtype, is_managed(tensor))] += 1
+    per_parameter = f"{size / max(1, sum(item.numel() for item in assembly.trained)):.2f} bytes a trained parameter"
+    if assembly.from_python.optimizer is not None:
+        yield Reading("optimizer states", None, _worded(found), per_parameter)
+        yield _read_groups(assembly.optimizer)
+        return
     apart = matrices_apart(assembly.config.training, assembly.model)
     wanted = Counter(kind for parameter in assembly.trained for kind in _expected(assembly, parameter, apart))
-    per_parameter = f"{size / max(1, sum(item.numel() for item in assembly.trained)):.2f} bytes a trained parameter"
     yield Reading("optimizer states", _worded(wanted), _worded(found), per_parameter)
+
+
+def _read_groups(optimizer: torch.optim.Optimizer) -> Reading:
+    """That an optimizer keeps its states with the parameters: a checkpoint has none of what changes in its groups."""
+    ours = {"params", "lr", "weight_decay", RATE_FACTOR}
+    moved = {
+        name
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name not in ours and (isinstance(value, Tensor) or value != optimizer.defaults.get(name))
+    }
+    asked = "each with its parameter"
+    found = f"in its groups: {', '.join(sorted(moved))}" if moved else asked
+    return Reading("optimizer states kept", asked, found, "param_groups after a step; a checkpoint has states alone")
 
 
 def read_offloaded_states(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:

@@ -6,6 +6,7 @@ from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from framework.build.data.prepare import Data, prepare_data, training_texts
+from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.loading.teacher import refuse_other_words
 from framework.build.model.heads import fit_head, pad_like
 from framework.build.resolve_model import settle
@@ -20,12 +21,14 @@ from framework.schema.wording import counted
 
 @dataclass(frozen=True)
 class Inputs:
-    """The config with everything derived written out, the model's own config, its tokenizer, and the tokenised rows."""
+    """The config with everything derived written out, the model's own config, its tokenizer, the tokenised rows, and
+    what a program hands over."""
 
     config: TrainingConfig
     architecture: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     data: Data
+    from_python: FromPython = TASKS_OWN
 
 
 def read_inputs(config: TrainingConfig, given: Given = NOTHING, console: Console | None = None) -> Inputs:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import set_seed
 
 from framework.build.assembly import Assembly, assemble
 from framework.build.data.end_tokens import learnt_ends, stop_at
+from framework.build.from_python import TASKS_OWN, FromPython, check_same
 from framework.build.levers.allocator import choose_allocator
 from framework.build.loading.bases import ALLOWED_MODELS, check_all_weights
 from framework.build.model.parts import causal_model
@@ -66,6 +67,7 @@ def open_session(
     quiet: bool,
     planner: Planner | None,
     given: Given = NOTHING,
+    from_python: FromPython = TASKS_OWN,
     crew: Crew,
 ) -> Session:
     """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
@@ -84,6 +86,7 @@ def open_session(
         if forecast is not None and not fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
             raise DoesNotFit(f"{too_large(forecast.plan)} `tunesmith plan` shows every term; nothing was loaded.")
         with crew.phase("loading the model"):
+            inputs = replace(inputs, from_python=from_python)
             session = _build(inputs, forecast, name, resume, overwrite, allow, quiet, crew)
         session.planner = planner
         if forecast is not None and not fits:
@@ -131,7 +134,7 @@ def _build(
     if forecast is not None:
         _require_room(forecast, folder, config, crew)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
-    read = read_digests(inputs)
+    read = read_digests(inputs) | inputs.from_python.names
     origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
     config = origin.config
     batches = training_batches(config, inputs, origin.state, crew.ranks.rank)
@@ -143,7 +146,7 @@ def _build(
     set_seed(config.training.seed)
     with explained_failures(watch, forecast, None):
         with HostWatch() as host:
-            assembly = assemble(config, inputs.architecture, place, total, crew.ranks)
+            assembly = assemble(config, inputs.architecture, place, total, crew.ranks, inputs.from_python)
         stop_at(causal_model(assembly.model), learnt_ends(inputs.data.train, inputs.tokenizer))
         seed_apart(config.training.seed, assembly.ranks)
         meter.observe("end")  # what verifying runs is no part of loading
@@ -208,6 +211,7 @@ def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any
     before = state.get("read", {})
     changes, problems = [str(repair) for repair in repairs], list[Problem]()
     checks: tuple[Callable[[], list[str]], ...] = (
+        lambda: check_same(before, read),
         lambda: check_resume(state["config"], config, allow, moved(before, read, allow)),
         lambda: check_read(before, read, allow, needed_models(config)),
     )
@@ -282,6 +286,7 @@ def _write_first(session: Session, overwrite: bool) -> None:
         folder.set_stops_aside(step)
         folder.keep_config(session.config, step)
     device: dict[str, Any] = {"device": str(session.assembly.place.device), "torch_threads": torch.get_num_threads()}
+    device |= session.assembly.from_python.names
     folder.write_environment(device, step)
     folder.write_config(session.config)
 

@@ -121,7 +121,7 @@ def test_a_lender_corrects_until_there_is_a_plan_of_its_own() -> None:
 
 
 def test_lora_of_an_8b_has_a_thousand_candidates_and_few_to_rehearse() -> None:
-    config, free = opened(load("qwen3_8b_lora", ["gpu=h100_80gb"])), freedom(())
+    config, free = opened(load("chat", ["model=qwen3_8b", "peft=lora", "gpu=h100_80gb"])), freedom(())
     found = structures(config, free, EXACT, runs_here=False)
     sizes = micro_batches(config, config.batch.global_size, free)
     assert len(found) * len(sizes) >= 1000

@@ -1,0 +1,92 @@
+"""A loss and an optimizer that a program hands over, which YAML never names."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from framework.build.tasks.objective import Objective
+from framework.errors import Problem, RequestError
+from framework.schema.choices import OptimizerOffload, Task
+from framework.schema.config import TrainingConfig
+
+MakeObjective: TypeAlias = Callable[[Objective], Objective]
+"""Given the objective of the task, returns the one that is trained with."""
+MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Given parameter groups with their `lr` and `weight_decay`, returns an optimizer: one of torch's classes is such."""
+
+
+@dataclass(frozen=True)
+class FromPython:
+    """What takes the place of the task's own objective, and of `training.optimizer`."""
+
+    objective: MakeObjective | None = None
+    optimizer: MakeOptimizer | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What each is called, for the files of a run."""
+        given = {"objective": self.objective, "optimizer": self.optimizer}
+        return {key: _name(maker) for key, maker in given.items() if maker is not None}
+
+    def said(self, config: TrainingConfig) -> Iterator[str]:
+        """What a plan of the config does not know, and which keys are not used."""
+        if self.objective is not None:
+            yield f"objective {_name(self.objective)} from Python: the plan has the loss of the task instead"
+        if self.optimizer is not None:
+            key = f"training.optimizer={config.training.optimizer}"
+            yield f"optimizer {_name(self.optimizer)} from Python: the plan has {key} instead, which is not used"
+
+    def refuse(self, config: TrainingConfig) -> None:
+        """Raises RequestError for every option that would have no effect or is not known to work with them."""
+        training, problems = config.training, list[Problem]()
+        kinds = " and ".join(self.names)
+        if kinds and (config.fsdp.is_sharded or config.sharing > 1):
+            message = f"{kinds} from Python would see parts of weights or rows"
+            problems.append(Problem("fsdp", message, expected="one device, or copies of the whole model"))
+        if self.objective is not None and training.task in (Task.PREFERENCE, Task.DISTILLATION):
+            message = f"an objective from Python does not replace that of {training.task}"
+            problems.append(Problem("training.task", message, expected="sft, pretrain, or a task of rows"))
+        if self.objective is not None and config.model.chunked_loss not in (None, False):
+            message = "an objective from Python makes its own logits"
+            problems.append(Problem("model.chunked_loss", message, expected="leave it out"))
+        if self.optimizer is not None and training.optimizer_in_backward is True:
+            problems.append(Problem("training.optimizer_in_backward", "needs a built-in optimizer", expected="false"))
+        if self.optimizer is not None and training.optimizer_offload is not OptimizerOffload.NONE:
+            problems.append(Problem("training.optimizer_offload", "needs a built-in optimizer", expected="none"))
+        if problems:
+            raise RequestError(problems)
+
+    def made_objective(self, own: Objective) -> Objective:
+        """The objective to train with, given the task's own."""
+        return own if self.objective is None else self.objective(own)
+
+    def made_optimizer(self, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
+        """The optimizer over the groups. Raises RequestError for what is none."""
+        assert self.optimizer is not None
+        made: object = self.optimizer([{**group, "lr": rate} for group in groups])  # whatever a program gives
+        if not isinstance(made, torch.optim.Optimizer):
+            message = f"{_name(self.optimizer)} gave {type(made).__name__}"
+            raise RequestError([Problem("optimizer", message, expected="a torch.optim.Optimizer")])
+        return made
+
+
+TASKS_OWN = FromPython()
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Nothing to tell, or RequestError where a run would go on with another objective or optimizer from Python."""
+    problems = [
+        Problem(key, f"was {saved.get(key) or 'not given'}, is now {now.get(key) or 'not given'}: another run's")
+        for key in ("objective", "optimizer")
+        if saved.get(key) != now.get(key)
+    ]
+    if problems:
+        raise RequestError(problems)
+    return []
+
+
+def _name(maker: Callable[..., Any]) -> str:
+    """Module and name of a function or class, as far as it has them."""
+    return f"{getattr(maker, '__module__', '?')}.{getattr(maker, '__qualname__', type(maker).__name__)}"

@@ -1,0 +1,116 @@
+"""The verb that writes a first recipe, and shows what it does."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from framework.cli.completion import override_values
+from framework.cli.printing import print_problems, print_text, say
+from framework.cli.writing import check_writable, written
+from framework.errors import Problem, RequestError
+
+ROWS = 3
+"""Rows that are shown."""
+_TASKS = {
+    "text": "pretrain",
+    "preference": "preference",
+    "unpaired": "preference",
+    "labelled": "classification",
+}
+"""Row format -> the task that learns from it; `sft` from all others."""
+
+
+def init(
+    output: Annotated[Path, typer.Argument(help="The recipe to write.")] = Path("recipe.yaml"),
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="A preset, a folder or a hub id.", autocompletion=override_values("model")),
+    ] = None,
+    data: Annotated[str | None, typer.Option("--data", help="A file, a folder or a hub id with the rows.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="The card to plan for; else this machine's.", autocompletion=override_values("gpu")),
+    ] = None,
+    peft: Annotated[
+        str, typer.Option("--peft", help="none, lora, qlora, ..", autocompletion=override_values("peft"))
+    ] = "lora",
+) -> int:
+    """Write a short recipe for your model and data, check it, show rows and plan it. Asks for what is missing."""
+    if output.exists():
+        raise RequestError([Problem("OUTPUT", f"{output} exists", expected="a new file, which is written")])
+    check_writable(output, "OUTPUT")
+    missing = [option for option, given in (("--model", model), ("--data", data)) if given is None]
+    if missing and not sys.stdin.isatty():
+        message = "is not given, and there is no terminal to ask at"
+        raise RequestError([Problem(option, message) for option in missing])
+    chosen = model or str(typer.prompt("Model (a preset, a folder or a hub id)"))
+    rows = data or str(typer.prompt("Rows (a file, a folder or a hub id)"))
+    if missed := written(output, "OUTPUT", lambda: recipe_text(chosen, rows, peft, _row_format(rows))):
+        raise RequestError(missed)
+    words = [f"gpu={gpu}"] if gpu else []
+    try:
+        return _shown(output, words)
+    except RequestError as error:
+        print_problems(error.problems)
+        say(f"{output} is written; mend this there, then: {_typed('check', output, words)}")
+        return error.exit_code
+
+
+def recipe_text(model: str, data: str, peft: str, row_format: str) -> str:
+    """A recipe for the rows of such a format, which names no machine."""
+    from framework.compose.shipped import presets
+    from framework.shipped import shipped
+
+    task, loss = _TASKS.get(row_format, "sft"), "kto" if row_format == "unpaired" else "dpo"
+    is_preset = model in presets("model")
+    groups = [*([f"model: {model}"] if is_preset else []), f"peft: {peft}", "optimizer: adamw_torch_fused"]
+    lines = [
+        f"# yaml-language-server: $schema={shipped('recipes') / 'recipe.schema.json'}\n",
+        "schema_version: 1\n",
+        f"defaults: [{', '.join([*groups, 'training: fastest'])}]\n",
+        f"training:\n  task: {task}\n",
+        f"  preference: {{loss_type: {loss}}}\n  learning_rate: 5e-6\n" if task == "preference" else "",
+        "  num_train_epochs: 2\n  global_batch_size: 16\n  lr_scheduler_type: cosine\n  warmup_ratio: 0.03\n",
+        "" if is_preset else f"model:\n  model_name: {json.dumps(model)}\n",
+        f"data:\n  train: [{{path: {json.dumps(data)}}}]\n  eval_fraction: 0.05\n",
+    ]
+    return "".join(lines)
+
+
+def _row_format(data: str) -> str:
+    """The format of the first row of a file of JSON lines; `messages` of all else, which `check` looks at."""
+    from framework.build.text.row_formats import detect_form
+    from framework.build.text.task_formats import KINDS
+    from framework.schema.choices import Task
+
+    try:
+        with Path(data).expanduser().open(encoding="utf-8") as file:
+            row = json.loads(file.readline())
+    except (OSError, ValueError):
+        return "messages"
+    for task in (Task.PREFERENCE, Task.CLASSIFICATION, Task.SFT):
+        found = detect_form(tuple(row), {}, task) if isinstance(row, dict) else None
+        if found is not None and found.name in KINDS[task]:
+            return str(found.name)
+    return "messages"
+
+
+def _shown(recipe: Path, words: list[str]) -> int:
+    """The exit code, after the check, the rows, the plan and the command that comes next."""
+    from framework.cli.data import data
+    from framework.cli.look import check
+    from framework.cli.plan import plan
+
+    check(str(recipe), words)
+    data(str(recipe), words, rows=ROWS)
+    code = plan(str(recipe), words)
+    print_text(f"\n{recipe} is written. Next: {_typed('train' if code == 0 else 'fit', recipe, words)}")
+    return code
+
+
+def _typed(verb: str, recipe: Path, words: list[str]) -> str:
+    return shlex.join(["tunesmith", verb, str(recipe), *words])

@@ -1,0 +1,126 @@
+"""The file of a recipe, and the presets that its `defaults:` choose."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as File
+
+from framework.beside import path_like
+from framework.compose import shipped
+from framework.compose.origins import Node, Origin
+from framework.compose.overrides import Choice
+from framework.compose.paths import exists
+from framework.errors import Problem, RequestError
+
+YAML_SUFFIXES = (".yaml", ".yml")
+_OF_MODELS = ("config.json", "adapter_config.json")
+SELF = "_self_"
+"""Hydra's word for the place of a recipe's own keys among its defaults."""
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe that was found."""
+
+    name: str
+    """Of a shipped recipe the name that was typed, else the file's without its ending."""
+    file: File
+    label: str
+    """How messages call the file."""
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """Group -> preset in place of the file's own choice: what an earlier name of a shipped recipe stands for."""
+    folders: tuple[File, ...] = ()
+    """Folders that presets of the user's own are looked for in: `conf` next to the recipe."""
+    renamed: Problem | None = None
+    """The warning that the name is an earlier one."""
+
+
+def find_recipe(recipe: str | File) -> RecipeFile:
+    """The recipe of a path, or of the name of a shipped one. Raises RequestError when there is none."""
+    word = str(recipe)
+    path = File(os.path.expanduser(word))
+    is_path = isinstance(recipe, File) or path.suffix in YAML_SUFFIXES or ("/" in word and exists(word))
+    known = shipped.recipes()
+    here = (File(shipped.PRESETS),)  # where a recipe of the user's own would have it
+    if not is_path and word in known:
+        return RecipeFile(word, known[word], f"recipes/{word}.yaml", folders=here)
+    if not is_path and (old := shipped.EARLIER_RECIPES.get(word)) is not None:
+        told = Problem("", f"`{word}` is now `{old.typed}`; the earlier name goes with version {shipped.EARLIER_UNTIL}")
+        return RecipeFile(word, known[old.recipe], f"recipes/{old.recipe}.yaml", old.choices, here, told)
+    if exists(word) and (path.is_dir() or path.name in _OF_MODELS):
+        raise RequestError([_no_recipe(word, path)])
+    if is_path and exists(word):
+        return RecipeFile(path.stem, path, word, folders=(path.parent / shipped.PRESETS,))
+    is_path = is_path or "/" in word
+    beside = f"{word}.yaml" if exists(f"{word}.yaml") else file_like(word) if is_path else None
+    nearest = beside or shipped.nearest(path.stem if is_path else word, known)
+    message = f"no such file: {word} ({path.absolute()})" if is_path else f"no recipe is called {word!r}"
+    raise RequestError([Problem("", message, None, f"a path, or one of: {', '.join(known)}", nearest)])
+
+
+def _no_recipe(word: str, path: File) -> Problem:
+    """What to type instead of a folder, or of a model's own config."""
+    folder = path if path.is_dir() else path.parent
+    written = word if path.is_dir() else os.path.dirname(word) or "."
+    of_run, beside = os.path.join(written, "config.yaml"), f"{word.rstrip('/')}.yaml"
+    if exists(of_run) or exists(beside):
+        nearest = beside if exists(beside) else of_run
+        return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file", nearest)
+    if (folder / _OF_MODELS[0]).is_file():
+        message = f"{word} is {'the folder' if path.is_dir() else 'the config'} of a model, and no recipe"
+        expected = f"a recipe that says `model: {{model_name: {written}}}`, or one of ours with it"
+        return Problem("", message, None, expected, f"finetune_local model.model_name={written}")
+    inside = path_like(os.path.join(written, "recipe.yaml"), lambda file: file.suffix in YAML_SUFFIXES)
+    return Problem("", f"{word} is a folder, and no recipe", None, "a YAML file, or the name of a recipe", inside)
+
+
+def file_like(written: str) -> str | None:
+    """The YAML file that was probably intended."""
+    return path_like(written, lambda file: file.suffix in YAML_SUFFIXES and file.is_file(), YAML_SUFFIXES)
+
+
+def chosen_presets(recipe: RecipeFile, body: Node, problems: list[Problem]) -> dict[str, Choice | None]:
+    """Group -> what a recipe chooses of it; None where it says that there is none.
+
+    `defaults:` is a list of `group: preset`. `_self_` at its end, `override` and a group as `/group` are read as Hydra
+    reads them; what means something else here is a problem that tells what to write.
+    """
+    node = body.at(("defaults",))
+    choices: dict[str, Choice | None] = {}
+    if node is not None and node.value is not None:
+        if node.sequence is None:
+            expected = f"a list of `- group: preset`; groups are {', '.join(shipped.GROUPS)}"
+            problems.append(Problem("defaults", "is not a list", node.origin.place, expected))
+        for index, item in enumerate(node.sequence or ()):
+            if problem := _choose(item, index, len(node.sequence or ()), choices):
+                problems.append(problem)
+    origin = Origin("recipe", recipe.label)
+    return choices | {group: Choice((name,), origin) for group, name in recipe.choices.items()}
+
+
+def _choose(item: Node, index: int, count: int, choices: dict[str, Choice | None]) -> Problem | None:
+    """Add what one item of the list chooses, or return what is wrong with it."""
+    key, place = f"defaults[{index}]", item.origin.place
+    if item.value == SELF:
+        expected = "leave it out, or put it last; the command line is above both"
+        message = "presets apply before the recipe's own keys"
+        return Problem(key, f"`{SELF}`: {message}", place, expected) if index + 1 < count else None
+    [(written, choice)] = item.mapping.items() if item.mapping and len(item.mapping) == 1 else [("", item)]
+    *words, name = written.split() or [""]
+    group, _, package = name.removeprefix("/").partition("@")
+    names = [part.value for part in choice.sequence] if choice.sequence is not None else [choice.value]
+    if group not in shipped.GROUPS or not _are_names(names) or set(words) - {"override", "optional"}:
+        expected = f"a list of `- group: preset`; groups are {', '.join(shipped.GROUPS)}"
+        nearest = shipped.nearest(group, shipped.GROUPS)
+        return Problem(key, "is not a preset of a group", place, expected, nearest)
+    if package:
+        return Problem(key, "a preset names the sections that it sets, so it has no package", place, f"`{group}:`")
+    if group in choices and "override" not in words:
+        return Problem(key, f"`{group}` is chosen twice", place, "one choice of a group")
+    is_optional = "optional" in words
+    choices[group] = None if names == [None] else Choice(tuple(map(str, names)), choice.origin, is_optional)
+    return None
+
+
+def _are_names(names: Sequence[object]) -> bool:
+    return names == [None] or all(isinstance(name, str | int | float) for name in names)
