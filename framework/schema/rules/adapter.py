@@ -23,6 +23,9 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if method is PeftMethod.PREFIX and training.enable_gradient_checkpointing is True:
         message = "a trained prefix is a cache of keys and values, which checkpointed blocks drop"
         yield Conflict((key, "training.enable_gradient_checkpointing"), message, "prompt, or no checkpointing")
+    if method is PeftMethod.PREFIX and training.compile is True:
+        message = "a trained prefix is a cache that each layer reads at a place of its own: every layer compiles anew"
+        yield Conflict((key, "training.compile"), message, "prompt, or compile: false")
     if method in PROMPTS and config.model.chunked_loss not in (None, False, "auto"):
         message = f"the chunked loss runs the model without its {method}"
         yield Conflict((key, "model.chunked_loss"), message, "chunked_loss: false")

@@ -1,6 +1,7 @@
 """Compiled blocks train the same, are counted, and leave no trace in names. Graphs are captured and cut as always;
 most tests run them operator by operator instead of through a C++ compiler, which takes a minute."""
 
+import contextlib
 import shutil
 
 import pytest
@@ -195,6 +196,16 @@ def test_a_model_without_known_blocks_can_only_be_compiled_whole(monkeypatch):
     monkeypatch.setattr(compiled, "GradientCheckpointingLayer", Unknown)
     with pytest.raises(RequestError, match=r"training\.compile_scope: .* has no blocks"):
         build()
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), [("float32", "bf16"), ("bfloat16", "none")])
+def test_float32_experts_under_autocast_are_not_compiled(dtype, autocast):
+    """Their product knows no autocast, so that compiled code would end there."""
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    mixture = {**LLAMA, "model_type": "qwen3_moe", **experts}
+    refused = pytest.raises(RequestError, match=r"training\.compile: float32 experts") if dtype == "float32" else None
+    with refused or contextlib.nullcontext():
+        assert compiled_regions(build(mixture, model={"torch_dtype_str": dtype}, mixed_precision_dtype=autocast).model)
 
 
 @pytest.mark.slow

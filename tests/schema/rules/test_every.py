@@ -351,6 +351,12 @@ def test_offloaded_activations_go_with_neither_compiled_code_nor_a_prefix():
     assert not conflicts(training={"activation_offload": True})
 
 
+def test_a_prefix_is_not_compiled_and_a_prompt_is():
+    training, key = {"compile": True, "use_peft": True}, "peft.peft_method"
+    assert conflicts(training=training, peft={"peft_method": "prefix"})[key].keys[1] == "training.compile"
+    assert key not in conflicts(training=training, peft={"peft_method": "prompt"})
+
+
 @pytest.mark.parametrize(
     ("training", "other"),
     [
