@@ -4,6 +4,10 @@ from typing import Any
 
 import torch
 
+from framework.build.optimizers.row import Groups, Row, Trained, betas_of, in_its_dtype
+from framework.schema.optimizers import Optimizer
+from framework.schema.training import TrainingParams
+
 
 class Lion(torch.optim.Optimizer):
     """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, with decoupled decay.
@@ -30,3 +34,10 @@ class Lion(torch.optim.Optimizer):
                 direction = momentum.lerp(parameter.grad, 1 - beta1).sign_()
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
                 momentum.lerp_(parameter.grad, 1 - beta2)
+
+
+def _make(training: TrainingParams, groups: Groups, trained: Trained) -> Lion:
+    return Lion(groups, training.learning_rate, betas_of(training))
+
+
+ROWS = {Optimizer.LION: Row(_make, lambda made: type(made) is Lion, in_its_dtype("exp_avg"))}

@@ -3,13 +3,16 @@
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from framework.build.optimizers.row import Groups, Looked, Row, State, Trained, betas_of, made_of
 from framework.build.ranks import local_part
 from framework.schema.optimizers import Optimizer
+from framework.schema.training import TrainingParams
 
 
 @dataclass(frozen=True)
@@ -124,3 +127,39 @@ def parts_of(state: Any) -> Iterator[tuple[str, Tensor]]:
             yield inner, getattr(state, inner)
     elif isinstance(state, Tensor):
         yield "", state
+
+
+def _make(choice: Optimizer, training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
+    row = LOW_BIT[choice]
+    if trained.place.rehearsed:
+        return RehearsedLowBit(groups, training.learning_rate, row)
+    epsilon = {"eps": training.adam_epsilon} if row.states == 2 else {}
+    made: torch.optim.Optimizer = low_bit_class(choice)(
+        groups, lr=training.learning_rate, betas=betas_of(training), **epsilon
+    )
+    return made
+
+
+def _is_one(choice: Optimizer, made: torch.optim.Optimizer) -> bool:
+    return type(made) is low_bit_class(choice)
+
+
+def _states(row: LowBit, training: TrainingParams, looked: Looked) -> Iterator[State]:
+    count = looked.tensor.numel()
+    coded, paged = row.is_coded(count), looked.on_card and row.is_paged(count)
+    if row.even:
+        for name in ("exp_avg", "exp_avg_sq"):
+            inner = [("codes", "uint8"), ("scale", "float32"), ("qmap", "float32")]
+            yield from ((f"{name}.{part}", kind) for part, kind in inner) if coded else [(name, looked.dtype)]
+        return
+    for number in range(1, row.states + 1):
+        yield f"state{number}", made_of(torch.uint8 if coded else torch.float32, paged)
+        if coded:
+            yield f"absmax{number}", "float32"
+            yield f"qmap{number}", "float32"
+
+
+ROWS = {
+    choice: Row(partial(_make, choice), partial(_is_one, choice), partial(_states, row))
+    for choice, row in LOW_BIT.items()
+}

@@ -1,12 +1,15 @@
 """AdamW whose moments live in a low-rank picture of each matrix's gradient: GaLore and APOLLO."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from framework.build.optimizers.row import Groups, Looked, Row, State, Trained, betas_of, in_its_dtype
 from framework.build.optimizers.seeds import mixed
+from framework.schema.optimizers import Optimizer
+from framework.schema.training import TrainingParams
 
 GROWTH_LIMIT = 1.01
 """Largest growth of an update's norm from one step to the next (APOLLO's norm-growth limiter, arXiv 2412.05270)."""
@@ -113,3 +116,40 @@ def _limited(state: dict[str, Any], update: Tensor) -> Tensor:
         norm = torch.minimum(norm, limit)
     state["norm"] = norm
     return update
+
+
+GALORE_SCALE, APOLLO_SCALE = 0.25, 1.0
+"""`training.projection_scale` where it is unset: the defaults of both papers' code."""
+
+
+def _make(training: TrainingParams, groups: Groups, trained: Trained) -> LowRankAdamW:
+    apollo, scale = training.optimizer is Optimizer.APOLLO_ADAMW, training.projection_scale
+    if scale is None:
+        scale = APOLLO_SCALE if apollo else GALORE_SCALE
+    return LowRankAdamW(
+        groups,
+        training.learning_rate,
+        betas_of(training),
+        training.adam_epsilon,
+        apollo=apollo,
+        rank=training.projection_rank,
+        update_steps=training.projection_update_steps,
+        scale=scale,
+        seed=training.seed,
+        numbers=trained.numbers,
+        matrices=trained.matrices,
+        generator=torch.Generator("cpu" if trained.place.rehearsed else trained.place.device),
+    )
+
+
+def _galore_states(training: TrainingParams, looked: Looked) -> Iterable[State]:
+    names = ["exp_avg", "exp_avg_sq", *(["projection"] if looked.is_matrix else [])]
+    return [(name, looked.dtype) for name in names]
+
+
+ROWS = {
+    Optimizer.GALORE_ADAMW: Row(_make, lambda made: isinstance(made, LowRankAdamW) and not made.apollo, _galore_states),
+    Optimizer.APOLLO_ADAMW: Row(
+        _make, lambda made: isinstance(made, LowRankAdamW) and made.apollo, in_its_dtype("exp_avg", "exp_avg_sq")
+    ),
+}

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.build.optimizers.row import Groups, Looked, Row, State, Trained, betas_of
+from framework.schema.optimizers import Optimizer
+from framework.schema.training import TrainingParams
+
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """torch.optim.Muon (Jordan et al. 2024; rate scaled to AdamW's as in arXiv 2502.16982) beside torch.optim.AdamW.
@@ -50,3 +54,23 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def _part(group: dict[str, Any], hidden: bool, matrices: frozenset[Tensor]) -> dict[str, Any]:
     chosen = [parameter for parameter in group["params"] if (parameter in matrices) == hidden]
     return {**group, "params": chosen}
+
+
+def _make(training: TrainingParams, groups: Groups, trained: Trained) -> MuonWithAdamW:
+    return MuonWithAdamW(
+        groups,
+        training.learning_rate,
+        betas_of(training),
+        training.adam_epsilon,
+        momentum=training.muon_momentum,
+        matrices=trained.matrices,
+        foreach=trained.foreach,
+    )
+
+
+def _states(training: TrainingParams, looked: Looked) -> Iterable[State]:
+    names = ["momentum_buffer"] if looked.is_matrix else ["exp_avg", "exp_avg_sq"]
+    return [(name, looked.dtype) for name in names]
+
+
+ROWS = {Optimizer.MUON: Row(_make, lambda made: type(made) is MuonWithAdamW, _states)}

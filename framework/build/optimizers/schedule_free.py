@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 
+from framework.build.optimizers.row import Groups, Row, Trained, betas_of, in_its_dtype
+from framework.schema.optimizers import Optimizer
+from framework.schema.training import TrainingParams
+
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
     """Defazio et al., "The Road Less Scheduled", arXiv 2405.15682; the arithmetic of facebookresearch/schedule_free.
@@ -67,3 +71,14 @@ def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         with torch.no_grad():
             for parameter, weights in zip(held, trained, strict=True):
                 parameter.copy_(weights)
+
+
+def _make(training: TrainingParams, groups: Groups, trained: Trained) -> ScheduleFreeAdamW:
+    return ScheduleFreeAdamW(groups, training.learning_rate, betas_of(training), training.adam_epsilon)
+
+
+ROWS = {
+    Optimizer.SCHEDULE_FREE_ADAMW: Row(
+        _make, lambda made: type(made) is ScheduleFreeAdamW, in_its_dtype("z", "exp_avg_sq")
+    )
+}

@@ -4,6 +4,10 @@ from typing import Any
 
 import torch
 
+from framework.build.optimizers.row import Groups, Row, Trained, betas_of, in_its_dtype
+from framework.schema.optimizers import Optimizer
+from framework.schema.training import TrainingParams
+
 
 class SophiaG(torch.optim.Optimizer):
     """Liu et al., "Sophia", arXiv 2305.14342, with the empirical Fisher as curvature.
@@ -39,3 +43,11 @@ class SophiaG(torch.optim.Optimizer):
                 ratio = momentum / (state["hessian"] * group["rho"]).add_(1e-15)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(ratio.clamp_(-1, 1), alpha=-group["lr"])
+
+
+def _make(training: TrainingParams, groups: Groups, trained: Trained) -> SophiaG:
+    rho, steps = training.sophia_rho, training.sophia_hessian_steps
+    return SophiaG(groups, training.learning_rate, betas_of(training), rho=rho, hessian_steps=steps)
+
+
+ROWS = {Optimizer.SOPHIA: Row(_make, lambda made: type(made) is SophiaG, in_its_dtype("exp_avg", "hessian"))}

@@ -1,0 +1,55 @@
+"""Optimizers of torch and transformers as they are."""
+
+from collections.abc import Iterable
+
+import torch
+
+from framework.build.optimizers.row import Groups, Looked, Row, State, Trained, betas_of, in_its_dtype
+from framework.schema.optimizers import Optimizer
+from framework.schema.training import TrainingParams
+
+
+def _adamw(training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
+    """The foreach implementation on CUDA (fast; temporaries as large as the parameters), the plain loop on CPU."""
+    rate, betas, epsilon = training.learning_rate, betas_of(training), training.adam_epsilon
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, foreach=trained.foreach)
+
+
+def _fused(training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
+    rate, betas, epsilon = training.learning_rate, betas_of(training), training.adam_epsilon
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=True)
+
+
+def _sgd(training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
+    momentum = training.sgd_momentum
+    return torch.optim.SGD(groups, lr=training.learning_rate, momentum=momentum, foreach=trained.foreach)
+
+
+def _sgd_states(training: TrainingParams, looked: Looked) -> Iterable[State]:
+    return [("momentum_buffer", looked.dtype)] if training.sgd_momentum else []
+
+
+def _adafactor(training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor  # behind it, peft: seconds to import
+
+    rate = training.learning_rate
+    made: torch.optim.Optimizer = Adafactor(groups, lr=rate, scale_parameter=False, relative_step=False)
+    return made
+
+
+def _adafactor_states(training: TrainingParams, looked: Looked) -> Iterable[State]:
+    names = ["exp_avg_sq_row", "exp_avg_sq_col"] if looked.tensor.dim() > 1 else ["exp_avg_sq"]
+    return [(name, "float32") for name in names]
+
+
+def _is_adamw(optimizer: torch.optim.Optimizer, fused: bool) -> bool:
+    return type(optimizer) is torch.optim.AdamW and bool(optimizer.defaults.get("fused")) is fused
+
+
+_MOMENTS = in_its_dtype("exp_avg", "exp_avg_sq")
+ROWS = {
+    Optimizer.ADAMW_TORCH: Row(_adamw, lambda made: _is_adamw(made, fused=False), _MOMENTS),
+    Optimizer.ADAMW_TORCH_FUSED: Row(_fused, lambda made: _is_adamw(made, fused=True), _MOMENTS),
+    Optimizer.SGD: Row(_sgd, lambda made: type(made) is torch.optim.SGD, _sgd_states),
+    Optimizer.ADAFACTOR: Row(_adafactor, lambda made: type(made).__name__ == "Adafactor", _adafactor_states),
+}
