@@ -168,7 +168,7 @@ def _one_preset(
         card = tree.at(("gpu",)) if tree and group == "gpu" else None
         if tree and card and card.mapping and "name" not in card.mapping:  # else the facts are those of the CPU
             tree = tree.replaced(NAME, Node(name if name in known else path.stem, Origin("group", label)))
-        return tree.without(("defaults",)) if tree else None
+        return tree.without(("defaults",)).without(("nvidia_smi",)) if tree else None
     facts = card_of_size(name) if group == "gpu" and not is_path else None
     if facts is not None:
         return node_of({"gpu": facts}, Origin("group", f"gpu={name}"))

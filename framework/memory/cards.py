@@ -55,9 +55,22 @@ def read_card(name: str) -> dict[str, Any]:
     """The facts of a shipped card. Raises KeyError for a name that is not in `card_names()`."""
     if name not in card_names():
         raise KeyError(name)
-    text = (shipped("conf") / "gpu" / f"{name}.yaml").read_text(encoding="utf-8")
-    facts: dict[str, Any] = yaml.safe_load(text)["gpu"]
+    facts: dict[str, Any] = _file_of(name)["gpu"]
     return facts
+
+
+def known_products() -> list[tuple[str, int, str]]:
+    """Of each shipped card the product name that `nvidia-smi` gives it, less the brand, its total in MiB (public logs,
+    2023-2026), and our name. Names are patterns of whole names, so that laptop, Ti, D and PCIe variants, which are
+    other cards, are not taken for these."""
+    found = ((name, _file_of(name).get("nvidia_smi")) for name in card_names())
+    return [(shown["product"], shown["mebibytes"], name) for name, shown in found if shown]
+
+
+def _file_of(name: str) -> dict[str, Any]:
+    text = (shipped("conf") / "gpu" / f"{name}.yaml").read_text(encoding="utf-8")
+    content: dict[str, Any] = yaml.safe_load(text)
+    return content
 
 
 def card_of_size(text: str) -> dict[str, Any] | None:

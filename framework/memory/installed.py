@@ -5,37 +5,13 @@ import re
 import subprocess
 from dataclasses import dataclass
 
-from framework.memory.cards import capability_of
+from framework.memory.cards import capability_of, known_products
 
 _FIELDS = "index,uuid,name,memory.total,compute_cap,mig.mode.current"
 _TIMEOUT_SECONDS = 5.0
 
-_PRODUCTS = (
-    (r"T4", 15360, "t4_16gb"),
-    (r"V100.*", 16384, "v100_16gb"),
-    (r"V100.*", 32768, "v100_32gb"),
-    (r"RTX 3060", 12288, "rtx3060_12gb"),
-    (r"RTX 3090", 24576, "rtx3090_24gb"),
-    (r"RTX 4060 Ti", 16380, "rtx4060ti_16gb"),
-    (r"RTX 4090", 24564, "rtx4090_24gb"),
-    (r"RTX 5090", 32607, "rtx5090_32gb"),
-    (r"RTX PRO 6000 Blackwell.*", 97887, "rtx_pro_6000_96gb"),
-    (r"A10G", 23028, "a10g_24gb"),
-    (r"L4", 23034, "l4_24gb"),
-    (r"RTX A6000", 49140, "a6000_48gb"),
-    (r"L40S", 46068, "l40s_48gb"),
-    (r"A100.*", 40960, "a100_40gb"),
-    (r"A100.*", 81920, "a100_80gb"),
-    (r"H100 80GB HBM3", 81559, "h100_80gb"),
-    (r"H200", 143771, "h200_141gb"),
-    (r"B200", 183359, "b200_180gb"),
-    (r"GH200.*", 97871, "gh200_96gb"),
-)
-"""Product name as `nvidia-smi` prints it less the brand, its total in MiB (public logs, 2023-2026), and our name.
-Patterns match whole names, so that laptop, Ti, D and PCIe variants, which are other cards, are not taken for these."""
-
 _LEAST_SHARE, _MOST_SHARE = 0.97, 1.08
-"""How far a total may lie from the table's. Older drivers show 1-2 % less. Switching error correction on takes 6 %,
+"""How far a total may lie from the card's own. Older drivers show 1-2 % less. Switching error correction on takes 6 %,
 and must not pass for the whole card; off on a card that has it on by default only leaves more than planned."""
 
 
@@ -56,7 +32,7 @@ class InstalledCard:
         if self.is_partitioned:  # a process sees one slice of it, of a size that this query does not tell
             return None
         product = re.sub(r"^(NVIDIA )?((Tesla|GeForce) )?", "", self.product)
-        for pattern, mebibytes, name in _PRODUCTS:
+        for pattern, mebibytes, name in known_products():
             if re.fullmatch(pattern, product) and _LEAST_SHARE <= self.mebibytes / mebibytes <= _MOST_SHARE:
                 return name
         has_bf16 = re.fullmatch(r"\d+\.\d+", self.capability) and capability_of(self.capability) >= (8, 0)
