@@ -16,9 +16,11 @@ from framework.build.sources.sources import PROBLEM_LIMIT, Place, read_source
 from framework.build.text.boundaries import own_start, without_start
 from framework.build.text.chat import Chat, TemplateFault, has_template, render
 from framework.build.text.column_proposals import QUESTIONS
-from framework.build.text.encode import Encoding, StoredRow, encode_batch, row_question
+from framework.build.text.encode import Encoding, StoredRow
+from framework.build.text.format_table import FORMS, Form
 from framework.build.text.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
-from framework.build.text.row_formats import FORMS, Form, detect_form
+from framework.build.text.row_formats import detect_form
+from framework.build.text.stored_rows import encode_batch, row_question
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise, Task, Truncation
 from framework.schema.config import TrainingConfig

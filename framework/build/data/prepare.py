@@ -31,8 +31,9 @@ from framework.build.sources.files import Fault
 from framework.build.sources.python_rows import NOTHING, Given, PythonRows
 from framework.build.sources.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.text.classes import Targets, WrongLabel, coarse_values, find_classes, find_values
-from framework.build.text.encode import Encoding, encode_batch, row_texts
+from framework.build.text.encode import Encoding, row_texts
 from framework.build.text.prompts import check_prompts
+from framework.build.text.stored_rows import encode_batch
 from framework.build.text.task_formats import require_answers, require_learnable
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing, RowFormat, Supervise, Task

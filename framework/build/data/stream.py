@@ -19,8 +19,9 @@ from framework.build.data.rows import Row, Rows
 from framework.build.data.truncation import RowPolicy, Tally
 from framework.build.sources.files import Fault
 from framework.build.sources.sources import PROBLEM_LIMIT, UNREAD, OpenSource, Place
-from framework.build.text.encode import Encoding, encode_batch
+from framework.build.text.encode import Encoding
 from framework.build.text.format_rows import Values
+from framework.build.text.stored_rows import encode_batch
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing
 

@@ -26,7 +26,8 @@ from framework.build.sources.find_files import (
 )
 from framework.build.sources.python_rows import PythonRows, python_records
 from framework.build.text.format_rows import Values
-from framework.build.text.row_formats import FORMS, Form, choose_form
+from framework.build.text.format_table import FORMS, Form
+from framework.build.text.row_formats import choose_form
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Task
 from framework.schema.data import DatasetParams

@@ -1,7 +1,7 @@
 """Rows of any form, as tokens with their labels."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from framework.build.text.labels import (
     encode_tokens,
 )
 from framework.build.text.messages import SUPERVISED
-from framework.schema.choices import RowFormat, Supervise
+from framework.schema.choices import Supervise
 
 Result: TypeAlias = Encoded | UnsuitedChat | None
 """A row as tokens, why it cannot be had, or None where the row is empty."""
@@ -54,19 +54,6 @@ class Encoding:
         return self.learnt or usual
 
 
-def encode_batch(batch: Mapping[str, Sequence[Any]], encoding: Encoding) -> list[Result]:
-    """The rows of a batch in order."""
-    found: list[Result] = [None] * len(batch["form"])
-    for form in set(batch["form"]):
-        indices = [index for index, own in enumerate(batch["form"]) if own == form]
-        rows = [{column: values[index] for column, values in batch.items()} for index in indices]
-        full = [(index, row) for index, row in zip(indices, rows, strict=True) if not _is_empty(row)]
-        results = _ENCODERS[RowFormat(form)]([row for _, row in full], encoding)
-        for (index, _), result in zip(full, results, strict=True):
-            found[index] = result
-    return found
-
-
 def row_texts(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """Every text in these rows, for building a tokenizer on."""
     for row in _rows(batch):
@@ -76,40 +63,33 @@ def row_texts(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
                 yield from _texts_in(json.loads(row[column]))
 
 
-def row_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str] | None:
-    """The conversation that the row is rendered as, or its prompt and completion; of a pair, with the better answer.
-
-    None where the row has no prompt, or nothing in it.
-    """
-    form = RowFormat(row["form"])
-    if _is_empty(row):
-        return None
-    if form in (RowFormat.MESSAGES, RowFormat.SHAREGPT):
-        return _conversation(row)
-    if form is RowFormat.ALPACA:
-        return _alpaca(row, tokenizer)
-    if form is RowFormat.PREFERENCE:
-        return _answered(row, "chosen")
-    return _answered(row, "completion") if form in (RowFormat.PROMPT_COMPLETION, RowFormat.UNPAIRED) else None
+def asked_tokens(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Sequence[int] | None:
+    """The tokens of a row, where it has any."""
+    return row["input_ids"] if row["input_ids"] is not None and len(row["input_ids"]) else None
 
 
-def row_question(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | Sequence[int] | None:
-    """What the row asks a model to go on from: a chat up to the answer, a text, or tokens; None where nothing is asked.
+def asked_text(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The text to go on with."""
+    return row["text"] or None
 
-    The answer beside it, where there is one, is left out.
-    """
-    form = RowFormat(row["form"])
-    if form is RowFormat.TOKENS:
-        return row["input_ids"] if row["input_ids"] is not None and len(row["input_ids"]) else None
-    if form is RowFormat.TEXT:
-        return row["text"] or None
-    if form in (RowFormat.MESSAGES, RowFormat.SHAREGPT):
-        return _before_answer(_conversation(row)) if row["messages"] is not None else None
+
+def asked_conversation(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | None:
+    """The conversation up to its last answer."""
+    return _before_answer(conversation(row)) if row["messages"] is not None else None
+
+
+def asked_alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | None:
+    """The instruction with its input, as a chat or as Alpaca's text."""
     if row["prompt"] is None:
         return None
-    if form is RowFormat.ALPACA:
-        asked = _alpaca({**row, "completion": '""'}, tokenizer)
-        return asked.through(asked.prompt) if isinstance(asked, Chat) else asked[0]
+    asked = alpaca({**row, "completion": '""'}, tokenizer)
+    return asked.through(asked.prompt) if isinstance(asked, Chat) else asked[0]
+
+
+def asked_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | None:
+    """The prompt, a text or a chat."""
+    if row["prompt"] is None:
+        return None
     prompt = json.loads(row["prompt"])
     return prompt if isinstance(prompt, str) else _chat(prompt, row)
 
@@ -123,31 +103,6 @@ def _before_answer(chat: Chat) -> Chat:
 def _rows(batch: Mapping[str, Sequence[Any]]) -> Iterator[StoredRow]:
     for values in zip(*batch.values(), strict=True):
         yield dict(zip(batch, values, strict=True))
-
-
-NEEDED: Mapping[RowFormat, tuple[str, ...]] = {
-    RowFormat.TEXT: ("text",),
-    RowFormat.MESSAGES: ("messages",),
-    RowFormat.SHAREGPT: ("messages",),
-    RowFormat.PROMPT_COMPLETION: ("prompt", "completion"),
-    RowFormat.ALPACA: ("prompt", "completion"),
-    RowFormat.PREFERENCE: ("chosen", "rejected"),
-    RowFormat.UNPAIRED: ("prompt", "completion", "label"),
-    RowFormat.LABELLED: ("text", "label"),
-    RowFormat.TOKENS: ("input_ids",),
-}
-"""Columns without which a row is empty."""
-
-_BLANK = ("[]", '""')
-"""Texts that stand for values of what is learnt that are there and hold nothing."""
-
-
-def _is_empty(row: StoredRow) -> bool:
-    needed = NEEDED[RowFormat(row["form"])]
-    if any(row.get(column) is None for column in needed):
-        return True
-    learnt = [row[column] for column in needed if column not in ("prompt", "label")]
-    return any(not len(value) or (isinstance(value, str) and value in _BLANK) for value in learnt)
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -164,26 +119,26 @@ def _texts_in(value: Any) -> Iterator[str]:
             yield from _texts_in(each)
 
 
-def _texts(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+def texts(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     return list(encode_texts(encoding.tokenizer, [row["text"] for row in rows])) if rows else []
 
 
-def _conversations(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+def conversations(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     learnt = encoding.learnt_of(Supervise.ASSISTANT)
-    return list(encode_chats(encoding.tokenizer, [_conversation(row) for row in rows], learnt))
+    return list(encode_chats(encoding.tokenizer, [conversation(row) for row in rows], learnt))
 
 
-def _alpacas(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    return _answers([_alpaca(row, encoding.tokenizer) for row in rows], encoding)
+def alpacas(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return _answers([alpaca(row, encoding.tokenizer) for row in rows], encoding)
 
 
-def _completions(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    return _answers([_answered(row, "completion") for row in rows], encoding)
+def completions(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    return _answers([answered(row) for row in rows], encoding)
 
 
-def _preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+def preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     chosen, rejected = (
-        _answers([_answered(row, column) for row in rows], encoding) for column in ("chosen", "rejected")
+        _answers([answered(row, column=column) for row in rows], encoding) for column in ("chosen", "rejected")
     )
     written = (np.array([json.loads(row.get("margin") or "0")], np.float32) for row in rows)
     margins = [margin if encoding.margins else None for margin in written]
@@ -197,8 +152,8 @@ def _preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     ]
 
 
-def _unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
-    found = _completions(rows, encoding)
+def unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    found = completions(rows, encoding)
     verdicts = (np.array([json.loads(row["label"])], np.float32) for row in rows)
     return [
         replace(one, target=verdict) if isinstance(one, Encoded) else one
@@ -206,7 +161,7 @@ def _unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     ]
 
 
-def _labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+def labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     if encoding.targets is None:
         raise TypeError("labelled rows are encoded with what their labels mean")
     found: list[Result] = []
@@ -219,21 +174,8 @@ def _labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     return found
 
 
-def _tokens(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+def tokens(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     return [encode_tokens(row["input_ids"], row.get("labels")) for row in rows]
-
-
-_ENCODERS: Mapping[RowFormat, Callable[[Sequence[StoredRow], Encoding], list[Result]]] = {
-    RowFormat.TEXT: _texts,
-    RowFormat.MESSAGES: _conversations,
-    RowFormat.SHAREGPT: _conversations,
-    RowFormat.ALPACA: _alpacas,
-    RowFormat.PROMPT_COMPLETION: _completions,
-    RowFormat.PREFERENCE: _preferences,
-    RowFormat.UNPAIRED: _unpaired,
-    RowFormat.LABELLED: _labelled,
-    RowFormat.TOKENS: _tokens,
-}
 
 
 def _answers(rows: Sequence[Chat | tuple[str, str]], encoding: Encoding) -> list[Result]:
@@ -246,7 +188,8 @@ def _answers(rows: Sequence[Chat | tuple[str, str]], encoding: Encoding) -> list
     return [next(from_chats) if isinstance(row, Chat) else next(from_texts) for row in rows]
 
 
-def _conversation(row: StoredRow) -> Chat:
+def conversation(row: StoredRow, tokenizer: PreTrainedTokenizerBase | None = None) -> Chat:
+    """The row as a chat, whose messages were written out."""
     return _chat(json.loads(row["messages"]), row)
 
 
@@ -260,7 +203,9 @@ def _chat(messages: Sequence[Message], row: StoredRow, prompt: int = 0) -> Chat:
     return Chat(messages, tools, prompt, left_out, any(said.values()))
 
 
-def _answered(row: StoredRow, column: str) -> Chat | tuple[str, str]:
+def answered(
+    row: StoredRow, tokenizer: PreTrainedTokenizerBase | None = None, *, column: str = "completion"
+) -> Chat | tuple[str, str]:
     prompt, answer = json.loads(row["prompt"] or '""'), json.loads(row[column])
     if isinstance(answer, str):
         return (prompt, answer)
@@ -268,7 +213,7 @@ def _answered(row: StoredRow, column: str) -> Chat | tuple[str, str]:
     return _chat([*prompt, *answer], row, len(prompt))
 
 
-def _alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str]:
+def alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | tuple[str, str]:
     """A conversation where there is a template, or where there are earlier turns, which need one; else a text."""
     asked = json.loads(row["prompt"])
     is_chat = has_template(tokenizer) or asked.get("history")

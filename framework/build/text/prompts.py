@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from framework.build.text.chat import ROWS_CHECKED, Chat, check_chat
-from framework.build.text.encode import row_prompt
-from framework.build.text.task_formats import PROMPTLESS
+from framework.build.text.format_table import FORMS
+from framework.build.text.stored_rows import row_prompt
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
 
@@ -34,7 +34,7 @@ def check_prompts(sources: Sequence[Rows], tokenizer: PreTrainedTokenizerBase) -
         raise RequestError([Problem("model.tokenizer_name", message, expected="a tokenizer with a tokenizer.json")])
     warnings: dict[str, None] = {}
     for source in sources:
-        if source.form in PROMPTLESS:
+        if FORMS[source.form].prompt is None:
             continue
         prompts = (row_prompt(row, tokenizer) for row in source.dataset)
         first = list(islice((prompt for prompt in prompts if prompt is not None), ROWS_CHECKED))

@@ -3,55 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from framework.build.text.format_table import FORMS
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise, Task
 from framework.schema.training import TrainingParams
 
-WRITING = (
-    RowFormat.TEXT,
-    RowFormat.MESSAGES,
-    RowFormat.SHAREGPT,
-    RowFormat.PROMPT_COMPLETION,
-    RowFormat.ALPACA,
-    RowFormat.TOKENS,
-)
-"""Rows to be continued as they are."""
-
-PROMPTLESS = (RowFormat.TEXT, RowFormat.LABELLED, RowFormat.TOKENS)
-"""Rows in which nothing is asked and nothing answered."""
-
-SUPERVISED: Mapping[RowFormat, Sequence[Supervise]] = {
-    RowFormat.TEXT: (Supervise.ALL,),
-    RowFormat.MESSAGES: (Supervise.ASSISTANT, Supervise.LAST, Supervise.ALL),
-    RowFormat.SHAREGPT: (Supervise.ASSISTANT, Supervise.LAST, Supervise.ALL),
-    RowFormat.ALPACA: tuple(Supervise),
-    RowFormat.PROMPT_COMPLETION: tuple(Supervise),
-    RowFormat.PREFERENCE: (Supervise.COMPLETION,),
-    RowFormat.UNPAIRED: (Supervise.COMPLETION,),
-    RowFormat.LABELLED: (),
-    RowFormat.TOKENS: (),
-}
-"""What `data.supervise` may be for each form, if it is set at all."""
-
 KINDS: Mapping[Task, Sequence[RowFormat]] = {
-    Task.SFT: WRITING,
-    Task.PRETRAIN: WRITING,
-    Task.DISTILLATION: WRITING,
-    Task.PREFERENCE: (RowFormat.PREFERENCE, RowFormat.UNPAIRED),
-    Task.REWARD: (RowFormat.PREFERENCE,),
-    Task.CLASSIFICATION: (RowFormat.LABELLED,),
-    Task.REGRESSION: (RowFormat.LABELLED,),
-}
-
-
-_WITHOUT: Mapping[RowFormat, str] = {
-    RowFormat.TEXT: "needs conversations, and there are texts",
-    RowFormat.MESSAGES: "needs rows that say where the prompt ends, and these are whole conversations",
-    RowFormat.SHAREGPT: "needs rows that say where the prompt ends, and these are whole conversations",
-    RowFormat.PREFERENCE: "is not what pairs are for, whose answers are compared",
-    RowFormat.UNPAIRED: "is not what judged answers are for",
-    RowFormat.LABELLED: "has no effect on rows that are learnt as a whole",
-    RowFormat.TOKENS: "would replace the labels of pre-tokenised rows, or the learning of all their tokens",
+    task: [name for name, form in FORMS.items() if task in form.tasks] for task in Task
 }
 
 
@@ -66,7 +24,7 @@ class Described(Protocol):
 
 def tasks_for(form: RowFormat) -> tuple[Task, ...]:
     """The tasks that learn from rows of this form."""
-    return tuple(task for task, forms in KINDS.items() if form in forms)
+    return FORMS[form].tasks
 
 
 def wrong_kind(form: RowFormat, task: Task) -> str | None:
@@ -92,9 +50,9 @@ def require_answers(training: TrainingParams, sources: Sequence[Described]) -> N
 def require_learnable(supervise: Supervise | None, sources: Sequence[Described]) -> None:
     """Raises RequestError where there are rows of a form for which `data.supervise` cannot be what it is."""
     for source in sources:
-        if supervise is None or supervise in SUPERVISED[source.form]:
+        if supervise is None or supervise in FORMS[source.form].supervise:
             continue
-        works = " or ".join(SUPERVISED[source.form])
+        works = " or ".join(FORMS[source.form].supervise)
         expected = f"{works}, or nothing" if works else "nothing"
-        message = f"`{supervise}` {_WITHOUT[source.form]}: {source.description}"
+        message = f"`{supervise}` {FORMS[source.form].refusal}: {source.description}"
         raise RequestError([Problem("data.supervise", message, expected=expected)])

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from framework.build.data.prepare import Data, prepare_data
 from framework.build.data.rows import Row
 from framework.build.text.chat import read_template
+from framework.build.text.format_table import FORMS
 from framework.build.text.labels import IGNORED
-from framework.build.text.task_formats import SUPERVISED
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise
 from framework.schema.config import TrainingConfig
@@ -169,7 +169,7 @@ class TestSupervise:
     def test_what_a_form_cannot_do_is_refused_by_name(self, form: str, supervise: Supervise, prepare: Prepare) -> None:
         task, row = LONG[form]
         rows = [_short(row)] * 2
-        if supervise in SUPERVISED[RowFormat(form)]:
+        if supervise in FORMS[RowFormat(form)].supervise:
             assert len(prepare(rows, task, 200, supervise=str(supervise)).train) == 2
             return
         (problem,) = refused(prepare, rows, task, 200, supervise=str(supervise))

@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from framework.build.data.prepare import Data, prepare_data, training_texts
 from framework.build.data.rows import Row
 from framework.build.text.chat import read_template
+from framework.build.text.format_table import FORMS
 from framework.build.text.labels import IGNORED
 from framework.build.text.messages import read_messages
-from framework.build.text.task_formats import KINDS, SUPERVISED, tasks_for
+from framework.build.text.task_formats import KINDS, tasks_for
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
 from framework.schema.config import TrainingConfig
@@ -102,7 +103,7 @@ class TestDetection:
 
     def test_every_form_has_a_task_and_says_what_may_be_supervised(self) -> None:
         assert all(tasks_for(form) for form in RowFormat)
-        assert set(SUPERVISED) == set(RowFormat)
+        assert set(FORMS) == set(RowFormat)
         assert all(KINDS.values())
 
     @pytest.mark.parametrize(

@@ -1,0 +1,252 @@
+"""The formats that rows come in: a row for each, with its columns, what is kept of them, and how it becomes tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerBase
+
+from framework.build.text import encode
+from framework.build.text.chat import Chat
+from framework.build.text.encode import Encoding, Result, StoredRow
+from framework.build.text.format_rows import (
+    Values,
+    alpaca_row,
+    faults_as_values,
+    labelled_row,
+    messages_row,
+    preference_row,
+    prompt_completion_row,
+    sharegpt_row,
+    text_row,
+    tokens_row,
+    unpaired_row,
+)
+from framework.build.text.unread_columns import CONVERSATIONS, unread_columns, unread_fields
+from framework.schema.choices import RowFormat, Supervise, Task
+
+
+@dataclass(frozen=True)
+class Form:
+    """How rows of one form are recognised and read."""
+
+    name: RowFormat
+    needs: tuple[str, ...]
+    """Columns that a row of this form has, under our names; `data.train.columns` says where a file names them else."""
+    also: tuple[str, ...]
+    """Columns that it may have besides."""
+    schema: pa.Schema
+    """The columns that are kept. `form` is the name; a value that is missing in all the others makes an empty row."""
+    read: Callable[[Mapping[str, Any]], Values | str]
+    """The needed and further columns of a record (None where absent) -> what is kept, or what is wrong.
+
+    A missing value is not wrong: such rows are counted as empty and dropped."""
+    tasks: tuple[Task, ...]
+    """The tasks that learn from such rows."""
+    supervise: tuple[Supervise, ...]
+    """What `data.supervise` may be, if it is set at all."""
+    refusal: str
+    """Why it cannot be something else."""
+    filled: tuple[str, ...]
+    """Kept columns without which a row is empty."""
+    encode: Callable[[Sequence[StoredRow], Encoding], list[Result]]
+    """Rows that are not empty, as tokens."""
+    question: Callable[[StoredRow, PreTrainedTokenizerBase], Chat | str | Sequence[int] | None]
+    """What a row asks a model to go on from, without the answer; None where nothing is asked."""
+    prompt: Callable[[StoredRow, PreTrainedTokenizerBase], Chat | tuple[str, str]] | None = None
+    """The conversation that a row is rendered as, or its prompt and completion, of a pair with the better answer; None
+    for rows in which nothing is asked and nothing answered."""
+    known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Our column -> other names that it is looked for under."""
+    instead: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Our column -> those that are read only in a row without it."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.needs, *self.also)
+
+    def name_in(self, column: str, columns: Sequence[str], mapping: Mapping[str, str]) -> str:
+        """What a file with these columns calls our `column`, or would."""
+        if column in mapping:
+            return mapping[column]
+        return next((name for name in (column, *self.known_as.get(column, ())) if name in columns), column)
+
+    def names(self, mapping: Mapping[str, str]) -> set[str]:
+        """Every name that a file may have one of our columns under."""
+        known = {name for column in self.columns for name in (column, *self.known_as.get(column, ()))}
+        return known | {theirs for ours, theirs in mapping.items() if ours in self.columns}
+
+    def missing(self, columns: Sequence[str], mapping: Mapping[str, str]) -> list[str]:
+        """The needed columns that a file with these columns does not have, as it would call them."""
+        names = (self.name_in(column, columns, mapping) for column in self.needs)
+        return [name for name in names if name not in columns]
+
+    def take(self, record: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
+        """The columns that this form reads, under our names."""
+        names = _names_in(self.name, tuple(record), tuple(mapping.items()))
+        return {column: record.get(name) for column, name in zip(self.columns, names, strict=True)}
+
+    def unread(self, record: Mapping[str, Any], mapping: Mapping[str, str]) -> list[str]:
+        """Columns of the record, and fields of its turns, that this form does not read."""
+        names = _names_in(self.name, tuple(record), tuple(mapping.items()))
+        turns = (record.get(name) for column, name in zip(self.columns, names, strict=True) if column in CONVERSATIONS)
+        called = dict(zip(self.columns, names, strict=True))
+        unread = {
+            called[other]
+            for column, others in self.instead.items()
+            for other in others
+            if record.get(called[column]) is not None and record.get(called[other])
+        }
+        return [*unread_columns(record, frozenset(names) - unread), *unread_fields(turns)]
+
+
+@lru_cache(maxsize=64)
+def _names_in(form: RowFormat, columns: Sequence[str], mapping: Sequence[tuple[str, str]]) -> list[str]:
+    """What a file with these columns calls each of the form's; the same for nearly all of its records."""
+    return [FORMS[form].name_in(column, columns, dict(mapping)) for column in FORMS[form].columns]
+
+
+def _schema(*kept: str) -> pa.Schema:
+    ids = pa.list_(pa.int32())
+    return pa.schema(
+        [(column, ids if column in ("input_ids", "labels") else pa.string()) for column in ("form", *kept)]
+    )
+
+
+WRITING = (Task.SFT, Task.PRETRAIN, Task.DISTILLATION)
+"""Tasks that go on with rows as they are."""
+_TURNS = (Supervise.ASSISTANT, Supervise.LAST, Supervise.ALL)
+_WHOLE = "needs rows that say where the prompt ends, and these are whole conversations"
+
+_ALL = (
+    Form(
+        RowFormat.TOKENS,
+        needs=("input_ids",),
+        also=("labels", "attention_mask"),
+        schema=_schema("input_ids", "labels"),
+        read=faults_as_values(tokens_row),
+        tasks=WRITING,
+        supervise=(),
+        refusal="would replace the labels of pre-tokenised rows, or the learning of all their tokens",
+        filled=("input_ids",),
+        encode=encode.tokens,
+        question=encode.asked_tokens,
+    ),
+    Form(
+        RowFormat.PREFERENCE,
+        needs=("chosen", "rejected"),
+        also=("prompt", "instruction", "input", "system", "tools", "functions", "margin"),
+        schema=_schema("prompt", "chosen", "rejected", "tools", "margin"),
+        read=faults_as_values(preference_row),
+        tasks=(Task.PREFERENCE, Task.REWARD),
+        supervise=(Supervise.COMPLETION,),
+        refusal="is not what pairs are for, whose answers are compared",
+        filled=("chosen", "rejected"),
+        encode=encode.preferences,
+        question=encode.asked_prompt,
+        prompt=partial(encode.answered, column="chosen"),
+        known_as={"prompt": ("conversations", "messages")},
+    ),
+    Form(
+        RowFormat.UNPAIRED,
+        needs=("prompt", "completion", "label"),
+        also=("system", "tools", "functions"),
+        schema=_schema("prompt", "completion", "label", "tools"),
+        read=faults_as_values(unpaired_row),
+        tasks=(Task.PREFERENCE,),
+        supervise=(Supervise.COMPLETION,),
+        refusal="is not what judged answers are for",
+        filled=("prompt", "completion", "label"),
+        encode=encode.unpaired,
+        question=encode.asked_prompt,
+        prompt=encode.answered,
+    ),
+    Form(
+        RowFormat.MESSAGES,
+        needs=("messages",),
+        also=("system", "tools", "functions"),
+        schema=_schema("messages", "tools"),
+        read=faults_as_values(messages_row),
+        tasks=WRITING,
+        supervise=_TURNS,
+        refusal=_WHOLE,
+        filled=("messages",),
+        encode=encode.conversations,
+        question=encode.asked_conversation,
+        prompt=encode.conversation,
+    ),
+    Form(
+        RowFormat.SHAREGPT,
+        needs=("conversations",),
+        also=("system", "tools", "functions"),
+        schema=_schema("messages", "tools"),
+        read=faults_as_values(sharegpt_row),
+        tasks=WRITING,
+        supervise=_TURNS,
+        refusal=_WHOLE,
+        filled=("messages",),
+        encode=encode.conversations,
+        question=encode.asked_conversation,
+        prompt=encode.conversation,
+    ),
+    Form(
+        RowFormat.ALPACA,
+        needs=("instruction", "output"),
+        also=("input", "system", "history"),
+        schema=_schema("prompt", "completion"),
+        read=faults_as_values(alpaca_row),
+        tasks=WRITING,
+        supervise=tuple(Supervise),
+        refusal="",
+        filled=("prompt", "completion"),
+        encode=encode.alpacas,
+        question=encode.asked_alpaca,
+        prompt=encode.alpaca,
+    ),
+    Form(
+        RowFormat.PROMPT_COMPLETION,
+        needs=("prompt", "completion"),
+        also=("system", "tools", "functions"),
+        schema=_schema("prompt", "completion", "tools"),
+        read=faults_as_values(prompt_completion_row),
+        tasks=WRITING,
+        supervise=tuple(Supervise),
+        refusal="",
+        filled=("prompt", "completion"),
+        encode=encode.completions,
+        question=encode.asked_prompt,
+        prompt=encode.answered,
+    ),
+    Form(
+        RowFormat.LABELLED,
+        needs=("text", "label"),
+        also=("text_pair",),
+        schema=_schema("text", "text_pair", "label"),
+        read=faults_as_values(labelled_row),
+        tasks=(Task.CLASSIFICATION, Task.REGRESSION),
+        supervise=(),
+        refusal="has no effect on rows that are trained on as a whole",
+        filled=("text", "label"),
+        encode=encode.labelled,
+        question=encode.asked_prompt,
+        known_as={"text": ("sentence1", "sentence"), "text_pair": ("sentence2",), "label": ("labels",)},
+    ),
+    Form(
+        RowFormat.TEXT,
+        needs=("text",),
+        also=(),
+        schema=_schema("text"),
+        read=faults_as_values(text_row),
+        tasks=WRITING,
+        supervise=(Supervise.ALL,),
+        refusal="needs conversations, and there are texts",
+        filled=("text",),
+        encode=encode.texts,
+        question=encode.asked_text,
+    ),
+)
+
+FORMS: Mapping[RowFormat, Form] = {form.name: form for form in _ALL}
+"""Every form, in the order in which it is looked for."""
