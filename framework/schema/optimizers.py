@@ -164,14 +164,14 @@ FACTS: Mapping[Optimizer, OptimizerFacts] = {
         Shards.CODED,
     ),
     Optimizer.ANYPRECISION_ADAMW: OptimizerFacts(
-        "any_precision",
+        "any_precision_rows",
         (*_ADAM, "rounding"),
         "+3.8 % tokens/s (1B); H200, 2026-11",
         "bfloat16 states, rounded stochastically",
         "cpu, cuda 8.0",
     ),
     Optimizer.ANYPRECISION_ADAMW_8BIT: OptimizerFacts(
-        "any_precision",
+        "any_precision_rows",
         (*_ADAM, "rounding"),
         "+2.5 % tokens/s (1B); H200, 2026-11",
         "8-bit states, all rounded stochastically",

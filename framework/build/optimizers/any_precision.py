@@ -12,7 +12,6 @@ kernel updates all parameters that share their numbers; elsewhere plain torch do
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +19,9 @@ from torch import Tensor
 
 from framework.build.launches import note_launch
 from framework.build.optimizers import codes
-from framework.build.optimizers.row import Groups, Looked, Row, State, Trained, betas_of
 from framework.build.optimizers.seeds import mixed, random_bits
-from framework.build.place import Place
 from framework.build.ranks import local_part, shard_number
 from framework.schema.choices import Rounding
-from framework.schema.optimizers import Optimizer
-from framework.schema.training import TrainingParams
 
 PIECE = 1 << 24
 """Elements computed at once without a kernel: float32 temporaries stay below 0.5 GiB however large an embedding is."""
@@ -297,50 +292,3 @@ def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
     bits = value.view(torch.int32)
     bits.add_(noise & 0xFFFF).bitwise_and_(-(1 << 16))
     return value
-
-
-def _make(training: TrainingParams, groups: Groups, trained: Trained) -> AnyPrecisionAdamW:
-    return AnyPrecisionAdamW(
-        groups,
-        training.learning_rate,
-        betas_of(training),
-        training.adam_epsilon,
-        rounding=training.rounding or Rounding.STOCHASTIC,
-        state_bits=8 if training.optimizer is Optimizer.ANYPRECISION_ADAMW_8BIT else 16,
-        seed=training.seed,
-        numbers=trained.numbers,
-        kernel=_kernel(trained.place),
-    )
-
-
-def _kernel(place: Place) -> Kernel | None:
-    """The launch over many parameters on a CUDA card, by triton, which torch for CUDA brings on Linux; else None."""
-    if place.kind != "cuda":
-        return None
-    if place.rehearsed:
-        return Kernel(note_only)
-    try:
-        from framework.build.optimizers.any_precision_kernel import launch
-    except ImportError:
-        return None
-    return Kernel(launch)
-
-
-def _states(bits: int, training: TrainingParams, looked: Looked) -> Iterator[State]:
-    is_coded = bits == 8 and looked.tensor.numel() >= codes.SMALLEST
-    for name in ("exp_avg", "exp_avg_sq"):
-        yield name, "uint8" if is_coded else "bfloat16"
-        if is_coded:
-            yield f"{name}_scales", "float32"
-    if training.rounding is Rounding.KAHAN and looked.tensor.dtype is torch.bfloat16:
-        yield "compensation", "bfloat16"
-
-
-def _is_of(bits: int, made: torch.optim.Optimizer) -> bool:
-    return isinstance(made, AnyPrecisionAdamW) and made.state_bits == bits
-
-
-ROWS = {
-    choice: Row(_make, partial(_is_of, bits), partial(_states, bits))
-    for choice, bits in ((Optimizer.ANYPRECISION_ADAMW, 16), (Optimizer.ANYPRECISION_ADAMW_8BIT, 8))
-}
