@@ -61,6 +61,7 @@ def rows_beside(choice: Optimizer) -> Mapping[Optimizer, Row]:
 
 
 def betas_of(training: TrainingParams) -> tuple[float, float]:
+    """The decays of both moments."""
     return training.adam_beta1, training.adam_beta2
 
 
@@ -70,4 +71,5 @@ def in_its_dtype(*names: str) -> Callable[[TrainingParams, Looked], Iterable[Sta
 
 
 def made_of(dtype: torch.dtype, managed: bool = False) -> str:
+    """What a state is made of: its dtype, and whether it lies in managed memory."""
     return str(dtype).removeprefix("torch.") + (" managed" if managed else "")

@@ -120,23 +120,28 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def texts(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    """Texts, of which every token is supervised."""
     return list(encode_texts(encoding.tokenizer, [row["text"] for row in rows])) if rows else []
 
 
 def conversations(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    """Chats, of which the answers are supervised unless `data.supervise` says otherwise."""
     learnt = encoding.learnt_of(Supervise.ASSISTANT)
     return list(encode_chats(encoding.tokenizer, [conversation(row) for row in rows], learnt))
 
 
 def alpacas(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    """Instructions with their answers, as chats or as Alpaca's texts."""
     return _answers([alpaca(row, encoding.tokenizer) for row in rows], encoding)
 
 
 def completions(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    """Prompts with their completions."""
     return _answers([answered(row) for row in rows], encoding)
 
 
 def preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    """Pairs: the better answer, with the other and the margin next to it."""
     chosen, rejected = (
         _answers([answered(row, column=column) for row in rows], encoding) for column in ("chosen", "rejected")
     )
@@ -153,6 +158,7 @@ def preferences(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
 
 
 def unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    """Answers with a verdict."""
     found = completions(rows, encoding)
     verdicts = (np.array([json.loads(row["label"])], np.float32) for row in rows)
     return [
@@ -162,6 +168,7 @@ def unpaired(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
 
 
 def labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    """Texts with their class or number. Raises TypeError where the encoding does not say what labels mean."""
     if encoding.targets is None:
         raise TypeError("labelled rows are encoded with what their labels mean")
     found: list[Result] = []
@@ -175,6 +182,7 @@ def labelled(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
 
 
 def tokens(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
+    """Rows of tokens, with the labels that they bring."""
     return [encode_tokens(row["input_ids"], row.get("labels")) for row in rows]
 
 
@@ -206,6 +214,7 @@ def _chat(messages: Sequence[Message], row: StoredRow, prompt: int = 0) -> Chat:
 def answered(
     row: StoredRow, tokenizer: PreTrainedTokenizerBase | None = None, *, column: str = "completion"
 ) -> Chat | tuple[str, str]:
+    """Prompt and answer, as a chat where the answer is one."""
     prompt, answer = json.loads(row["prompt"] or '""'), json.loads(row[column])
     if isinstance(answer, str):
         return (prompt, answer)
