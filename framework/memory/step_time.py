@@ -139,7 +139,9 @@ def _in_tf32(operation: Operation) -> Operation:
 def step_cost(rehearsal: Rehearsal) -> StepCost | None:
     """Seconds and tokens a second of one optimizer step, the mean over hosts; None where the card's rates are not
     known."""
-    times = [time for share in HOST_SHARES if (time := _with_all(rehearsal, CALIBRATED.with_host(share))) is not None]
+    # a replayed graph launches its kernels by itself
+    efficiency = replace(CALIBRATED, compiled_seconds=0) if rehearsal.config.training.cuda_graphs else CALIBRATED
+    times = [time for share in HOST_SHARES if (time := _with_all(rehearsal, efficiency.with_host(share))) is not None]
     if not times:
         return None
     seconds = mean(time.seconds for time in times)
