@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -247,10 +249,16 @@ def _config(words: list[str], card: str) -> TrainingConfig:
 
 
 def _model(name: str) -> dict[str, Any]:
-    model: dict[str, Any] = yaml.safe_load((shipped("conf") / "model" / f"{name}.yaml").read_text())["model"]
+    model = deepcopy(_preset(name))
     if name == "bert_base":
         model["architecture"]["is_decoder"] = True
     return model
+
+
+@cache
+def _preset(name: str) -> dict[str, Any]:
+    preset: dict[str, Any] = yaml.safe_load((shipped("conf") / "model" / f"{name}.yaml").read_text())["model"]
+    return preset
 
 
 def _apply(word: str, model: dict[str, Any], training: dict[str, Any], peft: dict[str, Any]) -> None:

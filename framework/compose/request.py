@@ -1,6 +1,6 @@
 """A recipe, presets and overrides become one typed config, with the origin of every value.
 
-Hydra composes the layers and parses the command line, OmegaConf resolves references between keys, pydantic types the
+Hydra parses the command line, OmegaConf merges the layers and resolves references between keys, pydantic types the
 result. What is ours: where each value came from, what may be written, and all problems at once.
 """
 
@@ -10,12 +10,9 @@ from functools import partial
 from pathlib import Path as File
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize
 from omegaconf import OmegaConf
 
 from framework.compose import interpolation
-from framework.compose.apart import apart
 from framework.compose.derived import MICRO_BATCH, with_derived
 from framework.compose.layers import Layer, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
@@ -166,13 +163,8 @@ def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:
 
 
 def _merged(layers: Sequence[Layer]) -> dict[str, Any]:
-    """The layers merged by Hydra, references unresolved."""
-    with apart() as store:
-        for index, layer in enumerate(layers):
-            store.store(f"tunesmith_layer_{index}", layer.tree.plain())
-        store.store("tunesmith", {"defaults": [f"tunesmith_layer_{index}" for index in range(len(layers))]})
-        with initialize(config_path=None, version_base="1.3"):
-            merged = OmegaConf.to_container(hydra_compose("tunesmith"), resolve=False)
+    """The layers merged as Hydra merges a defaults list, which takes it eight times as long; references unresolved."""
+    merged = OmegaConf.to_container(OmegaConf.merge(*(layer.tree.plain() for layer in layers)), resolve=False)
     return {str(name): value for name, value in merged.items()} if isinstance(merged, dict) else {}
 
 

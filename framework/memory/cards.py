@@ -6,6 +6,8 @@ composed with the rest of a recipe; the functions that draw conclusions take the
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import yaml
@@ -55,7 +57,7 @@ def read_card(name: str) -> dict[str, Any]:
     """The facts of a shipped card. Raises KeyError for a name that is not in `card_names()`."""
     if name not in card_names():
         raise KeyError(name)
-    facts: dict[str, Any] = _file_of(name)["gpu"]
+    facts: dict[str, Any] = deepcopy(_file_of(name)["gpu"])
     return facts
 
 
@@ -67,6 +69,7 @@ def known_products() -> list[tuple[str, int, str]]:
     return [(shown["product"], shown["mebibytes"], name) for name, shown in found if shown]
 
 
+@cache
 def _file_of(name: str) -> dict[str, Any]:
     text = (shipped("conf") / "gpu" / f"{name}.yaml").read_text(encoding="utf-8")
     content: dict[str, Any] = yaml.safe_load(text)

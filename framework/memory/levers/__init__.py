@@ -38,11 +38,12 @@ LEVERS = (
     *CACHES,
     *SHARDING,
 )
+_BY_KEY = {row.key: row for row in LEVERS}
 
 
 def lever(key: str) -> Lever:
     """The row of `key`. Raises KeyError for a key without one."""
-    return {row.key: row for row in LEVERS}[key]
+    return _BY_KEY[key]
 
 
 def every_setting() -> Iterator[tuple[Lever, Setting]]:

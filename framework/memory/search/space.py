@@ -203,8 +203,10 @@ def _can_be_had(config: TrainingConfig, key: str, value: Any) -> bool:
 def _has_company(config: TrainingConfig, key: str, choices: Mapping[str, Any]) -> bool:
     """Whether the other keys are such that this one has an effect."""
     beside = lever(key).settings[0].beside
-    return all(_same(choices.get(name, value_of(config, name)), value) for name, value in beside.items())
+    return all(
+        _same(choices[name] if name in choices else value_of(config, name), value) for name, value in beside.items()
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
-    return word(a) == word(b)
+    return a is b or word(a) == word(b)
