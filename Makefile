@@ -26,10 +26,10 @@ check: install
 	$(BIN)/lint-imports
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-all: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu"
 
 # Kills, full disks, damaged files, 100,000 fuzzed inputs, 10,000 steps: hours. FAULTS_SEED=N runs that one again.
 faults: install

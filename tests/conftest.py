@@ -1,10 +1,14 @@
 """A writer of recipes in a folder of their own, where the command is then "typed"."""
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.forks import ADDRESS, forked
 
 Write = Callable[..., Path]
 
@@ -21,6 +25,29 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_runs() -> Iterator[None]:
+    """Nothing waits for the disk, since no test cuts the power, and a run writes one token as its sample."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        if "framework.run.trainer" in sys.modules:
+            patch.setattr("framework.run.trainer.SAMPLE_NEW_TOKENS", 1)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked(_own_caches: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Python processes are forked, not started."""
+    with forked(tmp_path_factory.mktemp("forks")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("fresh_process"):
+        monkeypatch.delenv(ADDRESS, raising=False)
 
 
 @pytest.fixture

@@ -47,13 +47,13 @@ def quick_and_slow(quick, slow):
 
 def probes():
     """Of each recipe and class of kernels, the plan that most cards of the class have their verdict from. CI computes
-    one class of each small recipe, by lot: all take four minutes of a core, and more of a busy one."""
+    one class of each of the smallest recipes, by lot: all take four minutes of a core, and more of a busy one."""
     lot = random.Random(10)
     for recipe, rows in VERDICTS.items():
         quick = lot.choice(list(classes()))
         for rehearsed, cards in classes().items():
             plans = Counter((rows[card]["strategy"], rows[card]["micro_batch"]) for card in cards)
-            marks = () if rehearsed == quick and recipe in SMALL else pytest.mark.slow
+            marks = () if rehearsed == quick and recipe in SMALLEST else pytest.mark.slow
             name, micro = plans.most_common(1)[0][0]
             yield pytest.param(recipe, rehearsed, name, micro, marks=marks, id=f"{recipe}-{rehearsed}")
 
@@ -94,19 +94,21 @@ def test_a_verdict_fits_when_its_bytes_do():
 
 @pytest.mark.parametrize(
     ("recipe", "card"),
-    quick_and_slow([*sample(SMALLEST, classes_cards(), 1, 5), AWAY], sample(VERDICTS, classes_cards(), 12, 6)),
+    quick_and_slow([AWAY], [*sample(SMALLEST, classes_cards(), 1, 5), *sample(VERDICTS, classes_cards(), 12, 6)]),
 )
 def test_a_plan_with_the_cards_own_facts_says_the_same(recipe, card):
     said = VERDICTS[recipe][card]
     agrees(rehearse(sized(strategy(recipe, said["strategy"], card), said["micro_batch"])), said, card)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "card"),
-    quick_and_slow(
-        sample(SMALLEST, classes()["t4_16gb"], 1, 7),
-        [*sample(SMALL, classes_cards(), 2, 8), *sample(VERDICTS, classes_cards(), 2, 9)],
-    ),
+    [
+        *sample(SMALLEST, classes()["t4_16gb"], 1, 7),
+        *sample(SMALL, classes_cards(), 2, 8),
+        *sample(VERDICTS, classes_cards(), 2, 9),
+    ],
 )
 def test_a_verdict_from_nothing_is_the_same(recipe, card):
     """Not by its strategy: two that are about as fast may change places with the versions."""

@@ -63,6 +63,7 @@ def test_how_long_it_takes(code, seconds):
     assert min(float(run(timed).splitlines()[-1]) for _ in range(3)) < seconds
 
 
+@pytest.mark.fresh_process
 def test_libraries_say_nothing_while_they_are_loaded() -> None:
     """bitsandbytes warns of a CPU kernel that it lacks whenever peft is imported."""
     command = [sys.executable, "-c", "import framework.run.planning.model_checks, framework.run.predict"]

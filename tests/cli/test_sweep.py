@@ -21,6 +21,7 @@ from framework.compose.sweep import Sweep, sweep_of
 from framework.run.launch.device_locks import own_cards
 from framework.run.launch.sweep import SweptRun, worst
 from tests.cli.test_train import RECIPE, losses
+from tests.forks import ADDRESS
 
 GOOD = """
 training: {task: pretrain, max_steps: 2, output_dir: swept}
@@ -52,6 +53,7 @@ sys.exit(0 if seed < 10 else seed - 10)
 def command(write, capsys, monkeypatch):
     """Runs `train r.yaml -m` with a stand-in for each run; gives exit code, stdout and stderr."""
     write(GOOD)
+    monkeypatch.delenv(ADDRESS, raising=False)  # its parent is the sweep, to which it sends a signal
     stand_in = [sys.executable, "-c", STAND_IN]
     monkeypatch.setattr(SweptRun, "command", lambda run, job: [*stand_in, *run.arguments(job)[1:]])
 

@@ -302,6 +302,7 @@ def test_assumptions_name_what_a_card_file_of_the_user_leaves_out() -> None:
     assert context_of(typed("cpu")) == 0
 
 
+@pytest.mark.fresh_process
 def test_cards_need_no_torch() -> None:
     code = "import sys, framework.memory.cards, framework.memory.installed; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -30,6 +30,7 @@ def run(
 
 
 @needs_minilm
+@pytest.mark.slow
 def test_an_adapter_on_a_pretrained_encoder_is_far_above_chance_after_a_few_steps(tmp_path: Path) -> None:
     result = run(tmp_path / "run", 32, 0.1, LORA, max_steps=24, learning_rate=3e-3)
     before, after = result.evals[0], result.evals[-1]

@@ -13,7 +13,6 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from framework.build.levers import compiled
-from framework.compose import load
 from framework.errors import BrokenRows, DoesNotFit, Interrupted, NonFinite, RequestError, VerificationFailed
 from framework.memory.explain import explain
 from framework.memory.units import size
@@ -52,6 +51,7 @@ def config(corpus, folder, *, training=None, model=None, data=None, architecture
             "task": "pretrain",
             "max_steps": 12,
             "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 16,
             "global_batch_size": 4,
             "learning_rate": 1e-2,
             "output_dir": str(folder),
@@ -503,12 +503,10 @@ def _unpadded(original):
     return lambda *arguments: dataclasses.replace(original(*arguments), multiple=1)
 
 
-def test_auto_is_decided_before_the_run_and_written_resolved(tmp_path, monkeypatch):
+def test_auto_is_decided_before_the_run_and_written_resolved(corpus, tmp_path):
     """On the CPU, which has no limit: the plain values, with the rows of a step as they were."""
-    monkeypatch.chdir(tmp_path)
-    config = load("quickstart", ["training.per_device_train_batch_size=auto", "model.chunked_loss=auto", "gpu=cpu"])
-    short = config.training.model_copy(update={"max_steps": 1, "eval_steps": None, "output_dir": str(tmp_path / "run")})
-    train(config.model_copy(update={"training": short}))
+    open_keys = {"per_device_train_batch_size": "auto", "max_steps": 1}
+    train(config(corpus, tmp_path / "run", training=open_keys, model={"chunked_loss": "auto"}))
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert written["training"]["per_device_train_batch_size"] == 4
     assert written["model"]["chunked_loss"] is None

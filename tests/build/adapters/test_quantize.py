@@ -18,16 +18,17 @@ from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 from tests.build.adapters.test_adapter import MOE, adapted, steps
+from tests.grids import thinned
 from tests.run.checkpoints.test_adapter_saves import IDS, TOKENIZER, close, logits
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, unequal_rows
 
 pytest.importorskip("bitsandbytes")
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 128}
 KINDS = [
-    ({}, "4-bit nf4"),
-    ({"use_bnb_nested_quant": True}, "4-bit nf4, nested scales"),
-    ({"bnb_4bit_quant_type": "fp4"}, "4-bit fp4"),
-    ({"q_lora_bits": 8}, "8-bit"),
+    pytest.param({}, "4-bit nf4", id="nf4"),
+    pytest.param({"use_bnb_nested_quant": True}, "4-bit nf4, nested scales", id="nested"),
+    pytest.param({"bnb_4bit_quant_type": "fp4"}, "4-bit fp4", id="fp4"),
+    pytest.param({"q_lora_bits": 8}, "8-bit", id="8-bit"),
 ]
 
 
@@ -35,8 +36,7 @@ def quantized(architecture=WIDE, method="lora", **peft):
     return adapted(method, architecture, q_lora=True, **peft)
 
 
-@pytest.mark.parametrize(("peft", "kind"), KINDS)
-@pytest.mark.parametrize("architecture", [WIDE, GPT2], ids=lambda a: a["model_type"])
+@pytest.mark.parametrize(("peft", "kind", "architecture"), thinned(KINDS, {"llama": WIDE, "gpt2": GPT2}))
 def test_each_kind_trains_and_is_read_back(architecture, peft, kind):
     assembly = tiny_assembly(quantized(architecture, **peft))
     [reading] = [reading for reading in verify(assembly) if reading.key == "peft.q_lora"]
@@ -48,8 +48,7 @@ def test_each_kind_trains_and_is_read_back(architecture, peft, kind):
     assert losses[0] == pytest.approx(steps(tiny_assembly(adapted(architecture=architecture)), 1)[0], rel=0.02)
 
 
-@pytest.mark.parametrize(("peft", "kind"), KINDS)
-@pytest.mark.parametrize("architecture", [WIDE, GPT2, MOE], ids=lambda a: a["model_type"])
+@pytest.mark.parametrize(("peft", "kind", "architecture"), thinned(KINDS, {"llama": WIDE, "gpt2": GPT2, "moe": MOE}))
 def test_the_plan_holds_what_is_built(architecture, peft, kind):
     config = quantized(architecture, **peft)
     rehearsal = record(config)
@@ -103,8 +102,7 @@ def pretrained(tmp_path):
     return tmp_path / "base"
 
 
-@pytest.mark.parametrize(("peft", "kind"), KINDS)
-@pytest.mark.parametrize("method", ["lora", "loftq"])
+@pytest.mark.parametrize(("peft", "kind", "method"), thinned(KINDS, ["lora", "loftq"]))
 def test_pretrained_weights_are_packed_as_they_load(pretrained, peft, kind, method):
     if method == "loftq" and kind == "8-bit":
         pytest.skip("loftq in 8 bits is covered by random weights")
@@ -121,8 +119,7 @@ def test_pretrained_weights_are_packed_as_they_load(pretrained, peft, kind, meth
     assert math.isfinite(steps(assembly)[-1])
 
 
-@pytest.mark.parametrize("method", ["lora", "loftq"])
-@pytest.mark.parametrize(("peft", "kind"), KINDS)
+@pytest.mark.parametrize(("peft", "kind", "method"), thinned(KINDS, ["loftq", "lora"]))
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(method, peft, kind, tmp_path):
     config = quantized(method=method, **peft)
     expected = steps(tiny_assembly(config), 4)

@@ -342,10 +342,10 @@ class TestHub:
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """20 MB of JSONL, most of it in a column that is not read; holding it would take more than twice that."""
+    """10 MB of JSONL, most of it in a column that is not read; holding it would take more than twice that."""
     path = tmp_path / "large.jsonl"
     with path.open("w") as file:
-        file.writelines(json.dumps({"text": f"row {n}", "other": "x" * 1000}) + "\n" for n in range(20_000))
+        file.writelines(json.dumps({"text": f"row {n}", "other": "x" * 1000}) + "\n" for n in range(10_000))
     data = prepared(config(str(path), shuffle_buffer=1000), tokenizer)
     assert data.stream is not None
     blocks = data.stream.blocks(0)
@@ -355,7 +355,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, tokenizer: PreTraine
     for block in blocks:
         held = block
         most = max(most, psutil.Process().memory_info().rss)
-    assert str(held.places[-1]) == f"{path}:20000"
+    assert str(held.places[-1]) == f"{path}:10000"
     assert most - before < 8_000_000
 
 
@@ -364,10 +364,10 @@ class TestAccount:
 
     @pytest.fixture
     def rows(self, write_rows: WriteRows) -> str:
-        short, long = {"prompt": "a ", "completion": "b"}, {"prompt": "word " * 64, "completion": "b"}
+        short, long = {"prompt": "a ", "completion": "b"}, {"prompt": "word " * 36, "completion": "b"}
         return write_rows("pairs.jsonl", [short] * 1500 + [long] * 3000)
 
-    @pytest.mark.parametrize(("buffer", "workers"), [(1000, 0), (1000, 1), (16, 0)])
+    @pytest.mark.parametrize(("buffer", "workers"), [(1000, 0), pytest.param(1000, 1, marks=pytest.mark.slow), (16, 0)])
     def test_blocks_of_which_nothing_is_kept_are_counted(
         self, buffer: int, workers: int, rows: str, tokenizer: PreTrainedTokenizerFast
     ) -> None:
@@ -398,10 +398,11 @@ class TestAccount:
     ) -> None:
         data = prepared(config(rows, truncation="drop", shuffle_buffer=100), tokenizer)
         straight = batches(data, Batch(4, 1, 1))
-        states = []
+        states = {}
         for step, _ in enumerate(islice(straight.start(0), 380)):
-            states.append(json.loads(json.dumps(straight.state_at(step))))
-        for step in (0, 130, 378):
+            if step in (0, 130, 378):
+                states[step] = json.loads(json.dumps(straight.state_at(step)))
+        for step in states:
             fresh = batches(data, Batch(4, 1, 1))
             fresh.go_on(step, states[step])
             for _ in islice(fresh.start(step), 380 - step):

@@ -13,6 +13,7 @@ from framework.build.levers.compiled import compiled_regions, newly_plain
 from framework.build.verify import FirstStep, verify, verify_first_step
 from framework.errors import RequestError, VerificationFailed
 from framework.run.step import eval_step, train_step
+from tests.grids import slow
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 LORA = {"use_peft": True}
@@ -56,13 +57,13 @@ def after_step(assembly):
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [
-        (LLAMA, {}),
-        (GPT2, {}),
-        (LLAMA, {"enable_gradient_checkpointing": True}),
+        slow(LLAMA, {}),
+        slow(GPT2, {}),
+        slow(LLAMA, {"enable_gradient_checkpointing": True}),
         (LLAMA, {"mixed_precision_dtype": "bf16", "model": {"chunked_loss": 8}}),
-        (LLAMA, {**LORA, "peft": {"lora_target_modules": ["all-linear"], "lora_dropout": 0.0}}),
+        slow(LLAMA, {**LORA, "peft": {"lora_target_modules": ["all-linear"], "lora_dropout": 0.0}}),
         (LLAMA, {"model": {"freeze_layers": ["embed_tokens", "layers.0"]}, "activation_memory_budget": 0.5}),
-        (LLAMA, {"scope": "model", "model": {"chunked_loss": 8}}),
+        slow(LLAMA, {"scope": "model", "model": {"chunked_loss": 8}}),
     ],
 )
 def test_compiled_training_follows_the_plain_losses(uncompiled, architecture, options):
@@ -111,6 +112,7 @@ def test_graphs_are_lowered_to_be_recorded_where_that_was_asked_for(monkeypatch,
     assert len(marks) == (2 if records else 0)
 
 
+@pytest.mark.slow
 def test_the_ninth_run_of_a_process_is_compiled_too(uncompiled):
     """torch keeps the code of eight compilers for a function, and runs plain code for the next."""
     for _ in range(9):
@@ -166,6 +168,7 @@ def test_evaluation_and_probes_compile_nothing(uncompiled):
     assert all(region.is_on for region in regions)
 
 
+@pytest.mark.slow
 def test_rows_of_other_lengths_share_one_more_graph(uncompiled):
     assembly = build()
     for step, length in enumerate((24, 20, 18, 22), 1):
@@ -175,6 +178,7 @@ def test_rows_of_other_lengths_share_one_more_graph(uncompiled):
     assert not newly_plain(assembly.model)
 
 
+@pytest.mark.slow
 def test_few_lengths_get_code_of_their_own(uncompiled):
     """Multiples of 8 up to 24: three lengths, so shapes are static; a fourth shape is one more row count."""
     training = {"compile": True, "per_device_train_batch_size": 8}

@@ -18,11 +18,14 @@ from framework.run.step import train_step
 from framework.schema.choices import Fp8
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.every import Needs, find_conflicts
+from tests.grids import thinned
 from tests.optimizers import needs
 from tests.run.reference import H100
 from tests.tiny import LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+RECIPES = ["tensorwise", "rowwise"]
+TRAINING = {"plain": {}, "checkpoints": {"enable_gradient_checkpointing": True}}
 BF16 = {"torch_dtype_str": "bfloat16"}
 
 
@@ -41,8 +44,7 @@ def losses(recipe, **training):
 
 
 @needs("torchao")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("training", [{}, {"enable_gradient_checkpointing": True}])
+@pytest.mark.parametrize(("training", "recipe"), thinned(TRAINING, RECIPES))
 def test_it_learns_nearly_as_bfloat16_does_and_is_read_back(emulated, recipe, training):
     _, plain = losses("none", **training)
     assembly, rounded = losses(recipe, **training)
@@ -115,8 +117,7 @@ def adapter_losses(recipe, **training):
     return assembly, readings, [train_step(assembly, [unequal_rows()], step).loss for step in range(1, 7)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("training", [{}, {"enable_gradient_checkpointing": True}])
+@pytest.mark.parametrize(("training", "recipe"), thinned(TRAINING, RECIPES))
 def test_the_frozen_base_of_an_adapter_is_held_in_fp8_and_learns_nearly_as_bfloat16(recipe, training):
     _, _, plain = adapter_losses("none", **training)
     assembly, [reading], rounded = adapter_losses(recipe, **training)

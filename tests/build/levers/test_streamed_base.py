@@ -9,6 +9,7 @@ from framework.build.levers.streamed_base import blocks_of
 from framework.build.verify import FirstStep, verify, verify_first_step
 from framework.errors import RequestError, VerificationFailed
 from framework.run.step import eval_step, train_step
+from tests.grids import thinned
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 
 DEEP = {**LLAMA, "num_hidden_layers": 5}
@@ -27,26 +28,21 @@ def trained(made, steps: int = 3):
     return losses, {name: p.detach().clone() for name, p in made.model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("architecture", [DEEP, DEEP_GPT2, LLAMA, {**LLAMA, "num_hidden_layers": 1}], ids=str)
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"training": {"enable_gradient_checkpointing": True}},
-        {
-            "training": {
-                "enable_gradient_checkpointing": True,
-                "gradient_checkpointing_kwargs": {"use_reentrant": True},
-            }
-        },
-        {"training": {"enable_gradient_checkpointing": True, "gradient_checkpointing_every": 2}},
-        {"training": {"mixed_precision_dtype": "bf16"}, "model": {"torch_dtype_str": "bfloat16"}},
-        {"training": {"mixed_precision_dtype": "bf16"}},
-        {"peft": {"peft_method": "dora"}},
-        {"peft": {"peft_method": "prompt", "num_virtual_tokens": 4}},
-    ],
-    ids=str,
-)
+ARCHITECTURES = {"four": DEEP, "gpt2": DEEP_GPT2, "two": LLAMA, "one": {**LLAMA, "num_hidden_layers": 1}}
+CHECKPOINTS = {"enable_gradient_checkpointing": True}
+SECTIONS = {
+    "plain": {},
+    "checkpoints": {"training": CHECKPOINTS},
+    "reentrant": {"training": {**CHECKPOINTS, "gradient_checkpointing_kwargs": {"use_reentrant": True}}},
+    "every second": {"training": {**CHECKPOINTS, "gradient_checkpointing_every": 2}},
+    "bf16": {"training": {"mixed_precision_dtype": "bf16"}, "model": {"torch_dtype_str": "bfloat16"}},
+    "autocast": {"training": {"mixed_precision_dtype": "bf16"}},
+    "dora": {"peft": {"peft_method": "dora"}},
+    "prompt": {"peft": {"peft_method": "prompt", "num_virtual_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize(("sections", "architecture"), thinned(SECTIONS, ARCHITECTURES))
 def test_it_trains_as_a_base_on_the_device_does(architecture, sections):
     """Exactly: the same kernels see the same numbers, with checkpointing and without."""
     plain = tiny_assembly(config(architecture, offload=False, **{k: dict(v) for k, v in sections.items()}))

@@ -8,9 +8,11 @@ import torch
 from framework.build.verify import FirstStep, verify, verify_first_step
 from framework.errors import RequestError, VerificationFailed
 from framework.run.step import train_step
+from tests.grids import thinned
 from tests.optimizers import BF16, ON_CPU, WIDE, eager, training  # noqa: F401
 from tests.tiny import tiny_assembly, tiny_config, unequal_rows
 
+LEVERS = {"in backward": {"optimizer_in_backward": True}, "on the host": {"optimizer_offload": "host"}}
 SEEN = FirstStep(((8, 24),))
 
 
@@ -23,8 +25,7 @@ def stepped(assembly, steps=1):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", ON_CPU)
+@pytest.mark.parametrize(("optimizer", "dtype"), thinned(ON_CPU, ["float32", "bfloat16"]))
 def test_the_loss_falls_and_everything_is_read_back(optimizer, dtype):
     """From the same weights in both: torch 2.11 and 2.13 draw others in bfloat16."""
     assembly, drawn = assembled(optimizer, model={"torch_dtype_str": dtype}), assembled(optimizer)
@@ -38,8 +39,7 @@ def test_the_loss_falls_and_everything_is_read_back(optimizer, dtype):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("optimizer", ON_CPU)
-@pytest.mark.parametrize("lever", [{"optimizer_in_backward": True}, {"optimizer_offload": "host"}])
+@pytest.mark.parametrize(("optimizer", "lever"), thinned(ON_CPU, LEVERS))
 def test_updates_in_backward_and_states_on_the_host_learn_the_same(optimizer, lever):
     """Exact for what treats each parameter by itself; refused pairs are in tests/schema/rules/test_optimizer.py."""
     low_bit = "bit" in optimizer

@@ -266,8 +266,9 @@ class TestRefusals:
         (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
         assert texts(str(tmp_path)) == texts(str(tmp_path / "*.jsonl")) == ["x"]
 
+    @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-    def test_damaged_offsets_are_told_and_not_followed(self, name: str, tmp_path: Path) -> None:
+    def test_damaged_offsets_are_told_and_not_followed(self, name: str, stride: int, tmp_path: Path) -> None:
         table, path = pa.table({"text": ["a" * 40, "b" * 40, "c" * 40]}), tmp_path / name
         if name == "a.parquet":
             pq.write_table(table, path)
@@ -275,7 +276,7 @@ class TestRefusals:
             with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table)
         whole = path.read_bytes()
-        for at in range(len(whole)):
+        for at in range(0, len(whole), stride):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x81]) + whole[at + 1 :])
             with contextlib.suppress(RequestError):
                 texts(str(path))
@@ -517,10 +518,10 @@ class TestLargeFiles:
     def test_rows_are_read_as_they_are_asked_for(self, tmp_path: Path) -> None:
         path = tmp_path / "a.jsonl.gz"
         with gzip.open(path, "wt") as file:
-            file.writelines('{"text": "%s"}\n' % ("x" * 1000) for _ in range(20_000))
+            file.writelines('{"text": "%s"}\n' % ("x" * 1000) for _ in range(5_000))
         source = open_source(DatasetParams(path=str(path)), "data.train[0]")
         tracemalloc.start()
-        assert sum(len(values["text"]) for _, values in source.rows() if not isinstance(values, Fault)) == 20_000_000
+        assert sum(len(values["text"]) for _, values in source.rows() if not isinstance(values, Fault)) == 5_000_000
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
         tracemalloc.stop()
 

@@ -7,6 +7,7 @@ import torch
 
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
+from tests.grids import thinned
 from tests.tiny import GPT2, LLAMA, pairs, singles, split_pairs, tiny_assembly, tiny_config
 
 LOSSES = ("dpo", "ipo", "orpo", "simpo", "kto")
@@ -111,8 +112,7 @@ def gradients(asked, batches):
     return train_step(assembly, batches, 2, observe), seen
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "adapted"), thinned(LOSSES, [True, False]))
 def test_neither_split_nor_chunks_change_the_gradients(loss, adapted):
     """1 x 8 against 8 x 1, and whole logits against chunks."""
     batch, parts = batch_of(loss), split_pairs(batch_of(loss), 1, paired=loss != "kto")

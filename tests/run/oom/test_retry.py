@@ -33,6 +33,7 @@ from framework.run.planning.background_plan import Forecast
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import launch_step, train_step
 from framework.schema.config import Batch, TrainingConfig
+from tests.grids import slow
 from tests.run.test_trainer import config, corpus, final_weights, interrupt_after, metrics, same, train  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_config
 
@@ -92,10 +93,12 @@ def weights_of(corpus, folder, micro, **options):  # noqa: F811
     return final_weights(folder)
 
 
-POINTS = 20
+POINTS = pytest.mark.parametrize("count", [4, slow(20)])
 
 
-def test_the_first_step_undone_at_20_random_operators_is_bitwise_that_of_a_run_at_the_final_micro_batch(
+@POINTS
+def test_the_first_step_undone_at_random_operators_is_bitwise_that_of_a_run_at_the_final_micro_batch(
+    count,
     corpus,  # noqa: F811
     tmp_path,
     failing,
@@ -105,7 +108,7 @@ def test_the_first_step_undone_at_20_random_operators_is_bitwise_that_of_a_run_a
     total = failing({})
     run(corpus, tmp_path / "counted")
     operators = total[1].seen
-    points = random.Random(0).sample(range(1, operators + 1), POINTS - 2)
+    points = random.Random(0).sample(range(1, operators + 1), count - 2)
     for point in [1, *points, operators - 30]:
         modes = failing({1: [point]})
         folder = tmp_path / f"at-{point}"
@@ -140,7 +143,9 @@ def switched(settings, at, micro):
     return {name: tensor.detach() for name, tensor in assembly.model.state_dict().items()}
 
 
-def test_undone_at_20_random_operators_of_any_step_the_run_is_bitwise_one_switched_between_two_steps(
+@POINTS
+def test_undone_at_random_operators_of_any_step_the_run_is_bitwise_one_switched_between_two_steps(
+    count,
     corpus,  # noqa: F811
     tmp_path,
     failing,
@@ -151,7 +156,7 @@ def test_undone_at_20_random_operators_of_any_step_the_run_is_bitwise_one_switch
     counted = failing({})
     run(corpus, tmp_path / "counted", steps=steps)
     references = {}
-    for number in range(POINTS):
+    for number in range(count):
         step = drawn.randrange(2, steps + 1)
         modes = failing({step: [drawn.randrange(1, counted[step].before_update)]})
         folder = tmp_path / f"run-{number}"
@@ -180,8 +185,9 @@ def test_without_dropout_a_later_failure_ends_close_to_a_run_at_the_final_micro_
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
 
 
-OPTIMIZERS = ["adamw_torch_fused", "sgd", "adafactor", "lion", "sophia", "muon", "schedule_free_adamw"]
-OPTIMIZERS += ["anyprecision_adamw", "anyprecision_adamw_8bit", "galore_adamw", "apollo_adamw", "adamw_8bit"]
+OPTIMIZERS = ["adamw_torch_fused", "muon", "anyprecision_adamw_8bit", "galore_adamw"]
+OPTIMIZERS += map(slow, ["sgd", "adafactor", "lion", "sophia", "schedule_free_adamw", "anyprecision_adamw"])
+OPTIMIZERS += map(slow, ["apollo_adamw", "adamw_8bit"])
 LOW_RANK = {"projection_rank": 4}
 
 
@@ -246,40 +252,39 @@ def test_stop_undoes_the_step_and_saves(corpus, tmp_path, failing):  # noqa: F81
     assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "straight"))
 
 
+LEVERS = {
+    "fp16": {"training": {"mixed_precision_dtype": "fp16"}},
+    "checkpoints": {"training": {"mixed_precision_dtype": "bf16", "enable_gradient_checkpointing": True}},
+    "packing": {"data": {"packing": True, "eval_fraction": 0.1}},
+    "padding_free": {"data": {"padding_free": True, "eval_fraction": 0.1}, "model": {"attn_implementation": "eager"}},
+    "workers": {"data": {"workers": 2, "group_by_length": True, "eval_fraction": 0.1}},
+    "states": {"training": {"optimizer_offload": "host"}},
+    "activations": {"training": {"activation_offload": True}, "model": {"model_max_length": 128}},
+    "lora": {"training": {"use_peft": True}, "peft": {"lora_r": 4, "lora_dropout": 0.1}},
+    "streamed": {"training": {"use_peft": True}, "peft": {"lora_r": 4}, "model": {"offload_frozen_base": True}},
+}
+SHARES = {"forward": 0.1, "backward": 0.5, "update": 0.97}
+QUICK = [(lever, list(SHARES)[index % len(SHARES)]) for index, lever in enumerate(LEVERS)]
+
+
 @pytest.mark.parametrize(
-    ("architecture", "options"),
-    [
-        ({}, {"training": {"mixed_precision_dtype": "fp16"}}),
-        ({}, {"training": {"mixed_precision_dtype": "bf16", "enable_gradient_checkpointing": True}}),
-        ({}, {"data": {"packing": True, "eval_fraction": 0.1}}),
-        ({}, {"data": {"padding_free": True, "eval_fraction": 0.1}, "model": {"attn_implementation": "eager"}}),
-        ({}, {"data": {"workers": 2, "group_by_length": True, "eval_fraction": 0.1}}),
-        ({}, {"training": {"optimizer_offload": "host"}}),
-        ({"n_embd": 256}, {"training": {"activation_offload": True}, "model": {"model_max_length": 128}}),
-        ({}, {"training": {"use_peft": True}, "peft": {"lora_r": 4, "lora_dropout": 0.1}}),
-        (
-            {},
-            {"training": {"use_peft": True}, "peft": {"lora_r": 4}, "model": {"offload_frozen_base": True}},
-        ),
-    ],
-    ids=["fp16", "checkpoints", "packing", "padding_free", "workers", "states", "activations", "lora", "streamed"],
+    ("lever", "at"),
+    [*QUICK, *(slow(lever, at) for lever in LEVERS for at in SHARES if (lever, at) not in QUICK)],
 )
-def test_levers_compose_with_it(architecture, options, corpus, tmp_path, failing):  # noqa: F811
+def test_levers_compose_with_it(lever, at, corpus, tmp_path, failing):  # noqa: F811
     """In forward, in backward and in the update."""
-    options = {**options, "architecture": {**GPT2, **architecture}}
+    options = {**LEVERS[lever], "architecture": {**GPT2, **({"n_embd": 256} if lever == "activations" else {})}}
     counted = failing({})
     run(corpus, tmp_path / "counted", steps=1, **options)
     seen = counted[1].seen
     failing({})
     expected = _weights(tmp_path / "two", corpus, 2, options)
-    for share in (0.1, 0.5, 0.97):
-        modes = failing({1: [int(seen * share)]})
-        folder = tmp_path / f"at-{share}"
-        found = _weights(folder, corpus, 4, options)
-        assert modes[1].failed == 1
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in found)
-        assert metrics(folder) == metrics(tmp_path / "two")
+    modes = failing({1: [int(seen * SHARES[at])]})
+    found = _weights(tmp_path / "failed", corpus, 4, options)
+    assert modes[1].failed == 1
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert metrics(tmp_path / "failed") == metrics(tmp_path / "two")
 
 
 def _weights(folder, corpus, micro, options):  # noqa: F811
@@ -431,7 +436,7 @@ def most(rehearsal, space, phase):
     return peak
 
 
-@pytest.mark.parametrize("phase", ["loss", "backward", "optimizer_step"])
+@pytest.mark.parametrize("phase", [slow("loss"), "backward", slow("optimizer_step")])
 def test_compiled_blocks_run_the_smaller_shape(phase, corpus, tmp_path, monkeypatch):  # noqa: F811
     """Compiled for it anew; the same losses and weights as a run that starts there."""
     torch._dynamo.reset()

@@ -9,6 +9,7 @@ import pytest
 
 from framework.run.planning.python_process import python_command, train_command
 
+pytestmark = pytest.mark.fresh_process
 ROOT = Path(__file__).parents[3]
 NAMES = ("random", "statistics", "typing", "json", "subprocess", "framework")
 TRAP = "open({mark!r}, 'a').write(__name__)\nraise ImportError('from the working directory')\n"

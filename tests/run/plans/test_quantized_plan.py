@@ -4,14 +4,15 @@ import pytest
 
 from framework.compose import compose
 from framework.run.rehearsal.rehearse import rehearse
+from tests.grids import slow
 
 pytest.importorskip("bitsandbytes")
 ROWS = [  # model, tokens a row, rows, checkpointing, nested scales; bytes of max_memory_allocated
     ("llama3.2_1b", 1024, 4, False, True, 14158225408),
-    ("llama3.2_1b", 4096, 1, True, False, 7883619328),
+    slow("llama3.2_1b", 4096, 1, True, False, 7883619328),
     ("llama3.2_1b", 512, 1, True, True, 2057132032),
-    ("llama3.1_8b", 2048, 1, True, True, 9996963840),
-    ("llama3.1_8b", 1024, 1, False, True, 13988229120),
+    slow("llama3.1_8b", 2048, 1, True, True, 9996963840),
+    slow("llama3.1_8b", 1024, 1, False, True, 13988229120),
 ]
 
 

@@ -23,7 +23,7 @@ from tests.run.ranks.test_ranks import rows_of_many_lengths
 from tests.run.ranks.test_sharded import saved
 from tests.run.several import ended, start
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
-from tests.sharded import on_two, sharded, weights
+from tests.sharded import SMOOTH, on_two, sharded, weights
 from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
 def case(name: str, folder: Path, world: int, size: int | None = None) -> TrainingConfig:
     """Rows of many lengths, 4 a step and 2 a micro batch; on one process the same rows as a whole."""
     sections = json.loads(json.dumps(CASES[name]))
-    training = {"per_device_train_batch_size": 2, "global_batch_size": 4, "learning_rate": 1e-2}
+    training = {"per_device_train_batch_size": 2, "global_batch_size": 4, "learning_rate": 1e-2, "adam_epsilon": SMOOTH}
     sections["training"] = {**training, **sections.get("training", {})}
     weights_of = {"model_name": str(folder / sections.pop("of", "llama")), "load_pretrained_weights": True}
     kernel = "ring_attention" if world > 1 else "sdpa"

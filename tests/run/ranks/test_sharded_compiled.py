@@ -55,6 +55,7 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_compiled_blocks_of_two_ranks_learn_what_plain_ones_do(tmp_path: Path) -> None:
     for found in on_two(look, tmp_path):
         for name in CASES:

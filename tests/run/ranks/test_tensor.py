@@ -26,7 +26,7 @@ from tests.run.ranks.test_context import STEPS, assert_alike, curve
 from tests.run.ranks.test_sharded import SPECIAL, saved, tokenizer
 from tests.run.several import ended, start
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
-from tests.sharded import on_two, sharded, weights
+from tests.sharded import SMOOTH, on_two, sharded, weights
 from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -62,9 +62,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "half": {"training": {"mixed_precision_dtype": "bf16"}},
 }
-SMOOTH = 1e-3
-"""AdamW's epsilon: gradients that differ by a rounding of d move a weight by at most rate x d / epsilon apart. With the
-usual 1e-8 a gradient near 0 makes a whole rate of it, on one processor and not on another."""
 SAVED = ("llama", "adapter")
 STARTED = "one/checkpoints/step-00000001"
 """Where an adapter starts from: one process draws it from other random numbers."""

@@ -16,6 +16,7 @@ from framework.run.rehearsal import compiled_blocks
 from framework.run.rehearsal.compiled_graph import Role, Schedule
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
+from tests.grids import slow
 from tests.tiny import GPT2, LLAMA, tiny_config
 
 MEASURED = json.loads((Path(__file__).parents[2] / "calibration" / "h100_compiled_step.json").read_text())
@@ -92,7 +93,7 @@ def test_equal_blocks_are_captured_once_and_others_again(monkeypatch: pytest.Mon
     assert len(captured) == 2
 
 
-@pytest.mark.parametrize("beside", [{}, {"enable_gradient_checkpointing": True}], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("beside", [{}, slow({"enable_gradient_checkpointing": True})], ids=["kept", "checkpointed"])
 def test_a_rehearsal_may_use_what_another_captured_and_plans_the_same(beside: dict[str, Any]) -> None:
     kept: compiled_blocks.Kept = {}
     deeper = {**LLAMA, "num_hidden_layers": 4}
@@ -110,7 +111,7 @@ def test_a_rehearsal_may_use_what_another_captured_and_plans_the_same(beside: di
     assert len(kept) == 3
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", [LLAMA, slow(GPT2)], ids=["llama", "gpt2"])
 def test_a_checkpoint_around_a_compiled_block_keeps_its_input_alone(architecture: dict[str, Any]) -> None:
     plain = rehearsed(architecture, enable_gradient_checkpointing=True)
     both = rehearsed(architecture, enable_gradient_checkpointing=True, compile=True)
@@ -161,6 +162,7 @@ def test_a_model_compiled_as_a_whole_is_one_graph() -> None:
     assert whole.said == (compiled_blocks.PLANNED,)
 
 
+@pytest.mark.slow
 def test_a_whole_with_checkpoints_or_that_cannot_be_captured_is_planned_block_by_block_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_model_that_an_h200_compiled_as_a_whole(write: Any) -> None:
     assert peak.reserved_bytes == pytest.approx(32_421_969_920, rel=0.01)
 
 
+@pytest.mark.fresh_process
 def test_nothing_of_the_compiler_is_loaded_for_a_plain_plan(tmp_path: Path) -> None:
     import subprocess
     import sys

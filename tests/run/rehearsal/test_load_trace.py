@@ -16,6 +16,7 @@ from framework.schema.config import TrainingConfig
 from tests.run.reference import H100
 from tests.tiny import LLAMA
 
+pytestmark = pytest.mark.fresh_process
 LARGE: dict[str, Any] = {
     **LLAMA,
     "hidden_size": 1024,

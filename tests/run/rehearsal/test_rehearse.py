@@ -189,6 +189,7 @@ def test_what_the_child_cannot_build_comes_back_as_problems() -> None:
     assert caught.value.problems[0].nearest == "hidden_size"
 
 
+@pytest.mark.fresh_process
 def test_the_caller_of_the_child_loads_no_torch() -> None:
     code = "import sys, framework.run.planning.plan_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
