@@ -9,7 +9,7 @@ from tests.faults.commands import run
 from tests.faults.mutations import changed, damaged, dumped
 from tests.faults.profile import drawn
 from tests.memory.explain.test_moves import FULL, lever, plan
-from tests.report import runs
+from tests.reports import runs
 
 NAMES = ("plan.json", "memory.json", "environment.json", "metrics.jsonl", "config.yaml", "oom.txt")
 REPORT = (
