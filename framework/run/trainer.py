@@ -42,7 +42,7 @@ from framework.run.setup.longest_rows import try_longest_rows
 from framework.run.setup.reference_answers import know_reference
 from framework.run.setup.start import begin, open_session
 from framework.run.step import launch_step
-from framework.schema.choices import PeftMethod
+from framework.schema.adapters import ADAPTERS
 from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted
 
@@ -192,7 +192,7 @@ def _finish(session: Session) -> RunResult:
     evals = tuple(session.evals)
     peak = session.meter.allocated
     loader = model_class(session.config.training.task).__name__
-    is_mergeable = session.config.peft.peft_method not in (PeftMethod.PREFIX, PeftMethod.PROMPT)
+    is_mergeable = not ADAPTERS[session.config.peft.peft_method].is_prompt
     said = last_line(memory)
     return RunResult(session.folder.path, session.step, evals, peak, sample, said, loader, is_mergeable)
 

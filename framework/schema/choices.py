@@ -239,11 +239,6 @@ class PeftMethod(Choice):
     PREFIX = "prefix"
     PROMPT = "prompt"
 
-    @property
-    def starts_from_nothing(self) -> bool:
-        """Whether its layers start from numbers of their own, not from the weights that they adapt."""
-        return self in (PeftMethod.LORA, PeftMethod.RSLORA, PeftMethod.IA3)
-
 
 class PeftSaveMode(Choice):
     """What is written when an adapter was trained."""

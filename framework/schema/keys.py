@@ -12,9 +12,10 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from framework.schema.adapters import ADAPTERS, AdapterFacts
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.schema.facts import Facts, Resume, UsedWith
-from framework.schema.optimizers import FACTS
+from framework.schema.optimizers import FACTS, OptimizerFacts
 from framework.schema.params import Auto
 from framework.schema.renamed import OLD_NAMES
 
@@ -91,9 +92,12 @@ def resume_of(key: str) -> Resume | None:
 def uses_of(key: str) -> tuple[UsedWith, ...]:
     """The other keys without which a key has no effect, those of the section around it first."""
     section, _, name = key.rpartition(".")
-    users = tuple(choice for choice, facts in FACTS.items() if name in facts.keys) if section == "training" else ()
     own = (item for item in _stated(key) if isinstance(item, UsedWith))
-    return (*own, *([UsedWith("training.optimizer", users)] if users else []))
+    rows: Mapping[str, tuple[str, Mapping[Any, OptimizerFacts | AdapterFacts]]]
+    rows = {"training": ("training.optimizer", FACTS), "peft": ("peft.peft_method", ADAPTERS)}
+    cause, facts_of = rows.get(section, ("", {}))
+    users = tuple(choice for choice, facts in facts_of.items() if name in facts.keys)
+    return (*own, *([UsedWith(cause, users)] if users else []))
 
 
 def left_open(config: TrainingConfig) -> tuple[str, ...]:

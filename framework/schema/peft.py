@@ -5,13 +5,9 @@ from typing import Annotated
 from pydantic import Field
 
 from framework.schema.choices import PeftMethod, PeftSaveMode, Quantization, TorchDtype
-from framework.schema.facts import NO_MEMORY, UsedUnless, UsedWith
+from framework.schema.facts import NO_MEMORY, UsedWith
 from framework.schema.params import Integer, Number, Params, Strings
 from framework.schema.training import Positive
-
-PROMPTS = (PeftMethod.PREFIX, PeftMethod.PROMPT)
-_MATRICES = UsedUnless("peft.peft_method", (PeftMethod.IA3, *PROMPTS))
-_FACTORS = UsedUnless("peft.peft_method", (PeftMethod.VERA, PeftMethod.IA3, *PROMPTS))
 
 
 class PeftParams(Params):
@@ -20,21 +16,21 @@ class PeftParams(Params):
     peft_method: PeftMethod = PeftMethod.LORA
     """Kind of adapter. `pissa` and `olora` move a part of the base's weights into the adapter, `loftq` starts it from
     what quantisation loses, `vera` and `ia3` train vectors alone, `prefix` and `prompt` train tokens before the row."""
-    lora_r: Annotated[Positive, _MATRICES] = 8
+    lora_r: Positive = 8
     """Rank: trained parameters grow in proportion (rank x (in + out) per adapted matrix). VeRA's is of matrices that
     all layers share and nobody trains: 256 is usual there."""
-    lora_alpha: Annotated[Number, Field(gt=0), NO_MEMORY, _FACTORS] = 8.0
+    lora_alpha: Annotated[Number, Field(gt=0), NO_MEMORY] = 8.0
     """Scale: the update is multiplied by alpha / rank. No memory."""
-    lora_dropout: Annotated[Number, Field(ge=0, lt=1), _MATRICES] = 0.0
+    lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout before the adapter. Above 0 it keeps one more copy of each adapted input, plus a mask."""
-    lora_plus_lr_ratio: Annotated[Annotated[Number, Field(gt=0)] | None, NO_MEMORY, _FACTORS] = None
+    lora_plus_lr_ratio: Annotated[Annotated[Number, Field(gt=0)] | None, NO_MEMORY] = None
     """LoRA+: the B matrices learn at this many times the learning rate (16 is usual). No memory."""
-    lora_target_modules: Annotated[Strings | str | None, UsedUnless("peft.peft_method", PROMPTS)] = None
+    lora_target_modules: Strings | str | None = None
     """Names of the adapted modules (or of stacked expert weights), `[all-linear]`, or one text that is a regular
     expression for whole module names. Each one keeps its input for backward. Unset: peft's choice for the model."""
     lora_modules_to_save: Strings = ()
     """Modules trained in full and saved beside the adapter. Cost full gradients and states."""
-    num_virtual_tokens: Annotated[Positive, UsedWith("peft.peft_method", PROMPTS)] = 20
+    num_virtual_tokens: Positive = 20
     """Trained tokens before each row (`prefix`: keys and values of every layer; `prompt`: embeddings)."""
     adapter_dtype: TorchDtype | None = None
     """dtype of the adapter's weights; `auto` is the base's. Unset: float32, where small updates do not round away; the

@@ -4,6 +4,8 @@ import pytest
 
 from framework.memory.levers import LEVERS
 from framework.memory.search.space import AXES
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 from framework.schema.facts import Resume
 from framework.schema.keys import admits_auto, every_key, left_open, moves_memory, resume_of, uses_of, value_of
@@ -58,6 +60,16 @@ def test_an_optimizer_reads_the_keys_of_its_row_and_others_are_warned_about(choi
         found = unused(training={"optimizer": str(choice), key: other})
         assert (f"training.{key}" in found) == (key not in FACTS[choice].keys), key
     assert not unused(training={"optimizer": "auto", "adam_beta2": 0.5})
+
+
+@pytest.mark.parametrize("method", PeftMethod)
+def test_an_adapter_reads_the_keys_of_its_row_and_others_are_warned_about(method):
+    others = {"lora_r": 3, "lora_alpha": 3.0, "lora_dropout": 0.1, "lora_plus_lr_ratio": 16.0}
+    others |= {"lora_target_modules": ["q_proj"], "num_virtual_tokens": 3}
+    assert others.keys() == {key for facts in ADAPTERS.values() for key in facts.keys}
+    for key, value in others.items():
+        found = unused(training={"use_peft": True}, peft={"peft_method": str(method), key: value})
+        assert (f"peft.{key}" in found) == (key not in ADAPTERS[method].keys), key
 
 
 def test_names_of_numbers_are_used_in_regression_and_nowhere_else():

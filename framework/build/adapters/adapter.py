@@ -31,8 +31,9 @@ from framework.build.hub import nearest, one_line
 from framework.build.model.heads import answers_for_rows, head_modules
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
+from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import PeftMethod, TorchDtype
-from framework.schema.peft import PROMPTS, PeftParams
+from framework.schema.peft import PeftParams
 
 """Kinds that are tokens before the row and touch no module."""
 NEVER_TIE = (PeftMethod.VERA, PeftMethod.IA3)
@@ -77,7 +78,7 @@ def attach_adapter(
     Raises RequestError naming the linear layers there are when a target matches none of them.
     """
     params = _training_the_head(params, model)
-    is_prompt = params.peft_method in PROMPTS
+    is_prompt = ADAPTERS[params.peft_method].is_prompt
     targets = Targets(()) if is_prompt else find_targets(params, model)
     if not is_prompt:
         _check_saved_modules(params, model)
@@ -107,7 +108,7 @@ def attach_adapter(
             whole = torch.float32 if masters else model.dtype  # peft's own layers cast what they are given
             dtype = whole if ".modules_to_save." in name else adapter_dtype(params, model)
             parameter.data = parameter.data.to(dtype)
-    if params.peft_method.starts_from_nothing:
+    if ADAPTERS[params.peft_method].has_own_start:
         layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)]
         start_layers([(name, layer) for name, layer in layers if not _is_on_meta(layer)], seed, place)
     if params.peft_method is PeftMethod.VERA:

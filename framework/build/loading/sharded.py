@@ -31,6 +31,7 @@ from framework.build.optimizers.seeds import mixed
 from framework.build.place import Place
 from framework.build.ranks import Ranks
 from framework.errors import Problem, RequestError
+from framework.schema.adapters import ADAPTERS
 from framework.schema.config import TrainingConfig
 
 _HOST = torch.device("cpu")
@@ -54,7 +55,7 @@ def needs_whole_model(config: TrainingConfig) -> bool:
     """Whether something is made of the whole model's values before it is split: it is then loaded on every host."""
     peft = config.peft
     copies = bool(peft.lora_modules_to_save) or config.training.task.is_of_rows
-    return config.training.use_peft and (not peft.peft_method.starts_from_nothing or copies)
+    return config.training.use_peft and (not ADAPTERS[peft.peft_method].has_own_start or copies)
 
 
 def is_sent(config: TrainingConfig, model: nn.Module) -> bool:

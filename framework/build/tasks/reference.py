@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.build.losses.loss import IGNORED, Batch, Loss, ignore_phases
+from framework.schema.adapters import ADAPTERS
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.task import MOVE_THE_BASE
 
 
 class Reference(Protocol):
@@ -71,7 +71,7 @@ def build_reference(config: TrainingConfig, loss: Loss, companion: nn.Module | N
         return None
     if companion is not None:
         return FrozenCopy(loss, companion)
-    starts_elsewhere = config.peft.peft_method in MOVE_THE_BASE
+    starts_elsewhere = ADAPTERS[config.peft.peft_method].moves_base
     source = WithoutAdapter(loss) if training.use_peft and not starts_elsewhere else AsItIs(loss)
     return Precomputed(source) if training.asks_reference_once else source
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import PeftMethod, PeftSaveMode, TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.peft import PROMPTS
 from framework.schema.rules.conflict import Conflict
 
 _HEADS = ("lm_head", "embed_out", "output_projection")
@@ -26,24 +26,24 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if method is PeftMethod.PREFIX and training.compile is True:
         message = "a trained prefix is a cache that each layer reads at a place of its own: every layer compiles anew"
         yield Conflict((key, "training.compile"), message, "prompt, or compile: false")
-    if method in PROMPTS and config.model.chunked_loss not in (None, False, "auto"):
+    if ADAPTERS[method].is_prompt and config.model.chunked_loss not in (None, False, "auto"):
         message = f"the chunked loss runs the model without its {method}"
         yield Conflict((key, "model.chunked_loss"), message, "chunked_loss: false")
     for name in ("lora_modules_to_save", "lora_target_modules"):
         written = getattr(peft, name)  # a text is a regular expression: what it matches only the model tells
         items = () if written is None or isinstance(written, str) else written
         on_head = [item for item in items if item.rpartition(".")[2] in _HEADS]
-        if on_head and method not in PROMPTS and config.model.chunked_loss not in (None, False, "auto"):
+        if on_head and not ADAPTERS[method].is_prompt and config.model.chunked_loss not in (None, False, "auto"):
             message = f"the chunked loss multiplies by the head itself, without what {on_head[0]} trains beside it"
             yield Conflict((f"peft.{name}", "model.chunked_loss"), message, "chunked_loss: false, or not the head")
-    if method in PROMPTS and peft.peft_save_mode is PeftSaveMode.MERGED:
+    if ADAPTERS[method].is_prompt and peft.peft_save_mode is PeftSaveMode.MERGED:
         message = f"a {method} is tokens before the row: there is nothing to add to the weights"
         yield Conflict((key, "peft.peft_save_mode"), message, "adapter_only or adapter_and_base_model")
-    if method in PROMPTS and peft.lora_modules_to_save:
+    if ADAPTERS[method].is_prompt and peft.lora_modules_to_save:
         message = f"peft trains no whole modules beside a {method}"
         yield Conflict((key, "peft.lora_modules_to_save"), message, "another method, or no modules")
     joins = "packing" if config.data.packing else "padding_free"
-    if method in PROMPTS and config.data.joins_rows:
+    if ADAPTERS[method].is_prompt and config.data.joins_rows:
         message = f"a {method} stands before the first document of a row alone"
         yield Conflict((key, f"data.{joins}"), message, f"{joins}: false, or another method")
     if peft.adapter_dtype is TorchDtype.FLOAT16:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import PeftMethod, Task
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
@@ -18,7 +19,7 @@ def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if config.model.chunked_loss not in (None, False, "auto"):
         message = f"has no effect: {task} has no logits of tokens, its head gives one answer a row"
         yield Conflict(("model.chunked_loss", TASK), message, "chunked_loss: false", is_warning=True)
-    if config.training.use_peft and config.peft.peft_method in (PeftMethod.PREFIX, PeftMethod.PROMPT):
+    if config.training.use_peft and ADAPTERS[config.peft.peft_method].is_prompt:
         message = "trained tokens stand where the head of a row's answer would look for the row"
         yield Conflict(("peft.peft_method", TASK), message, "lora, or another that is on modules")
     if task is Task.REWARD:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Attention, PeftMethod, Task
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import Attention, Task
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
@@ -39,7 +40,7 @@ def _of_rows(config: TrainingConfig) -> Iterator[Conflict]:
         if getattr(config.data, name) is True:
             message = "several documents in a row that devices share are not kept apart"
             yield Conflict((_RING, f"data.{name}"), message, f"{name}: false, or sdpa")
-    if training.use_peft and config.peft.peft_method in (PeftMethod.PREFIX, PeftMethod.PROMPT):
+    if training.use_peft and ADAPTERS[config.peft.peft_method].is_prompt:
         message = "tokens before the row would stand before each device's part of it"
         yield Conflict((_RING, "peft.peft_method"), message, "lora, or sdpa")
     if training.compile is True:

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
+from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import MixedPrecision, OptimizerOffload, PeftMethod, Scheduler, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.optimizers import Optimizer, facts_of
 from framework.schema.rules.conflict import Conflict
-
-_WITHOUT_MATRICES = (PeftMethod.VERA, PeftMethod.PROMPT, PeftMethod.PREFIX)
 
 
 def matrix_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
@@ -18,8 +17,8 @@ def matrix_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if not facts.of_matrices or not config.training.use_peft or peft.lora_modules_to_save:
         return
     works, projects = str(Optimizer.ADAMW_TORCH_FUSED), facts.projects
-    is_vectors = peft.peft_method is PeftMethod.IA3 and projects  # of shape (n, 1)
-    if peft.peft_method in _WITHOUT_MATRICES or is_vectors:
+    is_vectors = peft.peft_method is PeftMethod.IA3 and not projects  # of shape (n, 1): matrices for muon
+    if not ADAPTERS[peft.peft_method].has_factors and not is_vectors:
         message = f"{peft.peft_method} trains no matrix inside the blocks, and {choice} is for those"
         yield Conflict((key, "peft.peft_method"), message, works)
     elif projects and (projected := config.training.projection_rank) >= (rank := peft.lora_r):

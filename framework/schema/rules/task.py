@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import PeftMethod, Task
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
 TASK, LOSS = "training.task", "training.preference.loss_type"
-MOVE_THE_BASE = (PeftMethod.PISSA, PeftMethod.OLORA, PeftMethod.LOFTQ)
-"""Adapters without which the model is not what it was before training."""
 
 
 def task_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
@@ -57,7 +56,7 @@ def _reference(config: TrainingConfig) -> Iterator[Conflict]:
         message = f"the weights are sharded, and {what} on whole ones"
         keys = ("fsdp.enable_fsdp", LOSS, "training.preference.precompute_reference")
         yield Conflict(keys, message, "training.preference.precompute_reference=true, or fsdp.enable_fsdp: false")
-    if training.use_peft and method in MOVE_THE_BASE:
+    if training.use_peft and ADAPTERS[method].moves_base:
         message = f"{method} takes its start out of the base: without the adapter it is not the model it was"
         keys = ("peft.peft_method", LOSS, "training.preference.precompute_reference")
         yield Conflict(keys, message, "training.preference.precompute_reference=true, or lora")

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
+from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import (
     Attention,
     Fp8,
     MixedPrecision,
     OptimizerOffload,
-    PeftMethod,
     PeftSaveMode,
     ShardingStrategy,
     Task,
@@ -19,8 +19,6 @@ from framework.schema.wording import counted
 
 _SIZE = "fsdp.tensor_parallel_size"
 _OF_TOKENS = (Task.SFT, Task.PRETRAIN)
-_SPLIT_ADAPTERS = (PeftMethod.LORA, PeftMethod.RSLORA)
-"""Adapters that are products of two matrices, of which one can be cut as the weight beside them is."""
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
@@ -81,7 +79,7 @@ def _of_adapters(config: TrainingConfig) -> Iterator[Conflict]:
     peft = config.peft
     if not config.training.use_peft:
         return
-    if peft.peft_method not in _SPLIT_ADAPTERS:
+    if not ADAPTERS[peft.peft_method].is_cut:
         message = f"{peft.peft_method} is not cut along with the matrix that it is beside"
         yield Conflict(("peft.peft_method", _SIZE), message, "lora or rslora")
     if peft.q_lora:
