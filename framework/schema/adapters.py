@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from framework.schema.choices import PeftMethod
 
-_PLACED = ("lora_target_modules",)
+_PLACED = ("lora_target_modules", "lora_exclude_modules", "layers_to_transform")
 _DRAWN = (*_PLACED, "lora_r", "lora_dropout")
-_FACTORS = (*_DRAWN, "lora_alpha", "lora_plus_lr_ratio")
+_FACTORS = (*_DRAWN, "lora_alpha", "lora_plus_lr_ratio", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(frozen=True)

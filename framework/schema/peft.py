@@ -2,12 +2,14 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from framework.schema.choices import PeftMethod, PeftSaveMode, Quantization, TorchDtype
 from framework.schema.facts import NO_MEMORY, UsedWith
-from framework.schema.params import Integer, Number, Params, Strings
-from framework.schema.training import Positive
+from framework.schema.params import FrozenMapping, Integer, Number, Params, Strings, parse_sequence
+from framework.schema.training import Count, Positive
+
+Layers = Annotated[tuple[Count, ...], BeforeValidator(parse_sequence)]
 
 
 class PeftParams(Params):
@@ -28,6 +30,14 @@ class PeftParams(Params):
     lora_target_modules: Strings | str | None = None
     """Names of the adapted modules (or of stacked expert weights), `[all-linear]`, or one text that is a regular
     expression for whole module names. Each one keeps its input for backward. Unset: peft's choice for the model."""
+    lora_exclude_modules: Strings = ()
+    """Names, or regular expressions for whole module names, of targets that are not adapted after all."""
+    layers_to_transform: Layers | None = None
+    """Numbers of the transformer blocks that are adapted, from 0. Unset: all. Backward stops at the lowest of them."""
+    rank_pattern: FrozenMapping = FrozenMapping()
+    """Ranks of some targets: their names, or regular expressions for the ends of whole names, to ranks."""
+    alpha_pattern: Annotated[FrozenMapping, NO_MEMORY] = FrozenMapping()
+    """`lora_alpha` of some targets, in the same way. No memory."""
     lora_modules_to_save: Strings = ()
     """Modules trained in full and saved beside the adapter. Cost full gradients and states."""
     num_virtual_tokens: Positive = 20

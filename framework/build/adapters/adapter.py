@@ -203,6 +203,8 @@ def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place:
         task_type=kind,
         r=params.lora_r,
         lora_alpha=params.lora_alpha,
+        rank_pattern=params.rank_pattern.thaw(),
+        alpha_pattern=params.alpha_pattern.thaw(),
         lora_dropout=params.lora_dropout,
         target_modules=named,
         target_parameters=list(targets.parameters) or None,

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from peft.utils import constants
 from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
@@ -11,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.adapters.target_patterns import Targets, check_patterns, without_excluded
 from framework.build.hub import nearest
 from framework.build.model.heads import head_layers
 from framework.errors import Problem, RequestError
@@ -38,15 +38,6 @@ _ON_EXPERTS = (PeftMethod.LORA, PeftMethod.RSLORA)
 """Kinds that peft can put on stacked weights (ParamWrapper in peft/tuners/lora/layer.py), without dropout."""
 
 
-@dataclass(frozen=True)
-class Targets:
-    """Full names of the adapted modules and of the adapted stacked weights, and what of it the user should know."""
-
-    modules: tuple[str, ...]
-    parameters: tuple[str, ...] = ()
-    cautions: tuple[str, ...] = ()
-
-
 def linear_modules(model: PreTrainedModel) -> list[str]:
     """Full names of every linear layer but the head."""
     head, kinds = head_layers(model), (nn.Linear, Conv1D)
@@ -59,10 +50,16 @@ def stacked_experts(model: nn.Module) -> list[str]:
 
 
 def find_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
-    """The targets as written, else peft's own choice for this kind of model and adapter.
+    """The targets as written, else peft's own choice for this kind of model and adapter, without what is excluded.
 
-    Raises RequestError, naming the linear layers there are, when nothing matches.
+    Raises RequestError, naming the linear layers there are, when nothing matches or a pattern fits no target.
     """
+    targets = without_excluded(params, _written_targets(params, model))
+    check_patterns(params, targets)
+    return targets
+
+
+def _written_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
     wanted = params.lora_target_modules
     if wanted is None:
         wanted = _default(params, model)

@@ -11,6 +11,7 @@ from peft.utils import ModulesToSaveWrapper
 
 from framework.build.adapters.adapter import adapter_dtype, adapter_kind, ties_any
 from framework.build.adapters.quantize import is_packed, kind_name, quantized_kinds, unquantized
+from framework.build.adapters.target_patterns import of_pattern
 from framework.build.assembly import Assembly
 from framework.build.model.parts import causal_model
 from framework.build.optimizer import RATE_FACTOR
@@ -48,15 +49,23 @@ def read_adapter(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_adapter_rank(assembly: Assembly) -> Iterator[Reading]:
-    """The rank of the matrices themselves. Stacked experts have one of each for every expert."""
+    """The rank of the matrices themselves, and what their products are scaled by. Stacked experts have one matrix of
+    each for every expert."""
+    peft, layers = assembly.config.peft, _lora(assembly)
+    if assembly.adapter is None or not layers:
+        return
+    targets = assembly.adapter.targets.layers
+    asked = Counter(int(of_pattern(peft.rank_pattern.thaw(), name, peft.lora_r)) for name in targets)
     ranks = Counter(
         matrix.weight.shape[0] // getattr(layer, "num_experts", 1)
-        for layer in _lora(assembly)
+        for layer in layers
         for matrix in layer.lora_A.values()
     )
-    if ranks:
-        found = ", ".join(str(rank) for rank, _ in ranks.most_common())
-        yield Reading("peft.lora_r", str(assembly.config.peft.lora_r), found, "rows of lora_A")
+    yield Reading("peft.lora_r", _counts(asked), _counts(ranks), "rows of lora_A")
+    if peft.alpha_pattern:
+        alphas = Counter(float(of_pattern(peft.alpha_pattern.thaw(), name, peft.lora_alpha)) for name in targets)
+        found = Counter(float(value) for layer in layers for value in layer.lora_alpha.values())
+        yield Reading("peft.alpha_pattern", _counts(alphas), _counts(found), "lora_alpha of each layer")
 
 
 def read_adapter_targets(assembly: Assembly) -> Iterator[Reading]:
@@ -145,6 +154,13 @@ def read_adapter_saved_modules(assembly: Assembly) -> Iterator[Reading]:
     tied = assembly.adapter is not None and ties_any(causal_model(assembly.model), list(asked))
     source = f"{counted(len(wrapped), 'wrapped module')}" + (", head and embedding as one" if tied else "")
     yield Reading("peft.lora_modules_to_save", ", ".join(asked), ", ".join(found), source)
+
+
+def _counts(numbers: Counter[Any]) -> str:
+    """One number, or each with how many there are."""
+    if len(numbers) == 1:
+        return f"{next(iter(numbers)):g}"
+    return ", ".join(f"{number:g} ({count})" for number, count in sorted(numbers.items()))
 
 
 def _word(dtype: torch.dtype) -> str:

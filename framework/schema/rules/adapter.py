@@ -46,6 +46,9 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if ADAPTERS[method].is_prompt and config.data.joins_rows:
         message = f"a {method} stands before the first document of a row alone"
         yield Conflict((key, f"data.{joins}"), message, f"{joins}: false, or another method")
+    if method in (PeftMethod.LOFTQ, PeftMethod.PISSA, PeftMethod.OLORA) and peft.rank_pattern:
+        message = f"{method} starts all layers from factors of one rank"
+        yield Conflict(("peft.rank_pattern", key), message, "one rank, or another method")
     if peft.adapter_dtype is TorchDtype.FLOAT16:
         message = "an adapter in float16 cannot be trained: its small updates vanish and a loss scaler refuses it"
         yield Conflict(("peft.adapter_dtype",), message, "float32 (unset) or bfloat16")
