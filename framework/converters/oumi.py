@@ -50,7 +50,11 @@ SAME = {
 OF_ADAPTER = {
     name: f"peft.{name}"
     for name in ("lora_r", "lora_alpha", "lora_dropout", "q_lora", "q_lora_bits", "bnb_4bit_quant_type")
-} | {"use_bnb_nested_quant": "peft.use_bnb_nested_quant", "lora_modules_to_save": "peft.lora_modules_to_save"}
+} | {
+    "use_bnb_nested_quant": "peft.use_bnb_nested_quant",
+    "lora_modules_to_save": "peft.lora_modules_to_save",
+    "lora_exclude_modules": "peft.lora_exclude_modules",
+}
 OF_FSDP = {
     name: f"fsdp.{name}"
     for name in ("sharding_strategy", "cpu_offload", "forward_prefetch", "backward_prefetch", "state_dict_type")
@@ -70,7 +74,6 @@ LEFT = {
     (Why.ABSENT, "arguments of another trainer are no keys here"): "training.trainer_kwargs",
     (Why.DEFAULT, "each block is a unit"): "fsdp.auto_wrap_policy",
     (Why.DEFAULT, "settings of DeepSpeed's buffers; sharding is FSDP2's"): "deepspeed",
-    (Why.WRITE, "peft.lora_target_modules: the modules that are adapted, without these"): "peft.lora_exclude_modules",
     (Why.DEFAULT, "an adapter starts as peft starts it"): "peft.lora_init_weights",
     (Why.DEFAULT, "4-bit products are computed in the dtype of autocast"): "peft.bnb_4bit_compute_dtype",
     (Why.DEFAULT, "rows are shuffled by training.seed"): "data.train.seed data.validation.seed",
