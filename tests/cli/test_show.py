@@ -24,7 +24,7 @@ def plain_values(monkeypatch):
 
 @pytest.mark.parametrize("words", ASKED, ids=lambda words: " ".join(words) or "as shipped")
 def test_what_is_printed_is_accepted_and_the_same(words, write, capsys):
-    _try("qwen3_8b_qlora", words, write, capsys)
+    _try("chat", ["model=qwen3_8b", "peft=qlora", *words], write, capsys)
 
 
 @pytest.mark.slow

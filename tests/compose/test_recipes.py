@@ -68,22 +68,24 @@ def test_an_earlier_name_takes_words_and_is_told_once(write, capsys):
     assert capsys.readouterr().err.count("is now `chat model=qwen3_8b peft=qlora`") == 1
 
 
-@pytest.mark.parametrize("name", presets("peft"))
-def test_every_adapter_suggests_a_rate_that_whatever_is_written_replaces(write, name):
+def test_a_rate_that_an_adapter_suggests_gives_way_to_whatever_is_written(write):
     write("training: {learning_rate: 7e-7}\n", "rate.yaml")
     plain = write("model: {model_name: a}\n", "plain.yaml")
-    written = write(f"defaults: [peft: {name}]\ntraining: {{learning_rate: 3e-6}}\n", "written.yaml")
-    suggested = compose(plain, [f"peft={name}"])
-    assert f"peft/{name}.yaml:" in suggested.origins[RATE].where
-    assert suggested.config.training.learning_rate > 0
-    assert load(written).training.learning_rate == load(written, [f"peft={name}"]).training.learning_rate == 3e-6
-    assert load(plain, [f"peft={name}", "training=rate.yaml"]).training.learning_rate == 7e-7
-    assert load(plain, ["training=rate.yaml", f"peft={name}"]).training.learning_rate == 7e-7
-    assert load(plain, [f"peft={name}", f"{RATE}=1"]).training.learning_rate == 1
+    written = write("defaults: [peft: lora]\ntraining: {learning_rate: 3e-6}\n", "written.yaml")
+    assert load(plain, ["peft=lora"]).training.learning_rate == 2e-4
+    assert load(written).training.learning_rate == load(written, ["peft=lora"]).training.learning_rate == 3e-6
+    assert load(plain, ["peft=lora", "training=rate.yaml"]).training.learning_rate == 7e-7
+    assert load(plain, ["training=rate.yaml", "peft=lora"]).training.learning_rate == 7e-7
+    assert load(plain, ["peft=lora", f"{RATE}=1"]).training.learning_rate == 1
 
 
-def test_adapters_learn_faster_than_all_weights():
-    rates = {name: load("chat", [f"peft={name}", "gpu=cpu"]).training.learning_rate for name in presets("peft")}
+def test_every_adapter_suggests_a_rate_and_learns_faster_than_all_weights(write):
+    recipe = write("model: {model_name: a}\n")
+    rates = {}
+    for name in presets("peft"):
+        found = compose(recipe, [f"peft={name}"])
+        assert f"peft/{name}.yaml:" in found.origins[RATE].where
+        rates[name] = found.config.training.learning_rate
     assert rates["none"] == 1e-5
     assert rates["lora"] == rates["qlora"] == 2e-4
     assert min(rate for name, rate in rates.items() if name != "none") > rates["none"]
