@@ -19,19 +19,19 @@ MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimize
 
 @dataclass(frozen=True)
 class FromPython:
-    """What takes the place of the task's own objective, and of `training.optimizer`."""
+    """An objective and an optimizer in place of the task's own and of `training.optimizer`."""
 
     objective: MakeObjective | None = None
     optimizer: MakeOptimizer | None = None
 
     @property
     def names(self) -> dict[str, str]:
-        """What each is called, for the files of a run."""
+        """Module and name of each, for the files of a run."""
         given = {"objective": self.objective, "optimizer": self.optimizer}
         return {key: _name(maker) for key, maker in given.items() if maker is not None}
 
     def said(self, config: TrainingConfig) -> Iterator[str]:
-        """What a plan of the config does not know, and which keys are not used."""
+        """A line for each part that a plan of the config does not know, with the key that is not used."""
         if self.objective is not None:
             yield f"objective {_name(self.objective)} from Python: the plan has the loss of the task instead"
         if self.optimizer is not None:

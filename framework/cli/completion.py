@@ -38,7 +38,7 @@ def override_words(context: typer.Context, incomplete: str) -> list[Offer]:
 
 
 def override_values(key: str) -> Callable[[str], list[Offer]]:
-    """What offers the values of one group or key, without its name."""
+    """A completion of the values of one group or key, without its name."""
 
     def offered(incomplete: str) -> list[Offer]:
         return [(value, purpose) for value, purpose in _values(key) if value.startswith(incomplete)]

@@ -75,7 +75,7 @@ def gather(
 
 
 def _suggested(trees: list[Node | None], body: Node, problems: list[Problem]) -> Iterator[tuple[int, Node]]:
-    """What presets suggest, taken out of their trees. Of rank 0: no word of the command line takes it back."""
+    """The suggestions of presets, taken out of their trees. Of rank 0: no word of the command line takes it back."""
     for index, tree in enumerate(trees):
         if tree is None or tree is body or (found := tree.at(SUGGESTED)) is None:
             continue

@@ -26,7 +26,7 @@ class RecipeFile:
     """Of a shipped recipe the name that was typed, else the file's without its ending."""
     file: File
     label: str
-    """How messages call the file."""
+    """Name of the file in messages."""
     choices: Mapping[str, str] = field(default_factory=dict)
     """Group -> preset in place of the file's own choice: what an earlier name of a shipped recipe stands for."""
     folders: tuple[File, ...] = ()

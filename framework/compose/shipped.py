@@ -15,7 +15,7 @@ PRESETS = "conf"
 
 @dataclass(frozen=True)
 class EarlierRecipe:
-    """What a recipe that was shipped under another name is now."""
+    """A recipe that was shipped under another name: the one to use now."""
 
     recipe: str
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class EarlierRecipe:
 
     @property
     def typed(self) -> str:
-        """What to type in place of the earlier name."""
+        """The words to type in place of the earlier name."""
         return " ".join([self.recipe, *(f"{group}={name}" for group, name in self.choices.items())])
 
 
@@ -48,7 +48,7 @@ class Preset:
 
     file: Path
     label: str
-    """How messages call it: `gpu/h100_80gb.yaml` of ours, the path of a user's own."""
+    """Its name in messages: `gpu/h100_80gb.yaml` of ours, the path of a user's own."""
     hides: bool = False
     """Whether a shipped one has the same name."""
 

@@ -22,7 +22,7 @@ class Hooks:
     on_save: Callable[[Path], None] | None = None
     """Given the folder of a checkpoint that is complete."""
     failure: Exception | None = field(default=None, init=False)
-    """What a hook has raised."""
+    """The exception that a hook has raised."""
 
     def call(self, hook: Callable[[Any], None] | None, told: object) -> None:
         """Call one of them, unless one has failed before."""
@@ -34,7 +34,7 @@ class Hooks:
             self.failure = error
 
     def raise_failure(self, note: str) -> None:
-        """Raise what a hook has raised, if one has, with a note of what became of the run."""
+        """Raise the exception of a hook, if there is one, with a note of what became of the run."""
         if self.failure is not None:
             self.failure.add_note(note)
             raise self.failure

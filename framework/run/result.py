@@ -1,4 +1,4 @@
-"""What a run hands back. Loads no torch."""
+"""Result of a run. Loads no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
