@@ -9,7 +9,8 @@ _TAKE_KEYS = ("train", "plan", "fit", "check", "data", "show", "diff")
 """Verbs that compose a recipe."""
 _OTHER_VERBS = {"version": "--version", "help": "--help", "generate": "predict", "infer": "predict", "export": "merge"}
 """What other tools call it -> what it is here."""
-_RECIPE = ("-c", "--config", "--recipe", "--config-file", "--config_file")
+_RECIPE = ("-c", "--config", "--recipe", "--config-file", "--config_file", "--config-name")
+_PRESETS = ("--config-path", "--config_dir", "--configdir")
 
 
 def meant(message: str, words: Sequence[str], verbs: Iterable[str]) -> str | None:
@@ -25,6 +26,8 @@ def meant(message: str, words: Sequence[str], verbs: Iterable[str]) -> str | Non
     value = value or ("" if after.startswith("-") else after)
     if name in _RECIPE:
         return f"{value or 'RECIPE'}, which stands first and takes no option"
+    if name in _PRESETS:
+        return f"--config-dir {value or 'DIR'}, a folder of presets"
     key = _key(name.lstrip("-").replace("-", "_"))
     return f"{key}={value or 'VALUE'}" if key else None
 

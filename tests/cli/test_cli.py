@@ -147,6 +147,8 @@ def test_wrong_usage_exits_2_in_one_line(run, words):
         (["--training.max_steps=3"], "training.max_steps=3"),
         (["--lora_r", "--json"], "peft.lora_r=VALUE"),
         (["-c", "b.yaml"], "b.yaml, which stands first and takes no option"),
+        (["--config-name=b"], "b, which stands first and takes no option"),
+        (["--config-path", "presets"], "--config-dir presets, a folder of presets"),
         (["--blah"], None),
     ],
 )
