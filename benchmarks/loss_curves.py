@@ -69,7 +69,7 @@ BASE = "masters"
 
 
 def prepare(out: Path, steps: int) -> None:
-    """Rows of a byte-level BPE of 8,192 tokens over the sources of Python's standard library, held-out rows first."""
+    """Shuffled rows of a BPE of 8,192 tokens over the sources of Python's library; the first are held out."""
     from framework import load
     from framework.build.data.prepare import training_texts
     from framework.build.text.tokenizer import train_tokenizer
@@ -84,7 +84,8 @@ def prepare(out: Path, steps: int) -> None:
         tokens += tokenizer(text)["input_ids"]
         if len(tokens) >= count:
             break
-    np.savez_compressed(out, rows=np.array(tokens[:count], dtype=np.uint16).reshape(-1, LENGTH))
+    rows = np.array(tokens[:count], dtype=np.uint16).reshape(-1, LENGTH)
+    np.savez_compressed(out, rows=np.random.default_rng(SEED).permutation(rows))
 
 
 def config_of(variant: Variant, base: Path | None, steps: int) -> Any:

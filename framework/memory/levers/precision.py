@@ -84,6 +84,6 @@ FP8 = (
         "Linear layers of the blocks multiply in 8-bit floats; embeddings, head, norms and attention do not. Without "
         "`training.compile` the casts are kernels of their own and cost more than the products save. The frozen base "
         "of an adapter is held in 8 bits, without torchao: -6.5 GiB and +8.3 % tokens/s of an 8B with `rowwise` "
-        "(compiled, 2,048 tokens a step; H200, 2026-11).",
+        "(compiled, 2,048 tokens a step; H200, 2026-11). Loss after 200 steps: docs/evidence/speed.md.",
     ),
 )

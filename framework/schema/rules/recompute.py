@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Attention, CheckpointingPolicy, OnOutOfMemory, OptimizerOffload, SdpaBackend
+from framework.schema.choices import (
+    Attention,
+    CheckpointingPolicy,
+    CompileScope,
+    OnOutOfMemory,
+    OptimizerOffload,
+    SdpaBackend,
+)
 from framework.schema.config import MOST_STATIC_LENGTHS, TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
@@ -33,10 +40,11 @@ def recorded_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict((key, "data.pad_to_multiple_of"), message, expected)
     if training.enable_gradient_checkpointing is True:
         message = "torch 2.11 records no graph whose inputs a checkpoint lets go (tried on a card)"
-        expected = "one of the two, or training.activation_memory_budget"
-        yield Conflict((key, "training.enable_gradient_checkpointing"), message, expected)
+        yield Conflict((key, "training.enable_gradient_checkpointing"), message, "one of the two")
     apart = {
         "gpu.count": config.gpu.count > 1,
+        "training.compile_scope": training.compile_scope is CompileScope.MODEL,
+        "training.activation_memory_budget": training.activation_memory_budget is not None,
         "training.optimizer_offload": training.optimizer_offload is not OptimizerOffload.NONE,
         "training.on_oom": training.on_oom is OnOutOfMemory.SHRINK,
         "peft.q_lora": training.use_peft and config.peft.q_lora,

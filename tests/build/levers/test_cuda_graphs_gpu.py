@@ -60,10 +60,8 @@ def losses(records: bool, training: dict[str, Any], peft: dict[str, Any], autoca
         (LORA, {"lora_target_modules": ["all-linear"]}, "none"),
         (LORA, {"lora_target_modules": ["all-linear"], "lora_dropout": 0.1}, "none"),
         (LORA, {"peft_method": "dora", "lora_target_modules": ["all-linear"]}, "none"),
-        (PURE | {"compile_scope": "model"}, {}, "none"),
-        (PURE | {"activation_memory_budget": 0.5}, {}, "none"),
     ],
-    ids=["pure", "floor", "masters", "lora", "lora-dropout", "dora", "model", "budget"],
+    ids=["pure", "floor", "masters", "lora", "lora-dropout", "dora"],
 )
 def test_recorded_kernels_learn_what_launched_ones_do(training, peft, autocast, parts):
     if parts > 1 and training.get("optimizer_in_backward"):

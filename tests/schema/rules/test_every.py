@@ -440,8 +440,10 @@ EVEN = {"model": {"model_max_length": 1000}, "data": {"pad_to_multiple_of": 125}
         (
             EVEN | {"training": {"enable_gradient_checkpointing": True}},
             "training.enable_gradient_checkpointing",
-            "activation_memory_budget",
+            "one of the two",
         ),
+        (EVEN | {"training": {"compile_scope": "model"}}, "training.compile_scope", "false"),
+        (EVEN | {"training": {"activation_memory_budget": 0.5}}, "training.activation_memory_budget", "false"),
         (EVEN | {"training": {"optimizer_offload": "host"}}, "training.optimizer_offload", "false"),
         (EVEN | {"training": {"on_oom": "shrink"}}, "training.on_oom", "false"),
         (EVEN | {"training": {"use_peft": True}, "peft": {"q_lora": True}}, "peft.q_lora", "false"),
