@@ -22,7 +22,7 @@ from framework.build.assembly import assemble
 from framework.build.data.batches import full_batch
 from framework.build.place import real_place
 from framework.build.resolve_model import settle
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.step import train_step
 from framework.run.trainer import train
 from framework.schema.config import TrainingConfig

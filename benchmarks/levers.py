@@ -203,7 +203,7 @@ def predict(out: Path, only: list[str], skip_done: bool) -> None:
 
 
 def _plan(config: TrainingConfig) -> dict[str, Any]:
-    from framework.run.planning.plan_process import plan_in_subprocess
+    from framework.run.planning.plan_pool import plan_in_subprocess
 
     try:
         return plan_in_subprocess(config).to_json()

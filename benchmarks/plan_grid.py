@@ -301,7 +301,7 @@ def predict(out: Path, only: list[str]) -> None:
 
 
 def _plan(config: TrainingConfig) -> dict[str, Any]:
-    from framework.run.planning.plan_process import plan_in_subprocess
+    from framework.run.planning.plan_pool import plan_in_subprocess
 
     try:
         start = time.perf_counter()

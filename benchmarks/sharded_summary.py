@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from benchmarks.sharded_rows import curve_of_one_card, step_config
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 
 CARDS = {"NVIDIA H200": "h200_141gb", "NVIDIA H100 80GB HBM3": "h100_80gb"}
 MEASURED = ("allocated_bytes", "reserved_bytes", "beside_torch", "step_seconds")

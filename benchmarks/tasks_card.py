@@ -22,7 +22,7 @@ from framework.errors import TunesmithError
 from framework.memory.cards import read_card
 from framework.memory.installed import detect
 from framework.memory.resolve import resolve
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.schema.config import TrainingConfig
 from framework.shipped import shipped
 

@@ -3,6 +3,9 @@
 import os
 import sys
 
+_LONG = {"train", "plan", "fit", "check", "data", "predict", "merge", "doctor"}
+_BRIEF = {"--help", "-h", "--quick", "--quiet"}
+
 
 def main() -> int:
     """Run one command and return its exit code, 130 also where Ctrl-C comes while the first modules are imported.
@@ -11,12 +14,21 @@ def main() -> int:
     """
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
-        from framework.cli import main as run
+        from framework.activity import shown
 
-        return run()
+        with shown("starting", is_wanted=_is_long(sys.argv[1:])):
+            from framework.cli import main as run
+
+            return run()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _is_long(words: list[str]) -> bool:
+    """Whether a command may be one to wait for. Of several processes that train together the first one says so."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return not _LONG.isdisjoint(words[:1]) and not _BRIEF & {*words} and rank == "0"
 
 
 def main_of_module() -> int:

@@ -42,11 +42,12 @@ def plan(config: TrainingConfig) -> "Plan":
     from dataclasses import replace
 
     from framework.run.planning.fit import decide
-    from framework.run.planning.plan_process import plan_with_warnings
+    from framework.run.planning.plan_pool import Rehearsals, plan_with_warnings
 
     require_versions()
     decided = decide(config, runs_here=False)
-    made = decided.found.plan if decided.found is not None else plan_with_warnings(decided.config)
+    with Rehearsals() as rehearsals:
+        made = decided.found.plan if decided.found is not None else plan_with_warnings(decided.config, rehearsals)
     return replace(made, assumptions=(*made.assumptions, *(f"auto {line}" for line in decided.said)))
 
 
@@ -112,7 +113,7 @@ def train(
     require_versions()
     from framework.build.from_python import FromPython
     from framework.run.hooks import Hooks
-    from framework.run.planning.background_plan import forecast_in_subprocess
+    from framework.run.planning.plan_pool import plan_in_subprocess
     from framework.run.trainer import train
 
     return train(
@@ -123,7 +124,7 @@ def train(
         dry_run=dry_run,
         allow=allow,
         quiet=quiet,
-        planner=forecast_in_subprocess if plan else None,
+        planner=plan_in_subprocess if plan else None,
         train_rows=train_rows,
         eval_rows=eval_rows,
         hooks=Hooks(on_step, on_eval, on_save),

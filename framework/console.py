@@ -7,11 +7,17 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from framework.terminal import OBEYED, visible
+from framework.terminal import BEFORE_OUTPUT, OBEYED, visible
 
 
 class TerminalConsole(Console):
     """A console that shows the characters in texts which a terminal would obey."""
+
+    def print(self, *arguments: Any, **options: Any) -> None:
+        """Print below nothing that is written over."""
+        for give_way in BEFORE_OUTPUT:
+            give_way()
+        super().print(*arguments, **options)
 
     def render_str(self, text: str, *arguments: Any, **options: Any) -> Text:
         """Markup as text; rich would drop some of the characters."""

@@ -6,7 +6,7 @@ the clipboard or turn the order of characters.
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -16,6 +16,10 @@ OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 _BAR = re.compile(r"\r|(?:\n|\x1b\[A)+\Z")
 """How tqdm's bars begin a line again, and go to another."""
+
+
+BEFORE_OUTPUT: list[Callable[[], None]] = []
+"""Called before anything is written to stdout or stderr: what stands on the terminal's last line gives way."""
 
 
 def visible(text: str) -> str:
@@ -45,6 +49,8 @@ class VisibleStream:
 
     def write(self, text: str) -> int:
         """Write the text, made visible; its length."""
+        for give_way in BEFORE_OUTPUT:
+            give_way()
         stream = self.rich_proxied_file
         if OBEYED.search(text):
             stream.write(_on_terminal(text) if stream.isatty() else visible(text))

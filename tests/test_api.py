@@ -23,7 +23,7 @@ import tunesmith
 from framework import api
 from framework.memory.search.found import Change, Found
 from framework.memory.units import size
-from framework.run.planning import plan_process
+from framework.run.planning import plan_pool
 from tests.reports.plans import GIB, PLAN, on
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +149,7 @@ def test_a_plan_and_a_proposal_are_a_line_or_tables() -> None:
 
 
 def test_a_plan_of_what_is_auto_says_what_replaced_it(monkeypatch) -> None:
-    monkeypatch.setattr(plan_process, "plan_in_subprocess", lambda config: PLAN)
+    monkeypatch.setattr(plan_pool.Rehearsals, "tried", lambda _, asked: [PLAN] * len(asked))
     config = framework.TrainingConfig(training={"optimizer": "auto", "max_steps": 1}, gpu={"name": "cpu"})
     added = framework.plan(config).assumptions[len(PLAN.assumptions) :]
     assert any(line.startswith("auto training.optimizer=") for line in added)
@@ -175,7 +175,7 @@ def test_the_page_does_what_it_shows(tmp_path, monkeypatch, capsys) -> None:
     """Its blocks are one program. The search and the plans, which take a minute, are made by hand."""
     monkeypatch.chdir(tmp_path)
     config = framework.load("quickstart", ["gpu=rtx4090_24gb"])
-    monkeypatch.setattr(plan_process, "plan_in_subprocess", lambda config: PLAN)
+    monkeypatch.setattr(plan_pool.Rehearsals, "tried", lambda _, asked: [PLAN] * len(asked))
     asked = inspect.signature(api.fit)
     found = Found(config, PLAN, None, (), (), 1, 1)
     monkeypatch.setattr(api, "fit", lambda *words, **names: asked.bind(*words, **names) and found)

@@ -238,9 +238,12 @@ def _adapted(
 ) -> "Adapter | None":
     if not config.training.use_peft:
         return None
-    from framework.build.adapters.adapter import attach_adapter  # peft takes seconds to import
+    from framework.build.adapters.without_bitsandbytes import without_bitsandbytes
 
-    return attach_adapter(config.peft, built, place, masters=masters, lost=lost, seed=config.training.seed)
+    with contextlib.nullcontext() if config.peft.q_lora else without_bitsandbytes():
+        from framework.build.adapters.adapter import attach_adapter  # peft takes seconds to import
+
+        return attach_adapter(config.peft, built, place, masters=masters, lost=lost, seed=config.training.seed)
 
 
 def _pack(config: TrainingConfig, model: PreTrainedModel, place: Place, ranks: Ranks) -> Factors:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from framework.activity import now
 from framework.cli import look, work
 from framework.cli.convert import convert
 from framework.cli.data import data
@@ -71,8 +72,11 @@ def _with_versions(verb: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(verb)
     def run(*arguments: Any, **options: Any) -> Any:
-        if not options.get("quick"):
-            require_versions()
+        if options.get("quick"):
+            return verb(*arguments, **options)
+        require_versions()
+        if verb not in (plan, fit):  # which load no torch themselves
+            now("loading torch and transformers")
         return verb(*arguments, **options)
 
     return run

@@ -1,10 +1,10 @@
 """The verb that puts two requests side by side."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from framework.activity import shown
 from framework.cli.arguments import Json, Overrides, Recipe
 from framework.cli.plan import checked, planned
 from framework.cli.printing import print_columns, print_json, print_text, stdout
@@ -45,13 +45,13 @@ def diff(
 
 
 def _compare(a: "Composition", b: "Composition", found: "list[Difference]") -> "Comparison":
-    from framework.run.planning.memory_diff import PROCESSES, find_causes
-    from framework.run.planning.plan_process import plan_in_subprocess
+    from framework.run.planning.memory_diff import find_causes
+    from framework.run.planning.plan_pool import Rehearsals
 
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        plan_a, plan_b = pool.map(planned, (a, b))
     keys = [difference.key for difference in found]
-    return find_causes(a.config, b.config, (plan_a, plan_b), keys, plan_in_subprocess)
+    with shown("planning both"), Rehearsals() as rehearsals:
+        plans = planned(a, rehearsals), planned(b, rehearsals)
+        return find_causes(a.config, b.config, plans, keys, rehearsals.tried)
 
 
 def _document(compared: "Comparison | None") -> dict[str, object]:

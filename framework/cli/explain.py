@@ -1,10 +1,12 @@
 """The verb that reads a failure. It loads no torch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from framework.activity import shown
 from framework.cli.arguments import Json
 from framework.cli.printing import print_json, print_text, print_warnings
 
@@ -25,6 +27,13 @@ def explain(
     else:
         evidence = gather(Path(source), run)
     explanation = explain_evidence(evidence)
+    if explanation.lacks_savings:
+        from framework.run.planning.lever_savings import savings_of_run
+
+        folder = run or (Path(source) if Path(source).is_dir() else Path(source).parent)
+        with shown("rehearsing what each setting would save"):
+            found = savings_of_run(folder)
+        explanation = explain_evidence(replace(evidence, plan=found)) if found is not None else explanation
     print_warnings([evidence.unread] if evidence.unread else [])
     if as_json:
         print_json(explanation.to_json())

@@ -42,14 +42,16 @@ def fit(
     from framework.memory.search.concessions import INEXACT
     from framework.run.planning.fit import fit as search
     from framework.run.planning.fit import measured_best
+    from framework.run.planning.plan_pool import prepared
 
-    composition = checked(recipe, overrides or (), nproc)
-    _check(output, html, allow)
-    inexact = INEXACT if allow == "inexact" else tuple(set_free or ())
-    pins = _pins(composition, pin or ()) + (list(INEXACT) if allow == "exact" else [])
-    judge = measured_best(say) if measure else None
-    with placing(composition.origins):
-        found = search(composition.config, pins=pins, inexact=inexact, judge=judge, runs_here=measure or None)
+    with prepared():
+        composition = checked(recipe, overrides or (), nproc)
+        _check(output, html, allow)
+        inexact = INEXACT if allow == "inexact" else tuple(set_free or ())
+        pins = _pins(composition, pin or ()) + (list(INEXACT) if allow == "exact" else [])
+        judge = measured_best(say) if measure else None
+        with placing(composition.origins):
+            found = search(composition.config, pins=pins, inexact=inexact, judge=judge, runs_here=measure or None)
     missed = _written(recipe, overrides or (), found, output) if found.fits else []
     is_written = found.fits and not missed
     missed += written(html, "--html", lambda: _page(composition.recipe, found))

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from framework.activity import doing
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import complain, print_json, print_text, print_warnings, say, stdout
 from framework.cli.writing import as_document, check_writable, told, written
 from framework.errors import OutOfMemory, Problem, RequestError
 
 if TYPE_CHECKING:
-    from subprocess import Popen
-
     from framework.compose import Composition
     from framework.memory.ledger import Plan
     from framework.run.planning.measure import Measured
+    from framework.run.planning.plan_pool import Rehearsals
 
 DOES_NOT_FIT = 3
 COMMAND_WIDTH = 72
@@ -43,18 +43,19 @@ def plan(
     A list of values for one key, such as model.model_max_length=2048,4096, gives one table.
     """
     from framework.compose.overrides import listed
-    from framework.run.planning.plan_process import rehearsing_process
+    from framework.run.planning.plan_pool import Rehearsals, prepared
 
     if (found := listed(overrides or (), several)) is not None:
         if measure:
             raise RequestError([Problem("--measure", "measures one request", expected=f"one value of {found[0]}")])
         return _compare(recipe, *found, html, as_json, nproc)
-    with rehearsing_process() as process:
+    with prepared():
         composition = checked(recipe, overrides or (), nproc)
         check_writable(html, "--html")
         composition, searched = decided(composition, runs_here=measure)
         measured, failure = _measured(composition) if measure else (None, None)
-        made = searched or planned(composition, process)
+        with Rehearsals() as rehearsals:
+            made = searched or planned(composition, rehearsals)
     missed = written(html, "--html", lambda: _page(composition.recipe, made, measured))
     if as_json:
         kept_from = [*missed, *([Problem("--measure", str(failure))] if failure is not None else [])]
@@ -129,19 +130,19 @@ def decided(composition: "Composition", runs_here: bool = False) -> "tuple[Compo
     return replace(composition, config=made.config), made.found.plan if made.found is not None else None
 
 
-def planned(composition: "Composition", process: "Popen[str] | None" = None) -> "Plan":
-    """The plan of a request, made by a `rehearsing_process` that has begun, else by one of its own.
+def planned(composition: "Composition", rehearsals: "Rehearsals") -> "Plan":
+    """The plan of a request.
 
     Raises RequestError, each problem with the place where its key was written.
     """
     from framework.checks import placing
-    from framework.run.planning.plan_process import plan_with_warnings
+    from framework.run.planning.plan_pool import plan_with_warnings
 
     composition, plan = decided(composition)
     if plan is not None:
         return plan
     with placing(composition.origins):
-        return plan_with_warnings(composition.config, process)
+        return plan_with_warnings(composition.config, rehearsals)
 
 
 def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory | None]":
@@ -149,7 +150,8 @@ def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory
     from framework.run.planning.measure import measure_in_subprocess
 
     try:
-        return measure_in_subprocess(composition.config), None
+        with doing("measuring on this machine's card"):
+            return measure_in_subprocess(composition.config), None
     except OutOfMemory as error:
         return None, error
 

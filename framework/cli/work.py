@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from framework.activity import now
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_text, print_warnings, say
 from framework.errors import Problem, RequestError
@@ -50,20 +51,27 @@ def train(
     if fail_fast:
         raise RequestError([Problem("--fail-fast", "is about the runs of a sweep", expected="-m beside it")])
     from framework.checks import placing
+    from framework.run.planning import plan_cache
+    from framework.run.planning.plan_pool import dismiss, prepared
 
     with told_interrupt(lambda: BEFORE_ALL):
         if (found := launched()) is not None and found.world > 1:
             _train_as_rank(found, recipe, overrides or (), nproc, options)
             return 0
-        composition = _in_its_folder(_checked(recipe, overrides or (), nproc), recipe, options)
-        with placing(composition.origins):
-            if composition.config.gpu.count > 1:
-                from framework.run.launch.launch import launch
+        with prepared():
+            composition = _in_its_folder(_checked(recipe, overrides or (), nproc), recipe, options)
+            if plan_cache.read(composition.config) is not None:
+                dismiss()
+            with placing(composition.origins):
+                if composition.config.gpu.count > 1:
+                    from framework.run.launch.launch import launch
 
-                return launch(composition.config, composition.recipe, options.words)
-            from framework.run.trainer import train as run
+                    return launch(composition.config, composition.recipe, options.words)
+                now("loading torch and transformers", is_long=True)
+                from framework.run.trainer import train as run
 
-            _show(run(composition.config, composition.recipe, **options.keywords), options)
+                now("preparing the run")
+                _show(run(composition.config, composition.recipe, **options.keywords), options)
     return 0
 
 
@@ -141,9 +149,12 @@ def _train_as_rank(
     found: "Launched", recipe: str, overrides: Sequence[str], nproc: int | None, options: Options
 ) -> None:
     """Train as one of several that were started together. The main one composes, so that what is wrong is said once."""
+    now("loading torch and transformers", is_long=True)
     from framework.run.ranks.coordinator import met
     from framework.run.trainer import train as run
     from framework.schema.config import TrainingConfig
+
+    now("preparing the run")
 
     def compose() -> str:
         if nproc not in (None, found.world):

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 
 
+def seed_all(seed: int) -> None:
+    """Start all of them from a seed: as transformers' `set_seed`, which imports peft."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)  # of every device
+
+
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Their states as tensors and as plain numbers. Waits for no device."""
     tensors = {"torch": torch.get_rng_state()}

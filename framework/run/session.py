@@ -4,9 +4,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
+from framework.activity import doing
 from framework.build.assembly import Assembly
 from framework.build.data.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
 from framework.build.data.documents import document_lengths, on_device, pinned
@@ -39,10 +39,9 @@ from framework.run.evaluate import Abandoned, evaluate, in_words, until_asked
 from framework.run.hooks import Hooks
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches
-from framework.run.oom.report import Watch, explained_failures, recorded_memory
+from framework.run.oom.report import PlannedRun, Watch, explained_failures, recorded_memory
 from framework.run.oom.retry import tries
 from framework.run.oom.smaller_batches import EVAL, shrunk
-from framework.run.planning.background_plan import Forecast
 from framework.run.planning.plan_of_all import plan_of_all
 from framework.run.ranks.coordinator import Crew
 from framework.run.ranks.signals import Interrupt
@@ -59,12 +58,10 @@ from framework.schema.config import TrainingConfig
 from framework.schema.intervals import is_due
 from framework.schema.wording import counted
 
-Planner = Callable[[TrainingConfig], Forecast]
-"""What predicts a run before it is loaded; `run.forecast.forecast_in_subprocess` is the product's."""
+Planner = Callable[[TrainingConfig], Plan]
+"""What predicts a run before it is loaded; `plan_in_subprocess` is the product's."""
 RESTARTS = 2
 """How often in a row processes that prepare batches are started again for the same step."""
-LAST_SECONDS = 10.0
-"""How long a run that is done waits for what the levers would have saved: small models are rehearsed by then."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,8 @@ class Session:
     batches: TrainingBatches
     progress: ProgressLine
     meter: Meter
-    forecast: Forecast | None
+    plan: Plan | None
+    """What was predicted."""
     watch: Watch
     crew: Crew = field(default_factory=Crew)
     planner: Planner | None = None
@@ -135,11 +133,6 @@ class Session:
         self.saving = Saving(self)
 
     @property
-    def plan(self) -> Plan | None:
-        """What was predicted."""
-        return self.forecast.plan if self.forecast is not None else None
-
-    @property
     def total(self) -> int:
         """Optimizer steps of the whole run."""
         return self.assembly.schedule.total
@@ -147,9 +140,11 @@ class Session:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Trackers, progress bar and the writer of checkpoints, for as long as steps are made."""
+        is_alone = self.assembly.ranks.world == 1
+        planned = PlannedRun(self.config, self.plan, is_alone) if self.plan is not None else None
         with (
             self._logging(),
-            explained_failures(self.watch, self.forecast, self.folder.path),
+            explained_failures(self.watch, planned, self.folder.path),
             recorded_memory(self.assembly.place),
             self.progress,
             self.saving.writer,
@@ -194,10 +189,8 @@ class Session:
         self._moved_elements = MovedElements(self.assembly.trained)
         self._clock = time.perf_counter()
 
-    def close(self, after: float = 0.0) -> None:
-        """End what still goes on beside the run, `after` so many seconds at the latest, and let go of its folder."""
-        if self.forecast is not None:
-            self.forecast.stop(after)
+    def close(self) -> None:
+        """Let go of the run's folder."""
         self.held.close()
 
     def take(self, step: int) -> list[Batch]:
@@ -267,18 +260,17 @@ class Session:
 
     def plan_again(self) -> None:
         """Predict the run at the size that it has shrunk to. The main rank does, the others wait."""
-        if self.forecast is None or self.planner is None:
+        if self.plan is None or self.planner is None:
             return
-        self.forecast.stop()
-        made: Forecast | None = None
+        made: Plan | None = None
         with self.crew.phase("planning again"):
             if self.crew.ranks.is_main:
                 with contextlib.suppress(TunesmithError):
                     made = self.planner(self.config)
             made = plan_of_all(self.crew, made, f"plan/{len(self.repairs)}")
         if made is not None:
-            self.forecast = made
-            self.keep_forecast()
+            self.plan = made
+            self.keep_plan()
 
     def write_memory(self) -> dict[str, Any]:
         """`memory.json`: what was predicted next to what was measured, so far."""
@@ -287,11 +279,11 @@ class Session:
         self._write(lambda: self.folder.write_json("memory.json", document))
         return document
 
-    def keep_forecast(self) -> None:
-        """Store the plan in the run folder, now and whenever more is known."""
-        if self.forecast is not None:
-            forecast = self.forecast
-            self._write(lambda: forecast.keep(partial(self.folder.write_json, "plan.json")))
+    def keep_plan(self) -> None:
+        """Store the plan in the run folder."""
+        if self.plan is not None:
+            document = self.plan.to_json()
+            self._write(lambda: self.folder.write_json("plan.json", document))
 
     def _write(self, write: Callable[[], None]) -> None:
         """Write what tells of the run, and say where that fails: it is no reason to end it."""
@@ -470,14 +462,15 @@ class Session:
         rank, world = self.assembly.ranks.rank // sharing, self.assembly.ranks.world // sharing
         made = eval_batches(self.inputs.data.eval, size, pad, rank, world, joined, self.config.padded(1))
         wanted = until_asked(made, self.interrupt) if self.assembly.ranks.world == 1 else made  # others would wait
-        return evaluate(self.assembly, map(self._noted, wanted), self.meter.observe)
+        with doing(f"evaluating after step {self.step}"):
+            return evaluate(self.assembly, map(self._noted, wanted), self.meter.observe)
 
     def _noted(self, batch: Batch) -> Batch:
         self._eval_shapes.append(rows_and_tokens(self.config, batch))
         device = self.assembly.place.device
         return on_device(device, pinned(device, batch))
 
-    def save(self, beside: bool = False) -> None:
+    def save(self, beside: bool = False, is_last: bool = False) -> None:
         """A checkpoint of the step just made, as `Saving.save` has it. Raises SaveFailed."""
-        self.saving.save(beside)
+        self.saving.save(beside, is_last)
         self._clock = time.perf_counter()

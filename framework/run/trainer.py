@@ -1,7 +1,7 @@
 """The loop: one function between the command and the train step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.activity import doing, now
 from framework.build.assembly import Assembly
 from framework.build.data.report import cautions
 from framework.build.data.rows import Row
@@ -21,22 +22,22 @@ from framework.build.refuse import refuse_impossible
 from framework.build.sources.python_rows import Given, PythonRows, take_rows
 from framework.build.text.labels import IGNORED
 from framework.build.verify import table, verify_unmoved
-from framework.build.verify.adapter_coverage import said_at_save
 from framework.build.verify.fingerprints import take_fingerprints
 from framework.errors import SaveFailed
+from framework.memory.ledger import Plan
 from framework.run.checkpoints.checkpoint import load_best
-from framework.run.checkpoints.export import export
+from framework.run.checkpoints.export import export, recasts
 from framework.run.checkpoints.resume import check_allowed
 from framework.run.hooks import Hooks
 from framework.run.oom.retry import tries
 from framework.run.oom.smaller_batches import TRAIN
-from framework.run.planning.background_plan import Forecast, forecast_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.ranks.coordinator import met, require_world
 from framework.run.ranks.signals import BEFORE_ALL, told_interrupt, watched_interrupt
 from framework.run.record.layout import FINAL, UNFINISHED, step_of
 from framework.run.record.predicted_and_measured import last_line
 from framework.run.result import RunResult
-from framework.run.session import LAST_SECONDS, Planner, Session
+from framework.run.session import Planner, Session
 from framework.run.setup.agreement import decided_by_main
 from framework.run.setup.longest_rows import try_longest_rows
 from framework.run.setup.reference_answers import know_reference
@@ -58,7 +59,7 @@ def train(
     dry_run: bool = False,
     allow: Sequence[str] = (),
     quiet: bool = False,
-    planner: Planner | None = forecast_in_subprocess,
+    planner: Planner | None = plan_in_subprocess,
     train_rows: PythonRows | None = None,
     eval_rows: PythonRows | None = None,
     hooks: Hooks | None = None,
@@ -100,8 +101,10 @@ def train(
             with session.running():
                 know_reference(session)
                 before = take_fingerprints(session.assembly)
-                try_longest_rows(session)
+                with doing("trying the longest rows"):
+                    try_longest_rows(session)
                 session.start()
+                now(f"the first step{', which compiles' if config.training.compile is True else ''}")
                 with watched_interrupt() as session.interrupt:
                     try:
                         for step in session.steps():
@@ -111,13 +114,11 @@ def train(
                                     update = way_back.before_update
                                     launched = launch_step(session.assembly, batches, step, session.observe, update)
                             session.after_step(step, launched)
-                        session.save()
+                        session.save(is_last=True)
                     except SaveFailed as error:
                         raise _unsaved(session, error) from error
                     verify_unmoved(session.assembly, before)
                     finished = _finish(session)
-        with suppress(KeyboardInterrupt):
-            session.close(after=LAST_SECONDS)
         session.hooks.raise_failure(f"the run is complete in {session.folder.path}")  # of the last step or its save
         return finished
 
@@ -127,10 +128,9 @@ def _telling(planner: Planner | None, from_python: FromPython) -> Planner | None
     if planner is None or not from_python.names:
         return planner
 
-    def plan(config: TrainingConfig) -> Forecast:
-        forecast = planner(config)
-        forecast.plan = replace(forecast.plan, warnings=(*forecast.plan.warnings, *from_python.said(config)))
-        return forecast
+    def plan(config: TrainingConfig) -> Plan:
+        made = planner(config)
+        return replace(made, warnings=(*made.warnings, *from_python.said(config)))
 
     return plan
 
@@ -177,7 +177,8 @@ def _announce(session: Session, searched: Sequence[str]) -> None:
 
 
 def _finish(session: Session) -> RunResult:
-    """Evaluate and export. The export does not depend on the evaluation, nor the checkpoint on either."""
+    """Evaluate and export, while the last checkpoint is perhaps still written. The export does not depend on the
+    evaluation, nor the checkpoint on either."""
     if isinstance(session.batches, StreamedBatches):
         report = session.batches.progress.account.report
         for line in (str(report), *(f"warning   {text}" for text in cautions(report).values())) if report else ():
@@ -214,31 +215,52 @@ def _evaluate_last(session: Session) -> None:
 def _unsaved(session: Session, error: SaveFailed) -> SaveFailed:
     """The error of a checkpoint that could not be written, when what else can be kept of the run has been exported."""
     session.settle()
-    said, step, name = str(error), session.step, FINAL
+    said, name = str(error), FINAL
     try:
-        if step >= session.total:
+        if session.step >= session.total:
             _finish(session)
         elif session.has_stepped:
-            name = f"{UNFINISHED}{step:08d}"
+            name = f"{UNFINISHED}{session.step:08d}"
             _exported(session, name)
         else:
             return error
     except SaveFailed as second:
         return SaveFailed(f"{said}\n{second}")
+    return _exported_instead(session, said, name)
+
+
+def _exported_instead(session: Session, said: str, name: str) -> SaveFailed:
+    """The error of a checkpoint that could not be written, of weights that are exported."""
     saved = session.saving.newest()
     then = f"--resume goes on from step {saved}" if saved else "there is no checkpoint to go on from"
-    return SaveFailed(f"{said}\nThe weights after step {step} are exported: {session.folder.path / name}; {then}")
+    exported = f"The weights after step {session.step} are exported: {session.folder.path / name}; {then}"
+    return SaveFailed(f"{said}\n{exported}")
 
 
 def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
     """`memory.json`, last words, the export; the first of them and a sample."""
     memory = session.write_memory()
-    for line in said_at_save(session.assembly):
-        session.progress.say(line)
+    if session.assembly.adapter is not None:
+        from framework.build.verify.adapter_coverage import said_at_save  # peft takes seconds to import
+
+        for line in said_at_save(session.assembly):
+            session.progress.say(line)
     if session.saving.writer.count:
         session.progress.say(f"saves     {session.saving.writer}")
+    failure = _saving_failure(session) if recasts(session.assembly) else ""
     sample = _exported(session)
+    if failure := failure or _saving_failure(session):
+        raise _exported_instead(session, failure, FINAL)
     return memory, sample
+
+
+def _saving_failure(session: Session) -> str:
+    """Why the last checkpoint could not be written, once that is known; empty where it was."""
+    try:
+        session.saving.finish()
+    except SaveFailed as error:
+        return str(error)
+    return ""
 
 
 def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:

@@ -1,10 +1,13 @@
 """The front rooms are quick and load neither torch nor, where nothing is composed, Hydra."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.test_train import RECIPE
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft")
@@ -69,3 +72,31 @@ def test_libraries_say_nothing_while_they_are_loaded() -> None:
     command = [sys.executable, "-c", "import framework.run.planning.model_checks, framework.run.predict"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stderr == ""
+
+
+TRAINING = """
+import sys
+from framework import load, train
+recipe, folder = sys.argv[1:]
+for number, peft in enumerate(([], ["peft=lora"])):
+    train(load(recipe, ["gpu=cpu", *peft, f"training.output_dir={folder}/{number}"]), plan=False, quiet=True)
+    print(*{name.partition(".")[0] for name in sys.modules if sys.modules[name] is not None})
+"""
+UNUSED = {"bitsandbytes", "datasets", "sklearn", "tensorboard", "mlflow", "wandb", "torchao", "liger_kernel"}
+"""pandas is imported by pyarrow wherever it is installed."""
+
+
+def test_a_run_imports_what_it_uses(write, tmp_path):
+    """From rows to export: in full without peft, with an adapter without bitsandbytes, which peft would import."""
+    write("\n".join(f"line {number} of a text that a tokenizer can be built on" for number in range(64)), "rows.txt")
+    recipe = write(RECIPE)
+    code = [sys.executable, "-c", TRAINING, str(recipe.absolute()), str(tmp_path / "runs")]
+    done = subprocess.run(
+        code, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    full, adapted = (set(line.split()) for line in done.stdout.splitlines())
+    assert {"torch", "transformers"} <= full
+    assert not full & {*UNUSED, "peft"}
+    assert "peft" in adapted
+    assert not adapted & UNUSED

@@ -14,8 +14,9 @@ from framework.compose import compose, load
 from framework.compose.overrides import listed
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
+from framework.run.planning import plan_pool
 from framework.run.planning.measure import Measured
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from tests.reports.plans import GIB, PLAN, gib, on, use
 
 ROOT = Path(__file__).parents[2]
@@ -79,13 +80,10 @@ def planner(monkeypatch):
     def use_plan(made):
         def plan_config(config):
             configs.append(config)
-            if isinstance(made, Exception):
-                raise made
             return made(config) if callable(made) else made
 
-        place = "framework.run.planning.plan_process"
-        monkeypatch.setattr(f"{place}.plan_in_subprocess", plan_config)
-        monkeypatch.setattr(f"{place}.plan_by", lambda process, config: plan_config(config))
+        monkeypatch.setattr(plan_pool.Rehearsals, "tried", lambda _, asked: [plan_config(each) for each in asked])
+        monkeypatch.setattr(plan_pool, "_COMMAND", [sys.executable, "-c", ""])
         return configs
 
     return use_plan
@@ -96,6 +94,7 @@ def command(*words):
         [sys.executable, "-m", "framework", *words], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert "Traceback" not in done.stderr
+    done.stderr = "".join(line for line in done.stderr.splitlines(True) if not line.startswith("working "))
     return done
 
 

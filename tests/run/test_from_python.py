@@ -9,7 +9,6 @@ import torch
 from framework.build.from_python import FromPython
 from framework.errors import RequestError, VerificationFailed
 from framework.memory.ledger import Plan
-from framework.run.planning.background_plan import Forecast
 from tests.reports.plans import PLAN
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
 
@@ -77,7 +76,7 @@ def test_an_optimizer_without_some_of_the_weights_is_refused(corpus, tmp_path): 
 def test_the_plan_says_what_it_does_not_know(corpus, tmp_path, capsys):  # noqa: F811
     from_python = FromPython(Halved, torch.optim.RAdam)
     made = config(corpus, tmp_path / "run", training={"max_steps": 1})
-    train(made, quiet=False, planner=lambda _: Forecast(PLAN), from_python=from_python)
+    train(made, quiet=False, planner=lambda _: PLAN, from_python=from_python)
     kept = Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text()))
     said = tuple(from_python.said(made))
     assert kept == replace(PLAN, warnings=(*PLAN.warnings, *said))

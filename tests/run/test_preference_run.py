@@ -205,6 +205,6 @@ def test_the_prediction_stands_next_to_the_measurement(files, tmp_path):
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 4}
     architecture = {**{name: value for name, value in LLAMA.items() if name != "vocab_size"}, **wide}
     asked = config(files, tmp_path / "run", training={"max_steps": 2}, model={"architecture": architecture})
-    train(asked, planner=trainer.forecast_in_subprocess)
+    train(asked, planner=trainer.plan_in_subprocess)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert abs(memory["error"]["allocated"]) < 0.25

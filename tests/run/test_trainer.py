@@ -19,8 +19,7 @@ from framework.memory.units import size
 from framework.run import session as session_module
 from framework.run import trainer
 from framework.run.checkpoints.checkpoint import checkpoints
-from framework.run.planning.background_plan import Forecast
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.setup import start as opening
 from framework.schema.config import TrainingConfig
 from tests.tiny import GPT2, LLAMA
@@ -415,7 +414,7 @@ def test_an_option_that_cannot_be_is_refused_from_python_too(corpus, tmp_path):
 
 def test_what_was_predicted_stands_next_to_what_was_measured(corpus, tmp_path):
     """The real planner, for the CPU: what came into resident memory with the model."""
-    result = train(config(corpus, tmp_path / "run", training={"max_steps": 2}), planner=trainer.forecast_in_subprocess)
+    result = train(config(corpus, tmp_path / "run", training={"max_steps": 2}), planner=trainer.plan_in_subprocess)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     predicted, measured = memory["predicted"]["peak"]["allocated_bytes"], memory["measured"]
     own = measured["allocated_bytes"] - measured["baseline_bytes"]
@@ -435,7 +434,7 @@ def test_a_run_over_the_card_is_refused_before_anything_is_loaded(corpus, tmp_pa
     small = dataclasses.replace(plan, device=dataclasses.replace(plan.device, name="toaster", usable_bytes=1000))
     monkeypatch.setattr(opening, "assemble", lambda *_: pytest.fail("weights were made"))
     with pytest.raises(DoesNotFit, match=r"toaster has 0\.00 GiB usable; most is"):
-        train(config(corpus, tmp_path / "run"), planner=lambda _: Forecast(small))
+        train(config(corpus, tmp_path / "run"), planner=lambda _: small)
     assert not (tmp_path / "run").exists()
 
 
@@ -445,7 +444,7 @@ def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_loaded(cor
     large = dataclasses.replace(plan, disk_bytes=1 << 60)
     monkeypatch.setattr(opening, "assemble", lambda *_: pytest.fail("weights were made"))
     with pytest.raises(DoesNotFit, match=r"writes up to 1073741824\.0 GiB"):
-        train(config(corpus, tmp_path / "run"), planner=lambda _: Forecast(large))
+        train(config(corpus, tmp_path / "run"), planner=lambda _: large)
     assert not (tmp_path / "run").exists()
 
 

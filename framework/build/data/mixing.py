@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import datasets
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +27,8 @@ def mixture(sources: Sequence[DatasetParams], counts: Sequence[int], rule: Mixin
     if empty:
         message = f"no row of {sources[empty[0]].path} is left, so none can be drawn for the mixture"
         raise RequestError([Problem(f"data.train[{index}]", message) for index in empty])
+    import datasets  # takes seconds, with pandas
+
     ends = np.cumsum(counts)
     numbers = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
     parts = [datasets.Dataset.from_dict({"row": part}) for part in numbers]

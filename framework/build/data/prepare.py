@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
 
-import datasets
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
@@ -29,6 +28,7 @@ from framework.build.data.stream import Stream, columns_of, in_parts
 from framework.build.data.truncation import RowPolicy, Tally
 from framework.build.sources.files import Fault
 from framework.build.sources.python_rows import NOTHING, Given, PythonRows
+from framework.build.sources.row_table import RowTable
 from framework.build.sources.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.text.classes import Targets, WrongLabel, coarse_values, find_classes, find_values
 from framework.build.text.encode import Encoding, row_texts
@@ -65,8 +65,8 @@ class Data:
 class Splits:
     """Rows as read. The sources stay apart for the report."""
 
-    train: datasets.Dataset
-    eval: datasets.Dataset | None
+    train: RowTable
+    eval: RowTable | None
     sources: tuple[Source, ...]
     counts: tuple[int, ...]
     """Training rows of each training source, which stand one after the other."""
@@ -234,7 +234,7 @@ def read_splits(config: TrainingConfig, given: Given = NOTHING, streams: Sequenc
         return Splits(rows, None, tuple(train), counts)
     rest, chosen = hold_out(len(rows), data.eval_fraction, config.training.seed)
     ends = np.searchsorted(rest, np.cumsum(counts))
-    left = rows.select(rest, keep_in_memory=True), rows.select(chosen, keep_in_memory=True)
+    left = rows.select(rest), rows.select(chosen)
     return Splits(*left, tuple(train), tuple(np.diff(ends, prepend=0).tolist()))
 
 
@@ -262,15 +262,13 @@ def training_texts(config: TrainingConfig, given: Given = NOTHING) -> Iterator[s
                 yield from row_texts(columns_of([values for _, values in part if not isinstance(values, Fault)]))
         return
     rows = read_splits(config, given).train
-    shuffled = rows.select(
-        _generator(config.training.seed, TOKENIZER_TEXTS).permutation(len(rows)), keep_in_memory=True
-    )
+    shuffled = rows.select(_generator(config.training.seed, TOKENIZER_TEXTS).permutation(len(rows)))
     for batch in shuffled.iter(batch_size=ENCODE_BATCH):
         yield from row_texts(batch)
 
 
 def _prepare_split(
-    rows: datasets.Dataset,
+    rows: RowTable,
     name: str,
     encoding: Encoding,
     policy: RowPolicy,

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from framework.activity import drawn_by
+
 
 class RowsPerSecond(ProgressColumn):
     """`12,345 rows/s`, over the last half minute."""
@@ -29,6 +31,6 @@ def row_progress(name: str, total: int, console: Console | None) -> Iterator[Cal
         disable=console is None or not console.is_terminal,
         transient=True,
     )
-    with bar:
+    with contextlib.nullcontext() if bar.disable else drawn_by(lambda _: None), bar:
         task = bar.add_task(name, total=total)
         yield lambda rows: bar.advance(task, rows)

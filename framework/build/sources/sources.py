@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-import datasets
 import pyarrow as pa
 
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
@@ -25,6 +24,7 @@ from framework.build.sources.find_files import (
     nearest_path,
 )
 from framework.build.sources.python_rows import PythonRows, python_records
+from framework.build.sources.row_table import RowTable, joined
 from framework.build.text.format_rows import Values
 from framework.build.text.format_table import FORMS, Form
 from framework.build.text.row_formats import choose_form
@@ -33,6 +33,9 @@ from framework.schema.choices import RowFormat, Task
 from framework.schema.data import DatasetParams
 from framework.schema.split import Split, parse_split
 from framework.schema.wording import counted
+
+if TYPE_CHECKING:
+    import datasets
 
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
 """Folders of the standard library's folder that hold no library source."""
@@ -67,16 +70,16 @@ class Place:
 class Source:
     """The rows of one `DatasetParams`: what their form keeps, `path` and `row` (where a row stands)."""
 
-    dataset: datasets.Dataset
+    dataset: RowTable
     form: RowFormat
     description: str
     unread: Mapping[str, Sequence[str]]
     """The path -> columns and fields of turns that the form does not read."""
 
 
-def join_sources(sources: Sequence[Source]) -> datasets.Dataset:
-    """The rows of the sources as one dataset."""
-    return datasets.concatenate_datasets([source.dataset for source in sources])
+def join_sources(sources: Sequence[Source]) -> RowTable:
+    """The rows of the sources, one after the other."""
+    return joined([source.dataset for source in sources])
 
 
 def read_sources(
@@ -344,10 +347,9 @@ class _Table:
         if len(self.values) == CHUNK:
             self._flush()
 
-    def finish(self) -> datasets.Dataset:
+    def finish(self) -> RowTable:
         self._flush()
-        # The fingerprint is only for caches, which nothing here uses; datasets would hash the whole table to make one.
-        return datasets.Dataset(pa.concat_tables(self.chunks), fingerprint="unused")
+        return RowTable(pa.concat_tables(self.chunks))
 
     def _flush(self) -> None:
         kept = pa.Table.from_pylist(self.values, schema=self.form.schema)
@@ -356,8 +358,10 @@ class _Table:
         self.values, self.places = [], []
 
 
-def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> datasets.Dataset | datasets.IterableDataset:
+def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> "datasets.Dataset | datasets.IterableDataset":
     """A dataset on the hub, or one downloaded before. Raises RequestError."""
+    import datasets  # takes seconds, with pandas
+
     split = source.split
     if streamed:
         split = _streamed_split(source, key).name
@@ -388,7 +392,7 @@ def _streamed_split(source: DatasetParams, key: str) -> Split:
     return split
 
 
-def _dataset_records(dataset: datasets.Dataset | datasets.IterableDataset) -> Iterator[Record]:
+def _dataset_records(dataset: "datasets.Dataset | datasets.IterableDataset") -> Iterator[Record]:
     """The rows, with the names of classes where the dataset knows them; a class of -1 is none."""
     number, classes = 0, _class_names(dataset.features or {})
     for batch in dataset.iter(batch_size=1000):
@@ -402,8 +406,10 @@ def _dataset_records(dataset: datasets.Dataset | datasets.IterableDataset) -> It
 
 def _class_names(features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
     """The names of the classes of each column that has classes, or lists of them."""
+    from datasets import ClassLabel
+
     inner = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
-    return {column: feature.names for column, feature in inner.items() if isinstance(feature, datasets.ClassLabel)}
+    return {column: feature.names for column, feature in inner.items() if isinstance(feature, ClassLabel)}
 
 
 def _named_class(value: Any, names: Sequence[str]) -> Any:

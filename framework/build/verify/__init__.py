@@ -15,16 +15,6 @@ from framework.build.verify.activations import (
     read_offloaded_activations,
     read_sdpa_kernel,
 )
-from framework.build.verify.adapter import (
-    read_adapter,
-    read_adapter_dropout,
-    read_adapter_dtype,
-    read_adapter_rank,
-    read_adapter_saved_modules,
-    read_adapter_targets,
-    read_faster_matrices,
-    read_quantized,
-)
 from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches, read_padded_lengths
 from framework.build.verify.companion import (
@@ -84,6 +74,21 @@ __all__ = [
     "verify_unmoved",
 ]
 
+
+def _of_adapter(name: str) -> Callable[[Assembly], Iterable[Reading]]:
+    """A reader of `framework.build.verify.adapter`, which has something to say of runs with an adapter alone."""
+
+    def read(assembly: Assembly) -> Iterable[Reading]:
+        if not assembly.config.training.use_peft and assembly.adapter is None:
+            return ()
+        from framework.build.verify import adapter  # peft takes seconds to import
+
+        found: Iterable[Reading] = getattr(adapter, name)(assembly)
+        return found
+
+    return read
+
+
 READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "allocator_settings": read_allocator_settings,
     "head": read_head,
@@ -111,17 +116,17 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "teacher": read_teacher,
     "frozen_modules": read_frozen_modules,
     "offloaded_base": read_offloaded_base,
-    "adapter": read_adapter,
-    "adapter_rank": read_adapter_rank,
-    "adapter_targets": read_adapter_targets,
-    "adapter_dropout": read_adapter_dropout,
-    "adapter_dtype": read_adapter_dtype,
-    "faster_matrices": read_faster_matrices,
-    "quantized": read_quantized,
+    "adapter": _of_adapter("read_adapter"),
+    "adapter_rank": _of_adapter("read_adapter_rank"),
+    "adapter_targets": _of_adapter("read_adapter_targets"),
+    "adapter_dropout": _of_adapter("read_adapter_dropout"),
+    "adapter_dtype": _of_adapter("read_adapter_dtype"),
+    "faster_matrices": _of_adapter("read_faster_matrices"),
+    "quantized": _of_adapter("read_quantized"),
     "sharding": read_sharding,
     "offloaded_shards": read_offloaded_shards,
     "prefetch": read_prefetch,
-    "adapter_saved_modules": read_adapter_saved_modules,
+    "adapter_saved_modules": _of_adapter("read_adapter_saved_modules"),
 }
 """Before step 1, in the order of the printed table. `head`, `parameters`, `keeping_blocks`, `router_loss`, `own_loss`,
 `reference` and `teacher` are no levers: they are said for every run they are about; `isolation` is of every lever that

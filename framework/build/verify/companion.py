@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from peft.tuners.tuners_utils import BaseTunerLayer
-
 from framework.build.adapters.quantize import kind_name, quantized_kinds, weight_count
 from framework.build.assembly import Assembly
 from framework.build.dtypes import TORCH_DTYPES
@@ -49,6 +47,8 @@ def _without_adapter(assembly: Assembly, reference: object) -> tuple[str, str]:
     """Whether the reference takes the adapter away, and whether that reaches all of its layers."""
     if not isinstance(reference, WithoutAdapter) or assembly.adapter is None:
         return "something else", "the objective"
+    from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds to import
+
     model = assembly.adapter.model
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     with model.disable_adapter():

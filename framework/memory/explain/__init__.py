@@ -32,6 +32,8 @@ class Explanation:
     planned_bytes: int | None = None
     """Allocated bytes that the plan predicts for the phase."""
     state_bytes: int | None = None
+    lacks_savings: bool = False
+    """Whether memory ran out in a run that has a plan, and what each lever would save was not found out yet."""
 
     def __repr__(self) -> str:
         where = f" in {self.phase}" if self.phase is not None else ""
@@ -93,4 +95,5 @@ def explain_evidence(evidence: Evidence) -> Explanation:
         has_plan=plan is not None,
         planned_bytes=planned.allocated_bytes if planned else None,
         state_bytes=planned.terms.get("optimizer") if planned and is_first else None,
+        lacks_savings=is_memory and plan is not None and plan.levers is None,
     )

@@ -46,17 +46,21 @@ class Writer:
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
 
-    def begin(self, contents: Contents, write: Callable[[Contents], None], live: Iterable[Tensor]) -> None:
+    def begin(
+        self, contents: Contents, write: Callable[[Contents], None], live: Iterable[Tensor], is_last: bool = False
+    ) -> None:
         """Write `contents`; `wait` first for what was begun before, and afterwards for what `write` raises. `beside`,
-        raises VerificationFailed where what is written shares memory with `live` tensors, which training changes."""
-        if not self.beside:
+        raises VerificationFailed where what is written shares memory with `live` tensors, which training changes.
+        With `is_last` training is over: nothing changes the tensors before `wait`, and none of them is copied."""
+        if not self.beside and not is_last:
             self._write(contents, write)
             return
-        began = time.perf_counter()
-        contents = self._copied(contents)
-        self.copying += time.perf_counter() - began
-        self.reading = _read_apart(contents, live)
-        self.count += 1
+        if self.beside:
+            began = time.perf_counter()
+            contents = self._copied(contents)
+            self.copying += time.perf_counter() - began
+            self.reading = _read_apart(contents, live)
+            self.count += 1
         self._thread = threading.Thread(target=self._write, args=(contents, write), daemon=True, name="writer")
         self._thread.start()
 

@@ -4,7 +4,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from framework.build.adapters.adapter import Adapter, adapter_state
-from framework.build.adapters.merge import detach, merge
 from framework.build.assembly import Assembly
 from framework.build.loading.bases import weights_digest
 from framework.build.model.parts import causal_model
@@ -26,6 +24,9 @@ from framework.run.checkpoints.read_back import differing, told, verify_tensors
 from framework.run.record.files import aside_of, discard
 from framework.schema.choices import PeftSaveMode
 from framework.schema.wording import counted
+
+if TYPE_CHECKING:
+    from framework.build.adapters.adapter import Adapter
 
 BASE_FOLDER = "base_model"
 """Where the base is written beside its adapter."""
@@ -66,21 +67,26 @@ def export(
     return dtype
 
 
+def recasts(assembly: Assembly) -> bool:
+    """Whether the export changes trained tensors in place, which then must be saved before."""
+    adapter, mode = assembly.adapter, assembly.config.peft.peft_save_mode
+    if adapter is not None:
+        return mode is not PeftSaveMode.ADAPTER_ONLY
+    return any(parameter.dtype != assembly.export_dtype for parameter in assembly.trained)
+
+
 def _prepared(
     assembly: Assembly, tokenizer: PreTrainedTokenizerBase, base: Mapping[str, Any] | None
 ) -> tuple[torch.dtype, Callable[[Path], None]]:
     """The dtype of what is exported, and what writes it to a folder, again where that has failed."""
-    adapter, mode = assembly.adapter, assembly.config.peft.peft_save_mode
-    if adapter is None or mode is PeftSaveMode.MERGED:
-        dtype = assembly.export_dtype
-        plain = causal_model(assembly.model).to(dtype) if adapter is None else merge(adapter.model, dtype)
+    adapter, mode, dtype = assembly.adapter, assembly.config.peft.peft_save_mode, assembly.export_dtype
+    if adapter is None:
+        return dtype, _writing(causal_model(assembly.model).to(dtype), dtype, tokenizer)
+    from framework.build.adapters.adapter import adapter_state  # peft takes seconds to import
+    from framework.build.adapters.merge import detach, merge
 
-        def write(target: Path) -> None:
-            with written_aside(target) as aside:
-                write_model(plain, aside, dtype)
-                write_tokenizer(tokenizer, aside)
-
-        return dtype, write
+    if mode is PeftSaveMode.MERGED:
+        return dtype, _writing(merge(adapter.model, dtype), dtype, tokenizer)
     tensors = {name: item.detach().cpu().contiguous() for name, item in adapter_state(adapter.model)}
     with_base, bases = mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL, list[PreTrainedModel]()
 
@@ -99,6 +105,15 @@ def _prepared(
             write_tokenizer(tokenizer, aside)
 
     return assembly.trained[0].dtype, write_both
+
+
+def _writing(plain: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:
+    def write(target: Path) -> None:
+        with written_aside(target) as aside:
+            write_model(plain, aside, dtype)
+            write_tokenizer(tokenizer, aside)
+
+    return write
 
 
 def try_export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path) -> str:
@@ -136,6 +151,8 @@ def _write_small(assembly: Assembly, folder: Path) -> None:
     elif mode is not PeftSaveMode.ADAPTER_ONLY:
         _write_configs(adapter.model.get_base_model(), folder)
     if adapter is not None and mode is not PeftSaveMode.MERGED and not assembly.is_in_parts:
+        from framework.build.adapters.adapter import adapter_state  # peft takes seconds to import
+
         tensors = {name: item.detach().cpu().contiguous() for name, item in adapter_state(adapter.model)}
         write_adapter(adapter, tensors, folder, None)
 
@@ -169,7 +186,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
             raise SaveFailed(f"the {name} of the tokenizer in {folder} is not the one that was trained with")
 
 
-def write_adapter(adapter: Adapter, tensors: dict[str, Tensor], folder: Path, base: str | None) -> None:
+def write_adapter(adapter: "Adapter", tensors: dict[str, Tensor], folder: Path, base: str | None) -> None:
     """The adapter as peft writes one, from its tensors on the host. `base`: where the weights below it are written.
 
     What was taken out of the base's weights to start from is subtracted again, so that the adapter belongs on the

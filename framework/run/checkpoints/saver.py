@@ -1,11 +1,13 @@
 """The checkpoints of a run, from the step that they are of until they are complete."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from framework.build.assembly import Assembly
+from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
 from framework.errors import SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.best import FILE, Best
@@ -15,12 +17,14 @@ from framework.run.checkpoints.checkpoint import Contents, contents_of, save_che
 from framework.run.hooks import Hooks
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches, stream_state
+from framework.run.planning.capacity import available_host_bytes
 from framework.run.ranks.coordinator import Crew
 from framework.run.record.layout import checkpoint_name, step_of
 from framework.run.record.meter import Meter
 from framework.run.record.progress import ProgressLine
 from framework.run.record.run_folder import RunFolder
 from framework.run.rehearsal.footprint import state_tensors
+from framework.run.trained_parameters import trained_state
 from framework.schema.config import TrainingConfig
 
 
@@ -69,19 +73,33 @@ class Saving:
         """Try before the first step what a save does; in words what that was, where sharded weights were part of it."""
         return self._common.attempt(self._session.assembly, self._session.inputs.tokenizer)
 
-    def save(self, beside: bool = False) -> None:
+    def save(self, beside: bool = False, is_last: bool = False) -> None:
         """A checkpoint of the step just made, unless it is there already. It is complete when this returns; with
-        `beside`, where that was asked for, when this is called again. Raises SaveFailed, also of the one before."""
-        self._finish()
+        `beside`, where that was asked for, when this is called again; with `is_last`, after which no tensor of it may
+        be changed, when `finish` returns. Raises SaveFailed, also of the one before."""
+        self.finish()
+        goes_on = is_last and self._can_go_on()
         if self.saved != self._session.step:
-            self._begin()
-        if not beside or not self.writer.beside:
-            self._finish()
+            self._begin(goes_on)
+        if not goes_on and not (beside and self.writer.beside):
+            self.finish()
+
+    def _can_go_on(self) -> bool:
+        """Whether the last checkpoint can be written while what follows runs: an evaluation, where a schedule-free
+        optimizer changes weights, perhaps the way back to the best ones, and an export, which needs as much again at
+        most of host memory and disk."""
+        assembly = self._session.assembly
+        is_changed = isinstance(assembly.optimizer, ScheduleFreeAdamW) or self._session.best.is_kept
+        if assembly.ranks.world > 1 or is_changed:
+            return False
+        held = (*trained_state(assembly.model).values(), *state_tensors(assembly))
+        room = min(available_host_bytes(), shutil.disk_usage(self._session.folder.path).free)
+        return room > 2 * sum(tensor.nbytes for tensor in held)
 
     def save_first(self) -> None:
         """A checkpoint before the first step. Raises SaveFailed."""
-        self._begin()
-        self._finish()
+        self._begin(is_last=False)
+        self.finish()
 
     def note_best(self) -> None:
         """Say in `best.json` which checkpoint is the best, once it is complete. Raises SaveFailed."""
@@ -96,7 +114,7 @@ class Saving:
         found = self._session.folder.newest()
         return step_of(found) if found is not None else 0
 
-    def _begin(self) -> None:
+    def _begin(self, is_last: bool) -> None:
         session = self._session
         session.meter.observe("save")
         with session.crew.phase(f"saving step {session.step}"):
@@ -106,13 +124,15 @@ class Saving:
                 contents = contents_of(session.assembly, session.step, session.repairs, stream, others, session.read)
                 contents = replace(contents, document={**contents.document, "best": session.best.to_json()})
                 live = (*session.assembly.trained, *state_tensors(session.assembly))
-                self.writer.begin(contents, partial(self._write, parts=self._common.empty_parts(contents)), live)
-        if self.writer.count == 1:
+                write = partial(self._write, parts=self._common.empty_parts(contents))
+                self.writer.begin(contents, write, live, is_last)
+        if self.writer.count == 1 and not is_last:
             session.progress.say(f"after step {session.step}: {self.writer.reading}")
         self._begun = session.step
 
-    def _finish(self) -> None:
-        """All ranks wait until the checkpoint that was begun is complete, outside of any collective."""
+    def finish(self) -> None:
+        """All ranks wait until the checkpoint that was begun is complete, outside of any collective. Raises
+        SaveFailed."""
         if self._begun is not None:
             crew = self._session.crew
             with crew.phase(f"writing the checkpoint of step {self._begun}"):

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from framework.build.adapters.adapter import adapter_state
 from framework.build.assembly import Assembly
 from framework.build.model.parts import causal_model
 from framework.build.optimizers.schedule_free import take_average
@@ -60,6 +59,8 @@ def _dtype(assembly: Assembly) -> torch.dtype:
 def _parts(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
     """What is exported, as it is held: parameters by name, and buffers that are saved."""
     if assembly.adapter is not None:
+        from framework.build.adapters.adapter import adapter_state  # peft takes seconds to import
+
         named = assembly.adapter.model.state_dict()
         parts = {name: assembly.as_part(name, tensor) for name, tensor in named.items()}
         yield from adapter_state(assembly.adapter.model, parts)

@@ -5,11 +5,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from framework.beside import path_like
@@ -31,11 +30,15 @@ from framework.run.checkpoints.export import BASE_FOLDER, BASE_RECORD
 from framework.run.inputs.same_rows import MOST
 from framework.run.record.layout import FINAL, UNFINISHED
 from framework.run.record.overwrite import ENVIRONMENT
+from framework.run.rng import seed_all
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
 from framework.schema.rules.model import remote_code, remote_code_conflicts
 from framework.schema.training import TrainingParams
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 ADAPTER_FILE, CONFIG_FILE, MODEL_FILE = "adapter_config.json", "config.yaml", "config.json"
 MERGED_FOLDER = "merged"
@@ -225,13 +228,15 @@ def _require_same_base(artefact: Artefact, config: TrainingConfig, architecture:
         raise RequestError([Problem(BASE, message, expected=f"the base as it was, or --allow {BASE}")])
 
 
-def with_adapter(base: PreTrainedModel, artefact: Artefact) -> PeftModel:
+def with_adapter(base: PreTrainedModel, artefact: Artefact) -> "PeftModel":
     """The base with the adapter on it. Raises RequestError where it does not go there."""
     if not (artefact.folder / ADAPTER_WEIGHTS).exists():  # else peft looks for them on a hub
         is_pickled = (artefact.folder / PICKLED_WEIGHTS).exists()
         message = f"{artefact.folder} has no {ADAPTER_WEIGHTS}"
         message += f", and {PICKLED_WEIGHTS} is pickled, which is not read" if is_pickled else ""
         raise RequestError([Problem("RUN", message, expected="weights in safetensors")])
+    from peft import PeftModel  # takes seconds to import
+
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
@@ -273,7 +278,7 @@ def _base_of_run(config: TrainingConfig, artefact: Artefact) -> tuple[PreTrained
             pad_like(architecture, artefact.tokenizer)
         is_too_large = config.model.offload_frozen_base is True
         place = real_place(torch.device("cuda" if torch.cuda.is_available() and not is_too_large else "cpu"))
-        set_seed(config.training.seed)  # random weights come out as they did for the run
+        seed_all(config.training.seed)  # random weights come out as they did for the run
         autocast = autocast_dtype(config.training)
         model, _ = build_model(config, architecture, place, autocast)
         if config.peft.q_lora:

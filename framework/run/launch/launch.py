@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from framework.activity import now
 from framework.build.refuse import refuse_impossible
 from framework.errors import DoesNotFit, Problem, RequestError, TrainingStopped
 from framework.run.checkpoints.resume import check_allowed
 from framework.run.planning.capacity import require_room, too_large
 from framework.run.planning.fit import decide_or_refuse
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.planning.python_process import train_command
 from framework.run.ranks.coordinator import FAILED, GRACE, HERE, PARENT
 from framework.run.ranks.signals import noted_signals
@@ -55,6 +56,7 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
         recipe.write_text(to_yaml(config))
         command = train_command(str(recipe), *options)
         ranks: list[subprocess.Popen[bytes]] = []
+        now("")  # the first rank says what is being done
         with noted_signals() as noted:
             try:
                 for rank in range(world):  # in sessions of their own: a terminal's Ctrl-C reaches them through us alone

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from framework.build.assembly import Assembly
 from framework.errors import OutOfMemory, SaveFailed
 from framework.memory.explain.causes import Circumstances, Repair
+from framework.memory.ledger import Plan
 from framework.run.checkpoints.saver import Saving
 from framework.run.inputs.inputs import Inputs
-from framework.run.oom.report import Watch, explained, is_memory_failure, keep_moment
+from framework.run.oom.report import PlannedRun, Watch, explained, is_memory_failure, keep_moment
 from framework.run.oom.smaller_batches import TRAIN, next_size, shrinks, size_of
-from framework.run.planning.background_plan import Forecast
 from framework.run.ranks.coordinator import Crew
 from framework.run.record.meter import Meter
 from framework.run.record.run_folder import RunFolder
@@ -31,7 +31,7 @@ class RetriedRun(Protocol):
     inputs: Inputs
     assembly: Assembly
     meter: Meter
-    forecast: Forecast | None
+    plan: Plan | None
     watch: Watch
     crew: Crew
     step: int
@@ -134,10 +134,13 @@ class Failure:
             lines.append(f"kept in {folder}: {', '.join(self._kept)}; `tunesmith explain {folder}` says this again")
         session.write_memory()
 
-        def explain() -> str:
-            return str(explained(self.first.text or "", known, session.forecast, lines))
+        is_told_once = session.crew.ranks.checks_in  # by the first rank, for which the others wait
+        is_alone = is_told_once or session.crew.ranks.world == 1
+        planned = PlannedRun(session.config, session.plan, is_alone) if session.plan is not None else None
 
-        is_told_once = session.crew.ranks.checks_in  # by the first rank, whose plan knows what each lever saves
+        def explain() -> str:
+            return str(explained(self.first.text or "", known, planned, folder, lines))
+
         return OutOfMemory(session.crew.shared(f"explained/{self._number}", explain) if is_told_once else explain())
 
 

@@ -1,6 +1,7 @@
 """When memory runs out: what is kept of the moment, and what the user is told."""
 
 import contextlib
+import json
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,15 +17,16 @@ from framework.memory.explain import explain_evidence
 from framework.memory.explain.causes import Circumstances, growth_per_step
 from framework.memory.explain.evidence import REPORT, Evidence, write_circumstances
 from framework.memory.explain.messages import is_out_of_memory
-from framework.memory.explain.saved_plan import SavedPlan
+from framework.memory.explain.saved_plan import PLAN, SavedPlan
 from framework.memory.explain.text import explanation_lines
-from framework.memory.ledger import PHASES
+from framework.memory.ledger import PHASES, Plan
 from framework.memory.units import size
-from framework.run.planning.background_plan import Forecast
 from framework.run.planning.capacity import available_host_bytes
+from framework.run.planning.lever_savings import lever_savings
 from framework.run.record.files import aside_of, discard, replace_file
 from framework.run.record.meter import Meter, resident_bytes
 from framework.run.record.run_folder import SNAPSHOT
+from framework.schema.config import TrainingConfig
 
 HISTORY = 50_000
 """Allocations and frees that a snapshot goes back: a few steps of a large model, some 10 MB."""
@@ -34,8 +36,25 @@ SURE = 14
 """Steps after which growth is told: a process that starts fills caches, and a warning must come within 20."""
 SOON = 20
 """Steps to the end at which it is told again."""
-PATIENCE = 60.0
-"""Seconds that a run which has failed waits for the rehearsals of what would have helped."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run is, and what was predicted of it. `is_alone`: no other rank hangs while its end is explained."""
+
+    config: TrainingConfig
+    plan: Plan
+    is_alone: bool = True
+
+    def with_savings(self, folder: Path | None) -> SavedPlan:
+        """The plan, and what each lever would save, found out now; kept in `folder` for who asks later."""
+        document = self.plan.to_json()
+        if self.is_alone:
+            document["levers"] = lever_savings(self.config, self.plan)
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    replace_file(folder / PLAN, json.dumps(document, indent=2) + "\n")
+        return SavedPlan.model_validate(document)
 
 
 @dataclass(frozen=True)
@@ -140,7 +159,7 @@ def recorded_memory(place: Place) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained_failures(watch: Watch, forecast: Forecast | None, folder: Path | None) -> Iterator[None]:
+def explained_failures(watch: Watch, planned: PlannedRun | None, folder: Path | None) -> Iterator[None]:
     """Within the block, memory that runs out is reported, kept in `folder` (None: there is none yet) and explained.
 
     Raises OutOfMemory in its place.
@@ -150,22 +169,22 @@ def explained_failures(watch: Watch, forecast: Forecast | None, folder: Path | N
     except Exception as error:
         if not is_memory_failure(error):
             raise
-        raise _explained(error, watch, forecast, folder) from None
+        raise _explained(error, watch, planned, folder) from None
 
 
-def _explained(error: Exception, watch: Watch, forecast: Forecast | None, folder: Path | None) -> OutOfMemory:
+def _explained(error: Exception, watch: Watch, planned: PlannedRun | None, folder: Path | None) -> OutOfMemory:
     circumstances = watch.circumstances()
     text = "".join(traceback.format_exception(error))
     kept = keep_moment(text, circumstances, watch.meter.place, folder) if folder is not None else []
     more = [f"kept in {folder}: {', '.join(kept)}; `tunesmith explain {folder}` says this again"] if kept else []
-    return explained(text, circumstances, forecast, more)
+    return explained(text, circumstances, planned, folder, more)
 
 
-def explained(text: str, circumstances: Circumstances, forecast: Forecast | None, more: Sequence[str]) -> OutOfMemory:
-    """The failure with its explanation, waited for, and `more` lines."""
-    if forecast is not None:
-        forecast.wait(min(PATIENCE, forecast.patience))
-    plan = SavedPlan.model_validate(forecast.document) if forecast is not None else None
+def explained(
+    text: str, circumstances: Circumstances, planned: PlannedRun | None, folder: Path | None, more: Sequence[str]
+) -> OutOfMemory:
+    """The failure with its explanation, which may take a minute, and `more` lines."""
+    plan = planned.with_savings(folder) if planned is not None else None
     lines = explanation_lines(explain_evidence(Evidence(text, circumstances, plan)))
     return OutOfMemory("\n".join([*lines, *more]))
 

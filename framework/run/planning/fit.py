@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from framework.activity import doing
 from framework.errors import DoesNotFit, OutOfMemory, Problem, RequestError
 from framework.memory.installed import detect
 from framework.memory.levers import word
@@ -14,7 +15,6 @@ from framework.memory.search.freedom import freedom, opened
 from framework.memory.units import size
 from framework.run.planning.capacity import HostRoom
 from framework.run.planning.plan_pool import Rehearsals
-from framework.run.planning.plan_process import plan_in_subprocess
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import left_open
 from framework.schema.wording import counted
@@ -70,9 +70,9 @@ def _searched(
     shortage = _shortage(config) if runs_here else no_shortage
     with Rehearsals() as measure:
         found = find(config, measure, free, inexact, last_resort, runs_here, judge, shortage)
-    if found is None:
-        plan_in_subprocess(opened(config))  # raises with what is wrong
-        raise RequestError([Problem("", "no candidate could be planned, though the request itself can")])
+        if found is None:
+            measure.plans([opened(config)])  # raises with what is wrong
+            raise RequestError([Problem("", "no candidate could be planned, though the request itself can")])
     return found.remarking([f"some candidates could not be planned: {fault}" for fault in measure.faults])
 
 
@@ -147,7 +147,8 @@ def measured_best(said: Callable[[str], None]) -> Judge:
         speeds: dict[int, float] = {}
         for number, config in enumerate(configs):
             try:
-                measured = measure_in_subprocess(config)
+                with doing(f"measuring {counted(config.batch.per_device, 'row')} a forward pass"):
+                    measured = measure_in_subprocess(config)
             except OutOfMemory as error:
                 said(f"measured: {counted(config.batch.per_device, 'row')} a forward pass ran out of memory ({error})")
                 continue

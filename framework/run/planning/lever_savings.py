@@ -1,95 +1,85 @@
-"""What each lever would save in each phase of a run, by rehearsing the run with that lever moved.
+"""What each lever would save in each phase of a run, by rehearsing the run with that lever moved. Loads no torch.
 
 A saving is only worth a figure when it is a rehearsal's: shrinking one term moves the peak to another moment, which the
 terms at the old peak cannot tell. A rehearsal takes a tenth of a second (a tiny model) to some ten seconds (8B), and
-there are about a dozen to make; so `train` does not wait for them. The process that made the plan goes on with them, at
-the lowest priority and for at most `MOST_SECONDS`, while the weights load and the first steps run, and `train` writes
-each into `plan.json` as it comes. What is not done in time has no figure there, rather than an estimate.
-
-`framework.run.planning.background_plan` starts `main` and reads from it, one JSON document a line: the plan or the
-problems; the list of levers; then position and savings of each. Only `train` asks for it: `plan`, `fit` and `diff` plan
-alone.
+there are about a dozen to make; so they are made when memory has run out, the most promising first. What is not done in
+time has no figure, rather than an estimate.
 """
 
-import gc
 import json
-import os
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from framework.errors import RequestError
+from framework.compose import load_of_run
+from framework.compose.trust import trusted_keys
+from framework.errors import TunesmithError
 from framework.memory.explain.moves import HOST
 from framework.memory.explain.proposals import Proposal, propose
+from framework.memory.explain.saved_plan import PLAN, SavedPlan
 from framework.memory.ledger import Plan
-from framework.memory.planning import make_plan
-from framework.run.rehearsal.rehearse import record
+from framework.memory.requirements import is_installed
+from framework.regular_files import read_regular
+from framework.run.planning.plan_pool import PROCESSES, Rehearsals
 from framework.schema.config import TrainingConfig
 
-MOST_SECONDS = 300.0
-_LOWEST_PRIORITY = 19
+MOST_SECONDS = 60.0
+"""How long a run that has failed, or who asks why, waits for them."""
 
 
-def main() -> int:
-    """Plan the config on stdin, then its levers. 0, or 2 with what is wrong with the request."""
-    stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the documents
-    config = TrainingConfig.model_validate(json.load(sys.stdin))
-    with stdout:
-        for document in documents(config):
-            print(json.dumps(document), file=stdout, flush=True)
-            if "errors" in document:
-                return 2
-    return 0
-
-
-def documents(config: TrainingConfig) -> Iterator[Mapping[str, Any]]:
-    """All that is told of a config, in the order in which it is found out."""
-    try:
-        rehearsal = record(config)
-    except RequestError as error:
-        yield {"errors": [problem.to_json() for problem in error.problems]}
-        return
-    plan = make_plan(rehearsal)
-    yield {"plan": plan.to_json()}
-    proposals = sorted(propose(rehearsal.config), key=lambda proposal: -_promise(proposal, plan))
-    yield {"levers": [entry(proposal) for proposal in proposals]}
-    os.nice(_LOWEST_PRIORITY)
+def lever_savings(config: TrainingConfig, plan: Plan) -> list[dict[str, Any]]:
+    """The `levers` of `plan.json`, for a resolved config and its plan: each with what it saves, None where that is not
+    known after MOST_SECONDS."""
+    proposals = sorted(propose(config), key=lambda proposal: -_promise(proposal, plan))
+    entries = [_entry(proposal) for proposal in proposals]
     end = time.monotonic() + MOST_SECONDS
-    for position, proposal in enumerate(proposals):
-        if time.monotonic() > end:
-            return
-        yield {"position": position, "saves": savings(plan, proposal.config)}
-        gc.collect()
+    with suppress(TunesmithError, OSError), Rehearsals() as rehearsals:  # the host's memory may be full, too
+        for at in range(0, len(proposals), PROCESSES):
+            if time.monotonic() > end:
+                break
+            made = rehearsals([proposal.config for proposal in proposals[at : at + PROCESSES]])
+            for entry, other in zip(entries[at:], made, strict=False):
+                entry["saves"] = _savings(plan, other) if other is not None else {}
+    return entries
 
 
-def entry(proposal: Proposal) -> dict[str, Any]:
-    """A lever in `plan.json`, before anything is known of its savings."""
+def savings_of_run(folder: Path) -> SavedPlan | None:
+    """The plan of a run's folder with what each lever would have saved, found out now.
+
+    None where that cannot be: the plan or the config cannot be read, torch is not installed, or the model has code of
+    its own, which a run's file gives no leave to run.
+    """
+    if not is_installed("torch"):
+        return None
+    try:
+        plan = Plan.from_json(json.loads(read_regular(folder / PLAN)))
+        config = load_of_run(folder / "config.yaml")
+    except (TunesmithError, OSError, ValueError, KeyError, TypeError):
+        return None
+    if trusted_keys(config):
+        return None
+    return SavedPlan.model_validate({**plan.to_json(), "levers": lever_savings(config, plan)})
+
+
+def _entry(proposal: Proposal) -> dict[str, Any]:
     words = {"key": proposal.key, "override": proposal.override, "costs": proposal.costs, "exact": proposal.exact}
     return {**words, "saves": None}
 
 
-def savings(plan: Plan, changed: TrainingConfig) -> dict[str, int] | None:
-    """Bytes that a change takes off the allocated peak of each phase, and off the host; None where it cannot run.
+def _savings(plan: Plan, other: Plan) -> Mapping[str, int]:
+    """Bytes that a change takes off the allocated peak of each phase, and off the host.
 
     Allocated, not reserved: what is reserved and unused goes back to the driver before memory runs out. Negative where
     the change takes more.
     """
-    try:
-        other = make_plan(record(changed))
-    except RequestError:
-        return None
     after = {phase.name: phase.allocated_bytes for phase in other.phases}
     saved = {phase.name: phase.allocated_bytes - after.get(phase.name, 0) for phase in plan.phases}
     return {**saved, HOST: plan.host_bytes - other.host_bytes}
 
 
 def _promise(proposal: Proposal, plan: Plan) -> int:
-    """The bytes at the step's peak that a lever could shrink at best: the most promising are rehearsed first."""
+    """The bytes at the step's peak that a lever could shrink at best."""
     terms = plan.step_peak.terms.to_json()
     return sum(terms[name] for name in proposal.shrinks)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,20 +1,18 @@
 """Two requests planned side by side, and which of the keys that differ cause the difference in memory. No torch."""
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from framework.errors import Problem, RequestError
+from framework.errors import Problem, RequestError, TunesmithError
 from framework.memory.ledger import Plan
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import moves_memory
 from framework.schema.rules.every import Needs, find_conflicts
 
-Make = Callable[[TrainingConfig], Plan]
+Make = Callable[[Sequence[TrainingConfig]], Sequence[Plan | TunesmithError]]
+"""`Rehearsals.tried`: the plan of each, or why there is none."""
 
-PROCESSES = 2
-"""Rehearsals at a time. Each takes a processor and up to a few GiB."""
 MOST_CHANGES = 6
 """Changes that are planned alone; each is a rehearsal of some seconds."""
 
@@ -63,18 +61,30 @@ def find_causes(
     found = changes(differing)
     alone, others = found[:MOST_CHANGES], found[MOST_CHANGES:]
 
-    def cause(keys: tuple[str, ...]) -> Cause:
-        try:
-            return Cause(keys, make(with_keys(a, b, keys)))
-        except RequestError as error:
-            return Cause(keys, None, error.problems[0].message)
-
     if len(found) == 1:
-        causes = [Cause(alone[0], plans[1])]
+        made: list[Plan | TunesmithError] = [plans[1]]
     else:
-        with ThreadPoolExecutor(PROCESSES) as pool:
-            causes = list(pool.map(cause, alone))
-    return Comparison(*plans, tuple(causes), tuple(key for keys in others for key in keys))
+        changed = [_changed(a, b, keys) for keys in alone]
+        possible = [each for each in changed if isinstance(each, TrainingConfig)]
+        rest = iter(make(possible) if possible else ())
+        made = [next(rest) if isinstance(each, TrainingConfig) else each for each in changed]
+    causes = tuple(map(_cause, alone, made))
+    return Comparison(*plans, causes, tuple(key for keys in others for key in keys))
+
+
+def _changed(a: TrainingConfig, b: TrainingConfig, keys: Sequence[str]) -> TrainingConfig | RequestError:
+    try:
+        return with_keys(a, b, keys)
+    except RequestError as error:
+        return error
+
+
+def _cause(keys: tuple[str, ...], made: Plan | TunesmithError) -> Cause:
+    if isinstance(made, Plan):
+        return Cause(keys, made)
+    if not isinstance(made, RequestError):
+        raise made
+    return Cause(keys, None, made.problems[0].message)
 
 
 def changes(differing: Iterable[str]) -> list[tuple[str, ...]]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from framework.build.adapters.targets import KEY
 from framework.build.assembly import assemble
 from framework.build.loading.bases import check_all_weights
 from framework.build.place import rehearsal_place
@@ -79,4 +78,4 @@ def inspect(config: TrainingConfig) -> Findings:
 def _about_adapter(caution: str) -> Problem:
     """A caution as a problem: most begin with the key that they are about."""
     key, colon, message = caution.partition(": ")
-    return Problem(key, message) if colon and key == KEY else Problem("peft", caution)
+    return Problem(key, message) if colon and key == "peft.lora_target_modules" else Problem("peft", caution)

@@ -5,7 +5,7 @@ is usable is compared with a plan and changes nothing of it, so one that was mad
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,15 @@ from framework.caches import cache_folder, our_files, versions
 from framework.memory.cards import USABLE, assumptions
 from framework.memory.ledger import Plan
 from framework.schema.config import TrainingConfig
+from framework.schema.distillation import TeacherParams
 from framework.schema.gpu import GPUParams
+from framework.schema.model import ModelParams
 
-_LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "torchao", "triton")
+_LIBRARIES = (
+    *("torch", "transformers", "peft", "bitsandbytes", "torchao", "triton", "liger-kernel", "accelerate"),
+    *("flash-attn", "kernels", "causal-conv1d", "mamba-ssm", "flash-linear-attention"),
+)
+"""Those that a rehearsal runs, or whose absence has a model run other code."""
 _NO_MATTER = (
     *(("training", name) for name in ("output_dir", "fallback_dir", "run_name", "seed", "learning_rate", "trackers")),
     ("data", "train"),
@@ -26,6 +32,8 @@ _NO_MATTER = (
 
 def read(config: TrainingConfig) -> Plan | None:
     """The plan that was stored for this config; None where there is none that can be read."""
+    if not _is_known(config):
+        return None
     with suppress(OSError, ValueError, KeyError, TypeError):
         return _within(config.gpu, Plan.from_json(json.loads(_file(config).read_text(encoding="utf-8"))))
     return None
@@ -33,6 +41,8 @@ def read(config: TrainingConfig) -> Plan | None:
 
 def write(config: TrainingConfig, plan: Plan) -> None:
     """Store a plan. A folder that cannot be written costs time the next time, and nothing else."""
+    if not _is_known(config):
+        return
     with suppress(OSError):
         file = _file(config)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -56,8 +66,32 @@ def _file(config: TrainingConfig) -> Path:
     card = document["gpu"]
     card["usable_bytes"] = card["usable_bytes"] is None
     card["sources"].pop("usable_bytes", None)
-    text = json.dumps([document, _made_with()], sort_keys=True)
+    text = json.dumps([document, *map(_files, _models(config)), _made_with()], sort_keys=True)
     return cache_folder("plans") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+def _models(config: TrainingConfig) -> Iterator[ModelParams | TeacherParams]:
+    """The models that a plan is of."""
+    yield config.model
+    if config.training.teacher is not None:
+        yield config.training.teacher
+
+
+def _is_known(config: TrainingConfig) -> bool:
+    """Whether all that is rehearsed is in the config or in files here: what a hub has may change."""
+    return all(
+        (model.architecture is not None and "model_type" in model.architecture) or _files(model)
+        for model in _models(config)
+    )
+
+
+def _files(model: ModelParams | TeacherParams) -> list[tuple[str, int, int]]:
+    """Name, size and time of change (ns) of each file of a model that is a folder."""
+    folder = Path(model.model_name or "").expanduser()
+    if not model.model_name or not folder.is_dir():
+        return []
+    files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    return [(name, facts.st_size, facts.st_mtime_ns) for name, facts in files]
 
 
 def _made_with() -> Mapping[str, Any]:

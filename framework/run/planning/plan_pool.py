@@ -1,9 +1,11 @@
-"""Many rehearsals: a process that has loaded the libraries once, and forks workers that keep the blocks they captured.
+"""Rehearsals in a process of their own, because a rehearsal patches torch: one that has loaded the libraries once, and
+forks workers that keep the blocks they captured.
 
-This module itself loads no torch: `Rehearsals` starts `serve` elsewhere. One line in (a list of configs), one line out
-(a list of plans or of what is wrong).
+This module itself loads no torch: `Rehearsals` starts `serve` elsewhere. One line in (configs), one line out (plans, or
+what is wrong). A command that will need plans has the libraries loaded while it reads its request: `prepared`.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -11,20 +13,23 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, NoReturn
 
-from framework.errors import RequestError
+from framework.activity import doing
+from framework.errors import Problem, RequestError, TunesmithError
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
 from framework.memory.rehearsal import Rehearsal
+from framework.memory.unquantized import unquantized, without_gain
 from framework.run.planning import plan_cache
-from framework.run.planning.plan_process import failed
 from framework.run.planning.python_process import python_command
 from framework.run.rehearsal.block_settings import shared_rehearsal, shared_work
 from framework.schema.config import TrainingConfig
+from framework.schema.wording import counted
+from framework.versions import require_versions
 
 PROCESSES = 2
 """Rehearsals at a time. Each takes a processor and up to a few GiB."""
@@ -32,6 +37,84 @@ CAPTURE_COST = 8
 """Rehearsals of few layers that take as long as to capture the blocks of one."""
 _CODE = "import gc; gc.disable(); from framework.run.planning.plan_pool import serve; sys.exit(serve())"
 _COMMAND = python_command(_CODE, flags=("-W", "ignore"))
+"""Without garbage collection the imports of torch and transformers take a fifth less time."""
+_TAIL = 2000
+
+
+class _Server:
+    """The process that runs `serve`."""
+
+    def __init__(self) -> None:
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(_COMMAND, text=True, stdin=pipe, stdout=pipe, stderr=self._complaints)
+        except OSError:
+            self._complaints.close()
+            raise
+
+    def ask(self, configs: Sequence[TrainingConfig]) -> list[dict[str, Any]]:
+        """The answer to each. Raises TunesmithError when the process itself ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = ""
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps([config.model_dump(mode="json") for config in configs]) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            raise self.failure(f"exit {self._process.wait()}")
+        answers: list[dict[str, Any]] = json.loads(line)
+        return answers
+
+    def failure(self, otherwise: str) -> TunesmithError:
+        """What the process said last; `otherwise` where it said nothing."""
+        self._complaints.seek(0)
+        complaints = self._complaints.read()
+        last = next((line for line in reversed(complaints.splitlines()) if line.strip()), otherwise)
+        failure = TunesmithError(f"the rehearsal failed: {last} (--debug shows where; please report it)")
+        failure.add_note(complaints[-_TAIL:])
+        return failure
+
+    def kill(self) -> None:
+        """Whoever waits for an answer then raises TunesmithError."""
+        self._process.kill()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._complaints.close()
+
+
+_prepared: list[_Server] = []
+_asked: list[_Server] = []
+"""Those whose answer is waited for."""
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """A process loads the libraries from now on, which the next `Rehearsals` takes. Within the block alone.
+
+    Raises RequestError where an installed library has a version that is not supported.
+    """
+    require_versions()
+    _prepared.append(_Server())
+    try:
+        yield
+    finally:
+        dismiss()
+
+
+def dismiss() -> None:
+    """End what was prepared and not taken."""
+    while _prepared:
+        _prepared.pop().end()
+
+
+def abandon() -> None:
+    """End the processes whose plans are waited for in other threads, where these then raise TunesmithError."""
+    for server in _asked:
+        server.kill()
 
 
 class Rehearsals:
@@ -44,88 +127,112 @@ class Rehearsals:
         self.made = 0
         self.faults: list[str] = []
         self._use_cache = use_cache
-        self._process: subprocess.Popen[str] | None = None
-        self._complaints: IO[str] | None = None
+        self._server: _Server | None = None
 
     def __enter__(self) -> "Rehearsals":
+        self._server = _prepared.pop() if _prepared else None
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.stdin is not None and self._process.stdout is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process.stdin.close()
-            self._process.stdout.close()
-        if self._complaints is not None:
-            self._complaints.close()
+        if self._server is not None:
+            self._server.end()
 
     def __call__(self, configs: Sequence[TrainingConfig], /) -> list[Plan | None]:
         """The plan of each, None for one that is refused. Raises TunesmithError when the process itself ended."""
+        return [made if isinstance(made, Plan) else None for made in self.tried(configs)]
+
+    def plans(self, configs: Sequence[TrainingConfig]) -> list[Plan]:
+        """The plan of each. Raises RequestError for what is refused, TunesmithError for a fault of ours."""
+        plans = []
+        for made in self.tried(configs):
+            if not isinstance(made, Plan):
+                raise made
+            plans.append(made)
+        return plans
+
+    def tried(self, configs: Sequence[TrainingConfig]) -> list[Plan | TunesmithError]:
+        """The plan of each, or why there is none. Raises TunesmithError when the process itself ended."""
         found = [plan_cache.read(config) if self._use_cache else None for config in configs]
         missing = [index for index, plan in enumerate(found) if plan is None]
+        made: list[Plan | TunesmithError | None] = [*found]
         if missing:
-            documents = self._ask([configs[index].model_dump(mode="json") for index in missing])
-            for index, document in zip(missing, documents, strict=True):
-                found[index] = self._read(configs[index], document)
-        return found
+            for index, answer in zip(missing, self._ask([configs[index] for index in missing]), strict=True):
+                made[index] = self._read(configs[index], answer)
+        return [each for each in made if each is not None]
 
-    def _read(self, config: TrainingConfig, document: Mapping[str, Any]) -> Plan | None:
-        if "plan" not in document:
-            fault = document.get("fault")
-            if fault and fault not in self.faults:
-                self.faults.append(fault)
-            return None
-        plan = Plan.from_json(document["plan"])
+    def _read(self, config: TrainingConfig, answer: Mapping[str, Any]) -> Plan | TunesmithError:
+        if "errors" in answer:
+            return RequestError([Problem(**problem) for problem in answer["errors"]])
+        if (fault := answer.get("fault")) is not None:
+            self.faults += [fault] if fault not in self.faults else []
+            assert self._server is not None
+            return self._server.failure(fault)
+        plan = Plan.from_json(answer["plan"])
         self.made += 1
         if self._use_cache:
             plan_cache.write(config, plan)
         return plan
 
-    def _ask(self, configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = ""
+    def _ask(self, configs: Sequence[TrainingConfig]) -> list[dict[str, Any]]:
+        if self._server is None:
+            require_versions()
+            self._server = _Server()
+        _asked.append(self._server)
+        so_far = f" after {self.made} others" if self.made else ""
         try:
-            process.stdin.write(json.dumps(configs) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            pass
-        if not line.endswith("\n"):
-            assert self._complaints is not None
-            process.wait()
-            self._complaints.seek(0)
-            raise failed(self._complaints.read(), f"exit {process.returncode}")
-        documents: list[dict[str, Any]] = json.loads(line)
-        return documents
+            with doing(f"rehearsing {counted(len(configs), 'setting')}{so_far}"):
+                return self._server.ask(configs)
+        finally:
+            _asked.remove(self._server)
 
-    def _started(self) -> "subprocess.Popen[str]":
-        if self._process is None:
-            self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
-            self._process = subprocess.Popen(_COMMAND, text=True, **pipes)  # type: ignore[call-overload]
-        return self._process
+
+def plan_in_subprocess(config: TrainingConfig) -> Plan:
+    """The plan of a composed config: a stored one, else made in a process of its own.
+
+    Raises RequestError with the problems that the rehearsal found, TunesmithError when the child itself failed.
+    """
+    with Rehearsals() as rehearsals:
+        return rehearsals.plans([config])[0]
+
+
+def plan_with_warnings(config: TrainingConfig, rehearsals: Rehearsals) -> Plan:
+    """The plan of a config without `auto`. Raises as `plan_in_subprocess` does.
+
+    A quantized base is planned without quantization too, and it is a warning when that needs no more.
+    """
+    made, *plain = rehearsals.plans([each for each in (config, unquantized(config)) if each is not None])
+    warning = without_gain(made, plain[0]) if plain else None
+    return replace(made, warnings=(*made.warnings, warning)) if warning else made
 
 
 def serve() -> int:
     """Answer lines of configs from stdin on stdout until there are no more."""
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the documents
-    import framework.run.rehearsal.rehearse
 
     workers: list[_Worker] = []
     with stdout:
         for line in sys.stdin:
             configs = json.loads(line)
-            if "framework.run.rehearsal.compiled_blocks" not in sys.modules and any(map(shared_work, configs)):
-                import framework.run.rehearsal.compiled_blocks  # noqa: F401 - once, and not in each fork
-
+            if _loads_more(configs):
                 workers = []
             while len(workers) < min(PROCESSES, len(configs)):
                 workers.append(_Worker())
             print(json.dumps(_all(configs, workers)), file=stdout, flush=True)
     return 0
+
+
+def _loads_more(configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Load what only some configs need once, and not in each fork. Whether anything was."""
+    before = len(sys.modules)
+    if any(map(shared_work, configs)):
+        import framework.run.rehearsal.compiled_blocks
+    if any(config["training"]["use_peft"] for config in configs):
+        from framework.build.adapters.without_bitsandbytes import without_bitsandbytes
+
+        with without_bitsandbytes():
+            import framework.run.rehearsal.adapter_size  # noqa: F401
+    return len(sys.modules) > before
 
 
 def _all(configs: Sequence[Mapping[str, Any]], workers: list["_Worker"]) -> list[dict[str, Any]]:

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from framework.errors import RequestError
+from framework.errors import RequestError, TunesmithError
 from framework.memory.ledger import Plan
 from framework.run.planning.plan_pool import Rehearsals
-from framework.run.planning.plan_process import plan_in_subprocess
 from framework.schema.config import TrainingConfig
 
 
@@ -36,19 +35,17 @@ class Row:
 
 
 def what_if(configs: Mapping[str, TrainingConfig]) -> list[Row]:
-    """A row for each value. The configs differ in one key, and their rehearsals share what is the same in them."""
-    with Rehearsals() as measure:
-        plans = measure(list(configs.values()))
-    return [
-        Row(value, plan, "" if plan is not None else _refusal(config))
-        for (value, config), plan in zip(configs.items(), plans, strict=True)
-    ]
+    """A row for each value. The configs differ in one key, and their rehearsals share what is the same in them.
+
+    Raises TunesmithError where a plan fails for a fault of ours.
+    """
+    with Rehearsals() as rehearsals:
+        return list(map(_row, configs, rehearsals.tried(list(configs.values()))))
 
 
-def _refusal(config: TrainingConfig) -> str:
-    """Why a config cannot be planned. Raises TunesmithError where that is a fault of ours."""
-    try:
-        plan_in_subprocess(config)
-    except RequestError as error:
-        return "; ".join(problem.message for problem in error.problems)
-    return "it could not be planned"
+def _row(value: str, made: Plan | TunesmithError) -> Row:
+    if isinstance(made, Plan):
+        return Row(value, made)
+    if not isinstance(made, RequestError):
+        raise made
+    return Row(value, None, "; ".join(problem.message for problem in made.problems))

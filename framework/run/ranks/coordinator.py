@@ -28,6 +28,7 @@ import torch.distributed as dist
 from accelerate.utils import check_cuda_p2p_ib_support
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
+from framework.activity import doing
 from framework.build.ranks import ALONE, COLLECTIVE, Ranks
 from framework.errors import Interrupted, Problem, RequestError, TrainingStopped, TunesmithError
 from framework.run.ranks.environment import Launched, launched
@@ -70,7 +71,8 @@ class Crew:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Within it, those that wait for this rank know what it does."""
-        yield
+        with doing(name):
+            yield
 
     def start(self, config: TrainingConfig) -> torch.device | None:
         """Get ready for collectives on this rank's device; None: it has the machine for itself."""
@@ -121,7 +123,8 @@ class _Company(Crew):
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._store.set(f"phase/{self.ranks.rank}", name)
-        yield
+        with super().phase(name):
+            yield
         self._store.set(f"phase/{self.ranks.rank}", "training")
 
     def start(self, config: TrainingConfig) -> torch.device | None:

@@ -6,6 +6,7 @@ from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from framework.activity import drawn_by, now
 from framework.console import TerminalConsole
 
 MIB = 2**20
@@ -27,19 +28,23 @@ class ProgressLine:
             disable=not self.console.is_terminal or quiet,
         )
         self._task: TaskID = self._bar.add_task("", total=total, completed=done)
+        self._shows = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        if not self._bar.disable:
+            self._shows.enter_context(drawn_by(lambda text: self._bar.update(self._task, description=text)))
         self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._shows:
             self._bar.stop()
 
     def step(self, step: int, loss: float, rate: float, tokens_per_second: float, memory: int) -> None:
         """Show one optimizer step."""
+        now("")
         text = f"loss {loss:.4f}  lr {rate:.2e}  {tokens_per_second:,.0f} tok/s  {memory / MIB:,.0f} MiB"
         self._bar.update(self._task, completed=step, description=text)
         if not self.console.is_terminal and (step % self.every == 0 or step == self.total):

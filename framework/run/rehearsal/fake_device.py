@@ -2,7 +2,7 @@
 
 Meta tensors claim to be on `cuda:0`, CUDA's autocast is emulated, attention and dropout take the kernels that the card
 would take, and the few places of torch that ask for a real GPU are patched. Everything is restored on exit; the
-product enters it only in a process of its own (`framework.run.planning.plan_process`).
+product enters it only in a process of its own (`framework.run.planning.plan_pool`).
 
 Private names of torch used here (checked by tests/run/rehearsal/test_fake_device.py):
 `torch.autograd._engine_run_backward`,

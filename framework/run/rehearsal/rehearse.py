@@ -1,17 +1,13 @@
 """The very assembly and step of training, carried out on tensors without storage and recorded.
 
-`rehearse` patches torch while it runs, so the product calls it in a process of its own:
-`framework.run.planning.plan_process` starts this file with a config as JSON on stdin and reads the plan, or the
-problems, as JSON from stdout.
+`rehearse` patches torch while it runs, so the product calls it in processes of their own
+(`framework.run.planning.plan_pool`).
 """
 
 import contextlib
 import gc
-import json
-import os
-import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +27,6 @@ from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import CARDS_A_MACHINE, make_plan
 from framework.memory.rehearsal import Rehearsal
-from framework.memory.requirements import needs_package
 from framework.memory.resolve import said_of_float16
 from framework.memory.trace import Kind, Space, Trace
 from framework.run.evaluate import evaluate
@@ -244,24 +239,3 @@ def make_batch(assembly: Assembly, rows: int) -> Batch:
     """The largest micro batch: every row as long as the longest."""
     shape, device = (rows, assembly.config.longest), assembly.place.device
     return full_batch(assembly.config, torch.zeros(shape, dtype=torch.int64, device=device))
-
-
-def main() -> int:
-    """Plan the config on stdin; 0 with the plan on stdout, or 2 with what is wrong with the request."""
-    stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the document
-    config = TrainingConfig.model_validate(json.load(sys.stdin))
-    if not needs_package(config, "bitsandbytes"):  # else peft imports it wherever it is installed, for two seconds
-        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
-    document: dict[str, Any]
-    try:
-        document = {"plan": rehearse(config).to_json()}
-    except RequestError as error:
-        document = {"errors": [problem.to_json() for problem in error.problems]}
-    with stdout:
-        json.dump(document, stdout)
-    return 2 if "errors" in document else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

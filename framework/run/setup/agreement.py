@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers import set_seed
 
 from framework.build.data.packing import Packs
 from framework.build.data.rows import Rows
@@ -15,6 +14,7 @@ from framework.run.inputs.same_rows import rows_checksum
 from framework.run.planning.fit import decide_or_refuse
 from framework.run.ranks.coordinator import Crew
 from framework.run.record.run_folder import RunFolder, fallback_of, open_folder
+from framework.run.rng import seed_all
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import left_open
 from framework.schema.wording import counted
@@ -73,4 +73,4 @@ def seed_apart(seed: int, ranks: Ranks) -> None:
     own elements, but those that are alike the same. The first goes on as a process on its own would."""
     number = ranks.rank // ranks.alike
     if number or ranks.alike > 1:
-        set_seed(int(np.random.SeedSequence([seed, number]).generate_state(1)[0]))
+        seed_all(int(np.random.SeedSequence([seed, number]).generate_state(1)[0]))

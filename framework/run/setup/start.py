@@ -10,7 +10,6 @@ import torch
 import transformers
 from accelerate import Accelerator
 from rich.console import Console
-from transformers import set_seed
 
 from framework.build.assembly import Assembly, assemble
 from framework.build.data.end_tokens import learnt_ends, stop_at
@@ -30,16 +29,17 @@ from framework.errors import (
     RequestError,
 )
 from framework.memory.explain.causes import Repair
+from framework.memory.ledger import Plan
 from framework.run.checkpoints.checkpoint import forget_halves, load_checkpoint, read_state
 from framework.run.checkpoints.resume import check_resume
 from framework.run.inputs.inputs import Inputs, read_inputs
 from framework.run.inputs.same_rows import check_read, moved, needed_models, read_digests
 from framework.run.inputs.training_batches import TrainingBatches, total_steps, training_batches
-from framework.run.oom.report import Watch, explained_failures
+from framework.run.oom.report import PlannedRun, Watch, explained_failures
 from framework.run.oom.smaller_batches import remembered
-from framework.run.planning.background_plan import Forecast, abandon
 from framework.run.planning.capacity import require_room, too_large
 from framework.run.planning.plan_of_all import plan_of_all
+from framework.run.planning.plan_pool import abandon
 from framework.run.ranks.coordinator import Crew
 from framework.run.record.layout import step_of
 from framework.run.record.lock import only_run
@@ -48,6 +48,7 @@ from framework.run.record.overwrite import remove
 from framework.run.record.progress import ProgressLine
 from framework.run.record.run_folder import RunFolder, folder_problems, make
 from framework.run.record.trackers import check_trackers
+from framework.run.rng import seed_all
 from framework.run.session import Planner, Session
 from framework.run.setup.agreement import agree, digest, find_folder, seed_apart
 from framework.run.setup.host_memory import HostWatch, said_of_load
@@ -79,28 +80,22 @@ def open_session(
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     with crew.phase("reading rows and planning"):
         console = TerminalConsole(stderr=True, quiet=quiet or not crew.ranks.is_main)
-        inputs, forecast = _read_and_plan(config, planner if crew.ranks.is_main else None, given, console)
-    forecast = plan_of_all(crew, forecast)
-    try:
-        fits = forecast is None or forecast.plan.fits
-        if forecast is not None and not fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
-            raise DoesNotFit(f"{too_large(forecast.plan)} `tunesmith plan` shows every term; nothing was loaded.")
-        with crew.phase("loading the model"):
-            inputs = replace(inputs, from_python=from_python)
-            session = _build(inputs, forecast, name, resume, overwrite, allow, quiet, crew)
-        session.planner = planner
-        if forecast is not None and not fits:
-            session.progress.say(f"warning   {too_large(forecast.plan)} training.on_oom=shrink tries it nevertheless")
-        return session
-    except BaseException:
-        if forecast is not None:
-            forecast.stop()
-        raise
+        inputs, plan = _read_and_plan(config, planner if crew.ranks.is_main else None, given, console)
+    plan = plan_of_all(crew, plan)
+    if plan is not None and not plan.fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
+        raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was loaded.")
+    with crew.phase("loading the model"):
+        inputs = replace(inputs, from_python=from_python)
+        session = _build(inputs, plan, name, resume, overwrite, allow, quiet, crew)
+    session.planner = planner
+    if plan is not None and not plan.fits:
+        session.progress.say(f"warning   {too_large(plan)} training.on_oom=shrink tries it nevertheless")
+    return session
 
 
 def _read_and_plan(
     config: TrainingConfig, planner: Planner | None, given: Given, console: Console
-) -> tuple[Inputs, Forecast | None]:
+) -> tuple[Inputs, Plan | None]:
     """The rows, and the plan, which a process of its own makes in the meantime."""
     if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
         inputs = read_inputs(config, given, console)
@@ -109,18 +104,15 @@ def _read_and_plan(
         planned = beside.submit(planner, config) if planner is not None else None
         try:
             inputs = read_inputs(config, given, console)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                abandon()
-            if planned is not None and planned.exception() is None:
-                planned.result().stop()
+        except BaseException:
+            abandon()  # else its end would be waited for
             raise
         return inputs, planned.result() if planned is not None else None
 
 
 def _build(
     inputs: Inputs,
-    forecast: Forecast | None,
+    plan: Plan | None,
     name: str,
     resume: bool,
     overwrite: bool,
@@ -131,8 +123,8 @@ def _build(
     """The session around what was read and planned."""
     config = inputs.config
     folder = find_folder(crew, config, name, resume, overwrite)
-    if forecast is not None:
-        _require_room(forecast, folder, config, crew)
+    if plan is not None:
+        _require_room(plan, folder, config, crew)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
     read = read_digests(inputs) | inputs.from_python.names
     origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
@@ -140,11 +132,11 @@ def _build(
     batches = training_batches(config, inputs, origin.state, crew.ranks.rank)
     total = _total_steps(config, batches)
     agree(crew, digest(inputs, total))  # before the first collective, which starts the device
-    device = _start_device(config, crew)
-    meter = Meter(place := real_place(device))
+    meter = Meter(place := real_place(_start_device(config, crew)))
     watch = Watch(meter)
-    set_seed(config.training.seed)
-    with explained_failures(watch, forecast, None):
+    seed_all(config.training.seed)
+    planned = PlannedRun(config, plan, crew.ranks.world == 1) if plan is not None else None
+    with explained_failures(watch, planned, None):
         with HostWatch() as host:
             assembly = assemble(config, inputs.architecture, place, total, crew.ranks, inputs.from_python)
         stop_at(causal_model(assembly.model), learnt_ends(inputs.data.train, inputs.tokenizer))
@@ -165,7 +157,7 @@ def _build(
         batches,
         progress,
         meter,
-        forecast,
+        plan,
         watch,
         crew,
         step=origin.step,
@@ -175,7 +167,7 @@ def _build(
     )
     if origin.checkpoint is not None and origin.state is not None:
         ask_before_resuming(session, origin.state["config"])
-        with explained_failures(watch, forecast, None):
+        with explained_failures(watch, planned, None):
             _load(origin.checkpoint, assembly, meter, bool({*ALLOWED_MODELS} & {*allow}))
     return session
 
@@ -235,11 +227,11 @@ def _total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
     return total
 
 
-def _require_room(forecast: Forecast, folder: RunFolder, config: TrainingConfig, crew: Crew) -> None:
+def _require_room(plan: Plan, folder: RunFolder, config: TrainingConfig, crew: Crew) -> None:
     """One rank of each machine looks at its host memory, for all of them there; the one that writes at its disk."""
     if crew.ranks.local_rank == 0:
         written = folder.path if folder.is_written else None
-        require_room(forecast.plan, written, config.data.workers, crew.ranks.local_world)
+        require_room(plan, written, config.data.workers, crew.ranks.local_world)
 
 
 def _start_device(config: TrainingConfig, crew: Crew) -> torch.device:
@@ -269,7 +261,7 @@ def begin(session: Session, overwrite: bool) -> None:
     if session.config.batch != session.inputs.config.batch:
         session.plan_again()  # what was planned is not the size that this run had shrunk to
     else:
-        session.keep_forecast()
+        session.keep_plan()
 
 
 def _write_first(session: Session, overwrite: bool) -> None:

@@ -6,7 +6,7 @@ import torch
 from framework.build.assembly import assemble
 from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.step import train_step
 from tests.run.reference import H100
 from tests.tiny import LLAMA, tiny_config

@@ -7,7 +7,7 @@ from framework.build.assembly import assemble
 from framework.build.place import real_place
 from framework.build.resolve_model import settle
 from framework.build.verify import verify
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 from tests.run.reference import H100

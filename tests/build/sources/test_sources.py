@@ -158,7 +158,7 @@ class TestForms:
             DatasetParams(path=write_rows("a.jsonl", [{"text": "x"}])),
             DatasetParams(path=write_rows("b.jsonl", [{"messages": CHAT}])),
         ]
-        rows = _all_rows(params, "data.train").to_list()
+        rows = list(_all_rows(params, "data.train"))
         assert [(row["form"], row["text"]) for row in rows] == [("text", "x"), ("messages", None)]
         assert rows[0]["messages"] is None
         assert json.loads(rows[1]["messages"]) == CHAT

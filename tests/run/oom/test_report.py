@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from framework.build.place import real_place
 from framework.cli import main
-from framework.errors import OutOfMemory, RequestError, TunesmithError
+from framework.errors import OutOfMemory, RequestError
 from framework.memory.cards import read_card
 from framework.memory.explain import explain
 from framework.memory.explain.proposals import propose
@@ -20,9 +19,9 @@ from framework.memory.installed import detect
 from framework.memory.planning import make_plan
 from framework.run import step as step_module
 from framework.run.oom import report as out_of_memory
-from framework.run.oom.report import Watch, explained_failures, is_memory_failure
-from framework.run.planning.background_plan import Forecast, forecast_in_subprocess
-from framework.run.planning.lever_savings import MOST_SECONDS, documents
+from framework.run.oom.report import PlannedRun, Watch, explained_failures, is_memory_failure
+from framework.run.planning import plan_pool
+from framework.run.planning.lever_savings import lever_savings
 from framework.run.record.meter import Meter
 from framework.run.record.run_folder import SNAPSHOT
 from framework.run.rehearsal.rehearse import record
@@ -156,27 +155,42 @@ def test_a_larger_micro_batch_than_any_before_is_a_spike(tmp_path):
 
 
 def test_savings_are_those_of_a_rehearsal_with_the_lever_moved(monkeypatch):
-    monkeypatch.setattr("framework.run.planning.lever_savings.os.nice", int)  # this process has other tests to run
+    monkeypatch.setattr("framework.run.planning.lever_savings.MOST_SECONDS", 600)
     settings = {"optimizer": "adamw_torch", "per_device_train_batch_size": 8, "global_batch_size": 8, "max_steps": 2}
     config_ = tiny_config(training=settings, data={"eval_fraction": 0.5})
-    first, second, *rest = documents(config_)
-    assert first["plan"] == make_plan(record(config_)).to_json()
-    levers = second["levers"]
-    assert all(lever["saves"] is None for lever in levers)
-    assert len(rest) == len(levers)
+    plan = make_plan(record(config_))
+    levers = lever_savings(config_, plan)
     proposals = {proposal.override: proposal for proposal in propose(config_)}
-    peaks = {phase["name"]: phase["allocated_bytes"] for phase in first["plan"]["phases"]}
-    chosen = [0, *(i for i, lever in enumerate(levers) if lever["key"].endswith("train_batch_size"))]
-    for position in chosen:
-        saves = rest[position]["saves"]
-        other = make_plan(record(proposals[levers[position]["override"]].config))
-        assert saves == {
+    assert {lever["override"] for lever in levers} == {*proposals}
+    peaks = {phase.name: phase.allocated_bytes for phase in plan.phases}
+    chosen = [levers[0], *(lever for lever in levers if lever["key"].endswith("train_batch_size"))]
+    for lever in chosen:
+        other = make_plan(record(proposals[lever["override"]].config))
+        assert lever["saves"] == {
             **{phase.name: peaks[phase.name] - phase.allocated_bytes for phase in other.phases},
-            "host": first["plan"]["host_bytes"] - other.host_bytes,
+            "host": plan.host_bytes - other.host_bytes,
         }
-    batch = rest[chosen[1]]["saves"]
+    batch = chosen[1]["saves"]
     assert batch["backward"] > 0
     assert batch["optimizer_step"] < 0.01 * peaks["optimizer_step"]  # it does not help there
+
+
+def test_savings_that_are_not_known_in_time_have_no_figure(monkeypatch):
+    monkeypatch.setattr("framework.run.planning.lever_savings.MOST_SECONDS", -1)
+    levers = lever_savings(tiny_config(), make_plan(record(tiny_config())))
+    assert levers
+    assert all(lever["saves"] is None for lever in levers)
+
+
+def test_where_no_process_can_be_started_the_failure_is_told_without_figures(monkeypatch):
+    monkeypatch.setattr(plan_pool, "_COMMAND", ["/nowhere/python"])
+    assert {lever["saves"] for lever in lever_savings(tiny_config(), make_plan(record(tiny_config())))} == {None}
+
+
+def test_a_rank_for_which_others_hang_does_not_wait_for_savings(monkeypatch):
+    monkeypatch.setattr(out_of_memory, "lever_savings", lambda *_: pytest.fail("it waits"))
+    planned = PlannedRun(tiny_config(), make_plan(record(tiny_config())), is_alone=False)
+    assert planned.with_savings(None).levers is None
 
 
 @pytest.fixture
@@ -188,7 +202,7 @@ def recipe(write, monkeypatch):
 
 def test_a_run_keeps_the_savings_of_every_lever_and_explain_ranks_them(recipe, capsys, monkeypatch):
     """From the command line to the ranked overrides, for a failure in the optimizer's step; exit 4."""
-    monkeypatch.setattr(out_of_memory, "PATIENCE", MOST_SECONDS)
+    monkeypatch.setattr("framework.run.planning.lever_savings.MOST_SECONDS", 600)
     with failing(monkeypatch, "optimizer_step", 2, torch.OutOfMemoryError(FULL)):
         assert main(["train", str(recipe), "gpu=cpu"]) == 4
     assert "out of memory in the optimizer step (step 2)" in capsys.readouterr().err
@@ -202,46 +216,6 @@ def test_a_run_keeps_the_savings_of_every_lever_and_explain_ranks_them(recipe, c
     assert not moves[0]["override"].startswith("training.per_device_train_batch_size")
     for move in moves:
         assert main(["check", "run/config.yaml", *move["override"].split(), "--quick"]) == 0, move
-
-
-def told_by(monkeypatch, *documents_, then="time.sleep(600)"):
-    """A child that tells these documents and then does something else."""
-    told = "".join(f"{json.dumps(document)}\n" for document in documents_)
-    code = f"import sys, time; sys.stdin.read(); sys.stdout.write({told!r}); sys.stdout.flush(); {then}"
-    monkeypatch.setattr("framework.run.planning.background_plan._COMMAND", (sys.executable, "-c", code))
-
-
-def test_a_forecast_is_there_before_its_levers_and_leaves_no_process_when_stopped(monkeypatch):
-    plan = make_plan(record(tiny_config()))
-    lever = {"key": "a", "override": "a=b", "costs": "", "exact": True, "saves": None}
-    told_by(monkeypatch, {"plan": plan.to_json()}, {"levers": [lever, lever]}, {"position": 1, "saves": {"load": 3}})
-    forecast = forecast_in_subprocess(tiny_config())
-    assert forecast.plan == plan
-    kept: list[dict] = []
-    forecast.keep(kept.append)
-    while len(kept) < 3 and (kept[-1].get("levers") or [{}, {}])[1].get("saves") is None:
-        forecast.wait(0.01)
-    assert [entry["saves"] for entry in forecast.document["levers"]] == [None, {"load": 3}]
-    process = forecast._process
-    forecast.stop()
-    assert process is not None
-    assert process.poll() is not None
-
-
-def test_what_is_wrong_with_a_request_or_with_the_child_is_told(monkeypatch):
-    told_by(monkeypatch, {"errors": [{"key": "a.b", "message": "is odd"}]})
-    with pytest.raises(RequestError, match=r"a\.b: is odd"):
-        forecast_in_subprocess(tiny_config())
-    told_by(monkeypatch, then="sys.exit('no torch today')")
-    with pytest.raises(TunesmithError, match="the rehearsal failed: no torch today"):
-        forecast_in_subprocess(tiny_config())
-
-
-def test_a_plan_made_by_hand_has_no_levers():
-    plan = make_plan(record(tiny_config()))
-    kept = []
-    Forecast(plan).keep(kept.append)
-    assert kept == [plan.to_json()]
 
 
 @pytest.mark.gpu

@@ -29,7 +29,6 @@ from framework.memory.trace import Space
 from framework.run import evaluate, trainer
 from framework.run.inputs.inputs import read_inputs
 from framework.run.oom.smaller_batches import next_size, shrunk
-from framework.run.planning.background_plan import Forecast
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import launch_step, train_step
 from framework.schema.config import Batch, TrainingConfig
@@ -386,7 +385,7 @@ def test_what_a_run_over_the_card_does_is_up_to_on_oom(corpus, tmp_path, capsys)
     settings = config(corpus, tmp_path / "run", training={**SHRINK, "max_steps": 1})
     plan = make_plan(record(settings))
     small = dataclasses.replace(plan, device=dataclasses.replace(plan.device, name="toaster", usable_bytes=1000))
-    train(settings, planner=lambda _: Forecast(small), quiet=False)
+    train(settings, planner=lambda _: small, quiet=False)
     assert "toaster has 0.00 GiB usable" in (said := capsys.readouterr().err)
     assert "training.on_oom=shrink tries it nevertheless" in said
     assert metrics(tmp_path / "run")
@@ -398,7 +397,7 @@ def test_a_run_that_has_shrunk_is_planned_again(corpus, tmp_path, failing):  # n
 
     def planner(settings):
         planned.append(settings.batch.per_device)
-        return Forecast(make_plan(record(settings)))
+        return make_plan(record(settings))
 
     failing({1: [100], 2: [100]})
     train(config(corpus, tmp_path / "run", training={**SHRINK, "max_steps": 3}), planner=planner)

@@ -9,7 +9,7 @@ import torch
 
 from framework.errors import OutOfMemory
 from framework.memory.cards import read_card
-from framework.run.planning.background_plan import forecast_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.schema.config import TrainingConfig
 from tests.card import own_card
 from tests.run.test_trainer import corpus, metrics, train  # noqa: F401
@@ -67,7 +67,7 @@ def test_a_run_that_does_not_fit_shrinks_and_learns_the_same(
     if not trial:
         monkeypatch.setattr("framework.run.trainer.try_longest_rows", lambda session: None)
     before = torch.cuda.memory_allocated()
-    train(settings(corpus, tmp_path / "run", **training), planner=forecast_in_subprocess if trial else None)
+    train(settings(corpus, tmp_path / "run", **training), planner=plan_in_subprocess if trial else None)
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())
     train_repairs = [repair for repair in memory["repairs"] if "train" in repair["key"]]
     print(training, trial, memory["repairs"], memory["measured"]["allocated_bytes"], torch.cuda.memory_allocated())

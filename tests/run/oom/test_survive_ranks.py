@@ -18,7 +18,6 @@ from framework.errors import TunesmithError
 from framework.memory.explain import explain
 from framework.memory.planning import make_plan
 from framework.run import evaluate, trainer
-from framework.run.planning.background_plan import Forecast
 from framework.run.rehearsal.rehearse import record
 from framework.run.setup import longest_rows as trial
 from framework.run.step import launch_step
@@ -170,7 +169,7 @@ def elsewhere(corpus, folder, rank):  # noqa: F811
     trial.trial_step, evaluate.eval_step = tried, evaluated
     train(
         settings(corpus, folder / "elsewhere", per_device_eval_batch_size=2),
-        planner=lambda made: Forecast(make_plan(record(made))),
+        planner=lambda made: make_plan(record(made)),
     )
     trial.trial_step, evaluate.eval_step = trial_step, eval_step
     return {"eval sizes": sizes}

@@ -101,7 +101,7 @@ def test_each_change_alone() -> None:
     b = config(model={"model_max_length": 128, "torch_dtype_str": "bfloat16"}, training={"optimizer": "adamw_torch"})
     made = fake_plan(lambda c: (c.model.model_max_length // 64) * (3 if c.training.optimizer == "adamw_torch" else 1))
     differing = ["training.optimizer", "training.seed", "model.torch_dtype_str", "model.model_max_length"]
-    found = find_causes(a, b, (made(a), made(b)), differing, made)
+    found = find_causes(a, b, (made(a), made(b)), differing, lambda asked: [made(each) for each in asked])
     effects = {cause.keys[0]: cause.plan.peak.device_bytes // GIB for cause in found.causes if cause.plan}
     assert effects == {"model.torch_dtype_str": 1, "training.optimizer": 3, "model.model_max_length": 2}
     assert found.b.peak.device_bytes == 6 * GIB
@@ -111,7 +111,7 @@ def test_a_change_that_is_not_possible_alone_is_told_and_not_planned() -> None:
     a = config(training={"global_batch_size": 4, "per_device_train_batch_size": 4})
     b = config(training={"per_device_train_batch_size": 3, "global_batch_size": 4, "optimizer": "sgd"})
     differing = ["training.per_device_train_batch_size", "training.optimizer"]
-    found = find_causes(a, b, (PLAN, PLAN), differing, lambda _: PLAN)
+    found = find_causes(a, b, (PLAN, PLAN), differing, lambda asked: [PLAN] * len(asked))
     assert [(cause.keys[0], cause.plan is None, bool(cause.refusal)) for cause in found.causes] == [
         ("training.per_device_train_batch_size", True, True),
         ("training.optimizer", False, False),
@@ -131,6 +131,6 @@ def test_one_change_needs_no_further_plan_and_many_are_not_all_planned() -> None
         *(f"fsdp.{name}" for name in ("cpu_offload", "forward_prefetch", "sharding_strategy")),
     ]
     many += ["model.chunked_loss", "model.model_max_length", "training.compile", "training.max_grad_norm"]
-    found = find_causes(a, b, (PLAN, PLAN), many, lambda _: PLAN)
+    found = find_causes(a, b, (PLAN, PLAN), many, lambda asked: [PLAN] * len(asked))
     assert len(found.causes) == MOST_CHANGES
     assert found.others == ("training.compile", "training.max_grad_norm")

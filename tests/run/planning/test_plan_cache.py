@@ -40,6 +40,24 @@ def test_a_plan_serves_another_limit_and_is_what_would_be_planned_for_it(usable,
     assert replace(found, assumptions=()) == replace(expected, assumptions=())
 
 
+def test_the_plan_of_a_folder_is_that_of_the_files_in_it(tmp_path):
+    folder, made = tmp_path / "model", make_plan(record(config()))
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    asked = config().model_copy(update={"model": config().model.model_copy(update={"model_name": str(folder)})})
+    plan_cache.write(asked, made)
+    assert plan_cache.read(asked) == made
+    (folder / "config.json").write_text('{"hidden_size": 64}')
+    assert plan_cache.read(asked) is None
+
+
+def test_the_plan_of_a_model_whose_config_a_hub_has_is_not_kept():
+    model = config().model.model_copy(update={"model_name": "some/model", "architecture": None})
+    asked = config().model_copy(update={"model": model})
+    plan_cache.write(asked, make_plan(record(config())))
+    assert plan_cache.read(asked) is None
+
+
 def test_what_is_planned_otherwise_is_not_read():
     plan_cache.write(config(), make_plan(record(config())))
     assert plan_cache.read(config(rows=2)) is None

@@ -1,9 +1,15 @@
 """Which worker gets which rehearsal, and what is said of one that ended."""
 
+import json
+import sys
 from typing import Any
 
+import pytest
+
+from framework.errors import RequestError, TunesmithError
 from framework.memory.cards import read_card
-from framework.run.planning.plan_pool import _all, _Memory, _Worker
+from framework.run.planning import plan_cache, plan_pool
+from framework.run.planning.plan_pool import Rehearsals, _all, _Memory, _Worker, plan_in_subprocess, prepared
 from framework.run.rehearsal.block_settings import shared_work
 from framework.run.rehearsal.rehearse import rehearse
 from framework.schema.config import TrainingConfig
@@ -74,3 +80,44 @@ def test_a_worker_that_was_ended_is_told_and_replaced(monkeypatch: Any) -> None:
     answers = _all([config(), config(layers=2)], workers)
     assert answers == [{"fault": "a rehearsal was ended from outside"}, {"worker": 1, "rows": 1}]
     assert _all([config()], workers)[0]["worker"] == 7
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *answers: dict[str, Any], then: str = "") -> None:
+    """A process that gives these answers, whatever it is asked, and does something else."""
+    told = json.dumps(answers) + "\n" if answers else ""
+    code = f"import sys; sys.stdin.readline(); sys.stdout.write({told!r}); sys.stdout.flush(); {then}"
+    monkeypatch.setattr(plan_pool, "_COMMAND", [sys.executable, "-c", code])
+
+
+def test_what_is_wrong_with_a_request_or_with_the_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tiny_config(training={"max_steps": 17})
+    answering(monkeypatch, {"errors": [{"key": "a.b", "message": "is odd"}]})
+    with pytest.raises(RequestError, match=r"a\.b: is odd"):
+        plan_in_subprocess(asked)
+    answering(monkeypatch, {"fault": "ValueError: no shape"})
+    with pytest.raises(TunesmithError, match="the rehearsal failed: ValueError: no shape"):
+        plan_in_subprocess(asked)
+    answering(monkeypatch, then="sys.exit('no torch today')")
+    with pytest.raises(TunesmithError, match="the rehearsal failed: no torch today"):
+        plan_in_subprocess(asked)
+
+
+def test_a_process_that_was_prepared_is_taken_once_and_ended_where_it_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, then="import time; time.sleep(60)")
+    with prepared():
+        [server] = plan_pool._prepared
+        with Rehearsals() as rehearsals:
+            assert rehearsals._server is server
+            assert not plan_pool._prepared
+        assert server._process.returncode is not None
+    with prepared():
+        [server] = plan_pool._prepared
+        assert server._process.poll() is None
+    assert server._process.returncode is not None
+
+
+def test_a_plan_that_is_stored_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tiny_config(training={"max_steps": 18})
+    plan_cache.write(asked, made := rehearse(asked))
+    monkeypatch.setattr(plan_pool, "_COMMAND", ["/nowhere/python"])
+    assert plan_in_subprocess(asked) == made

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.plan_grid import configs, is_judged
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.rehearsal.rehearse import record
 from tests.card import measure_apart
 

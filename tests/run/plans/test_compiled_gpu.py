@@ -7,7 +7,7 @@ import pytest
 from framework.build.levers.compiled import compiled_regions
 from framework.compose import compose
 from framework.run.planning import measure as measuring
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from tests.card import measure_apart, own_card
 from tests.tiny import LLAMA, tiny_config
 

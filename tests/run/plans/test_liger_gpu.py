@@ -10,7 +10,7 @@ from framework.build.place import real_place
 from framework.build.resolve_model import settle
 from framework.build.verify import verify
 from framework.compose import compose
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.step import train_step
 from tests.card import measure_apart, own_card
 from tests.tiny import LLAMA, tiny_config, unequal_rows

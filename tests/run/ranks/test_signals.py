@@ -10,7 +10,7 @@ import pytest
 
 from framework.errors import Interrupted, TunesmithError
 from framework.run import evaluate, trainer
-from framework.run.planning import background_plan as forecast
+from framework.run.planning import plan_pool
 from framework.run.ranks.signals import noted_signals, told_interrupt, watched_interrupt
 from framework.run.setup import start as opening
 from framework.run.trainer import train
@@ -124,22 +124,22 @@ def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch): 
 
 def test_a_plan_that_is_waited_for_is_given_up(monkeypatch):
     """Ctrl-C may reach this process alone: the child would go on for as long as its rehearsal takes."""
-    monkeypatch.setattr(forecast, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(plan_pool, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
     raised: list[BaseException] = []
 
     def plan() -> None:
         try:
-            forecast.forecast_in_subprocess(config("x", "y"))
+            plan_pool.plan_in_subprocess(config("x", "y"))
         except TunesmithError as error:
             raised.append(error)
 
     waiting = threading.Thread(target=plan)
     waiting.start()
-    while not forecast._awaited:
+    while not plan_pool._asked:
         time.sleep(0.01)
-    child = forecast._awaited[0]
-    forecast.abandon()
+    child = plan_pool._asked[0]._process
+    plan_pool.abandon()
     waiting.join(10)
     assert raised
     assert child.returncode == -signal.SIGKILL
-    assert not forecast._awaited
+    assert not plan_pool._asked

@@ -17,7 +17,7 @@ from framework.build.verify import verify
 from framework.errors import VerificationFailed
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.checkpoints.sharded_export import export_sharded
-from framework.run.planning.background_plan import forecast_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.rehearsal.rehearse import record
 from framework.run.setup.agreement import seed_apart
 from framework.schema.config import TrainingConfig
@@ -309,7 +309,7 @@ def whole_run(corpus, folder, world: int, size: int = 2) -> TrainingConfig:  # n
 
 
 def run_as_rank(corpus: str, folder: str) -> None:  # noqa: F811
-    train(whole_run(corpus, Path(folder), 2), planner=forecast_in_subprocess)
+    train(whole_run(corpus, Path(folder), 2), planner=plan_in_subprocess)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from framework.errors import RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
 from framework.memory.trace import Kind
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.rehearsal.rehearse import record, rehearse
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
@@ -191,7 +191,7 @@ def test_what_the_child_cannot_build_comes_back_as_problems() -> None:
 
 @pytest.mark.fresh_process
 def test_the_caller_of_the_child_loads_no_torch() -> None:
-    code = "import sys, framework.run.planning.plan_process; sys.exit('torch' in sys.modules)"
+    code = "import sys, framework.run.planning.plan_pool; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,0 +1,97 @@
+"""The checkpoint of the last step is written while the run evaluates and exports, where that is safe."""
+
+import threading
+
+import pytest
+
+from framework.errors import SaveFailed
+from framework.run import trainer
+from framework.run.checkpoints import saver
+from framework.run.checkpoints.checkpoint import save_checkpoint
+from tests.run.test_trainer import config, corpus, train  # noqa: F401
+
+WAIT = {"seconds": 1.0}
+"""How long a save waits for the export to begin."""
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What began and ended, in order: a save takes until the export has begun, or it has waited."""
+    seen, exporting = list[str](), threading.Event()
+    export, evaluate = trainer.export, trainer.Session.evaluate
+
+    def slow(*arguments, **options):
+        seen.append("save")
+        exporting.wait(WAIT["seconds"])
+        path = save_checkpoint(*arguments, **options)
+        seen.append("saved")
+        return path
+
+    def exported(*arguments, **options):
+        seen.append("export")
+        exporting.set()
+        return export(*arguments, **options)
+
+    def evaluated(session):
+        seen.append("evaluate")
+        return evaluate(session)
+
+    monkeypatch.setattr(saver, "save_checkpoint", slow)
+    monkeypatch.setattr(trainer, "export", exported)
+    monkeypatch.setattr(trainer.Session, "evaluate", evaluated)
+    return seen
+
+
+PLAIN = {"max_steps": 2, "optimizer": "adamw_torch"}
+
+
+def test_it_is_written_while_the_run_ends(corpus, tmp_path, order, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(WAIT, "seconds", 60.0)
+    train(config(corpus, tmp_path / "run", training=PLAIN))
+    assert order[0] == "evaluate"
+    assert order.index("save") < order.index("export") < order.index("saved")
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").exists()
+    assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("training", "model", "before"),
+    [
+        ({"optimizer": "schedule_free_adamw"}, {}, "evaluate"),  # which evaluates an average
+        ({"optimizer": "adamw_torch"}, {"architecture": "in bfloat16"}, "export"),  # which casts
+    ],
+)
+def test_it_is_done_before_what_changes_the_weights(corpus, tmp_path, order, training, model, before):  # noqa: F811
+    asked = config(corpus, tmp_path / "run", training={**PLAIN, **training})
+    if model:
+        written = {**asked.model.architecture.thaw(), "dtype": "bfloat16"}
+        asked = asked.model_copy(update={"model": type(asked.model)(**{**dict(asked.model), "architecture": written})})
+    train(asked)
+    last = len(order) - 1 - order[::-1].index(before)
+    assert order.index("saved") < last, order
+
+
+@pytest.mark.parametrize("room", ["memory", "disk"])
+def test_it_is_done_first_where_there_is_little_room(corpus, tmp_path, order, monkeypatch, room):  # noqa: F811
+    if room == "memory":
+        monkeypatch.setattr(saver, "available_host_bytes", lambda: 1000)
+    else:
+        usage = saver.shutil.disk_usage
+        monkeypatch.setattr(saver.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000))
+    train(config(corpus, tmp_path / "run", training=PLAIN))
+    assert order[-2:] == ["evaluate", "export"]
+    assert order.index("saved") < len(order) - 2
+
+
+def test_one_that_fails_meanwhile_is_told_with_the_export_that_there_is(corpus, tmp_path, monkeypatch):  # noqa: F811
+    def failing(*arguments, **options):
+        raise SaveFailed("the disk is on fire.")
+
+    monkeypatch.setattr(saver, "save_checkpoint", failing)
+    with pytest.raises(SaveFailed) as told:
+        train(config(corpus, tmp_path / "run", training=PLAIN))
+    final = tmp_path / "run" / "final"
+    assert str(told.value) == (
+        f"the disk is on fire.\nThe weights after step 2 are exported: {final}; there is no checkpoint to go on from"
+    )
+    assert (final / "config.json").exists()

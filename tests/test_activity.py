@@ -1,0 +1,122 @@
+"""What a command is doing: a line now and again in a pipe, one line that is written over on a terminal."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from framework.__main__ import _is_long
+
+ROOT = Path(__file__).parents[1]
+SETUP = "import sys, time; from framework import activity; from framework.terminal import visible_streams\n"
+
+
+def ran(code: str, **options: int) -> subprocess.CompletedProcess[bytes]:
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run([sys.executable, "-c", SETUP + code], cwd=ROOT, check=True, **{**piped, **options})  # type: ignore[call-overload]
+
+
+def in_pipe(code: str) -> list[str]:
+    return ran(code).stderr.decode().splitlines()
+
+
+def on_terminal(code: str) -> str:
+    """What a terminal is sent."""
+    above, below = pty.openpty()
+    try:
+        ran(code, stderr=below)
+        os.write(below, b"end")  # else nothing would be waited for where nothing was sent
+        return os.read(above, 1 << 20).decode().removesuffix("end")
+    finally:
+        os.close(above)
+        os.close(below)
+
+
+def test_in_a_pipe_there_is_a_line_within_a_second_and_no_other_for_a_while() -> None:
+    began = time.monotonic()
+    code = "with activity.shown('reading'):\n    time.sleep(0.9)\n    print(time.monotonic())"
+    found = ran(code)
+    assert re.fullmatch(r"working   reading \([01] s\)\n", found.stderr.decode())
+    assert time.monotonic() > began + 0.9
+
+
+def test_what_takes_no_time_says_nothing() -> None:
+    assert in_pipe("with activity.shown('reading'):\n    pass") == []
+    assert in_pipe("with activity.shown('reading', is_wanted=False):\n    time.sleep(0.9)") == []
+    assert in_pipe("activity.now('reading', is_long=True)\ntime.sleep(0.9)") == []
+
+
+def test_lines_come_again_and_say_what_is_done_then() -> None:
+    code = """
+activity.EVERY = 0.5
+with activity.shown('reading'):
+    time.sleep(0.9)
+    with activity.doing('planning'):
+        time.sleep(1.1)
+    time.sleep(1.1)
+    activity.now('')
+    time.sleep(1.1)
+"""
+    words = [line.split()[1] for line in in_pipe(code)]
+    assert list(dict.fromkeys(words)) == ["reading", "planning"]
+    assert words[-1] == "reading"
+    assert len(words) < 8, "nothing is said of nothing"
+
+
+def test_what_is_long_is_said_before_it_begins() -> None:
+    """A library that is loaded may keep threads from running."""
+    code = "with activity.shown('x'):\n    activity.now('loading', is_long=True)\n    print('y', file=sys.stderr)"
+    assert in_pipe(code) == ["working   loading (0 s)", "y"]
+
+
+def test_nothing_is_added_while_other_lines_come() -> None:
+    code = """
+activity.EVERY = 1.0
+with activity.shown('stepping'), visible_streams():
+    for step in range(12):
+        print('step', step, file=sys.stderr)
+        time.sleep(0.1)
+"""
+    assert [line for line in in_pipe(code) if "working" in line] == []
+
+
+def test_on_a_terminal_one_line_is_written_over_and_gives_way() -> None:
+    code = """
+with activity.shown('reading'), visible_streams():
+    time.sleep(0.9)
+    print('a line', file=sys.stderr)
+    time.sleep(0.9)
+"""
+    sent = on_terminal(code)
+    assert sent.count("working   reading") >= 2
+    assert "\x1b[2Ka line\r\n" in sent, "the line is erased first"
+    assert "reading (1 s)\r\n" not in sent
+    assert sent.endswith("\r\x1b[2K"), "nothing is left of it"
+
+
+def test_a_bar_shows_it_in_its_own_line() -> None:
+    code = """
+with activity.shown('reading'), activity.drawn_by(lambda text: print('bar:', text)):
+    activity.now('saving', is_long=True)
+    time.sleep(0.9)
+"""
+    assert "working" not in on_terminal(code).replace("\r\x1b[2K", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        *(("train a.yaml", True), ("fit a.yaml gpu=24gb", True), ("train a.yaml --quiet", False)),
+        *(("check a --quick", False), ("plan --help", False), ("list gpus", False), ("", False)),
+    ],
+)
+def test_commands_that_are_waited_for(words: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert _is_long(words.split()) is expected
+    monkeypatch.setenv("RANK", "1")
+    assert not _is_long(words.split()), "the first of several says it"
