@@ -222,6 +222,12 @@ FACTS: Mapping[Optimizer, OptimizerFacts] = {
 two processes), torchao's states are not tried, and the scales of ours, one for 256 elements, are not cut."""
 
 
+def serves_states_of(choice: Optimizer, other: Optimizer) -> bool:
+    """Whether an optimizer goes on with the states of another as that one would, but for rounding."""
+    one, two = FACTS[choice], FACTS[other]
+    return one.module == two.module and not (one.changes or two.changes)
+
+
 def facts_of(choice: Optimizer | Auto) -> OptimizerFacts:
     """The row of a choice; of `auto`, which has not chosen, the plain one's."""
     return FACTS[Optimizer.ADAMW_TORCH_FUSED if choice == "auto" else choice]

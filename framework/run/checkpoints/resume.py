@@ -11,9 +11,11 @@ from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
 from framework.schema.facts import Resume
 from framework.schema.keys import every_key, resume_of
+from framework.schema.optimizers import Optimizer, serves_states_of
 from framework.schema.wording import counted
 
-SIZES = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
+ACCUMULATION, OPTIMIZER = "training.gradient_accumulation_steps", "training.optimizer"
+SIZES = {"training.per_device_train_batch_size", ACCUMULATION}
 """Keys that go with the number of devices: their product with it is what a step learns from."""
 
 _OTHERWISE = {
@@ -36,7 +38,7 @@ def resume_with(key: str) -> Resume | None:
 def check_allowed(allow: Sequence[str]) -> None:
     """Raises RequestError for each word of `--allow` that lets nothing differ."""
     known = {key: found for key in every_key() if (found := resume_with(key))}
-    takes = (*sorted({*(key for key, found in known.items() if found in _OTHERWISE), *WHAT, *MODELS}),)
+    takes = (*sorted({*(key for key, found in known.items() if found in _OTHERWISE), OPTIMIZER, *WHAT, *MODELS}),)
     problems = list[Problem]()
     for word in allow:
         if word in takes or known.get(word) is Resume.FREE:
@@ -63,9 +65,13 @@ def check_resume(
     problems = list(_other_global_batch(known, config, allow))
     is_cut_otherwise = known["gpu"]["count"] != config.gpu.count or _world(known) != config.batch.world
     free = {*moved, *(SIZES if is_cut_otherwise else ())}
+    if _rows_of_step(known) == config.batch.global_size:
+        free.add(ACCUMULATION)  # it follows from the rows of a forward pass
     for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
         found = Resume.FREE if key in free else resume_with(key)
+        if key == OPTIMIZER and serves_states_of(Optimizer(now), Optimizer(before)):
+            found = Resume.ROUNDING
         if found is Resume.FREE or (found and key in allow):
             lines.append(f"{key} {change}")
         elif found:
@@ -79,17 +85,22 @@ def check_resume(
 
 def _other_global_batch(known: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> Iterator[Problem]:
     """More or fewer devices cut a step into other parts, but it is to have the same rows."""
-    training, world, batch = known["training"], _world(known), config.batch
-    if world == batch.world or "training.gradient_accumulation_steps" in allow:
+    world, batch, rows = _world(known), config.batch, _rows_of_step(known)
+    if world == batch.world or ACCUMULATION in allow:
         return
-    rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * world
     if rows != batch.global_size:
         before = _counted(known["gpu"]["count"], world)
         now = _counted(config.gpu.count, batch.world)
         message = f"a step had {counted(rows, 'row')} on {before}, and has {batch.global_size} on {now}"
         fitting, remainder = divmod(rows, batch.per_device * batch.world)
         expected = f"{fitting}" if fitting and not remainder else "sizes whose product is the same"
-        yield Problem("training.gradient_accumulation_steps", message, expected=expected)
+        yield Problem(ACCUMULATION, message, expected=expected)
+
+
+def _rows_of_step(known: Mapping[str, Any]) -> int:
+    training = known["training"]
+    rows: int = training["per_device_train_batch_size"] * (training["gradient_accumulation_steps"] or 1)
+    return rows * _world(known)
 
 
 def _world(known: Mapping[str, Any]) -> int:
