@@ -73,15 +73,14 @@ def commit(plans: Path, out: Path, notes: list[str]) -> None:
 
 
 def _turn(row: Mapping[str, Any]) -> tuple[bool, bool, str]:
-    """What surprised before comes first, what is compiled last: time on a card may end before the rows do."""
-    is_known = not row["name"].startswith(("qlora", "odd"))
-    return is_known and "-compile" in row["name"], is_known, row["name"]
+    """4-bit bases come first, what is compiled last: time on a card may end before the rows do."""
+    return "-compile" in row["name"], not row["name"].startswith("qlora"), row["name"]
 
 
 def measure(predictions: Path, out: Path, total: float) -> None:
     import torch
 
-    rows = [row for row in json.loads(predictions.read_text())["rows"] if "planned" in row]
+    rows = sorted((row for row in json.loads(predictions.read_text())["rows"] if "planned" in row), key=_turn)
     if rows[0]["sections"].get("gpu", {}).get("count", 1) > 1:
         from benchmarks.sharded import measure_drawn
 

@@ -181,10 +181,11 @@ def measure_drawn(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def clean() -> None:
-    """Leave nothing of a row on the card."""
+    """Leave nothing of a row on the card: a workspace of cuBLAS's would hold the segment that it lies in."""
     gc.collect()
     torch._dynamo.reset()
     if IS_CUDA:
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
 

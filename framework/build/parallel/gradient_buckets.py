@@ -7,7 +7,8 @@ which are sent as they are: the same memory, no copies. What is lost is that the
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ class GradientBuckets:
         self._views: list[Tensor] = []
         self.buckets: list[Tensor] = []
         self.reached: set[nn.Parameter] = set()
-        """Parameters that backward has given a gradient, so far."""
         if not place.rehearsed:  # a rehearsal holds them when its record has begun
             self._begin_alike()
             self.hold()
@@ -57,8 +57,7 @@ class GradientBuckets:
                 self._views.append(view)
                 start += _padded(parameter)
             self.buckets.append(bucket)
-        for parameter in self._trained:
-            self._note_first_gradient(parameter)
+        self.reached = reached_by_backward(self._trained)
 
     def add_up(self) -> None:
         """Leave on every rank the sum of all ranks' gradients. Raises OutOfMemoryElsewhere before any is changed."""
@@ -75,12 +74,20 @@ class GradientBuckets:
         for parameter in self._trained:
             torch.distributed.broadcast(parameter.detach(), 0)
 
-    def _note_first_gradient(self, parameter: nn.Parameter) -> None:
-        def note(reached: Tensor) -> None:
-            self.reached.add(parameter)
-            hook.remove()
 
-        hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+def reached_by_backward(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+    """Those that backward has given something since this was called, in a set that grows; where a gradient is there
+    before, it does not tell."""
+    reached: set[nn.Parameter] = set()
+    for parameter in parameters:
+
+        def note(one: Tensor, hooks: list[Any]) -> None:
+            reached.add(cast(nn.Parameter, one))
+            hooks.pop().remove()
+
+        hooks: list[Any] = []
+        hooks.append(parameter.register_post_accumulate_grad_hook(partial(note, hooks=hooks)))  # type: ignore[no-untyped-call]
+    return reached
 
 
 def _grouped(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -1,6 +1,6 @@
 """The model as several ranks train it: torch's DDP, shards, or copies that add up gradients after backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from framework.build.loading.sharded import Arrival
-from framework.build.parallel.gradient_buckets import GradientBuckets
+from framework.build.parallel.gradient_buckets import GradientBuckets, reached_by_backward
 from framework.build.place import Place
 from framework.build.ranks import Parallel, Ranks
 from framework.schema.config import TrainingConfig
@@ -79,7 +79,27 @@ def _replicated(root: Root, group: Any) -> DistributedDataParallel:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(root, frozen)  # type: ignore[no-untyped-call]
     replicated = DistributedDataParallel(root, gradient_as_bucket_view=True, process_group=group)
     replicated.register_comm_hook(group, _add_up)
+    trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+    _settle_buckets(replicated, trained)
+    replicated.reached = reached_by_backward(trained)  # type: ignore[assignment]
     return replicated
+
+
+def _settle_buckets(replicated: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
+    """Have gradients, zeros, where they stay: two passes in which nothing is learnt.
+
+    Before the second one torch makes its buckets anew, in the order in which gradients came. In training that order
+    would be better by little, and the old buckets would stay until their last gradient has moved: all gradients are
+    there twice for most of a backward pass, and while micro batches are accumulated before there are any.
+    """
+
+    def nothing(model: nn.Module) -> Tensor:
+        return torch.stack([(parameter * 0).sum(dtype=torch.float32) for parameter in trained]).sum()
+
+    for _ in range(2):
+        for parameter in trained:
+            parameter.grad = None
+        replicated(nothing).backward()
 
 
 def _add_up(group: Any, bucket: GradBucket) -> Future[Tensor]:

@@ -187,7 +187,7 @@ def missing_gradients(assembly: Assembly) -> list[str]:
     One that was updated in backward has had its gradient.
     """
     updated = assembly.optimizer.stepped if isinstance(assembly.optimizer, ParameterWise) else frozenset()
-    reached = assembly.buckets.reached if assembly.buckets is not None else None  # gradients are there before
+    reached = getattr(assembly.parallel, "reached", None)  # of copies, whose gradients are there before
     return [
         name
         for name, parameter in assembly.model.named_parameters()
