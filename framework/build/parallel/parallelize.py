@@ -99,7 +99,7 @@ def _settle_buckets(replicated: DistributedDataParallel, trained: Sequence[nn.Pa
     for _ in range(2):
         for parameter in trained:
             parameter.grad = None
-        replicated(nothing).backward()
+        torch.autograd.backward(replicated(nothing))
 
 
 def _add_up(group: Any, bucket: GradBucket) -> Future[Tensor]:
