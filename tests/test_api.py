@@ -95,6 +95,7 @@ def test_tunesmith_is_framework_by_another_name() -> None:
         __import__("tunesmith.schema")
 
 
+@pytest.mark.fresh_process
 def test_both_names_load_no_torch_and_run_as_modules(tmp_path) -> None:
     """From a wheel, whose files are all there is of the package here; `mypy` finds `py.typed` in both."""
     from hatchling.builders.wheel import WheelBuilder

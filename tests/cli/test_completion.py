@@ -73,6 +73,7 @@ def test_zsh_is_told_what_each_is_for(monkeypatch, capsys):
     assert len(found.splitlines()) == 1
 
 
+@pytest.mark.fresh_process
 def test_nothing_heavy_is_loaded(monkeypatch):
     import subprocess
     import sys
