@@ -60,6 +60,11 @@ class Task(Choice):
         """Whether the model gives one answer for a row as a whole, by a head of its own, and not one a token."""
         return self in (Task.CLASSIFICATION, Task.REGRESSION, Task.REWARD)
 
+    @property
+    def is_next_token(self) -> bool:
+        """Whether the loss is the cross entropy of each next token alone, which a part of a row can tell."""
+        return self in (Task.SFT, Task.PRETRAIN)
+
 
 class PreferenceLoss(Choice):
     """What is minimised over preferences, by the names of TRL's trainers and of the papers."""

@@ -20,7 +20,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.build.losses.loss import Batch
 from framework.build.model.parts import causal_model
 from framework.errors import Problem, RequestError
-from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
 KEY = "training.router_aux_loss_coef"
@@ -98,7 +97,7 @@ def refuse_other_terms(config: TrainingConfig, architecture: PretrainedConfig) -
 def _impossible(config: TrainingConfig) -> Iterator[str]:
     """Why a router loss cannot be part of this run."""
     training = config.training
-    if training.task not in (Task.SFT, Task.PRETRAIN):
+    if not training.task.is_next_token:
         yield f"the router auxiliary loss is added to the tasks sft and pretrain, and this is {training.task}"
     if config.sharing > 1:
         yield "devices that share rows or matrices each see a part of what the router auxiliary loss is taken over"

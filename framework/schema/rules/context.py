@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 
 from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import Attention, Task
+from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
 _RING, _SIZE = "model.attn_implementation", "fsdp.context_parallel_size"
-_OF_TOKENS = (Task.SFT, Task.PRETRAIN)
 
 
 def context_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
@@ -33,7 +32,7 @@ def context_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 def _of_rows(config: TrainingConfig) -> Iterator[Conflict]:
     """What a part of a row cannot tell."""
     training = config.training
-    if training.task not in _OF_TOKENS:
+    if not training.task.is_next_token:
         message = f"{training.task} needs whole rows, and each device has a part of them"
         yield Conflict((_RING, "training.task"), message, "sdpa, or task: sft or pretrain")
     for name in ("packing", "padding_free"):

@@ -10,7 +10,6 @@ from framework.schema.choices import (
     OptimizerOffload,
     PeftSaveMode,
     ShardingStrategy,
-    Task,
 )
 from framework.schema.config import TrainingConfig
 from framework.schema.optimizers import Shards, facts_of
@@ -18,7 +17,6 @@ from framework.schema.rules.conflict import Conflict
 from framework.schema.wording import counted
 
 _SIZE = "fsdp.tensor_parallel_size"
-_OF_TOKENS = (Task.SFT, Task.PRETRAIN)
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
@@ -56,7 +54,7 @@ def _groups(config: TrainingConfig, size: int) -> Iterator[Conflict]:
 
 def _of_training(config: TrainingConfig) -> Iterator[Conflict]:
     training = config.training
-    if training.task not in _OF_TOKENS:
+    if not training.task.is_next_token:
         message = f"{training.task} with matrices that devices share is not tried"
         yield Conflict((_SIZE, "training.task"), message, "1, or task: sft or pretrain")
     if facts_of(training.optimizer).shards is not Shards.ELEMENTS:
