@@ -65,7 +65,8 @@ def test_an_optimizer_reads_the_keys_of_its_row_and_others_are_warned_about(choi
 @pytest.mark.parametrize("method", PeftMethod)
 def test_an_adapter_reads_the_keys_of_its_row_and_others_are_warned_about(method):
     others = {"lora_r": 3, "lora_alpha": 3.0, "lora_dropout": 0.1, "lora_plus_lr_ratio": 16.0}
-    others |= {"lora_target_modules": ["q_proj"], "num_virtual_tokens": 3}
+    others |= {"lora_target_modules": ["q_proj"], "num_virtual_tokens": 3, "lora_exclude_modules": ["k_proj"]}
+    others |= {"layers_to_transform": [0], "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 4}}
     assert others.keys() == {key for facts in ADAPTERS.values() for key in facts.keys}
     for key, value in others.items():
         found = unused(training={"use_peft": True}, peft={"peft_method": str(method), key: value})
@@ -79,5 +80,6 @@ def test_names_of_numbers_are_used_in_regression_and_nowhere_else():
 
 
 def test_each_idle_key_is_told_once_with_its_outermost_cause():
-    sections = {"peft": {"q_lora_bits": 8, "lora_target_modules": ["a", "b"]}}
-    assert unused(**sections) == {"peft.q_lora_bits": True, "peft.lora_target_modules": True}
+    peft = {"q_lora_bits": 8, "lora_target_modules": ["a", "b"], "rank_pattern": {"a": 4}}
+    found = find_conflicts(TrainingConfig.model_validate({"peft": peft}), Needs())
+    assert sorted(item.keys for item in found) == [(f"peft.{key}", "training.use_peft") for key in sorted(peft)]
