@@ -64,5 +64,5 @@ def test_shares_within_the_limits_are_counted():
     errors = ({"allocated_bytes": 0.05}, {"allocated_bytes": -0.5}, {"allocated_bytes": 3.0})
     rows = [{"error_per_cent": error, "covered": error["allocated_bytes"] > 0} for error in errors]
     found = summary(rows)
-    assert found["above_upper_end"] == 1
+    assert found["above_upper_end"] == "1 of 3"
     assert found["allocated_bytes"] == {"median": 0.5, "largest": 3.0, "within_0.1": 1, "within_1": 2}
