@@ -33,11 +33,7 @@ def recorded_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     training, key = config.training, "training.cuda_graphs"
     if not training.cuda_graphs:
         return
-    length = config.model.model_max_length
-    if isinstance(length, int) and not 1 <= config.possible_lengths <= MOST_STATIC_LENGTHS:
-        message = f"each length of row is recorded, and this run has more than {MOST_STATIC_LENGTHS}"
-        expected = f"data.pad_to_multiple_of of {-(-length // MOST_STATIC_LENGTHS)} or more, up to {length}"
-        yield Conflict((key, "data.pad_to_multiple_of"), message, expected)
+    yield from _many_shapes(config)
     if training.enable_gradient_checkpointing is True:
         message = "torch 2.11 records no graph whose inputs a checkpoint lets go (tried on a card)"
         yield Conflict((key, "training.enable_gradient_checkpointing"), message, "one of the two")
@@ -50,7 +46,21 @@ def recorded_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         "peft.q_lora": training.use_peft and config.peft.q_lora,
     }
     for other in (name for name, is_asked in apart.items() if is_asked):
-        yield Conflict((key, other), f"recorded kernels beside {other} are not tried", f"{key}: false")
+        yield Conflict((key, other), f"recorded kernels together with {other} are not tried", f"{key}: false")
+
+
+def _many_shapes(config: TrainingConfig) -> Iterator[Conflict]:
+    """Graphs are recorded along a step: those of a micro batch again for each sequence of lengths before it."""
+    try:
+        length, micro_batches = config.model.model_max_length, config.batch.accumulation
+    except ValueError:  # told by `batch_conflicts`, or open
+        return
+    if not isinstance(length, int) or 1 <= config.possible_lengths**micro_batches <= MOST_STATIC_LENGTHS:
+        return
+    fewest = next(count for count in range(MOST_STATIC_LENGTHS, 0, -1) if count**micro_batches <= MOST_STATIC_LENGTHS)
+    message = f"each sequence of lengths in a step is recorded, and there can be more than {MOST_STATIC_LENGTHS}"
+    expected = f"data.pad_to_multiple_of of {-(-length // fewest)} or more, up to {length}"
+    yield Conflict(("training.cuda_graphs", "data.pad_to_multiple_of"), message, expected)
 
 
 _VARIANT = "training.gradient_checkpointing_kwargs.use_reentrant"

@@ -436,6 +436,8 @@ EVEN = {"model": {"model_max_length": 1000}, "data": {"pad_to_multiple_of": 125}
     [
         ({"model": EVEN["model"], "data": {"pad_to_multiple_of": 124}}, "data.pad_to_multiple_of", "125"),
         ({"model": EVEN["model"]}, "data.pad_to_multiple_of", "125"),
+        (EVEN | {"training": {"gradient_accumulation_steps": 3}}, "data.pad_to_multiple_of", "of 500 or more"),
+        (EVEN | {"training": {"gradient_accumulation_steps": 4}}, "data.pad_to_multiple_of", "of 1000 or more"),
         (EVEN | {"gpu": {"count": 2}}, "gpu.count", "false"),
         (
             EVEN | {"training": {"enable_gradient_checkpointing": True}},
@@ -459,3 +461,5 @@ def test_cuda_graphs_are_for_few_shapes_and_what_was_tried(sections, other, expe
 
 def test_cuda_graphs_go_with_eight_lengths():
     assert "training.cuda_graphs" not in conflicts(training=RECORDED, **EVEN)
+    halves = EVEN | {"data": {"pad_to_multiple_of": 500}}
+    assert "training.cuda_graphs" not in conflicts(training=RECORDED | {"gradient_accumulation_steps": 3}, **halves)
