@@ -92,27 +92,21 @@ class OptimizerFacts:
         return "rounding" in self.keys
 
 
+def _low_bit(package: str, time: str, changes: str, hardware: str, keys: tuple[str, ...] = _ADAM) -> OptimizerFacts:
+    return OptimizerFacts("low_bit", keys, time, changes, hardware, package, Shards.CODED)
+
+
 FACTS: Mapping[Optimizer, OptimizerFacts] = {
     Optimizer.ADAMW_TORCH_FUSED: OptimizerFacts("of_torch"),
     Optimizer.ADAMW_TORCH: OptimizerFacts("of_torch", time="-3.8 % tokens/s (1B); H100, 2026-11"),
     Optimizer.SGD: OptimizerFacts(
-        "of_torch",
-        ("sgd_momentum",),
-        "+4.0 % tokens/s (1B); H100, 2026-11",
-        "another optimizer: no momentum",
+        "of_torch", ("sgd_momentum",), "+4.0 % tokens/s (1B); H100, 2026-11", "another optimizer: no momentum"
     ),
     Optimizer.ADAFACTOR: OptimizerFacts(
-        "of_torch",
-        (),
-        "-19.6 % tokens/s (1B); H100, 2026-11",
-        "another optimizer: factored",
-        shards=Shards.WHOLE,
+        "of_torch", (), "-19.6 % tokens/s (1B); H100, 2026-11", "another optimizer: factored", shards=Shards.WHOLE
     ),
     Optimizer.SCHEDULE_FREE_ADAMW: OptimizerFacts(
-        "schedule_free",
-        _ADAM,
-        "-5.5 % tokens/s (1B); H200, 2026-11",
-        "another optimizer: averaged weights",
+        "schedule_free", _ADAM, "-5.5 % tokens/s (1B); H200, 2026-11", "another optimizer: averaged weights"
     ),
     Optimizer.SOPHIA: OptimizerFacts(
         "sophia",
@@ -145,23 +139,11 @@ FACTS: Mapping[Optimizer, OptimizerFacts] = {
         of_matrices=True,
     ),
     Optimizer.LION: OptimizerFacts("lion", _BETAS, "-0.2 % tokens/s (1B); H200, 2026-11", "another optimizer: signs"),
-    Optimizer.LION_8BIT: OptimizerFacts(
-        "low_bit",
-        _BETAS,
-        "-12.3 % tokens/s (1B); H200, 2026-11",
-        "another optimizer: signs of 8-bit codes",
-        "",
-        "bitsandbytes",
-        Shards.CODED,
+    Optimizer.LION_8BIT: _low_bit(
+        "bitsandbytes", "-12.3 % tokens/s (1B); H200, 2026-11", "another optimizer: signs of 8-bit codes", "", _BETAS
     ),
-    Optimizer.PAGED_LION_8BIT: OptimizerFacts(
-        "low_bit",
-        _BETAS,
-        "-14.9 % tokens/s (1B); H200, 2026-11",
-        "another optimizer: signs of codes",
-        "cuda",
-        "bitsandbytes",
-        Shards.CODED,
+    Optimizer.PAGED_LION_8BIT: _low_bit(
+        "bitsandbytes", "-14.9 % tokens/s (1B); H200, 2026-11", "another optimizer: signs of codes", "cuda", _BETAS
     ),
     Optimizer.ANYPRECISION_ADAMW: OptimizerFacts(
         "any_precision_rows",
@@ -178,44 +160,16 @@ FACTS: Mapping[Optimizer, OptimizerFacts] = {
         "cpu, cuda 8.0",
         shards=Shards.CODED,
     ),
-    Optimizer.ADAMW_8BIT: OptimizerFacts(
-        "low_bit",
-        _ADAM,
-        "-20 % tokens/s (1B); H200, 2026-11",
-        "states are 8-bit codes",
-        "",
-        "bitsandbytes",
-        Shards.CODED,
+    Optimizer.ADAMW_8BIT: _low_bit("bitsandbytes", "-20 % tokens/s (1B); H200, 2026-11", "states are 8-bit codes", ""),
+    Optimizer.PAGED_ADAMW_32BIT: _low_bit("bitsandbytes", "-16 % tokens/s (1B); H200, 2026-11", "", "cuda"),
+    Optimizer.PAGED_ADAMW_8BIT: _low_bit(
+        "bitsandbytes", "-27 % tokens/s (1B); H200, 2026-11", "states are 8-bit codes", "cuda"
     ),
-    Optimizer.PAGED_ADAMW_32BIT: OptimizerFacts(
-        "low_bit", _ADAM, "-16 % tokens/s (1B); H200, 2026-11", "", "cuda", "bitsandbytes", Shards.CODED
+    Optimizer.ADAMW_TORCHAO_8BIT: _low_bit(
+        "torchao", "-28 % tokens/s (1B); H200, 2026-11", "states are 8-bit codes", "cuda"
     ),
-    Optimizer.PAGED_ADAMW_8BIT: OptimizerFacts(
-        "low_bit",
-        _ADAM,
-        "-27 % tokens/s (1B); H200, 2026-11",
-        "states are 8-bit codes",
-        "cuda",
-        "bitsandbytes",
-        Shards.CODED,
-    ),
-    Optimizer.ADAMW_TORCHAO_8BIT: OptimizerFacts(
-        "low_bit",
-        _ADAM,
-        "-28 % tokens/s (1B); H200, 2026-11",
-        "states are 8-bit codes",
-        "cuda",
-        "torchao",
-        Shards.CODED,
-    ),
-    Optimizer.ADAMW_TORCHAO_4BIT: OptimizerFacts(
-        "low_bit",
-        _ADAM,
-        "-30 % tokens/s (1B); H200, 2026-11",
-        "states are 4-bit codes",
-        "cuda",
-        "torchao",
-        Shards.CODED,
+    Optimizer.ADAMW_TORCHAO_4BIT: _low_bit(
+        "torchao", "-30 % tokens/s (1B); H200, 2026-11", "states are 4-bit codes", "cuda"
     ),
 }
 """Plain first, then in the order of the levers table. bitsandbytes' kernels do not take a part of a tensor (tried on

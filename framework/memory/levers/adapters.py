@@ -12,10 +12,7 @@ ADAPTERS = (
     ),
     Lever(
         "peft.lora_r",
-        (
-            Setting(8),
-            Setting(4, "none (not measured)", "an adapter of lower rank"),
-        ),
+        (Setting(8), Setting(4, "none (not measured)", "an adapter of lower rank")),
         ("gradients", "optimizer"),
         "adapter_rank",
         "Rank of the adapter: its trained parameters grow in proportion.",
@@ -33,10 +30,7 @@ ADAPTERS = (
     ),
     Lever(
         "peft.lora_dropout",
-        (
-            Setting(0.1),
-            Setting(0.0, "+5.5 % tokens/s (8B); H200, 2026-11", "less regularisation"),
-        ),
+        (Setting(0.1), Setting(0.0, "+5.5 % tokens/s (8B); H200, 2026-11", "less regularisation")),
         ("activations",),
         "adapter_dropout",
         "Above 0 it keeps a mask and one more copy of each adapted input.",
@@ -65,10 +59,7 @@ ADAPTERS = (
     ),
     Lever(
         "peft.adapter_dtype",
-        (
-            Setting("float32"),
-            Setting("bfloat16", "+18 % tokens/s (8B); H200, 2026-11", "small updates round away"),
-        ),
+        (Setting("float32"), Setting("bfloat16", "+18 % tokens/s (8B); H200, 2026-11", "small updates round away")),
         ("weights", "gradients", "optimizer"),
         "adapter_dtype",
         "dtype of the adapter's weights, and so of their gradients and states.",
@@ -100,20 +91,14 @@ ADAPTERS = (
     ),
     Lever(
         "peft.bnb_4bit_quant_type",
-        (
-            Setting("nf4"),
-            Setting("fp4", "none", "another rounding"),
-        ),
+        (Setting("nf4"), Setting("fp4", "none", "another rounding")),
         (),
         "quantized",
         "Code of the 4-bit numbers. Moves no memory.",
     ),
     Lever(
         "peft.use_bnb_nested_quant",
-        (
-            Setting(False),
-            Setting(True, "+2.3 % tokens/s (8B); H200, 2026-11", "the scales are rounded too"),
-        ),
+        (Setting(False), Setting(True, "+2.3 % tokens/s (8B); H200, 2026-11", "the scales are rounded too")),
         ("weights",),
         "quantized",
         "Scales of the 4-bit blocks in 8 bits: 0.37 bits a weight less.",
@@ -127,10 +112,7 @@ ADAPTERS = (
     ),
     Lever(
         "peft.lora_modules_to_save",
-        (
-            Setting(("lm_head",)),
-            Setting((), "+6 % tokens/s (1B); H200, 2026-11", "the module is not trained"),
-        ),
+        (Setting(("lm_head",)), Setting((), "+6 % tokens/s (1B); H200, 2026-11", "the module is not trained")),
         ("weights", "gradients", "optimizer"),
         "adapter_saved_modules",
         "Modules trained in full beside the adapter: a copy, gradients and states of each.",
@@ -150,11 +132,7 @@ FREEZING = (
         "model.freeze_layers",
         (
             Setting(()),
-            Setting(
-                ("embed_tokens", "layers.0"),
-                "+10 % tokens/s (1B); H200, 2026-11",
-                "the layers are not trained",
-            ),
+            Setting(("embed_tokens", "layers.0"), "+10 % tokens/s (1B); H200, 2026-11", "the layers are not trained"),
         ),
         ("gradients", "optimizer", "temporaries", "activations"),
         "frozen_modules",

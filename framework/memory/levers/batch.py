@@ -10,9 +10,7 @@ BATCH = (
             Setting(4, "-1.5 % tokens/s (1B); H200, 2026-11", beside={"training.global_batch_size": 8}),
             Setting(2, "not measured", beside={"training.global_batch_size": 8}),
             Setting(
-                1,
-                "-30 % tokens/s (1B, 2048 tokens a row); H200, 2026-11",
-                beside={"training.global_batch_size": 8},
+                1, "-30 % tokens/s (1B, 2048 tokens a row); H200, 2026-11", beside={"training.global_batch_size": 8}
             ),
         ),
         ("activations", "logits_and_loss"),
@@ -25,11 +23,7 @@ BATCH = (
         "training.gradient_accumulation_steps",
         (
             Setting(1),
-            Setting(
-                4,
-                "+3 % tokens/s, for the update is shared (1B); H200, 2026-11",
-                "a larger global batch",
-            ),
+            Setting(4, "+3 % tokens/s, for the update is shared (1B); H200, 2026-11", "a larger global batch"),
         ),
         (),
         "micro_batches",

@@ -9,10 +9,7 @@ TASKS = (
         "training.preference.precompute_reference",
         (
             Setting(False),
-            Setting(
-                True,
-                "+34 % tokens/s (1B), and an evaluation of all rows before the first step; H200, 2026-11",
-            ),
+            Setting(True, "+34 % tokens/s (1B), and an evaluation of all rows before the first step; H200, 2026-11"),
         ),
         ("weights",),
         "known_reference",

@@ -39,10 +39,7 @@ OPTIMIZERS = (
     ),
     Lever(
         "training.optimizer_in_backward",
-        (
-            Setting(False, beside=_UNCLIPPED),
-            Setting(True, "-3.3 % tokens/s (1B); H200, 2026-11", beside=_UNCLIPPED),
-        ),
+        (Setting(False, beside=_UNCLIPPED), Setting(True, "-3.3 % tokens/s (1B); H200, 2026-11", beside=_UNCLIPPED)),
         ("gradients", "temporaries"),
         "optimizer_in_backward",
         "Update each weight when its gradient is ready and free it: no gradients outlive backward.",

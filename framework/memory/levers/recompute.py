@@ -9,10 +9,7 @@ RECOMPUTE = (
         "training.enable_gradient_checkpointing",
         (
             Setting(False),
-            Setting(
-                True,
-                "-17.5 % tokens/s in full fine-tuning (1B), -42 % with LoRA (8B); H200, 2026-11",
-            ),
+            Setting(True, "-17.5 % tokens/s in full fine-tuning (1B), -42 % with LoRA (8B); H200, 2026-11"),
         ),
         ("activations",),
         "checkpointed_blocks",
@@ -23,14 +20,8 @@ RECOMPUTE = (
         "training.gradient_checkpointing_every",
         (
             Setting(4),
-            Setting(
-                2,
-                "-10 % tokens/s in full fine-tuning (1B), -28 % with LoRA (8B); H200, 2026-11",
-            ),
-            Setting(
-                1,
-                "-17.5 % tokens/s in full fine-tuning (1B), -42 % with LoRA (8B); H200, 2026-11",
-            ),
+            Setting(2, "-10 % tokens/s in full fine-tuning (1B), -28 % with LoRA (8B); H200, 2026-11"),
+            Setting(1, "-17.5 % tokens/s in full fine-tuning (1B), -42 % with LoRA (8B); H200, 2026-11"),
         ),
         ("activations",),
         "checkpointed_blocks",
@@ -45,10 +36,7 @@ RECOMPUTE = (
                 "save_attention",
                 "against `full`: -12 % tokens/s (1B), -47 % with LoRA (8B): Python at each operator; H200, 2026-11",
             ),
-            Setting(
-                "full",
-                "+3.4 % tokens/s against `save_matmuls` (1B); H200, 2026-11",
-            ),
+            Setting("full", "+3.4 % tokens/s against `save_matmuls` (1B); H200, 2026-11"),
         ),
         ("activations",),
         "checkpointed_blocks",
@@ -59,8 +47,7 @@ RECOMPUTE = (
         (
             Setting(False),
             Setting(
-                True,
-                "-70 % tokens/s (1B), -66 % with LoRA (8B): copies outlast the pass beside them; H200, 2026-11",
+                True, "-70 % tokens/s (1B), -66 % with LoRA (8B): copies outlast the pass beside them; H200, 2026-11"
             ),
         ),
         ("activations",),
@@ -101,13 +88,7 @@ COMPILATION = (
     ),
     Lever(
         "training.compile_scope",
-        (
-            Setting("block"),
-            Setting(
-                "model",
-                "-13.6 % tokens/s against blocks (1B); H200, 2026-11",
-            ),
-        ),
+        (Setting("block"), Setting("model", "-13.6 % tokens/s against blocks (1B); H200, 2026-11")),
         ("activations", "temporaries"),
         "compiled_regions",
         "What is compiled at once: a block, whose code all equal blocks share, or the whole model.",

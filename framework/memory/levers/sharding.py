@@ -38,10 +38,7 @@ SHARDING = (
     ),
     Lever(
         "fsdp.forward_prefetch",
-        (
-            Setting(True),
-            Setting(False, "+1.7 % tokens/s (1B, two cards); H200, 2026-11"),
-        ),
+        (Setting(True), Setting(False, "+1.7 % tokens/s (1B, two cards); H200, 2026-11")),
         ("communication",),
         "prefetch",
         "Gathers the next block while one computes. Helps where the host is slow; holds one more gathered block.",
