@@ -190,6 +190,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.fresh_process
 def test_each_addition_takes_few_files_and_is_in_effect(copy: Path) -> None:
     counts = {name: add(copy, files) for name, files in (("optimizer", OPTIMIZER), ("lever", LEVER))}
     counts |= {name: add(copy, files) for name, files in (("format", FORMAT), ("card", CARD))}
