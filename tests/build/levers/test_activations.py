@@ -33,7 +33,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"model": {"chunked_loss": 16}},
     "autocast": {"training": {"mixed_precision_dtype": "bf16"}},
-    "lora": {"training": {"use_peft": True, "learning_rate": 1e-2}, "peft": {"lora_target_modules": ["all-linear"]}},
+    "lora": {
+        "training": {"use_peft": True, "learning_rate": 1e-2},
+        "peft": {"lora_r": 4, "lora_target_modules": ["all-linear"]},
+    },
     "frozen": {"model": {"freeze_layers": ["embeddings"], "freeze_first_blocks": 2}},
 }
 
