@@ -25,6 +25,7 @@ from framework.build.levers.streamed_base import StreamedBase, loading_place
 from framework.build.loading.model import build_model
 from framework.build.loading.sharded import Arrival, await_weights
 from framework.build.losses.loss import Batch, Observe
+from framework.build.model.fingerprint import fingerprint
 from framework.build.model.freeze import Frozen, freeze
 from framework.build.optimizer import build_optimizer
 from framework.build.parallel.gradient_buckets import GradientBuckets
@@ -70,6 +71,9 @@ class Assembly:
     streamed: StreamedBase | None = None
     companion: nn.Module | None = None
     """The frozen model beside the trained one: what a preference is measured against, or a teacher."""
+    drawn: str | None = None
+    """Fingerprint of a base that was drawn at random and that an adapter is trained next to: another device or version
+    of torch draws another from the same seed. None where the base has files, or is drawn in shards."""
     new_weights: tuple[str, ...] = ()
     """Names of the head's weights that no checkpoint had, so that they started random."""
     ranks: Ranks = ALONE
@@ -178,6 +182,8 @@ def assemble(
     context = share_rows(config, ranks)
     tensor, ranks = _sharing_matrices(config, place, ranks)
     built, new_weights, loaded_at, arrival = _loaded(config, architecture, place, ranks, autocast)
+    is_drawn = config.training.use_peft and not config.model.load_pretrained_weights and not place.rehearsed
+    drawn = f"{fingerprint(built.parameters()):016x}" if is_drawn and arrival is None else None
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     companion = build_companion(config, built, place, autocast)
     lost = _pack(config, built, loaded_at, ranks) if quantized else {}
@@ -211,6 +217,7 @@ def assemble(
         companion=companion,
         ranks=ranks,
         parallel=parallel,
+        drawn=drawn,
         new_weights=new_weights,
         context=context,
         tensor=tensor,

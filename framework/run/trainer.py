@@ -268,11 +268,12 @@ def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
     samples: list[tuple[str, str] | None] = [None]
     folder, tokenizer, base = session.folder, session.inputs.tokenizer, session.read.get(BASE)
 
+    fallback = folder.fallback / name if folder.fallback is not None else None
+
     def write() -> str:
         try:
             samples.append(_sample(session))  # before the export, which takes an adapted model apart
         finally:
-            fallback = folder.fallback / name if folder.fallback is not None else None
             export(session.assembly, tokenizer, folder.path / name, base, fallback)
         return "written"
 
@@ -280,7 +281,7 @@ def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
         if session.assembly.is_in_parts:
             from framework.run.checkpoints.sharded_export import export_sharded
 
-            export_sharded(session.assembly, tokenizer, folder.path / name, base)
+            export_sharded(session.assembly, tokenizer, folder.path / name, base, fallback)
             session.crew.shared("exported", lambda: "written")
             return None  # a completion would gather every block for each of its tokens
         session.crew.shared("exported", write)

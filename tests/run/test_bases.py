@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
+from transformers import set_seed
 
 from framework.build.loading import bases
 from framework.cli import main
@@ -14,6 +15,7 @@ from framework.run.checkpoints.merge import merge_run
 from framework.run.predict import Request, predict
 from framework.schema.config import TrainingConfig
 from tests.folders import change_config, change_weights, save_model, split_weights
+from tests.tiny import LLAMA
 
 ROWS = [{"prompt": f"hello {number}", "completion": "world"} for number in range(8)]
 
@@ -160,3 +162,35 @@ def test_the_digest_finds_a_change_of_any_tensor_whatever_is_read_of_it(trained,
         found.add(bases.weights_digest([base / "model.safetensors"]))
     assert len(found) == 22
     assert bases.weights_digest([trained / "base" / "model.safetensors"]) == before
+
+
+def test_a_base_drawn_at_random_that_comes_out_otherwise_is_refused(tmp_path, monkeypatch):
+    """As on another device, whose generator gives other numbers for the same seed."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    model = {"model_name": None, "architecture": {**LLAMA, "vocab_size": 300}, "load_pretrained_weights": False}
+    model["tokenizer"] = {"train": "bpe", "vocab_size": 300}
+    del model["architecture"]["vocab_size"]
+    config = settings(tmp_path, model=model)
+    train(config)
+    rows, further = str(tmp_path / "rows.jsonl"), settings(tmp_path, model=model, training={"max_steps": 3})
+    record = json.loads((tmp_path / "run" / "final" / "base_model.json").read_text())
+    assert len(record["drawn"]) == 16
+    answers = list(predict(tmp_path / "run", rows, Request(score=True)))
+
+    def other(seed):
+        set_seed(seed + 1)
+
+    actions = (
+        lambda **allow: train(further, resume=True, allow=["training.max_steps", *allow.values()]),
+        lambda **allow: merge_run(tmp_path / "run", tmp_path / "merged", allow=[*allow.values()]),
+        lambda **allow: list(predict(tmp_path / "run", rows, Request(score=True, allow=(*allow.values(),)))),
+    )
+    with monkeypatch.context() as patched:
+        for module in ("framework.run.checkpoints.trained_model", "framework.run.setup.start"):
+            patched.setattr(f"{module}.set_seed", other)
+        for action in actions:
+            with pytest.raises(RequestError, match=r"drawn at random, and comes? out otherwise") as refused:
+                action()
+            assert refused.value.problems[0].key == "model.base"
+        assert actions[-1](base="model.base") != answers
+        actions[0](base="model.base")

@@ -16,6 +16,11 @@ def shares_of(sources: Sequence[DatasetParams]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
+def nothing_to_draw(key: str, path: str) -> Problem:
+    """A source of a mixture of which no row is kept."""
+    return Problem(key, f"no row of {path} is left, so none can be drawn for the mixture")
+
+
 def mixture(sources: Sequence[DatasetParams], counts: Sequence[int], rule: Mixing, seed: int) -> npt.NDArray[np.int64]:
     """Numbers of the rows of one epoch, where the sources have `counts` rows and stand one after the other.
 
@@ -25,8 +30,7 @@ def mixture(sources: Sequence[DatasetParams], counts: Sequence[int], rule: Mixin
     """
     empty = [index for index, count in enumerate(counts) if not count]
     if empty:
-        message = f"no row of {sources[empty[0]].path} is left, so none can be drawn for the mixture"
-        raise RequestError([Problem(f"data.train[{index}]", message) for index in empty])
+        raise RequestError([nothing_to_draw(f"data.train[{index}]", sources[index].path) for index in empty])
     import datasets  # takes seconds, with pandas
 
     ends = np.cumsum(counts)

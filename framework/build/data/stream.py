@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from framework.build.data.mixing import shares_of
+from framework.build.data.mixing import nothing_to_draw, shares_of
 from framework.build.data.packing import Packs, pack
 from framework.build.data.report import SplitReport, merged_names
 from framework.build.data.rows import Row, Rows
@@ -125,11 +125,19 @@ class Stream:
                 raise RequestError([Problem("data.train", "the stream ends, and no row of it can be learnt from")])
 
     def blocks(self, epoch: int, first: int = 0) -> Iterator[Block]:
-        """The blocks of one epoch from number `first` on."""
-        raw = self._mixed(epoch) if self.mixing is not Mixing.CONCATENATE else self._joined()
+        """The blocks of one epoch from number `first` on. Raises RequestError for rows that cannot be read, and for a
+        source of a mixture that was read from its first row to its last and of which none is kept."""
+        ended, kept = set[str](), set[str]()
+        raw = self._mixed(epoch, ended) if self.mixing is not Mixing.CONCATENATE else self._joined()
         behind = islice(raw, first * self.buffer, None)
         for number, rows in enumerate(in_parts(behind, self.buffer), first):
-            yield self._block(rows, epoch, number)
+            block = self._block(rows, epoch, number)
+            keys = {id(place): source.key for source, place, _ in rows}
+            kept.update(keys[id(place)] for place in block.places)
+            if not first and (without := ended - kept):
+                gone = [source for source in self.sources if source.key in without]
+                raise RequestError([nothing_to_draw(source.key, source.params.path) for source in gone])
+            yield block
 
     def _block(self, raw: Sequence[Raw], epoch: int, number: int) -> Block:
         tally, places = Tally(self.policy, "data.train"), list[Place]()
@@ -164,14 +172,18 @@ class Stream:
     def _joined(self) -> Iterator[Raw]:
         return chain.from_iterable(_raw(source) for source in self.sources)
 
-    def _mixed(self, epoch: int) -> Iterator[Raw]:
-        """Rows of an epoch, the source of each drawn by weight, as `datasets.interleave_datasets` draws them."""
+    def _mixed(self, epoch: int, ended: set[str]) -> Iterator[Raw]:
+        """Rows of an epoch, the source of each drawn by weight, as `datasets.interleave_datasets` draws them. The keys
+        of sources that have given all their rows are added to `ended`."""
         generator = np.random.default_rng([self.seed, epoch])
         shares = shares_of([source.params for source in self.sources])
         readers = [_Reader(source) for source in self.sources]
         while True:
             for index in generator.choice(len(readers), size=1000, p=shares):
-                yield readers[index].take()
+                row = readers[index].take()
+                if readers[index].is_exhausted:
+                    ended.add(self.sources[index].key)
+                yield row
                 exhausted = [reader.is_exhausted for reader in readers]
                 if all(exhausted) if self.mixing is Mixing.ALL_EXHAUSTED else any(exhausted):
                     return

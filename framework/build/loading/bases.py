@@ -43,13 +43,14 @@ _VOLATILE = (
 
 @dataclass(frozen=True)
 class Base:
-    """A model as it was read. `weights` is None where they were drawn at random, or not stored as safetensors; `commit`
-    is that of a hub model."""
+    """A model as it was read. `weights` is None where they are not stored as safetensors, or were drawn at random, with
+    the fingerprint `drawn`; `commit` is that of a hub model."""
 
     name: str | None
     weights: str | None
     commit: str | None = None
     architecture: Mapping[str, Any] = field(default_factory=dict)
+    drawn: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,7 +59,7 @@ class Base:
     def from_json(cls, document: Mapping[str, Any]) -> "Base":
         """Raises ValueError for what is no such record."""
         try:
-            names = {name: document.get(name) for name in ("name", "weights", "commit")}
+            names = {name: document.get(name) for name in ("name", "weights", "commit", "drawn")}
             return cls(**names, architecture=dict(document["architecture"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is no record of a model: {type(error).__name__} {error}") from None
@@ -102,6 +103,8 @@ def differences(before: Base, now: Base, weights_matter: bool = True) -> list[st
     is_known = before.weights is not None and now.weights is not None
     if weights_matter and is_known and before.weights != now.weights:
         found.append("its weights have other values")
+    if weights_matter and None not in (before.drawn, now.drawn) and before.drawn != now.drawn:
+        found.append("its weights are drawn at random, and come out otherwise on this device or with these versions")
     return found
 
 

@@ -1,6 +1,7 @@
 """What all ranks do for a save, and the trial of it before the first step."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,25 +10,55 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from framework.build.assembly import Assembly
+from framework.errors import SaveFailed
 from framework.run.checkpoints.checkpoint import Contents, contents_of, empty_parts, tried_parts
 from framework.run.checkpoints.export import try_export
 from framework.run.ranks.coordinator import Crew
 from framework.run.rng import dumped
 
+_FAILED = "failed: "
+"""Before the reason, in what the main rank tells the others of what it has tried."""
+
 
 @dataclass(frozen=True)
 class CommonSave:
-    """Where ranks meet that each write a part. `group`: in which of torch's, where they write beside training."""
+    """Where ranks meet that each write a part. `group`: in which of torch's, where they write beside training.
+    `fallback`: another folder, for what does not go into this one."""
 
     folder: Path
     crew: Crew
     group: Any = None
+    fallback: Path | None = None
 
     def empty_parts(self, contents: Contents) -> Path | None:
         """The folder that all ranks write their parts into, where each has one."""
         if not contents.is_split:
             return None
-        return Path(self.crew.shared(f"parts/{contents.step}", partial(empty_parts, self.folder)))
+        return Path(self.crew.shared(f"parts/{contents.step}", partial(empty_parts, self.folder, self.fallback)))
+
+    def write_again(self, contents: Contents, save: Callable[[Path, Path], str]) -> str:
+        """All parts once more, into the fallback, of which `save` then makes a checkpoint there. Returns why that
+        failed, on every rank; empty where it did not."""
+
+        def attempt(make: Callable[[], str]) -> str:
+            try:
+                return make()
+            except SaveFailed as error:
+                return f"{_FAILED}{error}"
+
+        fallback = self.fallback
+        assert fallback is not None, "else there is no place for them"
+        made = self.crew.shared(f"parts elsewhere/{contents.step}", lambda: attempt(lambda: empty_parts(fallback)))
+        if made.startswith(_FAILED):
+            return made.removeprefix(_FAILED)
+        try:
+            self.write_parts(contents, Path(made))
+        except SaveFailed as error:  # on every rank
+            return str(error)
+        saved = self.crew.shared(
+            f"saved elsewhere/{contents.step}", lambda: attempt(lambda: save(fallback, Path(made)))
+        )
+        return saved.removeprefix(_FAILED) if saved.startswith(_FAILED) else ""
 
     def write_parts(self, contents: Contents, parts: Path) -> None:
         """This rank's part."""

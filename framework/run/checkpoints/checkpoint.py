@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from framework.build.assembly import Assembly
+from framework.build.loading.bases import BASE
 from framework.build.ranks import Ranks
 from framework.build.verify.fingerprints import fixed_fingerprint
 from framework.errors import Problem, RequestError, SaveFailed
@@ -50,11 +51,17 @@ def forget_halves(folder: Path) -> None:
         discard(left)
 
 
-def empty_parts(folder: Path) -> str:
-    """Make the folder that all ranks write into, beside the checkpoints of a run folder."""
+def empty_parts(folder: Path, fallback: Path | None = None) -> str:
+    """Make the folder that all ranks write into, next to the checkpoints of a run folder, or of its fallback where
+    there is no room for it. Raises SaveFailed."""
     parts = folder / "checkpoints" / f".{PARTS}"
-    discard(parts)
-    parts.mkdir(parents=True)
+    try:
+        discard(parts)
+        parts.mkdir(parents=True)
+    except OSError as error:
+        if fallback is not None:
+            return empty_parts(fallback)
+        raise SaveFailed(f"{parts} could not be made: {error}. Earlier saves are untouched.") from error
     return str(parts)
 
 
@@ -293,6 +300,10 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, is_other_allowed: bool
     if not is_other_allowed and None not in (built, state.get("reference")) and state["reference"] != built:
         message = f"the model that {checkpoint} was measured against had other weights than the one built now"
         raise RequestError([Problem("--resume", message, expected="the files that the run began with")])
+    before = state["read"].get(BASE, {}) if isinstance(state.get("read"), dict) else {}
+    if not is_other_allowed and None not in (assembly.drawn, before.get("drawn")) and before["drawn"] != assembly.drawn:
+        message = f"the base of {checkpoint} was drawn at random, and comes out otherwise on this device or version"
+        raise RequestError([Problem(BASE, message, expected=f"the machine that the run began on, or --allow {BASE}")])
     if assembly.is_in_parts or (checkpoint / PARTS).exists():
         from framework.run.checkpoints.sharded import load_parts
 

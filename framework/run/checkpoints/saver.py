@@ -59,7 +59,9 @@ class Saving:
         self.saved = session.step
         self.writer = Writer(session.config.training.async_save, session.assembly.ranks.world == 1)
         self._begun: int | None = None
-        self._common = CommonSave(session.folder.path, session.crew)
+        self._common = CommonSave(session.folder.path, session.crew, fallback=session.folder.fallback)
+        self._split: Contents | None = None
+        """What the ranks write their parts of, until all of it is complete."""
         self._said = set[str]()
 
     def meet(self) -> None:
@@ -137,6 +139,9 @@ class Saving:
             crew = self._session.crew
             with crew.phase(f"writing the checkpoint of step {self._begun}"):
                 failure = crew.shared(f"saved/{self._begun}", self._failure)
+                if failure and self._split is not None and self._session.folder.fallback is not None:
+                    failure = self._again(failure)
+                self._split = None
             begun, self._begun = self._begun, None
             if failure:
                 raise SaveFailed(failure)
@@ -150,20 +155,41 @@ class Saving:
     def _write(self, contents: Contents, parts: Path | None) -> None:
         session = self._session
         if parts is not None:
+            self._split = contents
             self._common.write_parts(contents, parts)
         if session.assembly.ranks.is_main:
-            keep, folder = session.config.training.save_total_limit, session.folder
-            best = session.best.step if session.best.is_kept else None
+            folder, fallback = (
+                parts.parent.parent if parts is not None else session.folder.path,
+                session.folder.fallback,
+            )
             try:
-                save_checkpoint(folder.path, contents, keep, parts, self._say_once, best)
+                self._save_in(contents, folder, parts)
             except SaveFailed as error:
-                if folder.fallback is None or parts is not None:
+                if fallback is None or parts is not None:  # which all ranks write again
                     raise
                 try:
-                    saved = save_checkpoint(folder.fallback, contents, keep, say=self._say_once, best=best)
+                    saved = self._save_in(contents, fallback, None)
                 except SaveFailed as second:
                     raise SaveFailed(f"{error}\n{second}") from second
                 session.progress.say(f"warning   {error} The checkpoint is {saved}")
+
+    def _save_in(self, contents: Contents, folder: Path, parts: Path | None) -> Path:
+        keep, best = self._session.config.training.save_total_limit, self._session.best
+        return save_checkpoint(folder, contents, keep, parts, self._say_once, best.step if best.is_kept else None)
+
+    def _again(self, failure: str) -> str:
+        """The checkpoint that ranks could not write in parts, once more in the fallback. Returns why not; every rank
+        must call this."""
+        contents = self._split
+        assert contents is not None
+
+        def save(fallback: Path, parts: Path) -> str:
+            saved = self._save_in(contents, fallback, parts)
+            self._session.progress.say(f"warning   {failure} The checkpoint is {saved}")
+            return ""
+
+        second = self._common.write_again(contents, save)
+        return f"{failure}\n{second}" if second else ""
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +22,7 @@ from framework.build.assembly import Assembly
 from framework.build.model.parts import causal_model
 from framework.build.optimizers.schedule_free import take_average
 from framework.build.ranks import whole
+from framework.errors import SaveFailed
 from framework.run.checkpoints.checkpoint import written_aside
 from framework.run.checkpoints.export import verify_folder, write_adapter, write_base
 from framework.run.checkpoints.read_back import verify_tensors
@@ -30,26 +32,55 @@ LARGEST_FILE = "5GB"
 
 
 def export_sharded(
-    assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path, base: Mapping[str, Any] | None = None
+    assembly: Assembly,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    base: Mapping[str, Any] | None = None,
+    fallback: Path | None = None,
 ) -> torch.dtype:
     """Write model (or adapter) and tokenizer to `target`, complete or not at all; every rank must call this. `base` is
     the record of what an adapter was trained on.
 
-    Returns the dtype written. Raises SaveFailed on the first rank when the folder cannot be written.
+    Returns the dtype written. Raises SaveFailed on the first rank when the folder cannot be written, also where
+    `fallback` then could.
     """
     take_average(assembly.optimizer)
-    if not assembly.ranks.is_main:
-        for _ in _tensors(assembly):
-            pass
-        return _dtype(assembly)
-    with written_aside(target) as aside:
-        if assembly.adapter is not None:
-            write_adapter(assembly.adapter, dict(_tensors(assembly)), aside, None)
-            write_base(base, aside)
-        else:
-            _write_model(assembly, aside)
-        tokenizer.save_pretrained(aside)
+    failure = _written(assembly, tokenizer, target, base)
+    if fallback is not None and _has_failed(assembly, failure):
+        second = _written(assembly, tokenizer, fallback, base)
+        if failure:
+            failure = f"{failure}\n{second}" if second else f"{failure} The export is {fallback}"
+    if failure:
+        raise SaveFailed(failure)
     return _dtype(assembly)
+
+
+def _written(
+    assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path, base: Mapping[str, Any] | None
+) -> str:
+    """Why the first rank could not write the export; empty where it could, and on the others, which give their part."""
+    tensors, failure = _tensors(assembly), ""
+    if assembly.ranks.is_main:
+        try:
+            with written_aside(target) as aside:
+                if assembly.adapter is not None:
+                    write_adapter(assembly.adapter, dict(tensors), aside, None)
+                    write_base(base, aside)
+                else:
+                    _write_model(assembly, tensors, aside)
+                tokenizer.save_pretrained(aside)
+        except SaveFailed as error:
+            failure = str(error)
+    for _ in tensors:
+        pass
+    return failure
+
+
+def _has_failed(assembly: Assembly, failure: str) -> bool:
+    """On every rank, whether the first has failed."""
+    told = torch.tensor(int(bool(failure)), device=assembly.place.device)
+    dist.broadcast(told, src=0)
+    return bool(told)
 
 
 def _dtype(assembly: Assembly) -> torch.dtype:
@@ -79,15 +110,15 @@ def _tensors(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.to("cpu", kept).contiguous() if assembly.ranks.is_main else tensor
 
 
-def _write_model(assembly: Assembly, folder: Path) -> None:
+def _write_model(assembly: Assembly, tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     model, dtype = causal_model(assembly.model), assembly.export_dtype
     model.config.dtype = dtype
     shapes = {name: torch.empty(part.shape, dtype=dtype, device="meta") for name, part in _parts(assembly)}
     if set(revert_weight_conversion(model, dict(shapes))) != set(shapes):
-        _write_converted(model, dict(_tensors(assembly)), folder)
+        _write_converted(model, dict(tensors), folder)
     else:
         plan = split_torch_state_dict_into_shards(shapes, max_shard_size=LARGEST_FILE)
-        _write_files(_tensors(assembly), plan.filename_to_tensors, folder)
+        _write_files(tensors, plan.filename_to_tensors, folder)
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from framework.build.hub import hub_is_reachable, leave_to_run_code, one_line
 from framework.build.loading.bases import BASE, Base, differences, read_base
 from framework.build.loading.model import build_model, read_architecture, unreported
 from framework.build.loading.unmatched import sort_unmatched
+from framework.build.model.fingerprint import fingerprint
 from framework.build.model.heads import ASSUMED, model_class, pad_like
 from framework.build.model_folder import KEY, local_folder, read_object, require_model, require_readable, weight_files
 from framework.build.place import real_place
@@ -216,6 +217,10 @@ def _about(name: str, artefact: Artefact) -> TrainingConfig:
 
 def _require_same_base(artefact: Artefact, config: TrainingConfig, architecture: PretrainedConfig) -> None:
     """Raises RequestError where `config.model` is not what the adapter was trained on, as far as that was recorded."""
+    _require_base(artefact, config, lambda before: differences(before, read_base(config, architecture)))
+
+
+def _require_base(artefact: Artefact, config: TrainingConfig, compare: Callable[[Base], list[str]]) -> None:
     record = artefact.folder / BASE_RECORD
     if not record.exists() or artefact.allows_other_base:
         return
@@ -223,8 +228,9 @@ def _require_same_base(artefact: Artefact, config: TrainingConfig, architecture:
         before = Base.from_json(_read(record))
     except ValueError as error:
         raise RequestError([Problem("RUN", f"{record} {error}", expected=f"--allow {BASE}")]) from None
-    if changed := differences(before, read_base(config, architecture)):
-        message = f"{config.model.model_name} is not what the adapter was trained on: {'; '.join(changed[:MOST])}"
+    if changed := compare(before):
+        base, what = config.model.model_name or "the base", "; ".join(changed[:MOST])
+        message = f"{base} is not what the adapter was trained on: {what}"
         raise RequestError([Problem(BASE, message, expected=f"the base as it was, or --allow {BASE}")])
 
 
@@ -281,6 +287,9 @@ def _base_of_run(config: TrainingConfig, artefact: Artefact) -> tuple[PreTrained
         seed_all(config.training.seed)  # random weights come out as they did for the run
         autocast = autocast_dtype(config.training)
         model, _ = build_model(config, architecture, place, autocast)
+        if not config.model.load_pretrained_weights:
+            now = Base(None, None, drawn=f"{fingerprint(model.parameters()):016x}")
+            _require_base(artefact, config, lambda before: differences(replace(before, architecture={}), now))
         if config.peft.q_lora:
             quantize(config.peft, model, autocast or model.dtype, place)
     return model, getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype

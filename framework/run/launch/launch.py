@@ -82,7 +82,7 @@ def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> Trai
     plan = plan_in_subprocess(decided.config)
     if not plan.fits and decided.config.training.on_oom is not OnOutOfMemory.SHRINK:  # which the first rank says
         raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was started.")
-    require_room(plan, folder.path, decided.config.data.workers, decided.config.gpu.count)
+    require_room(plan, folder.path, decided.config.data.workers, decided.config.gpu.count, folder.fallback)
     return decided.config
 
 

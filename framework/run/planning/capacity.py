@@ -18,29 +18,43 @@ _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 _GIB = 1 << 30
 
 
-def require_room(plan: Plan, folder: Path | None, workers: int = 0, processes: int = 1) -> None:
+def require_room(
+    plan: Plan, folder: Path | None, workers: int = 0, processes: int = 1, fallback: Path | None = None
+) -> None:
     """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it. None
-    where another machine writes.
+    where another machine writes. A `fallback`, which takes what turns out not to go there, has to have room for one
+    checkpoint.
 
     `workers` is how many processes that prepare batches the plan's host memory counts for each of the `processes` that
     train on this machine.
     """
-    disk = _short_of_disk(plan, folder) if folder is not None else ()
+    disk = _short_of_disk(plan, folder, fallback) if folder is not None else ()
     host = HostRoom.now().shortage(plan, workers, processes)
     short = [*disk, *([host] if host is not None else [])]
     if short:
         raise DoesNotFit("; ".join(short) + ". Nothing was loaded.")
 
 
-def _short_of_disk(plan: Plan, folder: Path) -> Iterator[str]:
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free + _held(folder)
+def _short_of_disk(plan: Plan, folder: Path, fallback: Path | None) -> Iterator[str]:
+    at, free = _free(folder)
     if plan.disk_bytes > free:
         yield (
             f"the run writes up to {_gib(plan.disk_bytes)} ({_gib(plan.checkpoint_bytes)} a checkpoint), "
-            f"{existing} has {_gib(free)} free: lower training.save_total_limit, raise training.save_steps "
+            f"{at} has {_gib(free)} free: lower training.save_total_limit, raise training.save_steps "
             "or choose another training.output_dir"
         )
+    at, free = _free(fallback) if fallback is not None else (at, free)
+    if fallback is not None and plan.checkpoint_bytes > free:
+        yield (
+            f"training.fallback_dir is for checkpoints of {_gib(plan.checkpoint_bytes)}, {at} has {_gib(free)} free: "
+            "choose another, or none"
+        )
+
+
+def _free(folder: Path) -> tuple[Path, int]:
+    """The nearest folder that there is, and the bytes that a run can write below it, over what it holds already."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return existing, shutil.disk_usage(existing).free + _held(folder)
 
 
 @dataclass(frozen=True)

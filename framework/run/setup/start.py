@@ -15,7 +15,7 @@ from framework.build.assembly import Assembly, assemble
 from framework.build.data.end_tokens import learnt_ends, stop_at
 from framework.build.from_python import TASKS_OWN, FromPython, check_same
 from framework.build.levers.allocator import choose_allocator
-from framework.build.loading.bases import ALLOWED_MODELS, check_all_weights
+from framework.build.loading.bases import ALLOWED_MODELS, BASE, check_all_weights
 from framework.build.model.parts import causal_model
 from framework.build.place import Place, real_place
 from framework.build.sources.python_rows import NOTHING, Given
@@ -141,6 +141,8 @@ def _build(
             assembly = assemble(config, inputs.architecture, place, total, crew.ranks, inputs.from_python)
         stop_at(causal_model(assembly.model), learnt_ends(inputs.data.train, inputs.tokenizer))
         seed_apart(config.training.seed, assembly.ranks)
+        if assembly.drawn is not None:
+            read = {**read, BASE: {**read[BASE], "drawn": assembly.drawn}}
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
         _empty_cache(place)
@@ -231,7 +233,8 @@ def _require_room(plan: Plan, folder: RunFolder, config: TrainingConfig, crew: C
     """One rank of each machine looks at its host memory, for all of them there; the one that writes at its disk."""
     if crew.ranks.local_rank == 0:
         written = folder.path if folder.is_written else None
-        require_room(plan, written, config.data.workers, crew.ranks.local_world)
+        workers, processes = config.data.workers, crew.ranks.local_world
+        require_room(plan, written, workers, processes, folder.fallback)
 
 
 def _start_device(config: TrainingConfig, crew: Crew) -> torch.device:

@@ -150,6 +150,23 @@ class TestOrder:
             assert epochs[-2:] == [0, 1]
             assert "drawn from 25.0%" in str(data.report)
 
+    @pytest.mark.parametrize("rule", ["first_exhausted", "all_exhausted"])
+    def test_a_source_of_a_mixture_of_which_no_row_is_kept_is_named(
+        self, rule: str, write_rows: WriteRows, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        empty = write_rows("b.jsonl", [{"text": ""} for _ in range(30)])
+        many = write_rows("c.jsonl", [{"text": f"row {number}"} for number in range(500)])
+        some = config({"path": many, "weight": 1}, {"path": empty, "weight": 1}, mixing=rule)
+        (problem,) = refused(some, tokenizer, steps=200)
+        assert (problem.key, problem.message) == (
+            "data.train[1]",
+            f"no row of {empty} is left, so none can be drawn for the mixture",
+        )
+        held = some.model_copy(update={"data": some.data.model_copy(update={"streaming": False})})
+        with pytest.raises(RequestError) as caught:
+            prepared(held, tokenizer)
+        assert caught.value.problems == (problem,), "as the same rows are that are held in memory"
+
 
 class TestResuming:
     @pytest.mark.parametrize("workers", [0, 1])

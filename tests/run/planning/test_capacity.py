@@ -35,6 +35,20 @@ def test_c07_three_checkpoints_of_90_gib_do_not_go_into_200(tmp_path: Path, disk
     room.require_room(replace(plan, disk_bytes=199 * GIB), tmp_path)
 
 
+def test_a_fallback_has_room_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {tmp_path: 300 * GIB, tmp_path / "other": 89 * GIB}
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    plan = replace(PLAN, checkpoint_bytes=90 * GIB, disk_bytes=285 * GIB)
+    with pytest.raises(DoesNotFit, match=r"fallback_dir is for checkpoints of 90\.0 GiB, .*other has 89\.0 GiB free"):
+        room.require_room(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
+    free[tmp_path / "other"] = 90 * GIB
+    room.require_room(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
+    free[tmp_path] = 284 * GIB
+    with pytest.raises(DoesNotFit, match=r"writes up to 285\.0 GiB"):
+        room.require_room(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
+
+
 def test_what_an_earlier_run_holds_in_the_folder_is_room(tmp_path: Path, disk: SimpleNamespace) -> None:
     checkpoint = tmp_path / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Two processes on the CPU (gloo) train one model together: the same as one process on its own."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -13,19 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from framework.build.data.batches import GlobalBatches, eval_batches, shares
 from framework.build.data.rows import Rows
 from framework.build.loading.model import read_architecture
 from framework.build.verify import verify
-from framework.errors import NonFinite
+from framework.errors import NonFinite, TunesmithError
 from framework.run import session as session_module
 from framework.run.checkpoints import saver as saving
+from framework.run.checkpoints.checkpoint import checkpoints
 from framework.run.evaluate import evaluate
 from framework.run.ranks import coordinator as crew
 from framework.run.step import train_step
 from tests.run.several import ROOT, ended, start
-from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
+from tests.run.test_trainer import config, corpus, metrics, same, train  # noqa: F401
 from tests.tiny import LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -279,3 +282,50 @@ def test_the_reason_of_ranks_that_read_other_rows_reaches_the_user_under_torchru
     assert done.returncode != 0
     assert re.search("rank 0: .*20 rows for training", done.stderr), done.stderr
     assert re.search("rank 1: .*13 rows for training", done.stderr), done.stderr
+
+
+def elsewhere_as_rank(corpus, folder):  # noqa: F811
+    """What each of two sharded ranks runs on a disk that is full for rank 1, and for the export."""
+    from safetensors.torch import save_file
+
+    from framework.run.checkpoints import sharded, sharded_export
+    from framework.schema.config import TrainingConfig
+
+    run, rank, written = Path(folder) / "run", int(os.environ["RANK"]), sharded.save_verified
+
+    def full(write, of_rank, after):
+        calls = itertools.count(1)
+
+        def write_unless_full(*arguments, **options):
+            if rank == of_rank and next(calls) > after and any(str(run) in str(argument) for argument in arguments):
+                raise OSError(28, "No space left on device")
+            return write(*arguments, **options)
+
+        return write_unless_full
+
+    made = plain(Path(corpus), run, 2).model_dump()
+    training = {**made["training"], "save_steps": 5, "fallback_dir": str(Path(folder) / "other")}
+    made = TrainingConfig.model_validate({**made, "training": training, "fsdp": {"enable_fsdp": True}})
+    sharded.save_verified = full(written, 1, 1)  # once before the first step, where it is tried
+    sharded_export.save_file = full(save_file, 0, 0)
+    try:
+        train(made, quiet=False)
+    except TunesmithError as error:
+        print(error)
+        sys.exit(error.exit_code)
+
+
+@pytest.mark.slow
+def test_parts_and_a_sharded_export_go_to_the_fallback_where_a_rank_has_no_room(corpus, tmp_path):  # noqa: F811
+    both = as_ranks("elsewhere_as_rank", corpus, tmp_path)
+    assert [rank.code for rank in both] == [4, 4], both
+    (kept,) = (tmp_path / "other").iterdir()
+    assert [path.name for path in checkpoints(kept)] == ["step-00000010", "step-00000012"], both
+    assert both[0].err.count("No space left on device") >= 3
+    assert f"The checkpoint is {kept / 'checkpoints' / 'step-00000010'}" in both[0].err
+    assert f"The export is {kept / 'final'}" in both[0].out
+    train(plain(corpus, tmp_path / "run", 1, save_steps=5, fallback_dir=str(tmp_path / "other")), resume=True)
+    saved = load_file(kept / "final" / "model.safetensors")
+    again = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert same(saved, again)
+    assert not list((tmp_path / "run").glob("checkpoints/*")), "nor a half one"
