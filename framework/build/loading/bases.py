@@ -30,8 +30,9 @@ ALLOWED_MODELS = (BASE, TEACHER)
 WHOLE_BYTES = 256 << 20
 """A checkpoint of at most this many bytes is hashed whole: a second on two cores of an EPYC."""
 BLOCKS, BLOCK_BYTES = 16, 4096
-"""Of each tensor of a larger one so many blocks, evenly spaced, its first and last bytes among them: 46 MB of the 723
-tensors of Llama 3.1 70B. Training and merging change a tensor all over, so that some of its blocks change."""
+"""Of each tensor of a larger one so many blocks, evenly spaced, its first and last bytes among them: 39 MB of the 723
+tensors of Llama 3.1 70B (benchmarks/results/base_digest_cpu.json). Training and merging change a tensor all over, so
+that some of its blocks change."""
 _VOLATILE = (
     *("transformers_version", "_name_or_path", "architectures", "use_cache", "dtype", "torch_dtype", "pad_token_id"),
     *("num_labels", "id2label", "label2id", "problem_type", "attn_implementation", "_attn_implementation"),
