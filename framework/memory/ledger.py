@@ -232,6 +232,21 @@ class HostUse:
 
 
 @dataclass(frozen=True)
+class ShardDtypes:
+    """In which numbers the shards of some weights are: stored, computed with once they are gathered, and, of trained
+    ones, reduced as gradients and stepped by the optimizer."""
+
+    weights: str
+    stored: str
+    computed: str
+    reduced: str | None = None
+    stepped: str | None = None
+
+    def to_json(self) -> dict[str, str | None]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a run costs per device. Bytes, seconds and words; `to_json` is the document of `plan --json`."""
 
@@ -251,6 +266,8 @@ class Plan:
     assumptions: tuple[str, ...]
     warnings: tuple[str, ...]
     host: HostUse = HostUse()
+    shards: tuple[ShardDtypes, ...] = ()
+    """Of trained and of frozen weights; none where nothing is sharded."""
 
     def host_bytes_of(self, processes: int) -> int:
         """Host memory of so many processes of a machine, the first among them."""
@@ -305,6 +322,7 @@ class Plan:
             "run_hours": self.run_hours,
             "batch": self.batch.to_json(),
             "parameters": {"total": self.total_parameters, "trainable": self.trainable_parameters},
+            "shards": [each.to_json() for each in self.shards],
             "assumptions": list(self.assumptions),
             "warnings": list(self.warnings),
         }
@@ -327,6 +345,7 @@ class Plan:
             batch=BatchUse(**batch),
             total_parameters=document["parameters"]["total"],
             trainable_parameters=document["parameters"]["trainable"],
+            shards=tuple(ShardDtypes(**each) for each in document.get("shards", ())),
             assumptions=tuple(document["assumptions"]),
             warnings=tuple(document["warnings"]),
             host=HostUse(**{name: value for name, value in document["host"].items() if name != "all_bytes"}),

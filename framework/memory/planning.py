@@ -15,6 +15,7 @@ from framework.memory.ledger import (
     HostUse,
     PeakUse,
     Plan,
+    ShardDtypes,
     peak_use,
     phase_uses,
 )
@@ -109,6 +110,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
         assumptions=_assumptions(rehearsal, band, operators),
         warnings=(*rehearsal.cautions, *_warnings(config, peak)),
         host=host,
+        shards=_shard_dtypes(config),
     )
 
 
@@ -310,8 +312,6 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
             f"each of the {config.gpu.count} devices holds all weights, gradients and states: copies share the rows of "
             "a step, and make nothing of this smaller; fsdp.enable_fsdp=true splits them"
         )
-    if config.fsdp.is_sharded:
-        yield f"shards: {_dtypes_of_shards(config)}"
     if config.adds_up_after_backward:
         yield "gradients stay in buckets, and are exchanged when backward is done (training.on_oom: shrink)"
     elif config.is_replicated:
@@ -333,22 +333,23 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
         yield "the rate between two cards is not known: step time is without what they exchange"
 
 
-def _dtypes_of_shards(config: TrainingConfig) -> str:
-    """In which numbers a shard is stored, computed with, reduced and stepped
-    (`framework.build.parallel.shard.precision`)."""
-    held, adapter = str(config.model.torch_dtype_str), config.peft.adapter_dtype
+def _shard_dtypes(config: TrainingConfig) -> tuple[ShardDtypes, ...]:
+    """As `framework.build.parallel.shard.precision` has them."""
+    if not config.fsdp.is_sharded:
+        return ()
+    held, adapter, peft = str(config.model.torch_dtype_str), config.peft.adapter_dtype, config.training.use_peft
     trained = held
-    if config.training.use_peft:
+    if peft:
         trained = held if adapter is TorchDtype.AUTO else str(adapter or TorchDtype.FLOAT32)
-    words = {MixedPrecision.BF16: "bfloat16", MixedPrecision.FP16: "float16"}
-    computed = words.get(MixedPrecision(config.training.mixed_precision_dtype or "none"))
-    reduced = "float32" if computed else trained
-    frozen = f" (frozen ones in {held})" if config.training.use_peft and trained != held else ""
-    gathered = computed or "what they are stored in"
-    return (
-        f"trained weights stored in {trained}{frozen}, gathered and computed in {gathered}, gradients reduced in "
-        f"{reduced}, stepped in {trained}"
-    )
+    names = {MixedPrecision.BF16: "bfloat16", MixedPrecision.FP16: "float16"}
+    lower = names.get(MixedPrecision(config.training.mixed_precision_dtype or "none"))
+    found = [ShardDtypes("trained", trained, lower or trained, "float32" if lower else trained, trained)]
+    if peft and config.peft.q_lora:
+        kind = f"{config.peft.q_lora_bits} bits"
+        found.append(ShardDtypes("frozen, quantized", f"{kind} in {lower or held}", lower or held))
+    if peft:
+        found.append(ShardDtypes("frozen", held, lower or held))
+    return tuple(found)
 
 
 def _packing(config: TrainingConfig) -> Iterator[str]:

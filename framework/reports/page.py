@@ -65,6 +65,7 @@ def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str
         _terms(plan),
         "<h2>The run</h2>",
         definitions(words.facts(plan)),
+        *((table(words.SHARDS_HEADING, rows),) if (rows := words.shard_rows(plan)) else ()),
         *(_measured(plan, measured) if measured is not None else ()),
         *items("Assumptions", plan.assumptions),
         *items("Warnings", plan.warnings, "warnings"),

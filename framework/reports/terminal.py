@@ -52,6 +52,7 @@ def plan_lines(
         *_terms(plan, width, strokes),
         *_phases(plan, width, strokes),
         *_facts(plan, width),
+        *_shards(plan),
         *(_measured(plan, measured, width) if measured is not None else ()),
         *_items("Assumptions", plan.assumptions, width),
         *_items("Warnings", plan.warnings, width, "yellow"),
@@ -104,6 +105,12 @@ def _phases(plan: Plan, width: int, strokes: Strokes) -> Iterator[Text]:
     for name, used, held in rows:
         bar = _bar(used / scale, held / scale, usable / scale if usable is not None else None, room, strokes)
         yield _line(f"{name:{names}}{held / each:{FIGURE},.2f}  ", *bar)
+
+
+def _shards(plan: Plan) -> Iterator[Text]:
+    if rows := words.shard_rows(plan):
+        yield Text()
+        yield from table((words.SHARDS_HEADING, *rows))
 
 
 def _bar(used: float, held: float, limit: float | None, room: int, strokes: Strokes) -> Iterator[tuple[str, str]]:

@@ -98,6 +98,15 @@ def term_rows(terms: Terms) -> list[tuple[str, int]]:
     return sorted(rows, key=lambda row: -row[1])
 
 
+SHARDS_HEADING = ("Shards of weights", "stored", "computed", "reduced", "stepped")
+
+
+def shard_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """In which numbers the shards of a plan are, a row for each kind of weights, under `SHARDS_HEADING`."""
+    rows = ((each.weights, each.stored, each.computed, each.reduced, each.stepped) for each in plan.shards)
+    return [tuple(cell or "-" for cell in row) for row in rows]
+
+
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """What a plan says besides device memory: name and sentence."""
     batch, step = plan.batch, plan.step

@@ -44,6 +44,7 @@ KEYS = {
             "host_bytes",
             "host",
             "disk_bytes",
+            "shards",
             "checkpoint_bytes",
         ),
         *("step", "run_hours", "batch", "parameters", "assumptions", "warnings"),

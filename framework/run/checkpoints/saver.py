@@ -182,6 +182,7 @@ class Saving:
         must call this."""
         contents = self._split
         assert contents is not None
+        self._failure()  # that of this rank, which the main one has told
 
         def save(fallback: Path, parts: Path) -> str:
             saved = self._save_in(contents, fallback, parts)
