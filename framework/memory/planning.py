@@ -110,7 +110,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
         assumptions=_assumptions(rehearsal, band, operators),
         warnings=(*rehearsal.cautions, *_warnings(config, peak)),
         host=host,
-        shards=_shard_dtypes(config),
+        shards=shard_dtypes(config),
     )
 
 
@@ -333,7 +333,7 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
         yield "the rate between two cards is not known: step time is without what they exchange"
 
 
-def _shard_dtypes(config: TrainingConfig) -> tuple[ShardDtypes, ...]:
+def shard_dtypes(config: TrainingConfig) -> tuple[ShardDtypes, ...]:
     """As `framework.build.parallel.shard.precision` has them."""
     if not config.fsdp.is_sharded:
         return ()

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from framework.memory.ledger import Plan, Terms
+from framework.memory.ledger import Plan, ShardDtypes, Terms
 from framework.reports.drawing import LEFT, RIGHT, WIDTH
 from framework.reports.page import COLOURS, plan_page
 from framework.reports.words import MEASURED as KEYS
@@ -112,3 +112,10 @@ def test_measured_has_the_keys_of_the_contract_and_no_others() -> None:
         "tokens_per_second": 5120.0,
     }
     assert tuple(measured_document(MEASURED)) == KEYS
+
+
+def test_the_dtypes_of_shards_are_a_table() -> None:
+    page = plan_page("tiny", replace(PLAN, shards=(ShardDtypes("frozen", "4 bits in bfloat16", "bfloat16"),)))
+    assert "<td>4 bits in bfloat16</td><td>bfloat16</td><td>-</td><td>-</td>" in page
+    assert '<th scope="col">stepped</th>' in page
+    assert "stepped" not in plan_page("tiny", PLAN)

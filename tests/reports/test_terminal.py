@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from framework.memory.ledger import Plan
+from framework.memory.ledger import Plan, ShardDtypes
 from framework.reports.terminal import ASCII, BLOCKS, plan_lines, strokes_for
 from framework.reports.words import duration, signed_size, size, verdict
 from framework.run.planning.measure import Measured
@@ -129,3 +129,15 @@ def test_sizes_and_times() -> None:
     ]  # fmt: skip
     assert [signed_size(count) for count in (GIB, -GIB, 0)] == ["+1.00 GiB", "-1.00 GiB", "0"]
     assert [duration(seconds) for seconds in (0.0712, 2.5, 600, 36000)] == ["71.2 ms", "2.5 s", "10 min", "10.0 h"]
+
+
+def test_the_dtypes_of_shards_are_a_table() -> None:
+    trained = ShardDtypes("trained", "float32", "bfloat16", "float32", "float32")
+    text = shown(replace(PLAN, shards=(trained, ShardDtypes("frozen", "bfloat16", "bfloat16"))))
+    assert [line.split() for line in text.splitlines() if "bfloat16" in line or "stored" in line] == [
+        ["Shards", "of", "weights", "stored", "computed", "reduced", "stepped"],
+        ["trained", "float32", "bfloat16", "float32", "float32"],
+        ["frozen", "bfloat16", "bfloat16", "-", "-"],
+    ]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "Shards" not in shown()
