@@ -60,7 +60,7 @@ def fit(
 ) -> "Found":
     """Find the fastest settings that are planned to fit the card, with the same global batch.
 
-    `pins` are keys or sections that stay as they are, `inexact` keys that may change what is learnt
+    `pins` are keys or sections that stay as they are, `inexact` keys that may change the training result
     (training.optimizer, for one). With `measure` the fastest few run some steps on this machine's card, and the best
     of them is proposed. Raises RequestError for an unknown key, and for a card without memory of its own.
     """

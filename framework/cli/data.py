@@ -24,7 +24,7 @@ def data(
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page that needs nothing else.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Show the rows as the model will see them: what is learnt, lengths, what is cut, padding. Loads no weights."""
+    """Show the rows as the model will see them: supervised tokens, lengths, what is cut, padding. Loads no weights."""
     from framework.checks import TRAIN, check_request, placing
 
     if split not in ("train", "eval"):

@@ -27,7 +27,9 @@ def fit(
     ] = None,
     set_free: Annotated[
         list[str] | None,
-        typer.Option("--set-free", help="A key that may change what is learnt: optimizer, dtype, q_lora or length."),
+        typer.Option(
+            "--set-free", help="A key that may change the training result: optimizer, dtype, q_lora or length."
+        ),
     ] = None,
     allow: Annotated[
         str | None, typer.Option("--allow", help="`inexact`: all keys that --set-free takes; `exact`: none, ever.")

@@ -35,7 +35,7 @@ def carry_data(t: Translation) -> None:
     if source.get("train_on_inputs") is True:
         t.put("data.supervise", "all", "train_on_inputs")
     else:
-        t.leave("train_on_inputs", Why.DEFAULT, "answers alone are learnt")
+        t.leave("train_on_inputs", Why.DEFAULT, "only answers are supervised")
     if t.has("data.streaming") or t.has("data.eval"):
         t.leave("val_set_size", Why.WRITE if source.number("val_set_size") else Why.DEFAULT, "data.eval")
     else:
@@ -98,7 +98,7 @@ def _source(t: Translation, item: str) -> dict[str, Any]:
         "ds_type": (Why.DEFAULT, "told by the file's ending"),
         "trust_remote_code": (Why.NOT_OURS, "datasets that bring their own code"),
         "shards": (Why.WRITE, "a slice: `split: train[:10%]`"),
-        "train_on_eos": (Why.DEFAULT, "what ends a turn is learnt with it"),
+        "train_on_eos": (Why.DEFAULT, "the token that ends a turn is supervised with it"),
         "roles_to_train": (Why.DEFAULT, "the assistant's turns; data.supervise says others"),
     }
     for name, (why, text) in reasons.items():

@@ -26,7 +26,7 @@ LEFT = {
     (Why.DEFAULT, "a run is evaluated before its first step and after its last"): (
         "eval.initial_validation eval.final_validation"
     ),
-    (Why.DEFAULT, "what is not learnt is told by positions"): "data.init_args.ignore_index",
+    (Why.DEFAULT, "unsupervised tokens are told by position"): "data.init_args.ignore_index",
     (Why.DEFAULT, "rows are held out by training.seed"): "data.init_args.seed",
     (Why.DEFAULT, "datasets are kept in Hugging Face's cache"): "data.init_args.download_dir",
     (Why.WRITE, "`tunesmith train --nproc N` (docs/many_gpus.md)"): "devices num_nodes",

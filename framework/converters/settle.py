@@ -31,7 +31,7 @@ GIVEN_UP_FIRST = (
     "training.gradient_checkpointing_kwargs.use_reentrant", "training.optimizer_in_backward", "training.fp8",
     "fsdp.cpu_offload", "fsdp.forward_prefetch", "data.workers",
 )  # fmt: skip
-"""Keys that cost memory or time alone, and not what is learnt: of two that do not go together these are left out."""
+"""Keys that cost memory or time alone, and not the training result: of a pair that clashes these are left out."""
 _CARD = {"name": "h100_80gb", "capability": "9.0", "bf16_flops": 1e15}
 """A card that has what any of these recipes asks of one: which card is used the recipe does not say."""
 _SHARDS = 2

@@ -1,4 +1,4 @@
-"""The rows of a run as lines for a terminal: what is learnt in colour, or between marks where there is none."""
+"""The rows of a run as lines for a terminal: supervised tokens in color, or between marks where there is none."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ WIDE = 100
 """Columns from which on the answers of a pair stand side by side."""
 CLASSES = 30
 """Classes that are listed; more are counted."""
-LEARNT, OTHER, SOFT = "bold green", "", "dim"
-"""Styles of what is learnt, of the text around it, and of what is said about both."""
+SUPERVISED, OTHER, SOFT = "bold green", "", "dim"
+"""Styles of supervised tokens, of the text around it, and of what is said about both."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def shortened(pieces: "tuple[Piece, ...]", rest: str, longest: int = LONGEST) ->
 
 def _legend(marks: Marks) -> Text:
     if marks is COLOUR:
-        return Text.assemble(("what is learnt", LEARNT), (" and what is only read", OTHER))
-    return Text(f"{marks.start}what is learnt{marks.end} and what is only read")
+        return Text.assemble(("supervised tokens", SUPERVISED), (" and context", OTHER))
+    return Text(f"{marks.start}supervised tokens{marks.end} and context")
 
 
 def _row_lines(row: "ShownRow", width: int, marks: Marks) -> "Iterator[Text]":
@@ -138,9 +138,11 @@ def _row_lines(row: "ShownRow", width: int, marks: Marks) -> "Iterator[Text]":
 
 def _written(passage: "Passage", marks: Marks) -> Text:
     text = Text()
-    for part, is_learnt in shortened(passage.pieces, marks.rest):
+    for part, is_supervised in shortened(passage.pieces, marks.rest):
         shown = visible(part)
-        text.append(f"{marks.start}{shown}{marks.end}" if is_learnt else shown, LEARNT if is_learnt else OTHER)
+        text.append(
+            f"{marks.start}{shown}{marks.end}" if is_supervised else shown, SUPERVISED if is_supervised else OTHER
+        )
     return text
 
 

@@ -46,7 +46,7 @@ def data_page(title: str, preview: "Preview") -> str:
         *items("Notes", preview.report.notes),
         *items("Warnings", preview.report.warnings, "warnings"),
         "<h2>Rows</h2>",
-        '<p class="soft"><mark>What is learnt</mark> and what is only read.</p>',
+        '<p class="soft"><mark>Supervised tokens</mark> and context.</p>',
         *map(_row, preview.rows),
     ]
     return document(f"Rows of {title}", parts)
@@ -86,6 +86,6 @@ def _row(row: "ShownRow") -> str:
 
 def _written(passage: "Passage") -> str:
     parts = shortened(passage.pieces, "…", LONGEST)
-    marked = ((escape(text), is_learnt) for text, is_learnt in parts)
+    marked = ((escape(text), is_supervised) for text, is_supervised in parts)
     # A line break right behind <pre> is not shown, so one more stands there.
-    return "\n" + "".join(f"<mark>{text}</mark>" if is_learnt else text for text, is_learnt in marked)
+    return "\n" + "".join(f"<mark>{text}</mark>" if is_supervised else text for text, is_supervised in marked)

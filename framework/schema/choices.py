@@ -45,7 +45,7 @@ class Choice(StrEnum):
 
 
 class Task(Choice):
-    """What is learnt."""
+    """What a run trains for."""
 
     SFT = "sft"
     PRETRAIN = "pretrain"

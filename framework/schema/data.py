@@ -1,4 +1,4 @@
-"""`data`: the rows, and which of their tokens are learnt."""
+"""`data`: the rows, and which of their tokens are supervised."""
 
 from typing import Annotated
 

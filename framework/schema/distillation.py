@@ -1,4 +1,4 @@
-"""`training.teacher` and `training.distillation`: whose next tokens are learnt, and how they are compared."""
+"""`training.teacher` and `training.distillation`: whose logits are the targets, and how they are compared."""
 
 from typing import Annotated
 
@@ -10,7 +10,8 @@ from framework.schema.params import FrozenMapping, Integer, Number, Params
 
 
 class TeacherParams(Params):
-    """The model that is learnt from. It is loaded beside the trained one, never trained, and in no checkpoint."""
+    """The model whose logits are the targets. It is loaded beside the trained one, never trained, and in no
+    checkpoint."""
 
     model_name: str | None = None
     """Hub id or local folder. With `architecture` beside it, planning needs no network."""

@@ -59,10 +59,10 @@ class TrainingParams(Params):
     """How to train. Levers that a search decides also take `auto`."""
 
     task: Task = Task.SFT
-    """What is learnt. `sft` supervises the assistant's turns of a chat, `pretrain` every token; `preference` learns
-    from better and worse answers, whose pairs are two sequences a row, `reward` to give the better one the higher
-    number; `classification` and `regression` train one answer for each row. Heads of the last three have no logits of
-    tokens. `distillation` learns a teacher's next tokens."""
+    """What the run trains for. `sft` supervises the assistant's turns of a chat, `pretrain` every token;
+    `preference` learns from better and worse answers, whose pairs are two sequences a row, `reward` to give the
+    better one the higher number; `classification` and `regression` train one answer for each row. Heads of the last
+    three have no logits of tokens. `distillation` learns a teacher's next tokens."""
     preference: Annotated[PreferenceParams, UsedWith("training.task", (Task.PREFERENCE,), refused=True)] = (
         PreferenceParams()
     )
@@ -248,7 +248,7 @@ class TrainingParams(Params):
 
     @property
     def has_reference(self) -> bool:
-        """Whether what is learnt is measured against the model as it was."""
+        """Whether the loss is measured against the model as it was."""
         return self.task is Task.PREFERENCE and self.preference.loss_type not in WITHOUT_REFERENCE
 
     @property

@@ -122,7 +122,7 @@ class Stream:
                 taken = 0
             first = 0
             if not found:
-                raise RequestError([Problem("data.train", "the stream ends, and no row of it can be learnt from")])
+                raise RequestError([Problem("data.train", "the stream ends, and no row of it can be trained on")])
 
     def blocks(self, epoch: int, first: int = 0) -> Iterator[Block]:
         """The blocks of one epoch from number `first` on. Raises RequestError for rows that cannot be read, and for a

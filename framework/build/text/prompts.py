@@ -1,4 +1,4 @@
-"""Whether what is learnt begins where generation will, seen on the first rows of each source."""
+"""Whether the supervised tokens begin where generation will, seen on the first rows of each source."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice

@@ -263,7 +263,7 @@ def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
         said.append(f"the speed of {written.gpu.name} is not known: candidates were ranked by the rates of {STAND_IN}")
     for key in conceded(opened(written), after):
         said.append(
-            f"{key}={word(value_of(after, key))} changes what is learnt: {change_of(key, value_of(after, key))}"
+            f"{key}={word(value_of(after, key))} changes the training result: {change_of(key, value_of(after, key))}"
         )
     if after.training.compile is True and opened(written).training.compile is not True:
         said.append("compiling makes the first step 8 to 40 s longer, and again for each new shape of batch")

@@ -29,7 +29,7 @@ def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
             message = f"{task} gives one answer for a row, and {name} puts several rows into one"
             yield Conflict((f"data.{name}", TASK), message, f"{name}: false; data.group_by_length saves padding")
     if data.supervise is not None:
-        message = f"no token is learnt in {task}, but what the row as a whole is"
+        message = f"{task} has no supervised tokens: a row has one target as a whole"
         yield Conflict(("data.supervise", TASK), message, "unset")
 
 

@@ -37,7 +37,7 @@ def _distillation(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def _answers_in_a_row(config: TrainingConfig) -> Iterator[Conflict]:
-    """A row of these tasks is a whole answer, or two: what is learnt of it is one number."""
+    """A row of these tasks is a whole answer, or two: its target is one number."""
     training, data = config.training, config.data
     if training.task not in (Task.PREFERENCE, Task.REWARD):
         return
