@@ -257,7 +257,7 @@ def _pack(config: TrainingConfig, model: PreTrainedModel, place: Place, ranks: R
     """The frozen base in 4 or 8 bits; where it is split, stored in the dtype that its units are gathered in."""
     computed = autocast_dtype(config.training) or model.dtype
     lost = quantize(config.peft, model, computed, place)
-    if config.fsdp.is_sharded and ranks.world > 1:
+    if config.fsdp.is_sharded and max(ranks.world, config.gpu.count if place.rehearsed else 1) > 1:
         from framework.build.parallel.quantized_shards import store_as  # bitsandbytes takes seconds to import
 
         store_as(computed, model)

@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from framework.build.assembly import assemble
+from framework.build.assembly import Assembly, assemble
 from framework.build.loading.bases import check_all_weights
 from framework.build.place import rehearsal_place
 from framework.build.resolve_model import settle
 from framework.errors import Problem, RequestError
 from framework.memory.search.freedom import opened
 from framework.run.inputs.inputs import read_rows_for, read_tokenizer, with_labels
+from framework.run.planning.plan_process import plan_in_subprocess
+from framework.schema.choices import Attention, CheckpointingPolicy
 from framework.schema.config import TrainingConfig
 from framework.schema.wording import counted
 
@@ -49,10 +51,10 @@ def inspect(config: TrainingConfig) -> Findings:
         place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
         cautions.extend(attempt(lambda: [*check_all_weights(config, architecture, in_folders=True)]) or ())
         assembly = attempt(lambda: assemble(config, architecture, place, total_steps=1))
-        if assembly is not None and config.fsdp.is_sharded:
-            from framework.build.parallel.shard import refuse_unsharded  # torch's sharding takes seconds to import
-
-            attempt(lambda: refuse_unsharded(config, assembly.model, assembly.model))
+        if assembly is not None:
+            attempt(lambda: _refuse_for_ranks(config, assembly))
+            if not problems and _shows_in_forward(config):
+                attempt(lambda: plan_in_subprocess(config))
         if assembly is not None and assembly.adapter is not None:
             cautions.extend(_about_adapter(caution) for caution in assembly.adapter.cautions)
         if config.data.train:
@@ -73,6 +75,27 @@ def inspect(config: TrainingConfig) -> Findings:
         rows += f"; not read: {', '.join(dict.fromkeys(name for names in unread.values() for name in names))}"
     warnings = (Problem("data.train", warning) for warning in data.report.warnings)
     return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
+
+
+def _refuse_for_ranks(config: TrainingConfig, assembly: Assembly) -> None:
+    """Raises RequestError for what ranks that share the weights of this model would refuse."""
+    if config.fsdp.is_sharded:
+        from framework.build.parallel.shard import refuse_unsharded  # torch's sharding takes seconds to import
+
+        refuse_unsharded(config, assembly.model, assembly.model)
+    if config.fsdp.tensor_parallel_size > 1:
+        from framework.build.parallel.tensor_parallel import TensorParallel
+
+        TensorParallel(0, config.fsdp.tensor_parallel_size).arrange(assembly.model)
+
+
+def _shows_in_forward(config: TrainingConfig) -> bool:
+    """Whether something is asked for that only a forward pass, which a plan makes without values, may find impossible:
+    a kernel of attention, or a policy of checkpoints that keeps what no operator of this card makes."""
+    model, training = config.model, config.training
+    keeps_some = training.gradient_checkpointing_policy is not CheckpointingPolicy.FULL
+    policy = training.enable_gradient_checkpointing is True and keeps_some
+    return policy or model.sdpa_backend is not None or model.attn_implementation == Attention.RING_ATTENTION
 
 
 def _about_adapter(caution: str) -> Problem:

@@ -1,13 +1,20 @@
 """Tier B of `check`: what it looks at where a search is still to decide."""
 
+import ast
+
 import pytest
 
+from framework.build.refuse import refuse_impossible
 from framework.checks import check_request
 from framework.errors import RequestError
 from framework.run.planning.fit import decide
 from framework.run.planning.model_checks import inspect
 from framework.run.rehearsal.rehearse import rehearse
+from framework.schema.config import TrainingConfig
 from framework.schema.keys import admits_auto, every_key, left_open
+from framework.schema.rules.conflict import Conflict
+from framework.schema.rules.every import RULES
+from tests.run.several import ROOT
 
 RECIPE = """
 model:
@@ -19,6 +26,27 @@ training: {max_steps: 2, global_batch_size: 8}
 """
 OPEN = [key for key in every_key() if admits_auto(key)]
 COMPANY = {"training.activation_memory_budget": ["training.compile=true"]}
+FOUND = {
+    "framework/build/parallel": {
+        "store_as", "sharded_blocks", "_refuse_mixed_units", "_refuse_units_within_graphs", "refuse_unplanned",
+        "_refuse_unpaired", "_refuse_unknown", "arrange", "_find",
+    },
+    "framework/build/attention": {"choose_kernel", "_refuse"},
+    "framework/build/levers": {
+        "arrange_blocks", "modules_to_compile", "require_torchao", "convert_products", "refuse_unknown_to_liger",
+        "use_liger_kernels", "_refuse_other_activation", "__init__",
+    },
+    "framework/build/optimizers": {"matrices_apart"},
+    "framework/run/rehearsal": {"attend", "record", "_refuse_idle_policy"},
+}  # fmt: skip
+"""Functions that refuse what `check` finds by the model's shape: as it assembles it, asks for several ranks, or has a
+forward pass planned."""
+OF_THE_MACHINE = {
+    "choose_allocator": "the environment that the run starts in",
+    "_refuse_contradiction": "the environment that the run starts in",
+    "_pin": "host memory that may be locked there",
+    "_mapped": "the disk of training.optimizer_offload_folder",
+}
 UNSEARCHED = [
     "training.fp8",
     "training.mixed_precision_dtype",
@@ -52,7 +80,32 @@ def test_auto_where_nothing_is_searched_is_refused_in_a_sentence(key, write):
     assert (problem.key, problem.message) == (key, "cannot be 'auto', which no search decides")
 
 
+@pytest.mark.parametrize("room", FOUND)
+def test_whoever_refuses_says_whether_check_finds_it(room):
+    """A refusal that is added here has to be found by `check`, or to need more than the model's shape."""
+    raising = set()
+    for file in (ROOT / room).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            own = [each for each in ast.walk(node) if isinstance(each, ast.Raise) and each.exc is not None]
+            if isinstance(node, ast.FunctionDef) and any("RequestError" in ast.unparse(each.exc) for each in own):
+                raising.add(node.name)
+    assert raising - OF_THE_MACHINE.keys() == FOUND[room]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_check_and_what_trains_go_through_every_rule(rule, write, monkeypatch):
+    """Each rule in turn refuses one key."""
+    refused = [Conflict(("training.seed",), f"by {rule.__name__}", "nothing")]
+    rules = tuple((lambda config: iter(refused)) if each is rule else each for each in RULES)
+    monkeypatch.setattr("framework.schema.rules.every.RULES", rules)
+    (found,) = check_request(write(RECIPE), ["gpu=cpu"]).problems
+    assert (found.key, found.message) == ("training.seed", f"by {rule.__name__}")
+    with pytest.raises(RequestError, match=f"by {rule.__name__}"):
+        refuse_impossible(TrainingConfig(), "one")
+
+
 SHARDED = ["gpu=a100_40gb", "gpu.count=2", "fsdp.enable_fsdp=true"]
+SHARED = ["fsdp.enable_fsdp=false", "fsdp.tensor_parallel_size=2"]
 NEEDS_THE_SHAPE = {
     "a class that is not there": (
         ["fsdp.transformer_layer_cls=GPT2Block"],
@@ -76,6 +129,37 @@ NEEDS_THE_SHAPE = {
     ),
     "a module that is frozen and not there": (["model.freeze_layers=[h.0]"], "model.freeze_layers", "h.0"),
     "a router loss without routers": (["training.router_aux_loss_coef=0.1"], "training.router_aux_loss_coef", "llama"),
+    "a quantized layer whose bytes cannot be split": (
+        [
+            "peft=qlora",
+            "model.architecture.num_attention_heads=1",
+            "model.architecture.num_key_value_heads=1",
+            "model.architecture.hidden_size=34",
+            "model.architecture.intermediate_size=66",
+        ],
+        "peft.q_lora",
+        "that 8 does not divide",
+    ),
+    "matrices that are not equal parts": (
+        [*SHARED, "model.architecture.intermediate_size=63"],
+        "fsdp.tensor_parallel_size",
+        "are not 2 equal parts",
+    ),
+    "a plan of transformers' that is not built": (
+        [*SHARED, "model.architecture.model_type=olmo2"],
+        "fsdp.tensor_parallel_size",
+        "which is not built",
+    ),
+    "a window over several devices": (
+        [
+            "fsdp.enable_fsdp=false",
+            "model.attn_implementation=ring_attention",
+            "model.architecture.model_type=mistral",
+            "model.architecture.sliding_window=8",
+        ],
+        "model.attn_implementation",
+        "sees 8 tokens back, and rows are 64 long",
+    ),
     "rows that are too long": (["model.model_max_length=100000"], "model.model_max_length", "positions"),
 }
 
