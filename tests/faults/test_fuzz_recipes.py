@@ -189,7 +189,7 @@ def file(tmp_path_factory):
         yield Path("mutant.yaml")
 
 
-@drawn(50, 14_000)
+@drawn(25, 14_000)
 def test_a_mutated_recipe_is_accepted_or_each_problem_has_its_place(file, dice):
     file.write_bytes(mutated(dice))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

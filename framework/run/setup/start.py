@@ -141,8 +141,7 @@ def _build(
             assembly = assemble(config, inputs.architecture, place, total, crew.ranks, inputs.from_python)
         stop_at(causal_model(assembly.model), learnt_ends(inputs.data.train, inputs.tokenizer))
         seed_apart(config.training.seed, assembly.ranks)
-        if assembly.drawn is not None:
-            read = {**read, BASE: {**read[BASE], "drawn": assembly.drawn}}
+        read |= {BASE: {**read[BASE], "drawn": assembly.drawn}} if assembly.drawn is not None else {}
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
         _empty_cache(place)
