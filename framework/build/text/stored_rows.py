@@ -42,7 +42,7 @@ def row_question(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | s
 
 
 _BLANK = ("[]", '""')
-"""Texts that stand for values of what is learnt that are there and hold nothing."""
+"""Texts in place of supervised values that are there and hold nothing."""
 
 
 def _is_empty(row: StoredRow) -> bool:
