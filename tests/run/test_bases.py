@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
-from transformers import set_seed
 
 from framework.build.loading import bases
 from framework.cli import main
@@ -13,6 +12,7 @@ from framework.errors import RequestError
 from framework.run import trainer
 from framework.run.checkpoints.merge import merge_run
 from framework.run.predict import Request, predict
+from framework.run.rng import seed_all
 from framework.schema.config import TrainingConfig
 from tests.folders import change_config, change_weights, save_model, split_weights
 from tests.tiny import LLAMA
@@ -178,7 +178,7 @@ def test_a_base_drawn_at_random_that_comes_out_otherwise_is_refused(tmp_path, mo
     answers = list(predict(tmp_path / "run", rows, Request(score=True)))
 
     def other(seed):
-        set_seed(seed + 1)
+        seed_all(seed + 1)
 
     actions = (
         lambda **allow: train(further, resume=True, allow=["training.max_steps", *allow.values()]),
@@ -187,7 +187,7 @@ def test_a_base_drawn_at_random_that_comes_out_otherwise_is_refused(tmp_path, mo
     )
     with monkeypatch.context() as patched:
         for module in ("framework.run.checkpoints.trained_model", "framework.run.setup.start"):
-            patched.setattr(f"{module}.set_seed", other)
+            patched.setattr(f"{module}.seed_all", other)
         for action in actions:
             with pytest.raises(RequestError, match=r"drawn at random, and comes? out otherwise") as refused:
                 action()

@@ -123,8 +123,7 @@ def _build(
     """The session around what was read and planned."""
     config = inputs.config
     folder = find_folder(crew, config, name, resume, overwrite)
-    if plan is not None:
-        _require_room(plan, folder, config, crew)
+    _require_room(plan, folder, config, crew)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
     read = read_digests(inputs) | inputs.from_python.names
     origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
@@ -228,9 +227,9 @@ def _total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
     return total
 
 
-def _require_room(plan: Plan, folder: RunFolder, config: TrainingConfig, crew: Crew) -> None:
+def _require_room(plan: Plan | None, folder: RunFolder, config: TrainingConfig, crew: Crew) -> None:
     """One rank of each machine looks at its host memory, for all of them there; the one that writes at its disk."""
-    if crew.ranks.local_rank == 0:
+    if plan is not None and crew.ranks.local_rank == 0:
         written = folder.path if folder.is_written else None
         workers, processes = config.data.workers, crew.ranks.local_world
         require_room(plan, written, workers, processes, folder.fallback)

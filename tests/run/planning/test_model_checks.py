@@ -34,7 +34,7 @@ FOUND = {
     "framework/build/attention": {"choose_kernel", "_refuse"},
     "framework/build/levers": {
         "arrange_blocks", "modules_to_compile", "require_torchao", "convert_products", "refuse_unknown_to_liger",
-        "use_liger_kernels", "_refuse_other_activation", "__init__",
+        "use_liger_kernels", "_refuse_other_activation", "_refuse_cast_experts", "__init__",
     },
     "framework/build/optimizers": {"matrices_apart"},
     "framework/run/rehearsal": {"attend", "record", "_refuse_idle_policy"},
