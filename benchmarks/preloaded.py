@@ -1,18 +1,28 @@
 """What the server that `rows.py` forks from has imported. Raises RuntimeError where that has started CUDA."""
 
+import importlib
 import sys
 
 import torch
-import transformers.models.bert.modeling_bert
-import transformers.models.gemma2.modeling_gemma2
-import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama
-import transformers.models.modernbert.modeling_modernbert
-import transformers.models.qwen3.modeling_qwen3
-import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+import torch.utils._triton
 
-import framework.run.planning.measure
-import framework.run.rehearsal.rehearse  # noqa: F401
+FAMILIES = ("bert", "gemma2", "gpt2", "llama", "modernbert", "qwen3", "qwen3_moe")
+MODULES = ("framework.run.planning.measure", "framework.run.rehearsal.rehearse")
 
-if torch.cuda.is_initialized() or "bitsandbytes" in sys.modules:
-    raise RuntimeError("CUDA has started, or bitsandbytes may have: forked processes could not use it")
+
+def preload() -> None:
+    """Import all that most rows need.
+
+    transformers imports torchao where it is installed, which asks for Triton: to answer, torch would start CUDA.
+    """
+    asked = torch.utils._triton.has_triton
+    if torch.cuda.is_available():  # which the driver's library tells here, without CUDA
+        torch.utils._triton.has_triton = lambda: True
+    for name in (*(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES), *MODULES):
+        importlib.import_module(name)
+    torch.utils._triton.has_triton = asked
+    if torch.cuda.is_initialized() or "bitsandbytes" in sys.modules:
+        raise RuntimeError("CUDA has started, or bitsandbytes may have: forked processes could not use it")
+
+
+preload()

@@ -1,7 +1,7 @@
 """Rows measured in processes of their own, forked from one that has imported torch and transformers but not seen CUDA.
 
-What starts CUDA when it is imported (bitsandbytes, torchao) is imported by the forked process alone: CUDA that was
-started cannot be used after a fork.
+What starts CUDA when it is imported (bitsandbytes) is imported by the forked process alone: CUDA that was started
+cannot be used after a fork.
 """
 
 import faulthandler
@@ -14,13 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-PRELOADED = "benchmarks.preloaded" if find_spec("torchao") is None else "torch"
-"""transformers imports torchao where it is installed, which may start CUDA; each row then imports all by itself."""
+PRELOADED = "benchmarks.preloaded"
 Row = Mapping[str, Any]
 Measure = Callable[[Row], dict[str, Any]]
 """Measures one row in a process that has the variables of torchrun (RANK, WORLD_SIZE, ...); importable by its name."""
