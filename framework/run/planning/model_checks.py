@@ -71,9 +71,9 @@ def inspect(config: TrainingConfig) -> Findings:
         if data.stream is not None
         else f"all {counted(read, 'training row')}"
     )
-    if unread := data.report.train.unread:
-        rows += f"; not read: {', '.join(dict.fromkeys(name for names in unread.values() for name in names))}"
-    warnings = (Problem("data.train", warning) for warning in data.report.warnings)
+    unread = dict.fromkeys(name for names in data.report.train.unread.values() for name in names)
+    said = [*data.report.warnings, *([f"not read: {', '.join(unread)}"] if unread else [])]
+    warnings = (Problem("data.train", warning) for warning in said)
     return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
 
 

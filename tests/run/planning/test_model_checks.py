@@ -178,3 +178,17 @@ def test_check_finds_what_needs_only_the_shape_of_the_model(name, write, monkeyp
     with pytest.raises(RequestError) as caught:
         rehearse(report.composition.config)
     assert caught.value.problems == problems
+
+
+def test_columns_that_are_not_read_are_a_warning(write, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "some words", "extra": 1, "more": 2}\n' * 4)
+    words = ["gpu=cpu", "training.task=pretrain", "model.tokenizer.train=bpe", f"data.train=[{{path: {rows}}}]"]
+    recipe = write(RECIPE.replace(", vocab_size: 128", "") + "  \n")
+    report = check_request(recipe, [*words, "model.tokenizer.vocab_size=300"])
+    assert report.composition is not None, report.problems
+    found = inspect(report.composition.config)
+    assert ([*map(str, found.problems)], [problem.message for problem in found.warnings]) == (
+        [],
+        ["not read: `extra`, `more`"],
+    )
