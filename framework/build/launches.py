@@ -1,10 +1,18 @@
 """Launches of the package's own kernels, which a rehearsal notes in place of making them."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
-Note = Callable[[str, int], None]
-"""Told the name of a kernel and the bytes that one launch of it reads and writes."""
+from framework.memory.trace import Launcher
+
+
+class Note(Protocol):
+    """Told the name of a kernel, the bytes that one launch of it reads and writes, who launches it, and how many
+    tensors it updates."""
+
+    def __call__(self, name: str, moved: int, launcher: Launcher, tensors: int) -> None: ...
+
 
 _notes: list[Note] = []
 
@@ -19,7 +27,7 @@ def listening(note: Note) -> Iterator[None]:
         _notes.remove(note)
 
 
-def note_launch(name: str, moved: int) -> None:
-    """Tell whoever listens of a launch that moves `moved` bytes."""
+def note_launch(name: str, moved: int, launcher: Launcher = Launcher.TRITON, tensors: int = 1) -> None:
+    """Tell whoever listens of a launch that moves `moved` bytes and updates so many tensors."""
     for note in _notes:
-        note(name, moved)
+        note(name, moved, launcher, tensors)

@@ -1,5 +1,6 @@
 """The verb that describes and measures the machine at hand."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,16 +14,31 @@ from framework.errors import Problem, RequestError
 
 def doctor(
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine's card; the result is a preset for `gpu=FILE`.")
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure this machine. With a card the result is a preset for `gpu=FILE`, without one a section "
+            "`gpu.host` for a recipe.",
+        ),
+    ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Plan and measure a few steps on this machine's card, with a line for an issue."
+        ),
     ] = False,
     output: Annotated[Path | None, typer.Option("--output", help="File for the preset, a .yaml.")] = None,
     as_json: Json = False,
 ) -> int:
     """Describe this machine: Python, torch, CUDA, cards and packages."""
+    if calibrate and compare:
+        raise RequestError([Problem("--compare", "is a run of its own, without --calibrate")])
     if calibrate:
         return _calibrate(output, as_json)
     if output is not None:
         raise RequestError([Problem("--output", "has no effect without --calibrate")])
+    if compare:
+        return _compare(as_json)
     from framework.cli.machine import describe
 
     facts = describe()
@@ -39,14 +55,31 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
         if output.suffix not in (".yaml", ".yml"):
             raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
         check_writable(output, "--output")
-    from framework.run.planning.calibrate import calibrate, to_card, to_yaml
+    from framework.run.planning.calibrate import calibrate, calibrate_host, has_card, section, to_card
 
-    found = calibrate()
-    missed = written(output, "--output", lambda: to_yaml(found))
+    card = to_card(calibrate()) if has_card() else calibrate_host()
+    text = section(card, "Measured by `tunesmith doctor --calibrate`: a preset, gpu=FILE.")
+    if "capacity_bytes" not in card:
+        text = section(card, "Measured by `tunesmith doctor --calibrate`, without a card: a section for a recipe.")
+    missed = written(output, "--output", lambda: text)
     if as_json:
-        print_json({"gpu": to_card(found), **as_document(missed)})
+        print_json({"gpu": card, **as_document(missed)})
+    elif output is not None and not missed and "capacity_bytes" not in card:
+        print_text(f"wrote {output}; no card: add its section to a recipe")
     elif output is not None and not missed:
         print_text(f"wrote {output}; use it as gpu=./{output}" if not output.is_absolute() else f"wrote {output}")
     else:
-        print_text(to_yaml(found), end="")
+        print_text(text, end="")
     return told(missed, 0)
+
+
+def _compare(as_json: bool) -> int:
+    from framework.run.planning.compare import compare, summary
+
+    name, rows = compare()
+    if as_json:
+        print_json({"card": name, "rows": [asdict(row) for row in rows], "summary": summary(rows, name)})
+        return 0
+    print_columns([("step", "allocated", "used", "seconds"), *(row.cells() for row in rows)])
+    print_text("\nplanned over measured; this line is for an issue:\n" + summary(rows, name))
+    return 0

@@ -181,6 +181,24 @@ _ASSUMED = {
 """Facts that a plan of memory rests on, as a reader knows them."""
 
 
+CALIBRATED_BY = "doctor --calibrate on"
+"""Begins the source of a fact that was measured on the machine at hand."""
+
+
+def _measured_here(card: GPUParams) -> list[str]:
+    """Which numbers of a plan come from a measurement of this machine."""
+    facts = [name for name in type(card).model_fields if name not in ("name", "count", "sources")]
+    measured = [
+        name
+        for name in facts
+        if getattr(card, name) is not None and (source_of(card, name) or "").startswith(CALIBRATED_BY)
+    ]
+    if not measured:
+        return []
+    where = (source_of(card, measured[0]) or "").removeprefix(CALIBRATED_BY).split(":")[0].strip()
+    return [f"measured by doctor --calibrate ({where}): {', '.join(measured)}"]
+
+
 def assumptions(card: GPUParams) -> list[str]:
     """What a plan for this card takes for granted, in words for its reader."""
     if card.usable_bytes is None:
@@ -198,4 +216,4 @@ def assumptions(card: GPUParams) -> list[str]:
         said.append(f"{card.name}: no CUDA card; kernels are planned as on CUDA and were not measured on it")
     if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
         said.append(f"{card.name}: its speed is unknown, so no step time is given")
-    return said
+    return [*said, *_measured_here(card)]

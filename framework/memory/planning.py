@@ -282,7 +282,9 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
     if config.training.fp8 is not Fp8.NONE:
         said.append("fp8: the run's own layers are rehearsed; the rate of their products is that of a data sheet")
     if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):
-        said.append("step time: shares of the data sheet's rates as measured on an H100")
+        said.append("step time: shares of the data sheet's rates as measured on an H100 and an H200")
+    if config.gpu.host is None and config.gpu.fp32_flops is not None:
+        said.append("step time: the mean over hosts of three speeds; `tunesmith doctor --calibrate` measures this one")
     if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":
         every = "step" if steps == 1 else f"{steps} steps"
         said.append(f"the cache is emptied every {every}: what is allocated at the peak is the same")

@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 
+from framework.memory.host_time import FITTED, HostCosts
 from framework.memory.ledger import BatchUse, StepCost
 from framework.memory.rehearsal import Rehearsal
-from framework.memory.roofline import CALIBRATED, Efficiency, StepTime, estimate_step, repeat_micro_batches
+from framework.memory.roofline import CALIBRATED
+from framework.memory.timeline import StepTime, estimate_step, repeat_micro_batches
 from framework.memory.trace import Operation, Space, Trace
 from framework.schema.config import TrainingConfig
 
 HOST_SHARES = (0.8, 1.0, 1.2)
-"""Times of the host, as shares of the fitted ones, whose steps are averaged. Measured steps that wait for the host were
-0.83 to 1.0 of their plans in the median of a machine, with a standard deviation of 11 to 17 % around it (81 steps,
-H100 and H200, 2026-11). A step is as long as the longer of card and host: where both take as long, a slow host costs
-what a fast one does not give back. Planned with the fitted times alone, such compiled steps took 8 and 18 % longer."""
+"""Times of the host, as shares of the fitted ones, whose steps are averaged. Hosts of five machines needed 0.87 to 1.4
+of them (H100 and H200, 2026-11). A step is as long as the longer of card and host: where both take as long, a slow host
+costs what a fast one does not give back. With the fitted times alone such compiled steps took 8 and 18 % longer."""
 
 
 def steady_step(trace: Trace) -> list[Operation]:
@@ -25,7 +26,7 @@ def steady_step(trace: Trace) -> list[Operation]:
     return trace.operations[start : trace.marks[last + 1].operation]
 
 
-def _micro_batches(operations: Sequence[Operation]) -> tuple[int, int]:
+def last_micro_batch(operations: Sequence[Operation]) -> tuple[int, int]:
     """Where the last micro batch of a step begins and ends, as positions in its operations."""
     end = next(index for index, operation in enumerate(operations) if operation.phase == "optimizer_step")
     start = max(
@@ -36,7 +37,7 @@ def _micro_batches(operations: Sequence[Operation]) -> tuple[int, int]:
     return start, end
 
 
-def step_time(rehearsal: Rehearsal, efficiency: Efficiency = CALIBRATED) -> StepTime | None:
+def step_time(rehearsal: Rehearsal, costs: HostCosts = FITTED) -> StepTime | None:
     """Time of one optimizer step with all its micro batches; None where the card's rates are not known."""
     card = rehearsal.config.gpu
     if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
@@ -44,12 +45,12 @@ def step_time(rehearsal: Rehearsal, efficiency: Efficiency = CALIBRATED) -> Step
     operations = steady_step(rehearsal.trace)
     if rehearsal.config.training.tf32:
         operations = [_in_tf32(operation) for operation in operations]
-    rehearsed = estimate_step(operations, card, efficiency)
+    rehearsed = estimate_step(operations, card, costs=costs)
     accumulation = rehearsal.config.batch.accumulation
     if accumulation <= rehearsal.micro_batches:
         return rehearsed
-    start, end = _micro_batches(operations)
-    one_more = estimate_step([*operations[:end], *operations[start:end], *operations[end:]], card, efficiency)
+    start, end = last_micro_batch(operations)
+    one_more = estimate_step([*operations[:end], *operations[start:end], *operations[end:]], card, costs=costs)
     return repeat_micro_batches(rehearsed, one_more, accumulation - rehearsal.micro_batches)
 
 
@@ -107,7 +108,7 @@ def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     return replace(time, alone=time.alone + exchange - hidden, communication=hidden)
 
 
-def beside_the_link(time: StepTime, rehearsal: Rehearsal, efficiency: Efficiency) -> StepTime:
+def beside_the_link(time: StepTime, rehearsal: Rehearsal, costs: HostCosts) -> StepTime:
     """The step whose blocks come from the host while others compute: each pass takes as long as the slower of the two.
 
     A short forward pass waits for its blocks though the whole step computes longer than it copies: LoRA of the 8B on
@@ -117,46 +118,52 @@ def beside_the_link(time: StepTime, rehearsal: Rehearsal, efficiency: Efficiency
     if not footprint.streamed_bytes or link is None:
         return time
     operations = steady_step(rehearsal.trace)
-    start, end = _micro_batches(operations)
+    start, end = last_micro_batch(operations)
     forward = [operation for operation in operations[start:end] if operation.phase in ("forward", "loss")]
     backward = [operation for operation in operations[start:end] if operation.phase not in ("forward", "loss")]
     in_backward = footprint.streamed_in_backward_bytes
     waits = 0.0
     for part, sent in ((forward, footprint.streamed_bytes - in_backward), (backward, in_backward)):
-        computing = estimate_step(part, rehearsal.config.gpu, replace(efficiency, step_seconds=0.0)).seconds
-        waits += max(0.0, sent / (link * efficiency.link) - computing)
+        computing = estimate_step(part, rehearsal.config.gpu, costs=replace(costs, step=0.0)).seconds
+        waits += max(0.0, sent / (link * CALIBRATED.link) - computing)
     accumulation = rehearsal.config.batch.accumulation
-    copies, waits = accumulation * footprint.streamed_bytes / (link * efficiency.link), accumulation * waits
+    copies, waits = accumulation * footprint.streamed_bytes / (link * CALIBRATED.link), accumulation * waits
     return replace(time, alone=time.alone + waits, communication=copies - waits)
 
 
 def _in_tf32(operation: Operation) -> Operation:
     """A float32 matrix product at the rate of tf32; anything else as it is."""
-    is_product = operation.shape and operation.dtype == "float32"
+    is_product = operation.shape and operation.dtype == "float32" and "attention" not in operation.name
     return operation._replace(dtype="tf32") if is_product else operation
 
 
 def step_cost(rehearsal: Rehearsal) -> StepCost | None:
     """Seconds and tokens a second of one optimizer step, the mean over hosts; None where the card's rates are not
     known."""
-    # a replayed graph launches its kernels by itself
-    efficiency = replace(CALIBRATED, compiled_seconds=0) if rehearsal.config.training.cuda_graphs else CALIBRATED
-    times = [time for share in HOST_SHARES if (time := _with_all(rehearsal, efficiency.with_host(share))) is not None]
+    times = [time for costs in hosts_of(rehearsal.config) if (time := _with_all(rehearsal, costs)) is not None]
     if not times:
         return None
     seconds = mean(time.seconds for time in times)
     batch = batch_use(rehearsal.config)
     tokens = batch.accumulation * tokens_of(rehearsal.config) / rehearsal.config.fsdp.tensor_parallel_size
-    bound_by = times[HOST_SHARES.index(1.0)].bound_by
+    bound_by = times[len(times) // 2].bound_by
     return StepCost(seconds, tokens / seconds, model_flops(rehearsal), bound_by)
 
 
-def _with_all(rehearsal: Rehearsal, efficiency: Efficiency) -> StepTime | None:
+def hosts_of(config: TrainingConfig) -> tuple[HostCosts, ...]:
+    """The hosts over whose steps a plan takes the mean: the measured one, or one of each speed of HOST_SHARES."""
+    # a replayed CUDA graph launches its kernels by itself
+    costs = replace(FITTED, compiled=0.0) if config.training.cuda_graphs else FITTED
+    host = config.gpu.host
+    return (costs.of(host),) if host is not None else tuple(costs.scaled(share) for share in HOST_SHARES)
+
+
+def _with_all(rehearsal: Rehearsal, costs: HostCosts) -> StepTime | None:
     """The step with what goes over the links."""
-    time = step_time(rehearsal, efficiency)
+    time = step_time(rehearsal, costs)
     if time is None:
         return None
-    time = beside_the_link(time, rehearsal, efficiency)
+    time = beside_the_link(time, rehearsal, costs)
     for adjusted in (with_state_copies, with_gradient_exchange, with_update_on_host):
         time = adjusted(time, rehearsal)
     return time
@@ -169,7 +176,7 @@ def model_flops(rehearsal: Rehearsal) -> int:
     """
     batch, footprint = batch_use(rehearsal.config), rehearsal.footprint
     operations = steady_step(rehearsal.trace)
-    start, end = _micro_batches(operations)
+    start, end = last_micro_batch(operations)
     attention = sum(
         operation.flops
         for operation in operations[start:end]

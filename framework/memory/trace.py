@@ -45,12 +45,35 @@ EXCHANGE = "exchange"
 GRAPH = "graph"
 """`Operation.name` of the start of a graph of compiled code, which costs the host and launches nothing."""
 
+WAIT = "wait"
+"""`Operation.name` of where the host waits until the device has done all that was launched."""
+
+PREFETCH = "prefetch"
+"""`Operation.name` of asking the driver for pages of managed memory, `tensors` states of one parameter."""
+
+MODULE = "module"
+"""`Operation.name` of the call of a module, which is Python code and launches nothing by itself."""
+
 TAKE_OVER = "split_with_sizes_copy"
 """`Operation.name` of the copy that waits for the last gather."""
 
 
+class Launcher(StrEnum):
+    """The code that launches a kernel, which decides what a launch costs the host."""
+
+    TORCH = "torch"
+    """An operator of torch, through its dispatcher."""
+    COMPILED = "compiled"
+    """Code that Inductor has generated."""
+    TRITON = "triton"
+    """Python code, through triton's launcher; in a model mostly from an autograd function in Python."""
+    BITSANDBYTES = "bitsandbytes"
+    """Python code of bitsandbytes, through ctypes."""
+
+
 class Operation(NamedTuple):
-    """One operator call, for the roofline. `shape` is (batch, m, n, k) of a matrix product and empty otherwise.
+    """One operator call, for the roofline. `shape` is (batch, m, n, k) of a matrix product, (batch x heads, queries,
+    keys, width of a head) of attention, and empty otherwise.
 
     A call that launches nothing (a view) has no bytes; it costs the host only.
     """
@@ -61,8 +84,9 @@ class Operation(NamedTuple):
     bytes: int
     dtype: str
     shape: tuple[int, ...] = ()
-    compiled: bool = False
-    """Called by generated code, which costs the host little."""
+    launcher: Launcher = Launcher.TORCH
+    tensors: int = 1
+    """Tensors that one call updates: those of an operator over lists, or of our own kernel's table."""
 
 
 class Mark(NamedTuple):

@@ -11,6 +11,22 @@ Rate = Annotated[Number, Field(gt=0)]
 Capability = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
 
 
+class HostParams(Params):
+    """Times of the processor that feeds the card, as shares of those that a plan's times were fitted on; costs no
+    memory. `tunesmith doctor --calibrate` measures them, without a card too."""
+
+    python: Rate = 1.0
+    """Calls of modules and hooks, and launches by Python code (triton, bitsandbytes)."""
+    operator: Rate = 1.0
+    """Operators of torch in forward, in a recomputation, in the optimizer's step and in compiled code."""
+    view: Rate = 1.0
+    """Operators that launch nothing."""
+    backward: Rate = 1.0
+    """Nodes of autograd."""
+    graph: Rate = 1.0
+    """Entering a compiled graph."""
+
+
 class GPUParams(Params):
     """One kind of card and how many of them. Rates are dense peaks; bytes are bytes."""
 
@@ -38,6 +54,8 @@ class GPUParams(Params):
     """Dense float16 tensor-core rate."""
     fp8_flops: Rate | None = None
     """Dense fp8 tensor-core rate. Unset: the card has none."""
+    product_seconds: Annotated[Number, Field(ge=0)] | None = None
+    """Start and end of a matrix product on the card. Unset: as measured on an H200."""
     link_bytes_per_second: Rate | None = None
     """Card-to-card bandwidth, one direction."""
     host_link_bytes_per_second: Rate | None = None
@@ -46,6 +64,8 @@ class GPUParams(Params):
     """Device memory of a CUDA context with the kernels of a training step loaded, not seen by torch's counters."""
     cublas_workspace_bytes: Count | None = None
     """Workspace that cuBLAS holds per handle and stream."""
+    host: HostParams | None = None
+    """Speed of the processor next to the card. Unset: step times are the mean over hosts of several speeds."""
     sources: FrozenMapping = FrozenMapping()
     """Field -> where its value comes from (data sheet, or measurement with driver, torch version and date). The entry
     `others` speaks for every field that has none of its own."""

@@ -208,7 +208,7 @@ def _launch(kernel: Kernel | None, updates: Sequence[Update], numbers: Numbers) 
         count = update.weight.numel()
         rows.append([*addresses, count, chunks, update.seed])
         chunks += -(-count // CHUNK)
-    note_launch("anyprecision_adamw", sum(update.moved for update in updates))
+    note_launch("anyprecision_adamw", sum(update.moved for update in updates), tensors=len(updates))
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(updates[0].weight.device, non_blocking=True)
     kernel.launch(table, chunks, updates[0], numbers)
 

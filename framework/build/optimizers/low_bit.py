@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.build.launches import note_launch
 from framework.build.optimizers.row import Groups, Looked, Row, State, Trained, betas_of, made_of
 from framework.build.ranks import local_part
+from framework.memory.trace import PREFETCH, WAIT, Launcher
 from framework.schema.optimizers import Optimizer
 from framework.schema.training import TrainingParams
 
@@ -75,11 +77,26 @@ class RehearsedLowBit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make the states of each parameter that has a gradient and has none yet."""
+        """Make the states of each parameter that has a gradient and has none yet, and tell of the launches.
+
+        bitsandbytes waits for the device after each parameter (Optimizer8bit.step), torchao does not.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
-                    self._make(self.state[parameter], parameter)
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    self._make(state, parameter)
+                moved = 2 * (sum(map(_nbytes, (parameter, *state.values())))) + _nbytes(parameter.grad)
+                if self.row.even:
+                    note_launch("torchao_update", moved, Launcher.COMPILED)
+                else:
+                    bits = 8 if self.row.is_coded(parameter.numel()) else 32
+                    if self.row.is_paged(parameter.numel()):
+                        note_launch(PREFETCH, 0, Launcher.BITSANDBYTES, tensors=self.row.states)
+                    note_launch(f"bitsandbytes_update_{bits}", moved, Launcher.BITSANDBYTES)
+                    note_launch(WAIT, 0, Launcher.BITSANDBYTES)
 
     def _make(self, state: dict[str, Any], parameter: Tensor) -> None:
         row, count = self.row, parameter.numel()
@@ -97,6 +114,10 @@ class RehearsedLowBit(torch.optim.Optimizer):
                 state[f"state{number}"] = torch.empty_like(parameter, dtype=torch.uint8 if coded else plain)
         for number in numbers if coded and not row.even else ():
             state[f"absmax{number}"] = torch.empty(-(-count // row.block), device=parameter.device)
+
+
+def _nbytes(state: Tensor) -> int:
+    return state.numel() * state.element_size()  # of what is paged, too, which is one element here
 
 
 def managed(shape: torch.Size, dtype: torch.dtype) -> Tensor:

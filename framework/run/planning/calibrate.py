@@ -1,25 +1,40 @@
-"""`doctor --calibrate`: measure the card of this machine and write its facts as a preset that `gpu=FILE` takes."""
+"""`doctor --calibrate`: measure this machine and write its facts as a preset that `gpu=FILE` takes.
+
+Without a card only the host is measured: the result is a section to add to a recipe that plans for another card.
+"""
 
 import json
+import os
+import platform
 import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from framework.errors import Problem, RequestError
-from framework.memory.cards import MIB, capability_of
+from framework.memory.cards import CALIBRATED_BY, MIB, capability_of
 from framework.memory.installed import InstalledCard, installed_cards
+from framework.memory.requirements import is_installed
+from framework.memory.roofline import CALIBRATED, occupancy
+from framework.run.planning.host_probe import probe_host, shares_of
 from framework.run.planning.measure import measure_in_subprocess
 from framework.schema.config import TrainingConfig
+from framework.schema.gpu import HostParams
+from framework.schema.optimizers import Optimizer
 
 PRODUCT = 8192
 """Rows and columns of the matrices that are multiplied: large enough to fill every multiprocessor of today's cards."""
+PRODUCTS = (512, 1024, 2048, 4096, PRODUCT)
+"""The curve: the smallest takes mostly its start and end."""
 COPY_BYTES = 1 << 30
+TORCH_ONLY = "torch"
 WARM_UPS, REPEATS = 3, 10
 
 REACHED: Mapping[str, float] = {
@@ -68,9 +83,18 @@ class Calibration:
     others_bytes: int
     """Taken by others, a display among them, before this process used the card."""
     context_bytes: int
+    bare_context_bytes: int
+    """The same before any kernel was loaded."""
+    library_context_bytes: Mapping[str, int]
+    """Installed library -> the same with a step that runs its kernels."""
+    allocator: str
+    """The allocator's backend and settings while it was measured."""
     cublas_workspace_bytes: int
     rates: Mapping[str, float]
     """Field of `gpu` -> what was measured for it; without those that the card cannot do."""
+    product_curve: Mapping[int, float]
+    """Rows and columns of PRODUCTS -> seconds of such a product in the dtype that training uses."""
+    host: HostParams
 
     @property
     def where(self) -> str:
@@ -78,27 +102,86 @@ class Calibration:
         return f"{self.device_name}, driver {self.driver}, torch {self.torch_version}, {self.date}"
 
 
+def has_card() -> bool:
+    """Whether there is a CUDA card to measure."""
+    return bool(installed_cards()) and torch.cuda.is_available()
+
+
+def calibrate_host() -> dict[str, Any]:
+    """The `gpu` section of a machine without a card: the speed of its host, measured in under a minute."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    where = f"{CALIBRATED_BY} {_processor()}, torch {torch.__version__}, {date}"
+    return {"host": _rounded(shares_of(probe_host())), "sources": {"host": where}}
+
+
+def _processor() -> str:
+    """The processor's name where the system tells it, and how many cores it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return f"{named or platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+def _rounded(host: HostParams) -> dict[str, float]:
+    return {kind: round(share, 3) for kind, share in host.model_dump().items()}
+
+
 def calibrate() -> Calibration:
-    """Measure the first visible CUDA card, in under two minutes. Raises RequestError where there is none."""
-    cards = installed_cards()
-    if not cards or not torch.cuda.is_available():
+    """Measure host and first visible CUDA card, in about a minute. Raises RequestError where there is no card."""
+    if not has_card():
         raise RequestError([Problem("--calibrate", "this machine has no CUDA card to measure")])
-    card = cards[0]
+    card = installed_cards()[0]
     driver, others = _driver_and_use(card)
-    step = measure_in_subprocess(_step_config(card))  # before this process has a context of its own on the card
+    contexts = _contexts(card, others)  # before this process has a context of its own, which torch's compiler makes
+    bare = _bare_context_bytes(others)
+    workspace = _workspace_bytes()  # the first product of this process
     return Calibration(
-        device_name=step.device_name,
+        device_name=torch.cuda.get_device_name(),
         driver=driver,
         torch_version=torch.__version__,
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         capability=card.capability,
         others_bytes=others,
-        context_bytes=step.device_bytes - step.reserved_bytes - others,
-        cublas_workspace_bytes=_workspace_bytes(),  # the first product of this process
+        bare_context_bytes=bare,
+        context_bytes=contexts[TORCH_ONLY],
+        library_context_bytes={name: size for name, size in contexts.items() if name != TORCH_ONLY},
+        allocator=f"{torch.cuda.get_allocator_backend()}, {os.environ.get('PYTORCH_CUDA_ALLOC_CONF') or 'no settings'}",
+        cublas_workspace_bytes=workspace,
         total_bytes=torch.cuda.mem_get_info()[1],
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
         rates=_rates(capability_of(card.capability)),
+        product_curve=_product_curve(capability_of(card.capability)),
+        host=shares_of(probe_host()),
     )
+
+
+def _contexts(card: InstalledCard, others: int) -> dict[str, int]:
+    """Bytes of a context with the kernels of a step, and with those of the installed libraries on top."""
+    plain, settings = _step_config(card), list[str]()
+    training, model = plain.training, plain.model
+    if is_installed("bitsandbytes"):
+        training = training.model_copy(update={"optimizer": Optimizer.ADAMW_8BIT})
+        settings.append("bitsandbytes")
+    if is_installed("liger-kernel") and is_installed("triton"):
+        model = model.model_copy(update={"enable_liger_kernel": True})
+        settings.append("liger-kernel")
+    steps = {TORCH_ONLY: plain}
+    if settings:
+        steps[" and ".join(settings)] = plain.model_copy(update={"training": training, "model": model})
+    contexts = {}
+    for name, config in steps.items():
+        step = measure_in_subprocess(config)
+        contexts[name] = step.device_bytes - step.reserved_bytes - others
+    return contexts
+
+
+def _bare_context_bytes(others: int) -> int:
+    """What this process takes of the card before its first kernel beside a fill."""
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved() - others
 
 
 def _driver_and_use(card: InstalledCard) -> tuple[str, int]:
@@ -162,6 +245,38 @@ def _product_rate(dtype: torch.dtype) -> float:
     return 2 * PRODUCT**3 / _seconds(lambda: left @ right)
 
 
+def _product_curve(capability: tuple[int, int]) -> dict[int, float]:
+    """Seconds of a product by size, on a card that never waits for the host: a long one goes before."""
+    dtype = torch.bfloat16 if capability >= (8, 0) else torch.float32
+    long = torch.randn(PRODUCT, PRODUCT, device="cuda", dtype=dtype)
+    curve = {}
+    for size in PRODUCTS:
+        left, right = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
+        curve[size] = _queued_seconds(partial(torch.matmul, long, long), partial(torch.matmul, left, right))
+    return curve
+
+
+def _queued_seconds(first: Callable[[], object], call: Callable[[], object]) -> float:
+    """Mean seconds of `call` on the card, issued while it still works on `first`."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for _ in range(WARM_UPS):
+        first()
+        begin.record()
+        for _ in range(REPEATS):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / REPEATS
+
+
+def product_start(curve: Mapping[int, float], multiprocessors: int) -> float:
+    """Seconds that a product takes beyond its arithmetic and a launch: of the smallest, less what the rate of the
+    largest gives."""
+    small, large = min(curve), max(curve)
+    busy = {size: 2 * size**3 / occupancy((1, size, size, size), multiprocessors) for size in (small, large)}
+    return max(0.0, curve[small] - curve[large] * busy[small] / busy[large] - CALIBRATED.launch_seconds)
+
+
 def _fp8_product_rate() -> float:
     left, right = (torch.randn(PRODUCT, PRODUCT, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     scale = torch.ones((), device="cuda")
@@ -186,7 +301,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def to_card(found: Calibration) -> dict[str, Any]:
     """The `gpu` section that the measurements give, each with its source."""
-    measured = f"measured on {found.where}"
+    measured = f"{CALIBRATED_BY} {found.where}"
     others = f"; {found.others_bytes / MIB:,.0f} MiB were in use by others" if found.others_bytes else ""
     facts = {
         "name": re.sub(r"[^a-z0-9]+", "_", found.device_name.lower()).strip("_"),
@@ -194,13 +309,16 @@ def to_card(found: Calibration) -> dict[str, Any]:
         "usable_bytes": found.total_bytes - found.others_bytes,
         "capability": found.capability,
         "multiprocessors": found.multiprocessors,
-        "context_bytes": found.context_bytes,
+        "context_bytes": max(found.context_bytes, *found.library_context_bytes.values(), 0),
         "cublas_workspace_bytes": found.cublas_workspace_bytes,
+        "product_seconds": product_start(found.product_curve, found.multiprocessors),
+        "host": _rounded(found.host),
     }
     rates = {field: rate / REACHED[field] for field, rate in found.rates.items()}
     sources = {
         "usable_bytes": measured + others,
-        "context_bytes": f"{measured}, with the kernels of a training step",
+        "context_bytes": f"{measured}: {_contexts_in_words(found)}; allocator {found.allocator}",
+        "product_seconds": f"{measured}: {_curve_in_words(found.product_curve)}",
         **{
             field: f"{measured}: {rate:.3g}, divided by {REACHED[field]:.3f}, the share of its data sheet that an H100 "
             "reaches in the same test"
@@ -211,12 +329,29 @@ def to_card(found: Calibration) -> dict[str, Any]:
     return {**facts, **rates, "sources": sources}
 
 
+def _contexts_in_words(found: Calibration) -> str:
+    """MiB before any kernel, with those of a step, with those of libraries."""
+    said = [(found.bare_context_bytes, "before a step"), (found.context_bytes, "with the kernels of a step")]
+    said += [(size, f"with those of {name}") for name, size in found.library_context_bytes.items()]
+    return ", ".join(f"{size / MIB:,.0f} MiB {when}" for size, when in said)
+
+
+def _curve_in_words(curve: Mapping[int, float]) -> str:
+    rates = (f"{2 * size**3 / seconds / 1e12:.0f} at {size:,}" for size, seconds in curve.items())
+    return f"square products reach {', '.join(rates)} TFLOP/s"
+
+
 def to_yaml(found: Calibration) -> str:
     """The card as a preset file."""
-    lines = [f"# Measured by `tunesmith doctor --calibrate` on {found.where}.", "gpu:"]
-    for field, value in to_card(found).items():
-        if field == "sources":
-            lines += ["  sources:", *(f"    {name}: {json.dumps(source)}" for name, source in value.items())]
+    return section(to_card(found), f"Measured by `tunesmith doctor --calibrate` on {found.where}.")
+
+
+def section(card: Mapping[str, Any], title: str) -> str:
+    """A `gpu` section as YAML, under a comment."""
+    lines = [f"# {title}", "gpu:"]
+    for field, value in card.items():
+        if isinstance(value, Mapping):
+            lines += [f"  {field}:", *(f"    {name}: {json.dumps(inner)}" for name, inner in value.items())]
         else:
             lines.append(f"  {field}: {_scalar(value)}")
     return "\n".join(lines) + "\n"

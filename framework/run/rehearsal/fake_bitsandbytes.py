@@ -4,6 +4,7 @@ A dispatch mode sees one operator where its CUDA kernel (bitsandbytes/backends/c
 first: that is memory, and a matrix product. Nothing here needs the package.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ def packed_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
 def _weight(packet: Any, args: Sequence[Any]) -> torch.Tensor:
     weight: torch.Tensor = args[2] if _name(packet) == "int8_mixed_scaled_mm" else args[1]
     return weight
+
+
+def unpacking(packet: Any, args: Sequence[Any]) -> int:
+    """Bytes of the plain weight that a product with 4 bits writes before it multiplies with it."""
+    return int(math.prod(args[2])) * args[0].element_size() if _name(packet) == "gemm_4bit" else 0
 
 
 def packed_workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:

@@ -64,6 +64,7 @@ class PretendedCard(TorchFunctionMode):
         self.autocast = Autocast(self.device.type, is_on_card)
         self.read_values: list[str] = []
         self.on_empty_cache: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[], None] = lambda: None
         self.tracing = False
         """Whether torch captures a graph just now, into which backward must not bring the mode."""
 
@@ -120,6 +121,7 @@ class PretendedCard(TorchFunctionMode):
         if not is_on_card(args[0]) or (func.__name__ == "cpu" and self.device.type == "cpu"):
             return func(*args, **kwargs)
         self.read_values.append(func.__name__)
+        self.on_wait()
         zeros = torch.zeros((), dtype=args[0].dtype, device="cpu").expand(args[0].shape)
         return zeros if func.__name__ == "cpu" else getattr(zeros, func.__name__)()
 

@@ -99,7 +99,11 @@ def grouped_product(
 
 
 def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """(batch, m, n, k) of a matrix product, else ()."""
+    """(batch, m, n, k) of a matrix product, (batch x heads, queries, keys, width of a head) of attention, else ()."""
+    if "scaled_dot_product" in packet.__name__:
+        query, key = args[1:3] if packet.__name__.endswith("_backward") else args[:2]
+        batch, heads, queries, width = query.shape
+        return (batch * heads, queries, key.shape[-2], width)
     if packet is aten.mm or packet is aten.bmm:
         left, right = args[0], args[1]
     elif packet is aten.addmm or packet is aten.baddbmm:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from framework.memory.trace import Operation
+from framework.memory.trace import WAIT, Launcher, Operation
 from framework.run.rehearsal import kernels
-from framework.run.rehearsal.fake_bitsandbytes import is_packed_product, packed_shape
+from framework.run.rehearsal.fake_bitsandbytes import is_packed_product, packed_shape, unpacking
 
 aten = torch.ops.aten
 _DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
@@ -23,7 +23,7 @@ _DTYPE_NAMES: Mapping[torch.dtype | None, str] = {
 
 def operations_of(
     phase: str,
-    compiled: bool,
+    launcher: Launcher,
     packet: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -40,13 +40,26 @@ def operations_of(
         bytes=kernels.count_moved(packet, args, [*operands, *results]),
         dtype=_DTYPE_NAMES.get(floating, ""),
         shape=kernels.product_shape(packet, args),
-        compiled=compiled,
+        launcher=launcher,
+        tensors=_tensors(packet, args),
     )
+    if str(packet).startswith("bitsandbytes."):
+        operation = operation._replace(launcher=Launcher.BITSANDBYTES)
     if is_packed_product(packet):
         shape = packed_shape(packet, args)
         operation = operation._replace(shape=shape, flops=2 * math.prod(shape))
+        written = unpacking(packet, args)
+        if written:
+            unpacked = operation._replace(name="unpack", flops=0, bytes=operation.bytes + written, shape=())
+            return [unpacked, operation._replace(bytes=operation.bytes + written, launcher=launcher)]
     if packet is aten._grouped_mm and floating is not torch.bfloat16 and args[2] is not None:
         groups = args[2].shape[0]  # one product after the other
         operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups)
-        return [operation] * groups
+        wait = Operation(WAIT, phase, 0, 0, "")  # the host reads where the groups end
+        return [wait, *[operation] * groups]
     return [operation]
+
+
+def _tensors(packet: Any, args: tuple[Any, ...]) -> int:
+    is_of_lists = packet.__name__.startswith(("_foreach_", "_fused_")) and args and isinstance(args[0], list | tuple)
+    return len(args[0]) if is_of_lists else 1

@@ -85,12 +85,12 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
         with torch.device(place.device):  # adapters too are made without storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000, ranks)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
-        mode.on_empty_cache = tracker.note_emptied_cache
+        mode.on_empty_cache, mode.on_wait = tracker.note_emptied_cache, tracker.note_wait
         blocks = None
         if is_compiled:
             blocks = compiled_blocks.plan_compiled_blocks(assembly, mode, tracker, {} if kept is None else kept)
         record_load(tracker, assembly)
-        with tracker:
+        with tracker, _noted_modules(tracker):
             if config.is_replicated:
                 _hold_gradients(assembly)
             _run(tracker, assembly)
@@ -153,6 +153,23 @@ def _no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextlib.contextmanager
+def _noted_modules(tracker: Tracker) -> Iterator[None]:
+    """Within the block the tracker is told of each call of a module. No hook: hooks would be called while compiled
+    blocks are captured, too."""
+    call = torch.nn.Module._call_impl
+
+    def noted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tracker.note_module()
+        return call(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    torch.nn.Module._call_impl = noted  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module._call_impl = call  # type: ignore[method-assign]
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:

@@ -12,17 +12,20 @@ from typing import Any
 
 import torch
 from torch._guards import active_fake_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from framework.build.ranks import local_part
 from framework.memory.trace import (
     EXCHANGE,
     GATHER,
     GRAPH,
+    MODULE,
     RECOMPUTED,
     REDUCE,
     TRANSFER,
+    WAIT,
     Kind,
+    Launcher,
     Operation,
     Space,
     Trace,
@@ -61,7 +64,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of the workspaces taken
         self._resize = torch.UntypedStorage.resize_
         self._in_forward_code = False
-        self._is_compiled = False
+        self._launcher = Launcher.TORCH
         self.is_one_of_several = False
         """Whether tensors may be split over ranks."""
         self.steps_on_host = False
@@ -177,13 +180,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def compiled_code(self, of_forward: bool) -> Iterator[None]:
         """Within the block, what is recorded is compiled code, of forward even where backward runs it again."""
-        before = self._is_compiled, self._in_forward_code
-        self._is_compiled, self._in_forward_code = True, of_forward
+        before = self._launcher, self._in_forward_code
+        self._launcher, self._in_forward_code = Launcher.COMPILED, of_forward
         self.trace.operations.append(Operation(GRAPH, self._operation_phase(), 0, 0, ""))
         try:
             yield
         finally:
-            self._is_compiled, self._in_forward_code = before
+            self._launcher, self._in_forward_code = before
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is one of the recorded blocks."""
@@ -199,11 +202,21 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def record_kernel(self, name: str, moved: int) -> None:
         """A generated kernel that moves `moved` bytes was launched."""
-        self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, "", (), True))
+        self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, "", (), Launcher.COMPILED))
 
-    def record_launch(self, name: str, moved: int) -> None:
+    def record_launch(self, name: str, moved: int, launcher: Launcher = Launcher.TRITON, tensors: int = 1) -> None:
         """Python code has launched a kernel that is no operator of torch's."""
-        self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, ""))
+        phase = self._operation_phase()
+        self.trace.operations.append(Operation(name, phase, 0, moved, "", launcher=launcher, tensors=tensors))
+
+    def note_wait(self) -> None:
+        """The host waits for the device."""
+        self.trace.operations.append(Operation(WAIT, self._operation_phase(), 0, 0, ""))
+
+    def note_module(self) -> None:
+        """A module is called, by code that runs here: what captures a graph has modes of its own on top."""
+        if _get_current_dispatch_mode() is self:
+            self.trace.operations.append(Operation(MODULE, self._operation_phase(), 0, 0, ""))
 
     # -- torch calls
     def __enter__(self) -> "Tracker":
@@ -285,7 +298,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for block in reversed(blocks):
             self.trace.bury(block)
         phase = self._operation_phase()
-        self.trace.operations += operations_of(phase, self._is_compiled, packet, args, kwargs, results)
+        self.trace.operations += operations_of(phase, self._launcher, packet, args, kwargs, results)
 
     def _operation_phase(self) -> str:
         """The phase, but for what a checkpoint runs again in backward: that is Python code, as slow as forward's."""
@@ -319,11 +332,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device = kwargs.get("device")
             if device is None or device.type != "cpu" or tensor.device.type != "meta":
                 return NotImplemented
+            if not kwargs.get("non_blocking"):
+                self.note_wait()
             return self._copy_to_host(tensor, kwargs.get("dtype") or tensor.dtype)
         if packet is aten.copy_:
             source = args[1]
             if tensor.device.type == "cpu" and source.device.type == "meta":
                 self._note_transfer(tensor)
+                if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+                    self.note_wait()
                 return tensor
             if tensor.device.type == "meta" and self._is_offloaded(source):
                 self.claim([tensor], Kind.ACTIVATIONS)
@@ -333,6 +350,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.device.type != "meta":
             return NotImplemented
         self.read_values.append(str(packet))
+        self.note_wait()
         if tensor.dtype == torch.bool or packet is aten.is_nonzero:
             return not self._padded
         return 1.0 if tensor.dtype.is_floating_point else 1

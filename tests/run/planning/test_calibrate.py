@@ -9,8 +9,18 @@ import torch
 from framework.checks import check_request
 from framework.errors import RequestError
 from framework.memory.cards import assumptions, read_card
-from framework.run.planning.calibrate import REACHED, Calibration, calibrate, to_card, to_yaml
-from framework.schema.gpu import GPUParams
+from framework.run.planning.calibrate import (
+    REACHED,
+    Calibration,
+    calibrate,
+    calibrate_host,
+    product_start,
+    section,
+    to_card,
+    to_yaml,
+)
+from framework.run.planning.host_probe import REFERENCE
+from framework.schema.gpu import GPUParams, HostParams
 
 H100 = Calibration(
     device_name="NVIDIA H100 80GB HBM3",
@@ -22,7 +32,12 @@ H100 = Calibration(
     total_bytes=85017493504,
     others_bytes=0,
     context_bytes=804061184,
+    bare_context_bytes=500 << 20,
+    library_context_bytes={},
+    allocator="native, no settings",
     cublas_workspace_bytes=33554432,
+    product_curve={512: 10e-6, 8192: 1.4e-3},
+    host=HostParams(python=1.0, operator=1.25, view=1.0, backward=1.0, graph=1.0),
     rates={
         "bandwidth_bytes_per_second": 3.01e12,
         "host_link_bytes_per_second": 5.5e10,
@@ -59,10 +74,48 @@ def test_rates_are_given_as_the_data_sheet_has_them() -> None:
 
 def test_every_figure_says_how_it_was_measured_and_a_plan_has_nothing_to_assume() -> None:
     card = GPUParams(**to_card(H100))
-    where = "measured on NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.11.0+cu130, 2026-11-28"
+    where = "doctor --calibrate on NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.11.0+cu130, 2026-11-28"
     assert all(where in source for source in card.sources.values())
     assert "3.01e+12, divided by 0.899" in card.sources["bandwidth_bytes_per_second"]
-    assert assumptions(card) == []
+    assert assumptions(card) == [
+        "measured by doctor --calibrate (NVIDIA H100 80GB HBM3, driver 580.159.04, torch 2.11.0+cu130, 2026-11-28): "
+        "capacity_bytes, usable_bytes, capability, multiprocessors, bandwidth_bytes_per_second, fp32_flops, "
+        "bf16_flops, fp16_flops, fp8_flops, product_seconds, host_link_bytes_per_second, context_bytes, "
+        "cublas_workspace_bytes, host"
+    ]
+
+
+def test_the_context_of_the_libraries_in_use_is_what_is_planned_with() -> None:
+    card = GPUParams(**to_card(replace(H100, library_context_bytes={"liger-kernel": 900 << 20})))
+    assert card.context_bytes == 900 << 20
+    said = "500 MiB before a step, 767 MiB with the kernels of a step, 900 MiB with those of liger-kernel"
+    assert said in card.sources["context_bytes"]
+    assert "allocator native, no settings" in card.sources["context_bytes"]
+
+
+def test_a_product_starts_for_what_its_arithmetic_leaves() -> None:
+    """The largest fills the card but for its last wave: 2,048 tiles of 132 at once are 16 waves. The smallest has 64
+    tiles of 64 x 64, which count 0.8. Every kernel has a start of 2.5 us besides."""
+    rate = 2 * 8192**3 / (2048 / (16 * 132)) / 1.4e-3
+    expected = 10e-6 - 2.5e-6 - 2 * 512**3 / (0.8 * 64 / 132) / rate
+    assert product_start({512: 10e-6, 8192: 1.4e-3}, 132) == pytest.approx(expected)
+    assert product_start({512: 1e-9, 8192: 1.4e-3}, 132) == 0
+
+
+def test_without_a_card_the_host_is_measured_and_goes_into_a_recipe(write, monkeypatch) -> None:
+    seconds = {"python": 3.2e-6, "operator": 5e-6, "view": 1.6e-6, "backward": 4e-6, "graph": 1e-4}
+    monkeypatch.setattr("framework.run.planning.calibrate.probe_host", lambda: seconds)
+    found = calibrate_host()
+    text = section(found, "a title")
+    write("model: {model_name: a}\n" + text, "recipe.yaml")
+    report = check_request("recipe.yaml", ["gpu=h100_80gb"])
+    assert report.problems == ()
+    assert report.composition is not None
+    card = report.composition.config.gpu
+    assert card.host is not None
+    assert card.host.python == pytest.approx(3.2e-6 / REFERENCE["python"], abs=1e-3)
+    assert card.bf16_flops == 9.894e14
+    assert any("doctor --calibrate" in line and line.endswith(": host") for line in assumptions(card))
 
 
 def test_what_others_take_is_not_usable() -> None:
