@@ -94,9 +94,9 @@ FITTED = HostCosts(
     wait=18.7e-6,
     step=6.47e-3,
 )
-"""Fitted to 68 steps of four machines with an H200 (torch 2.11, 2026-11; benchmarks/fit_step_time.py), judged on 33 others
-(benchmarks/results/step_time_fit_h200.json). The hosts needed 1, 0.80, 1.25 and 0.79 of the first one's time, that of an
-H100 about 0.8: these are 0.91 of the first one's, their geometric mean."""
+"""Fitted to 68 steps of four machines with an H200 (torch 2.11, 2026-11; benchmarks/fit_step_time.py), judged on 33
+others (benchmarks/results/step_time_fit_h200.json). The hosts needed 1, 0.80, 1.25 and 0.79 of the first one's time,
+that of an H100 about 0.8: these are 0.91 of the first one's, their geometric mean."""
 
 
 _KINDS: Mapping[str, tuple[str, ...]] = {

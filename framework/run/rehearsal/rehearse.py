@@ -7,7 +7,7 @@
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
