@@ -13,7 +13,7 @@ from framework.memory.installed import installed_cards
 from framework.memory.requirements import is_installed
 from framework.run.planning.host_probe import probe_host, shares_of
 from framework.run.planning.measure import measure_in_subprocess
-from framework.run.planning.plan_process import plan_in_subprocess
+from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.schema.config import TrainingConfig
 
 MODEL: Mapping[str, Any] = {
