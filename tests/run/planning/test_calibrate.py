@@ -9,6 +9,7 @@ import torch
 from framework.checks import check_request
 from framework.errors import RequestError
 from framework.memory.cards import assumptions, read_card
+from framework.memory.roofline import CALIBRATED
 from framework.run.planning.calibrate import (
     REACHED,
     Calibration,
@@ -95,9 +96,9 @@ def test_the_context_of_the_libraries_in_use_is_what_is_planned_with() -> None:
 
 def test_a_product_starts_for_what_its_arithmetic_leaves() -> None:
     """The largest fills the card but for its last wave: 2,048 tiles of 132 at once are 16 waves. The smallest has 64
-    tiles of 64 x 64, which count 0.8. Every kernel has a start of 2.5 us besides."""
+    tiles of 64 x 64, which count 0.8. Every kernel has a start besides."""
     rate = 2 * 8192**3 / (2048 / (16 * 132)) / 1.4e-3
-    expected = 10e-6 - 2.5e-6 - 2 * 512**3 / (0.8 * 64 / 132) / rate
+    expected = 10e-6 - CALIBRATED.launch_seconds - 2 * 512**3 / (0.8 * 64 / 132) / rate
     assert product_start({512: 10e-6, 8192: 1.4e-3}, 132) == pytest.approx(expected)
     assert product_start({512: 1e-9, 8192: 1.4e-3}, 132) == 0
 
