@@ -86,6 +86,7 @@ UNUSED = {"bitsandbytes", "datasets", "sklearn", "tensorboard", "mlflow", "wandb
 """pandas is imported by pyarrow wherever it is installed."""
 
 
+@pytest.mark.fresh_process
 def test_a_run_imports_what_it_uses(write, tmp_path):
     """From rows to export: in full without peft, with an adapter without bitsandbytes, which peft would import."""
     write("\n".join(f"line {number} of a text that a tokenizer can be built on" for number in range(64)), "rows.txt")
