@@ -51,7 +51,7 @@ def tried(monkeypatch):
 
 def test_the_longest_rows_are_tried_first_and_change_nothing(corpus, tmp_path, tried):  # noqa: F811
     """With dropout, the same losses and weights as a run without a trial."""
-    sizes = {"per_device_train_batch_size": 2}
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": None}
     run(corpus, tmp_path / "plain", training={**sizes, "on_oom": "stop"})
     assert not tried, "on the cpu only a run that may shrink makes the trial"
     run(corpus, tmp_path / "run", training=sizes)
