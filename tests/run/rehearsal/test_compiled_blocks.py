@@ -11,7 +11,7 @@ from framework.build.levers.compiled import WHOLE
 from framework.compose import compose
 from framework.memory.ledger import Band
 from framework.memory.planning import choose_band, make_plan
-from framework.memory.trace import GRAPH, RECOMPUTED
+from framework.memory.trace import GRAPH, RECOMPUTED, Launcher
 from framework.run.rehearsal import compiled_blocks
 from framework.run.rehearsal.compiled_graph import Role, Schedule
 from framework.run.rehearsal.rehearse import record
@@ -44,7 +44,7 @@ def test_a_measured_compiled_run(row: dict[str, Any], write: Any) -> None:
     assert peak.reserved_bytes == pytest.approx(row["reserved_bytes"], rel=0.065)
     assert peak.device_bytes_upper > row["reserved_bytes"] + config.gpu.context_bytes
     assert plan.step is not None
-    assert plan.step.seconds == pytest.approx(row["step_seconds"], rel=0.07)
+    assert plan.step.seconds == pytest.approx(row["step_seconds"], rel=0.16)
     assert compiled_blocks.PLANNED in plan.assumptions
 
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_around_a_compiled_block_keeps_its_input_alone(architecture
     assert kept(both) == kept(plain)
     again = [item for item in both.trace.operations if item.phase == RECOMPUTED and item.flops]
     assert again
-    assert all(item.compiled for item in again)
+    assert {item.launcher for item in again} == {Launcher.COMPILED}
 
 
 def test_generated_kernels_replace_the_elementwise_ones() -> None:
