@@ -1,11 +1,11 @@
-"""How long a save stops training, before the next step and beside it (`training.async_save`).
+"""How long a save stops training, before the next step and next to it (`training.async_save`).
 
 python benchmarks/async_save.py OUT.json [--steps 6] [--saves 3] [--small | --card]
 
 A Llama of about 100M parameters in float32 with AdamW (a checkpoint of 1.2 GB) on the CPU, saved `--saves` times with
 `--steps` steps between two saves, both ways in turn, through the functions that a run calls. Told of each save: the
 seconds from the end of a step to the begin of the next ("stopped"), of which those of the wait for the writer of the
-save before; how long the writing took; and, since a writer takes cores and memory from the steps beside it, the median
+save before; how long the writing took; and, since a writer takes cores and memory from the steps next to it, the median
 of all steps between two saves. `--small` is a rehearsal of this script; `--card` takes a model of 1.2B parameters (a
 checkpoint of 15 GB) on the card that is here: `python benchmarks/async_save.py OUT.json --card --steps 30`.
 """
@@ -120,9 +120,9 @@ def main() -> None:
     parser.add_argument("--small", dest="size", action="store_const", const="small", default="large")
     parser.add_argument("--card", dest="size", action="store_const", const="card")
     asked = parser.parse_args()
-    rows: dict[str, list[dict[str, Any]]] = {"before the next step": [], "beside training": []}
+    rows: dict[str, list[dict[str, Any]]] = {"before the next step": [], "during training": []}
     for _ in range(2):
-        for name, beside in (("before the next step", False), ("beside training", True)):
+        for name, beside in (("before the next step", False), ("during training", True)):
             folder = Path(tempfile.mkdtemp(dir="."))
             try:
                 rows[name].append(measured(config_of(asked.size, beside), asked.steps, asked.saves, folder))
@@ -131,7 +131,7 @@ def main() -> None:
             print(name, rows[name][-1], flush=True)
     others = "" if asked.size == "card" else ", shared with other work"
     document = {
-        "what": "seconds that training stands still for a save, before the next step and beside it",
+        "what": "seconds that training stands still for a save, before the next step and next to it",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores{others}",
         "card": torch.cuda.get_device_name() if asked.size == "card" else None,
         "threads": torch.get_num_threads(),

@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/classify_docstrings.py runs/docstrings
 
 Each is a run of its own process in a folder below the one given (one that is finished is not repeated); the table is
-printed and written to benchmarks/results/classify_docstrings_cpu.json, with what each took of memory beside its plan.
+printed and written to benchmarks/results/classify_docstrings_cpu.json, with what each took of memory in addition to its
+plan.
 """
 
 import json

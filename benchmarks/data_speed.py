@@ -2,10 +2,11 @@
 
 python benchmarks/data_speed.py OUT.json [--megabytes 8] [--repeats 5]
 
-Ours is everything from the file to rows for batches: read, check, render, tokenise, find what is learnt, fit, count.
-Theirs is `load_dataset("json")` and one `map` that calls the tokenizer, for chats on what `apply_chat_template` renders
-in it. One process each; with the tokenizer's threads and without. Texts are pieces of Python's standard library, chats
-its functions and their docstrings, one question and answer or four in a row. The tokenizer is trained on the texts.
+Ours is everything from the file to rows for batches: read, check, render, tokenise, find what is trained on, fit,
+count. Theirs is `load_dataset("json")` and one `map` that calls the tokenizer, for chats on what `apply_chat_template`
+renders in it. One process each; with the tokenizer's threads and without. Texts are pieces of Python's standard
+library, chats its functions and their docstrings, one question and answer or four in a row. The tokenizer is trained on
+the texts.
 
 Compared is the processor time of both (least of the repeats, which alternate), for the machine has other work to do.
 """

@@ -1,4 +1,4 @@
-"""`fit` under caps of memory: its proposals, and what its space holds beside them, run on a card.
+"""`fit` under caps of memory: its proposals, and what its space holds next to them, run on a card.
 
     python benchmarks/fit_caps.py propose CARD asked.jsonl [SHAPE/CAP_GB ...]     any machine; plans alone
     python benchmarks/levers.py measure asked.jsonl measured.jsonl                a machine with the card
@@ -6,7 +6,7 @@
 
 The cap is `gpu.usable_bytes`, so a proposal fits when what the card had in use stays below. Rivals are the other
 settings that the search gave a time and found small enough, fastest first, one of each structure, and some of its space
-by lot. Beside them stands what a careful user writes by hand: checkpoints at every block, 4 rows, compiled or not.
+by lot. Next to them stands what a careful user writes by hand: checkpoints at every block, 4 rows, compiled or not.
 """
 
 import json
@@ -126,7 +126,7 @@ def summary(asked: Path, measured: Path, out: Path) -> None:
 
 
 def _compared(line: dict[str, Any], proposals: dict[str, Any], calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A cell in the call that measured most beside its proposal."""
+    """A cell in the call that measured most next to its proposal."""
     cell, usable = line["name"].removesuffix("/proposal"), line["config"]["gpu"]["usable_bytes"]
     facts = {key: value for key, value in line.items() if key not in ("name", "config")}
     document: dict[str, Any] = {"cell": cell, "usable_bytes": usable, **facts}

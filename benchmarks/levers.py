@@ -348,7 +348,7 @@ def summary(predicted: Path, measured: Path, out: Path) -> None:
 
 
 def _merged(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Settings of both; the later one where it was measured beside what it is compared with."""
+    """Settings of both; the later one where it was measured next to what it is compared with."""
     found = {(row["key"], row["value"], row["row"]): row for row in before}
     for row in now:
         place = (row["key"], row["value"], row["row"])

@@ -8,8 +8,8 @@ Each with batches made in the training process and in processes of their own.
 
 `asked_seconds` is the time of the host between asking for a step's batches and having them on the device, which may
 still be at work on the update before. `idle_seconds` is the time between the end of the update and the arrival of the
-next batches, as events on the device tell it: what the loader costs. Both are medians, with the largest beside them;
-the first steps are left out. `--tiny` rehearses on a CPU, where nothing runs beside the host: there both are the same.
+next batches, as events on the device tell it: what the loader costs. Both are medians, with the largest next to them;
+the first steps are left out. `--tiny` rehearses on a CPU, where nothing runs next to the host: there both are the same.
 """
 
 import argparse

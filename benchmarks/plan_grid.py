@@ -139,7 +139,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "vocab_size": 51200,
     },
 }
-"""Shapes of families that have no preset, beside those that have one."""
+"""Shapes of families that have no preset, next to those that have one."""
 LORA = {"use_peft": True}
 ALL = {"lora_target_modules": ["all-linear"], "lora_r": 16, "lora_alpha": 32}
 

@@ -1,4 +1,4 @@
-"""Measure what one attention call allocates beside its results, for each backend. Needs a CUDA card; prints JSON.
+"""Measure what one attention call allocates next to its results, for each backend. Needs a CUDA card; prints JSON.
 
 python benchmarks/probe_attention.py > probe_attention.jsonl        (about 30 seconds)
 

@@ -60,7 +60,7 @@ def by_hand(
 
 
 def _split(model: nn.Module, device: torch.device, is_compiled: bool) -> None:
-    """Checkpoint and shard each block, then what is beside them, as torchtitan's `apply_fsdp` does."""
+    """Checkpoint and shard each block, then what is next to them, as torchtitan's `apply_fsdp` does."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),)), "mp_policy": policy}
     inner, head = model.model, model.lm_head

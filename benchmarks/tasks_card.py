@@ -1,4 +1,4 @@
-"""Each task's step on this machine's card, next to its plan: how right the planner is beside plain language modelling.
+"""Each task's step on this machine's card, next to its plan: how right the planner is next to plain language modelling.
 
 python benchmarks/tasks_card.py OUT.jsonl [ROW ...] [--tiny]     (a CUDA card; about 15 seconds a row)
 

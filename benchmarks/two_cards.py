@@ -118,7 +118,7 @@ def killed(folder: Path, is_cpu: bool, fsdp: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved_beside(folder: Path, is_cpu: bool) -> dict[str, Any]:
-    """The same run with saves that stop training and with saves beside it, in shards."""
+    """The same run with saves that stop training and with saves next to it, in shards."""
     found: dict[str, Any] = {}
     for name, beside in (("stopping", False), ("beside", True)):
         out = ended(started(recipe(folder / name, is_cpu, SHARDS, async_save=beside)))

@@ -34,7 +34,7 @@ from framework.memory.rehearsal import Rehearsal
 from framework.memory.resolve import resolve
 from framework.memory.search.estimate import Estimate, deepened, depths_of, with_depth
 from framework.memory.search.fastest import without_evaluation
-from framework.memory.search.freedom import freedom, opened
+from framework.memory.search.free_keys import freedom, opened
 from framework.memory.search.space import micro_batches, with_rows
 from framework.memory.trace import Kind
 from framework.run.rehearsal.rehearse import record

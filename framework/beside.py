@@ -1,4 +1,4 @@
-"""What lies beside a path that leads nowhere."""
+"""What lies next to a path that leads nowhere."""
 
 import os
 from collections.abc import Callable

@@ -47,7 +47,7 @@ class TunesmithError(Exception):
     """The root. Raised as itself only for a fault of ours."""
 
     exit_code = 1
-    is_told = False
+    is_reported = False
     """Whether stderr has the message already."""
 
 

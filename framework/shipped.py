@@ -4,9 +4,9 @@ from pathlib import Path
 
 
 def shipped(folder: str) -> Path:
-    """The shipped folder of that name: inside the package once installed, beside it in a checkout.
+    """The shipped folder of that name: inside the package once installed, next to it in a checkout.
 
-    Inside comes first because only we write there; beside an installed package lies `site-packages`, where a folder
+    Inside comes first because only we write there; next to an installed package lies `site-packages`, where a folder
     called `conf` may be another project's.
     """
     package = Path(__file__).resolve().parent

@@ -133,7 +133,7 @@ from framework.compose import load
 from framework.errors import RequestError
 from framework.memory.installed import parse_nvidia_smi
 from framework.memory.resolve import resolve
-from framework.memory.search.freedom import freedom
+from framework.memory.search.free_keys import freedom
 from framework.run.checkpoints.resume import check_allowed
 from framework.run.step import train_step
 from tests.tiny import LLAMA, tiny_config

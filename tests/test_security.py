@@ -44,14 +44,14 @@ def test_nothing_of_ours_unpickles_or_evaluates():
 def test_a_pickled_adapter_is_not_read(tmp_path, capsys, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from framework.run.checkpoints.trained_model import Artefact, with_adapter
+    from framework.run.checkpoints.trained_model import SavedModel, with_adapter
     from tests.tiny import LLAMA
 
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM"}))
     torch.save({}, tmp_path / "adapter_model.bin")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("unpickled"))
     with pytest.raises(RequestError, match=r"adapter_model\.bin is pickled, which is not read"):
-        with_adapter(LlamaForCausalLM(LlamaConfig(**LLAMA)), Artefact(tmp_path, None))
+        with_adapter(LlamaForCausalLM(LlamaConfig(**LLAMA)), SavedModel(tmp_path, None))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from framework.build.levers.liger import use_liger_kernels
 from framework.build.levers.matmul_precision import choose_float32_products
 from framework.build.levers.streamed_base import StreamedBase, loading_place
 from framework.build.loading.model import build_model
-from framework.build.loading.sharded import Arrival, await_weights
+from framework.build.loading.sharded import ShardLoader, await_weights
 from framework.build.losses.loss import Batch, Observe
 from framework.build.model.fingerprint import fingerprint
 from framework.build.model.freeze import Frozen, freeze
@@ -34,7 +34,7 @@ from framework.build.place import Place
 from framework.build.ranks import ALONE, Parallel, Ranks
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
-from framework.build.tasks import build_companion, build_objective
+from framework.build.tasks import build_frozen_model, build_objective
 from framework.build.tasks.objective import Objective
 from framework.schema.choices import SdpaBackend
 from framework.schema.config import TrainingConfig
@@ -69,8 +69,8 @@ class Assembly:
     """dtype of the final export: the checkpoint's own, or the weights' where no checkpoint states one."""
     adapter: "Adapter | None" = None
     streamed: StreamedBase | None = None
-    companion: nn.Module | None = None
-    """The frozen model beside the trained one: what a preference is measured against, or a teacher."""
+    frozen_model: nn.Module | None = None
+    """The frozen model next to the trained one: what a preference is measured against, or a teacher."""
     drawn: str | None = None
     """Fingerprint of a base that was drawn at random and that an adapter is trained next to: another device or version
     of torch draws another from the same seed. None where the base has files, or is drawn in shards."""
@@ -181,26 +181,26 @@ def assemble(
     autocast = autocast_dtype(config.training)
     context = share_rows(config, ranks)
     tensor, ranks = _sharing_matrices(config, place, ranks)
-    built, new_weights, loaded_at, arrival = _loaded(config, architecture, place, ranks, autocast)
+    built, new_weights, loaded_at, shard_loader = _loaded(config, architecture, place, ranks, autocast)
     is_drawn = config.training.use_peft and not config.model.load_pretrained_weights and not place.rehearsed
-    drawn = f"{fingerprint(built.parameters()):016x}" if is_drawn and arrival is None else None
+    drawn = f"{fingerprint(built.parameters()):016x}" if is_drawn and shard_loader is None else None
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
-    companion = build_companion(config, built, place, autocast)
+    frozen_model = build_frozen_model(config, built, place, autocast)
     lost = _pack(config, built, loaded_at, ranks) if quantized else {}
-    if arrival is not None:
-        arrival.learn_names()
+    if shard_loader is not None:
+        shard_loader.learn_names()
     use_liger_kernels(config.model, built)
-    if companion is not None and config.training.has_reference:
-        use_liger_kernels(config.model, companion)  # of the same kind
+    if frozen_model is not None and config.training.has_reference:
+        use_liger_kernels(config.model, frozen_model)  # of the same kind
     frozen = freeze(config.model, built)
     adapter = _adapted(config, built, loaded_at, autocast is not None, lost)
     model: nn.Module = built if adapter is None else adapter.model
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if config.model.offload_frozen_base is True else None
-    objective = from_python.made_objective(build_objective(config, model, companion))
+    objective = from_python.made_objective(build_objective(config, model, frozen_model))
     compile_regions(config, model, place)
-    parallel = parallelize(config, model, place, ranks, arrival, tensor)
+    parallel = parallelize(config, model, place, ranks, shard_loader, tensor)
     return Assembly(
         config=config,
         place=place,
@@ -214,7 +214,7 @@ def assemble(
         export_dtype=export_dtype,
         adapter=adapter,
         streamed=streamed,
-        companion=companion,
+        frozen_model=frozen_model,
         ranks=ranks,
         parallel=parallel,
         drawn=drawn,
@@ -231,11 +231,11 @@ def _loaded(
     place: Place,
     ranks: Ranks,
     autocast: torch.dtype | None,
-) -> tuple[PreTrainedModel, tuple[str, ...], Place, Arrival | None]:
+) -> tuple[PreTrainedModel, tuple[str, ...], Place, ShardLoader | None]:
     """The model, which of its weights are new, where it lies, and the way by which shards come to it, if they do."""
-    arrival = await_weights(config, architecture, place, ranks)
-    if arrival is not None:
-        return arrival.model, arrival.new, arrival.place, arrival
+    shard_loader = await_weights(config, architecture, place, ranks)
+    if shard_loader is not None:
+        return shard_loader.model, shard_loader.new, shard_loader.place, shard_loader
     loaded_at = loading_place(place) if config.model.offload_frozen_base is True else place
     return *build_model(config, architecture, loaded_at, autocast), loaded_at, None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.build.from_python import TASKS_OWN, FromPython
-from framework.build.optimizers.matrices import matrices_apart
+from framework.build.optimizers.matrices import matrix_parameters
 from framework.build.optimizers.parameter_wise import ParameterWise, StateStore
 from framework.build.optimizers.row import Trained, rows_beside
 from framework.build.place import Place
@@ -38,7 +38,7 @@ def build_optimizer(
         return from_python.made_optimizer(groups, training.learning_rate)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(trained)}
-    known = Trained(place, numbers, matrices_apart(training, model))
+    known = Trained(place, numbers, matrix_parameters(training, model))
     choice = Optimizer(training.optimizer)
     make = rows_beside(choice)[choice].make
     offload = training.optimizer_offload

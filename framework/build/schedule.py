@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from framework.schema.choices import Scheduler
+from framework.schema.plural import counted
 from framework.schema.training import TrainingParams
-from framework.schema.wording import counted
 
 INVERSE_SQRT_TIMESCALE = 10_000
 """Steps in which `inverse_sqrt` falls to 1/sqrt(2) without warm-up (transformers' default); with warm-up, as many as

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typer import TyperException
 
 from framework.cli.app import app
-from framework.cli.meant import meant
 from framework.cli.printing import complain, print_json, print_problems, say
+from framework.cli.suggestions import meant
 from framework.errors import Interrupted, Problem, RequestError, TunesmithError
 from framework.terminal import visible_streams
 
@@ -57,7 +57,7 @@ def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
     """The exit code of a command that `error` ended, which is said first."""
     match error:
         case RequestError():
-            if error.is_told and "--json" not in words:
+            if error.is_reported and "--json" not in words:
                 return error.exit_code
             return _refused(error.problems, error.exit_code, words)
         case TyperException():
@@ -65,11 +65,11 @@ def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
             return _refused((Problem("", message, nearest=meant(message, words, _VERBS)),), 2, words)
         case Interrupted():  # asked for, and no error
             with contextlib.suppress(OSError):  # a terminal that has gone is why
-                if not error.is_told:
+                if not error.is_reported:
                     say(str(error))
             return _documented(str(error), error.exit_code, words)
         case TunesmithError():
-            if not error.is_told or "--debug" in words:
+            if not error.is_reported or "--debug" in words:
                 complain(str(error), "--debug" in words)
             return _documented(str(error), error.exit_code, words)
         case SystemExit(code=0 | None):  # a shell has been given what it may offer

@@ -41,7 +41,7 @@ def fit(
 ) -> int:
     """Find the fastest settings that fit the card, with the same global batch. Exit 3: nothing fits."""
     from framework.checks import placing
-    from framework.memory.search.concessions import INEXACT
+    from framework.memory.search.tradeoffs import INEXACT
     from framework.run.planning.fit import fit as search
     from framework.run.planning.fit import measured_best
     from framework.run.planning.plan_pool import prepared

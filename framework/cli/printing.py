@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from framework.errors import Problem
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 from framework.terminal import on_one_line, visible
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_text, print_warnings, say
 from framework.errors import Problem, RequestError
 from framework.run.ranks.environment import launched
-from framework.run.ranks.signals import BEFORE_ALL, told_interrupt
-from framework.schema.wording import counted
+from framework.run.ranks.signals import BEFORE_ALL, announced_interrupt
+from framework.schema.plural import counted
 from framework.versions import require_versions
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def train(
     if multirun:
         return _swept(recipe, overrides or (), nproc, options, fail_fast)
     if fail_fast:
-        raise RequestError([Problem("--fail-fast", "is about the runs of a sweep", expected="-m beside it")])
+        raise RequestError([Problem("--fail-fast", "is about the runs of a sweep", expected="-m next to it")])
     from framework.checks import placing
     from framework.run.planning import plan_cache
     from framework.run.planning.plan_pool import dismiss, prepared
 
-    with told_interrupt(lambda: BEFORE_ALL):
+    with announced_interrupt(lambda: BEFORE_ALL):
         if (found := launched()) is not None and found.world > 1:
             _train_as_rank(found, recipe, overrides or (), nproc, options)
             return 0
@@ -150,7 +150,7 @@ def _train_as_rank(
 ) -> None:
     """Train as one of several that were started together. The main one composes, so that what is wrong is said once."""
     now("loading torch and transformers", is_long=True)
-    from framework.run.ranks.coordinator import met
+    from framework.run.ranks.coordinator import process_group
     from framework.run.trainer import train as run
     from framework.schema.config import TrainingConfig
 
@@ -164,10 +164,10 @@ def _train_as_rank(
         composition = _in_its_folder(_checked(recipe, overrides, found.world), recipe, options)
         return json.dumps({"config": composition.config.model_dump(mode="json"), "name": composition.recipe})
 
-    with met() as crew, told_interrupt(lambda: BEFORE_ALL):
-        request = json.loads(crew.shared("request", compose))
+    with process_group() as coordinator, announced_interrupt(lambda: BEFORE_ALL):
+        request = json.loads(coordinator.shared("request", compose))
         result = run(TrainingConfig.model_validate(request["config"]), request["name"], **options.keywords)
-        if crew.ranks.is_main:
+        if coordinator.ranks.is_main:
             _show(result, options)
 
 

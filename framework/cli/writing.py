@@ -1,4 +1,4 @@
-"""Files that a verb writes beside its result. One that has no place is refused before any work; where writing fails
+"""Files that a verb writes next to its result. One that has no place is refused before any work; where writing fails
 later, the result is printed all the same."""
 
 import os

@@ -1,4 +1,4 @@
-"""Defaults that follow from what is written beside them."""
+"""Defaults that follow from what is written next to them."""
 
 from collections.abc import Mapping
 

@@ -20,8 +20,8 @@ from framework.compose.recipe_files import YAML_SUFFIXES, RecipeFile, chosen_pre
 from framework.compose.validation import shown
 from framework.errors import Problem, RequestError
 from framework.memory.cards import card_of_size, size_meant, smallest
-from framework.schema.keys import Key, Path, dotted, key_at, keys_beside, root, unknown
-from framework.schema.wording import counted
+from framework.schema.keys import Key, Path, dotted, key_at, keys_next_to, root, unknown
+from framework.schema.plural import counted
 
 ALTERNATIVES: tuple[tuple[Path, Path], ...] = (
     (("training", "gradient_accumulation_steps"), ("training", "global_batch_size")),
@@ -193,7 +193,7 @@ def _named_card(
     preset: Callable[[str, Choice], Node | None],
     problems: list[Problem],
 ) -> list[Layer]:
-    """The facts of a card that `gpu.name` names and no preset was chosen for. A card of one's own has facts beside its
+    """The facts of a card that `gpu.name` names and no preset was chosen for. A card of one's own has facts next to its
     name; one without any, and the name of another card than the one that was chosen, are problems."""
     word, place = str(name.value), name.origin.place
     is_known = word in shipped.presets("gpu") or card_of_size(word) is not None
@@ -208,7 +208,7 @@ def _named_card(
     if chosen is None and not facts - {"name", "count"}:
         message = f"no card is called {word!r}, and no facts of it are given"
         nearest = size_meant(word) or shipped.nearest(word, shipped.presets("gpu"))
-        expected = "a card of `tunesmith list gpus`, or its usable_bytes and capability beside the name"
+        expected = "a card of `tunesmith list gpus`, or its usable_bytes and capability next to the name"
         problems.append(Problem(dotted(NAME), message, place, expected, nearest))
     return []
 
@@ -245,7 +245,7 @@ def _unknown(path: Path, origin: Origin) -> Problem:
     message, nearest = unknown(path)
     if path == ("hydra",):
         message = "Hydra's own settings cannot be set"
-    return Problem(dotted(path), message, origin.place, None if nearest else keys_beside(path), nearest)
+    return Problem(dotted(path), message, origin.place, None if nearest else keys_next_to(path), nearest)
 
 
 def _appended(node: Node, key: Key, path: Path, lower: Sequence[Layer], problems: list[Problem]) -> Node:

@@ -15,7 +15,7 @@ from framework.beside import path_like
 from framework.compose.origins import Node, Origin, node_of
 from framework.compose.shipped import GROUPS
 from framework.errors import Problem, RequestError
-from framework.schema.keys import Path, dotted, key_at, keys_beside, unknown
+from framework.schema.keys import Path, dotted, key_at, keys_next_to, unknown
 
 COMMAND_LINE = "command line"
 FOLDER = "config_dir"
@@ -146,7 +146,7 @@ def fault(word: str, path: Path, has_value: bool, deletes: bool, following: str 
         return Problem(shown, f"is longer than {MAX_WORD} characters: write it in a file", COMMAND_LINE)
     if group_of(path) is None and key_at(path) is None:
         message, nearest = unknown(path)
-        beside = None if nearest else keys_beside(path)
+        beside = None if nearest else keys_next_to(path)
         if path == ("",) or not (has_value or nearest or deletes):
             message, beside = f"`{shown}` is no `key=value`", "`key=value`, without spaces around the `=`"
         return Problem(shown.partition("=")[0], message, COMMAND_LINE, beside, nearest)

@@ -26,7 +26,7 @@ from framework.errors import Problem, RequestError
 from framework.memory.installed import detect
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import Path, dotted, up_to_list, values
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from framework.compose.apart import apart
 from framework.compose.overrides import COMMAND_LINE, fault, group_of, names_folder, path_of
 from framework.compose.shipped import presets
 from framework.errors import Problem, RequestError
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 _NAME = "tunesmith"
 _CHOICES = ("hydra/launcher", "hydra/sweeper")

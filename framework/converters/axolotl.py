@@ -87,9 +87,9 @@ LEFT = {
     ),
     (Why.WRITE, "`tunesmith train --nproc N`, or `-m` for launchers such as Ray's"): "use_ray ray_num_workers ddp",
     (Why.DEFAULT, "the model's class follows from its config"): "model_type tokenizer_type cls_model_config",
-    (Why.WRITE, "a key of model.architecture, beside the rest of the model's config"): "model_config",
+    (Why.WRITE, "a key of model.architecture, next to the rest of the model's config"): "model_config",
     (Why.WRITE, "the name of a model that this adapter was merged into, as the model"): "lora_model_dir",
-    (Why.WRITE, "fsdp.context_parallel_size, beside model.attn_implementation: ring_attention"): (
+    (Why.WRITE, "fsdp.context_parallel_size, next to model.attn_implementation: ring_attention"): (
         "context_parallel_size context_parapllel_size sequence_parallel_degree"
     ),
 }  # fmt: skip

@@ -17,7 +17,7 @@ CARRIED = (
 
 
 def carry_data(t: Translation) -> None:
-    """Sources, their forms, which tokens are learnt, and what is held out."""
+    """Sources, their forms, which tokens are trained on, and what is held out."""
     source = t.source
     for section, ours in {"datasets": "train", "pretraining_dataset": "train", "test_datasets": "eval"}.items():
         _carry_sources(t, section, f"data.{ours}")

@@ -63,7 +63,7 @@ TOOLS = (
             source.has("model.model_name") and any(map(source.has, ("data.train.datasets", "training.trainer_type")))
         ),
         oumi.translate,
-        "`model.model_name` beside `data.train.datasets` or `training.trainer_type`",
+        "`model.model_name` next to `data.train.datasets` or `training.trainer_type`",
     ),
 )  # fmt: skip
 """Those whose sign is the plainest come first."""

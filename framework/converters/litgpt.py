@@ -252,7 +252,7 @@ def _precision(t: Translation) -> None:
     if word in pairs:
         put_precision(t, *pairs[word], "precision")
     elif word:
-        t.leave("precision", Why.WRITE, "model.torch_dtype_str: float32, beside training.mixed_precision_dtype: fp16")
+        t.leave("precision", Why.WRITE, "model.torch_dtype_str: float32, during training.mixed_precision_dtype: fp16")
 
 
 def _adapter(t: Translation) -> None:

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: the arguments of transformers, and its own beside them."""
+"""LLaMA-Factory: the arguments of transformers, and its own next to them."""
 
 from typing import Any
 
@@ -193,7 +193,7 @@ def _adapter(t: Translation) -> None:
             t.put("peft.use_bnb_nested_quant", nested, "double_quantization", comment=comment)
         t.carry("quantization_type", "peft.bnb_4bit_quant_type")
     elif bits:
-        t.leave("quantization_bit", Why.WRITE, "peft.q_lora_bits: 4 or 8, beside peft.q_lora: true")
+        t.leave("quantization_bit", Why.WRITE, "peft.q_lora_bits: 4 or 8, next to peft.q_lora: true")
 
 
 def _optimizers(t: Translation) -> None:

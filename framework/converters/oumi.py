@@ -63,7 +63,7 @@ LEFT = {
     (Why.DEFAULT, "the tokenizer's own; labels are made from positions, so padding needs no token of its own"): (
         "model.tokenizer_pad_token model.tokenizer_kwargs"
     ),
-    (Why.WRITE, "a key of model.architecture, beside the rest of the model's config"): "model.model_kwargs",
+    (Why.WRITE, "a key of model.architecture, next to the rest of the model's config"): "model.model_kwargs",
     (Why.ABSENT, "each rank makes its own batches"): "training.dataloader_main_process_only",
     (Why.ABSENT, "a worker prepares 2 batches ahead"): "training.dataloader_prefetch_factor",
     (Why.DEFAULT, "metrics.jsonl has them of every step"): "training.include_performance_metrics",

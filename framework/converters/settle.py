@@ -84,11 +84,11 @@ def _find_preset(t: Translation) -> None:
 
 
 def _put_what_goes_together(t: Translation) -> None:
-    """Keys that ours needs beside one of theirs."""
+    """Keys that ours needs next to one of theirs."""
     if t.has("model.load_pretrained_weights", False) and not (t.preset or t.has("model.architecture")):
         t.head.append("It starts from random weights there: add model.architecture, load_pretrained_weights: false")
     if t.has("data.streaming", True) and not t.has("training.max_steps"):
-        t.drop("data.streaming", Why.WRITE, "training.max_steps beside data.streaming: true")
+        t.drop("data.streaming", Why.WRITE, "training.max_steps next to data.streaming: true")
     if t.has("training.eval_steps") and not (t.has("data.eval") or t.has("data.eval_fraction")):
         t.drop("training.eval_steps", Why.ABSENT, "there are no rows to evaluate on")
     has_reference = t.has("training.task", "preference") and not any(

@@ -38,7 +38,7 @@ LEFT = {
     (Why.DEFAULT, "metrics.jsonl has them"): "log_peak_memory_stats log_level metric_logger.log_dir",
     (Why.WRITE, "`tunesmith train --resume`"): "resume_from_checkpoint",
     (Why.DEFAULT, "`gpu=` names a card, each process has one"): "device",
-    (Why.DEFAULT, "a load holds no more than one unit beside the model"): "low_cpu_ram",
+    (Why.DEFAULT, "a load holds no more than one unit next to the model"): "low_cpu_ram",
     (Why.DEFAULT, "embeddings and head are split too"): "custom_sharded_layers",
     (Why.DEFAULT, "the plan of the model in transformers"): "tensor_parallel_plan",
     (Why.DEFAULT, "rows are padded to the longest of their micro batch"): "collate_fn",
@@ -144,7 +144,7 @@ def _model(t: Translation) -> None:
         t.put("model.torch_dtype_str", dtype, "dtype")
         t.put("training.mixed_precision_dtype", "none", "dtype")
     else:
-        t.leave("dtype", Why.WRITE, "model.torch_dtype_str: float32, beside training.mixed_precision_dtype: fp16")
+        t.leave("dtype", Why.WRITE, "model.torch_dtype_str: float32, during training.mixed_precision_dtype: fp16")
     if source.number("tokenizer.max_seq_len"):
         t.carry("tokenizer.max_seq_len", "model.model_max_length")
     else:

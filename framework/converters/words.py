@@ -35,7 +35,7 @@ def carry_optimizer(t: Translation, key: str) -> None:
 
 
 def carry_schedule(t: Translation, schedule: str, ratio: str, steps: str) -> None:
-    """Shape of the rate and its warm-up. Hugging Face's `constant` has none, whatever is written beside it."""
+    """Shape of the rate and its warm-up. Hugging Face's `constant` has none, whatever is written next to it."""
     word = t.source.text(schedule)
     if word in {str(choice) for choice in Scheduler} or word == "constant_with_warmup":
         t.put("training.lr_scheduler_type", word.removesuffix("_with_warmup"), schedule)

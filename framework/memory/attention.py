@@ -143,7 +143,7 @@ FORWARD_WORKSPACE_CUDNN = 256
 
 
 def backward_workspace(backend: Backend, call: Attention) -> list[int]:
-    """Bytes that the backward kernel allocates beside its results, one entry per buffer.
+    """Bytes that the backward kernel allocates next to its results, one entry per buffer.
 
     Every formula is exact for the calls of benchmarks/probe_attention.py (H100, torch 2.11, cuDNN 9.19, bfloat16).
     flash: mha_bwd in flash_api.cpp (softmax_d and dq_accum in fp32; keys and values expanded for grouped queries).

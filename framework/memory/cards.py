@@ -155,7 +155,7 @@ def supports_bf16(card: GPUParams) -> bool:
 
 
 def best_autocast(card: GPUParams) -> MixedPrecision:
-    """The dtype to compute in beside float32 weights: bf16, else fp16 (needs loss scaling), else none (`cpu`)."""
+    """The dtype to compute in next to float32 weights: bf16, else fp16 (needs loss scaling), else none (`cpu`)."""
     if supports_bf16(card):
         return MixedPrecision.BF16
     return MixedPrecision.FP16 if card.fp16_flops is not None or _is_at_least(card, (7, 0)) else MixedPrecision.NONE

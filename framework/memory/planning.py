@@ -33,14 +33,14 @@ from framework.schema.choices import (
 from framework.schema.config import TrainingConfig
 from framework.schema.intervals import steps_between
 from framework.schema.optimizers import facts_of
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 MIB, GIB = 1 << 20, 1 << 30
 HOST_BASE_BYTES = 2500 * MIB
 """Resident memory of a process with torch, transformers and a CUDA context, before any model. An upper estimate; not
 measured on a GPU machine yet."""
 NCCL_BYTES = 842 * MIB
-"""What NCCL holds beside torch's allocator: two H200 over NVLink, torch 2.11, 2026-11-28 (benchmarks/results/
+"""What NCCL holds next to torch's allocator: two H200 over NVLink, torch 2.11, 2026-11-28 (benchmarks/results/
 sharded_h200.json). Each further communicator (a mesh of two dimensions) has buffers of its own, which are not known."""
 WORKER_BYTES = 200 * MIB
 """What a process of `data.workers` adds: it shares all with its parent until it is touched. 11 MiB at first, 146 after
@@ -127,7 +127,7 @@ def new_allocator(config: TrainingConfig) -> CachingAllocator:
 
 
 def resume_trace(footprint: Footprint) -> Trace:
-    """The load of a checkpoint: its weights arrive whole beside the model's, are copied, and then the states arrive.
+    """The load of a checkpoint: its weights arrive whole next to the model's, are copied, and then the states arrive.
 
     Follows `load_checkpoint` in framework/run/checkpoints/checkpoint.py. Parts of weights are read on the host, into
     their place.
@@ -177,7 +177,7 @@ def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse
     """Host memory of the first process, and of all of a machine.
 
     A load streams one tensor at a time, unless something is made of the whole model first or the first process sends it
-    to all. A save holds what it writes, beside a base that stays there; one beside training holds copies during steps,
+    to all. A save holds what it writes, next to a base that stays there; one during training holds copies during steps,
     which on the CPU are in the peaks.
     """
     config, footprint = rehearsal.config, rehearsal.footprint
@@ -200,14 +200,14 @@ def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse
 def _saved_on_host(rehearsal: Rehearsal) -> tuple[int, int]:
     """What is on the host while the run saves: of the first process, which exports, and of each other."""
     config, footprint = rehearsal.config, rehearsal.footprint
-    beside_training = config.training.async_save
+    is_asynchronous = config.training.async_save
     if footprint.shards == 1:
         written = max(sum(footprint.trained_sizes), sum(footprint.state_sizes))  # one file after the other
-        return max(footprint.export_bytes, 0 if beside_training else written), 0
+        return max(footprint.export_bytes, 0 if is_asynchronous else written), 0
     exported = min(footprint.export_bytes, LARGEST_FILE)
     if config.fsdp.state_dict_type is StateDictType.FULL_STATE_DICT:
-        return max(exported, 0 if beside_training else footprint.checkpoint_bytes), 0
-    is_there = config.fsdp.is_on_host or beside_training
+        return max(exported, 0 if is_asynchronous else footprint.checkpoint_bytes), 0
+    is_there = config.fsdp.is_on_host or is_asynchronous
     own = 0 if is_there else sum(footprint.trained_sizes) + sum(footprint.state_sizes)
     return max(exported, own), own
 
@@ -291,7 +291,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
     if config.model.load_pretrained_weights and config.gpu.name != "cpu":
         said.append("files are mapped while they load: the system may take their pages back, host bytes leave them out")
     if streamed := rehearsal.footprint.streamed_bytes:
-        said.append(f"{streamed / GIB:.2f} GiB of blocks cross the link a micro batch, beside the compute of others")
+        said.append(f"{streamed / GIB:.2f} GiB of blocks cross the link a micro batch, next to the compute of others")
         if config.gpu.host_link_bytes_per_second is None:
             said.append("the rate of the link is not known: step time is without it")
     if config.training.allocator.garbage_collection_threshold is not None:
@@ -317,7 +317,7 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
     if config.adds_up_after_backward:
         yield "gradients stay in buckets, and are exchanged when backward is done (training.on_oom: shrink)"
     elif config.is_replicated:
-        yield "gradients stay in torch's DDP buckets, and are exchanged beside backward"
+        yield "gradients stay in torch's DDP buckets, and are exchanged during backward"
     if config.context_size > 1:
         tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
         yield f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them"

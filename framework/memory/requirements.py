@@ -12,8 +12,8 @@ from framework.memory.cards import capability_of
 from framework.memory.levers import LEVERS, Lever, Setting
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
+from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
-from framework.schema.wording import counted
 
 
 def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conflict]:

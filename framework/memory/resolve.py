@@ -105,7 +105,7 @@ def float16_left_out(config: TrainingConfig, settings: Mapping[str, Any] | None)
     return f"{kind} is known to overflow in it" if overflows_in_float16(kind) else None
 
 
-def said_of_float16(config: TrainingConfig, settings: Mapping[str, Any]) -> tuple[str, ...]:
+def describe_float16(config: TrainingConfig, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """What a plan tells of a run that does without the float16 of its card, or has it in spite of what is known.
 
     `config` is resolved."""

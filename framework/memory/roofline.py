@@ -54,10 +54,10 @@ class Efficiency:
     link: float = 5.5 / 6.3
     """Of the rate between host and card, for pinned memory (framework/run/planning/calibrate.py)."""
     card_link: float = 0.7
-    """Of the rate between two cards, for one large exchange with nothing beside it (an all-reduce of 1 GiB on two H100
+    """Of the rate between two cards, for one large exchange with nothing next to it (an all-reduce of 1 GiB on two H100
     reached 329 of 450 GB/s)."""
     card_link_beside: float = 0.3
-    """The same beside kernels that keep the card busy."""
+    """The same next to kernels that keep the card busy."""
     collective_seconds: float = 25e-6
     """Start and end of one exchange."""
     sharded_update_seconds: float = 20e-3

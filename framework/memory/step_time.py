@@ -92,7 +92,7 @@ def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     """The step of several devices that each hold the whole model and add up their gradients.
 
     Each sends and receives the gradients twice, less its own share, while the last backward pass goes on; what does not
-    fit beside that pass makes the step longer, all of it where it begins after the pass (`training.on_oom: shrink`).
+    fit next to that pass makes the step longer, all of it where it begins after the pass (`training.on_oom: shrink`).
     The 1B on two H200 took 11 % longer than planned (2026-11-28).
     """
     card, config = rehearsal.config.gpu, rehearsal.config

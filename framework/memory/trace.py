@@ -34,10 +34,11 @@ RECOMPUTED = "recompute"
 """`Operation.phase` of what a checkpoint computes again during backward."""
 
 TRANSFER = "transfer"
-"""`Operation.name` of a copy between host and device, beside which the device computes."""
+"""`Operation.name` of a copy between host and device, next to which the device computes."""
 
 GATHER, REDUCE = "all_gather", "reduce"
-"""`Operation.name` of what ranks exchange beside the computation; `bytes` are those that cross the link of one card."""
+"""`Operation.name` of what ranks exchange next to the computation; `bytes` are those that cross the link of one
+card."""
 
 EXCHANGE = "exchange"
 """`Operation.name` of what ranks exchange while the computation waits for it."""

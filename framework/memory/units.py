@@ -1,6 +1,6 @@
 """Bytes as a person reads them."""
 
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -1,4 +1,4 @@
-"""Whether quantising a base saves what it is done for: its plan beside that of the same run without. No torch."""
+"""Whether quantising a base saves what it is done for: its plan next to that of the same run without. No torch."""
 
 from dataclasses import fields
 

@@ -10,7 +10,7 @@ from framework.reports.escaping import escape
 from framework.reports.page import document, items, scrolling
 
 HEIGHT, LEFT, BOTTOM, TOP = 320, 70, 44, 24
-"""Of the plot and what is beside it, in units of the view box."""
+"""Of the plot and what is next to it, in units of the view box."""
 
 Scale = Callable[[float, float], tuple[float, float]]
 """(bytes, tokens a second) -> a place in the drawing."""

@@ -1,4 +1,4 @@
-"""Planned next to measured, phase by phase: the bars of a run's page, and the table beside them."""
+"""Planned next to measured, phase by phase: the bars of a run's page, and the table next to them."""
 
 from collections.abc import Iterator
 from statistics import median

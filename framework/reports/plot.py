@@ -26,7 +26,7 @@ LEAST_SMOOTHED, WINDOWS = 120, 60
 
 @dataclass(frozen=True)
 class Frame:
-    """The drawing and what is beside its axes, in units of the view box."""
+    """The drawing and what is next to its axes, in units of the view box."""
 
     width: int
     height: int

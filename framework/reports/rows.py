@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 from framework.terminal import visible
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ SUPERVISED, OTHER, SOFT = "bold green", "", "dim"
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around text that is learnt where colour does not tell it."""
+    """What stands around text that is trained on where colour does not tell it."""
 
     start: str
     end: str
@@ -104,7 +104,8 @@ def passage_line(passage: "Passage") -> str:
 
 
 def shortened(pieces: "tuple[Piece, ...]", rest: str, longest: int = LONGEST) -> "Iterator[tuple[str, bool]]":
-    """Texts and whether they are learnt, with the middle left out where there are more than `longest` characters."""
+    """Texts and whether they are trained on, with the middle left out where there are more than `longest`
+    characters."""
     excess = sum(len(piece.text) for piece in pieces) - longest
     at, start, end = 0, longest // 2, longest // 2 + excess
     for piece in pieces:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from framework.reports.escaping import escape
 from framework.reports.page import document, items
 from framework.reports.rows import facts, headline, passage_line, shortened
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 if TYPE_CHECKING:
     from framework.run.preview import Passage, Preview, ShownRow

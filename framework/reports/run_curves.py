@@ -9,7 +9,7 @@ from framework.reports.plot import LARGE, SMALL, Curve, Frame, Level, Moment, pl
 from framework.reports.run_files import Run
 
 ROWS = 20
-"""Of the table beside a plot: evenly spaced steps, and those of the least and the greatest values."""
+"""Of the table next to a plot: evenly spaced steps, and those of the least and the greatest values."""
 FAR = 5
 """Times the greatest curve, beyond which the card's size is said and not drawn: the curves would lie on the axis."""
 MOST_OPEN = 8
@@ -63,7 +63,7 @@ def _last_losses(run: Run) -> Iterator[str]:
 
 
 def _evaluations(run: Run) -> Iterator[str]:
-    """The metrics of the task beside the loss, where there are any."""
+    """The metrics of the task next to the loss, where there are any."""
     evals = run.metrics.evals
     names = list(dict.fromkeys(name for values in evals.values() for name in values))[:MOST_METRICS]
     if len(names) < 2:

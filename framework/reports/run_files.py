@@ -141,7 +141,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _no_run(folder: Path) -> Problem:
-    """Told with the run that was meant: around it, in it or beside it."""
+    """Told with the run that was meant: around it, in it or next to it."""
     expected = "the folder that `train` wrote"
     if not folder.is_dir():
         inside = folder.parent if _is_run(folder.parent) else path_like(folder, _is_run)

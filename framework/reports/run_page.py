@@ -16,7 +16,7 @@ from framework.reports.phase_pairs import memory_parts
 from framework.reports.run_curves import curve_parts
 from framework.reports.run_files import Environment, Run
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 LONGEST = 200_000
 """Characters of the config on the page. One with tens of thousands of class names is longer."""

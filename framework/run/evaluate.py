@@ -14,7 +14,7 @@ MOST_METRICS = 6
 """Numbers of an evaluation on its line; `metrics.jsonl` has all."""
 
 
-def in_words(values: Mapping[str, float]) -> str:
+def format_losses(values: Mapping[str, float]) -> str:
     """An evaluation in a line: the loss, and the first of the task's metrics."""
     rest = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in list(values.items())[1:MOST_METRICS])
     return "  ".join([f"eval loss {values['eval_loss']:.4f}", *rest])

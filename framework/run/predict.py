@@ -21,7 +21,7 @@ from framework.build.resolve_model import settle
 from framework.build.text.labels import Encoded
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
-from framework.run.checkpoints.trained_model import MODEL_FILE, PROMPTS, Artefact, find_artefact, load_model
+from framework.run.checkpoints.trained_model import MODEL_FILE, PROMPTS, SavedModel, find_saved_model, load_model
 from framework.schema.architecture import position_count
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
@@ -73,11 +73,11 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     """
     request = request or Request()
     disable_progress_bar()  # results go to a pipe, and a bar is none of them
-    artefact = find_artefact(source, request.trusts_code, request.allow)
-    config = _reading(artefact)
-    tokenizer = artefact.tokenizer
+    saved_model = find_saved_model(source, request.trusts_code, request.allow)
+    config = _reading(saved_model)
+    tokenizer = saved_model.tokenizer
     task = config.training.task
-    _refuse(artefact, task, request)
+    _refuse(saved_model, task, request)
     if request.score or task is Task.REWARD:
         rows = read_answered(file, config, tokenizer)
     elif task.is_of_rows:
@@ -85,7 +85,7 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     else:
         new_tokens, room = _lengths(config, request)
         rows = read_prompts(file, config, tokenizer, room)
-    asked = _Asked(load_model(artefact), tokenizer, config)
+    asked = _Asked(load_model(saved_model), tokenizer, config)
     if request.score or task is Task.REWARD:
         answered = [one for row in rows for one in (replace(row, rejected=None), row.rejected) if one is not None]
         if task is Task.REWARD:
@@ -97,14 +97,14 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     return _in_order(rows, _completing(asked, new_tokens), MOST_TOKENS, new_tokens)
 
 
-def _reading(artefact: Artefact) -> TrainingConfig:
+def _reading(saved_model: SavedModel) -> TrainingConfig:
     """The run's config, about the model that came of it; of a folder alone, what its files say."""
-    config = artefact.config
-    if artefact.adapter_kind is not None:
+    config = saved_model.config
+    if saved_model.adapter_kind is not None:
         return settle(config)[0] if config is not None else TrainingConfig(model=ModelParams(model_max_length=1 << 30))
-    model = ModelParams(model_name=str(artefact.folder), trust_remote_code=artefact.trusts_code)
+    model = ModelParams(model_name=str(saved_model.folder), trust_remote_code=saved_model.trusts_code)
     if config is None:
-        config = TrainingConfig(training=TrainingParams(task=artefact.task), data=_labels(artefact), model=model)
+        config = TrainingConfig(training=TrainingParams(task=saved_model.task), data=_labels(saved_model), model=model)
     else:
         kept = {"model_max_length": config.model.model_max_length}
         config = config.model_copy(update={"model": model.model_copy(update=kept)})
@@ -114,29 +114,29 @@ def _reading(artefact: Artefact) -> TrainingConfig:
     return settle(config)[0]
 
 
-def _labels(artefact: Artefact) -> DataParams:
+def _labels(saved_model: SavedModel) -> DataParams:
     """The names of the classes that a folder's config has."""
-    if not artefact.task.is_of_rows or artefact.task is Task.REWARD:
+    if not saved_model.task.is_of_rows or saved_model.task is Task.REWARD:
         return DataParams()
-    settings = json.loads((artefact.folder / MODEL_FILE).read_text())
+    settings = json.loads((saved_model.folder / MODEL_FILE).read_text())
     names = settings.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
     if not isinstance(names, dict) or not all(key.isdecimal() and isinstance(names[key], str) for key in names):
-        message = f"{artefact.folder / MODEL_FILE} has no names of classes: its id2label is {names!r}"
+        message = f"{saved_model.folder / MODEL_FILE} has no names of classes: its id2label is {names!r}"
         raise RequestError([Problem("RUN", message, expected='{"0": name, "1": name, ...}')])
     several = settings.get("problem_type") == "multi_label_classification"
     labels = tuple(names[key] for key in sorted(names, key=int))
-    return DataParams(labels=labels, multi_label=several if artefact.task is Task.CLASSIFICATION else None)
+    return DataParams(labels=labels, multi_label=several if saved_model.task is Task.CLASSIFICATION else None)
 
 
-def _refuse(artefact: Artefact, task: Task, request: Request) -> None:
+def _refuse(saved_model: SavedModel, task: Task, request: Request) -> None:
     if task.is_of_rows and request.score:
         message = f"a model of the task {task} always tells how sure it is"
         raise RequestError([Problem("--score", message, expected="leave it out")])
     if request.new_tokens is not None and (task.is_of_rows or request.score):
         why = "beside --score" if request.score else f"by a model of the task {task}"
         raise RequestError([Problem("--max-new-tokens", f"nothing is written {why}", expected="leave it out")])
-    if artefact.adapter_kind in PROMPTS and not request.score:
-        message = f"peft 0.21 loses a trained {artefact.adapter_kind} when it writes"
+    if saved_model.adapter_kind in PROMPTS and not request.score:
+        message = f"peft 0.21 loses a trained {saved_model.adapter_kind} when it writes"
         raise RequestError([Problem("RUN", message, expected="--score")])
 
 

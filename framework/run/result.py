@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,15 @@ from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.run.best import Best
 from framework.run.checkpoints.saver import Saving
-from framework.run.evaluate import Abandoned, evaluate, in_words, until_asked
+from framework.run.evaluate import Abandoned, evaluate, format_losses, until_asked
 from framework.run.hooks import Hooks
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches
 from framework.run.oom.report import PlannedRun, Watch, explained_failures, recorded_memory
-from framework.run.oom.retry import tries
+from framework.run.oom.retry import attempts
 from framework.run.oom.smaller_batches import EVAL, shrunk
 from framework.run.planning.plan_of_all import plan_of_all
-from framework.run.ranks.coordinator import Crew
+from framework.run.ranks.coordinator import Coordinator
 from framework.run.ranks.signals import Interrupt
 from framework.run.record.meter import Meter
 from framework.run.record.metrics_log import MetricsLog
@@ -56,7 +56,7 @@ from framework.run.step import LaunchedStep, StepResult
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 from framework.schema.intervals import is_due
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 Planner = Callable[[TrainingConfig], Plan]
 """What predicts a run before it is loaded; `plan_in_subprocess` is the product's."""
@@ -93,7 +93,7 @@ class Session:
     plan: Plan | None
     """What was predicted."""
     watch: Watch
-    crew: Crew = field(default_factory=Crew)
+    coordinator: Coordinator = field(default_factory=Coordinator)
     planner: Planner | None = None
     step: int = 0
     read: dict[str, Any] = field(default_factory=dict)
@@ -263,11 +263,11 @@ class Session:
         if self.plan is None or self.planner is None:
             return
         made: Plan | None = None
-        with self.crew.phase("planning again"):
-            if self.crew.ranks.is_main:
+        with self.coordinator.phase("planning again"):
+            if self.coordinator.ranks.is_main:
                 with contextlib.suppress(TunesmithError):
                     made = self.planner(self.config)
-            made = plan_of_all(self.crew, made, f"plan/{len(self.repairs)}")
+            made = plan_of_all(self.coordinator, made, f"plan/{len(self.repairs)}")
         if made is not None:
             self.plan = made
             self.keep_plan()
@@ -441,7 +441,7 @@ class Session:
         if self.inputs.data.eval is None:
             return False
         try:
-            for attempt in tries(self, EVAL):
+            for attempt in attempts(self, EVAL):
                 with attempt:
                     values = self._evaluated()
         except Abandoned:
@@ -449,7 +449,7 @@ class Session:
             return False
         self.evals.append({"step": self.step, **values})
         self.note({**self.evals[-1]})
-        self.progress.say(f"step {self.step}/{self.total}  {in_words(values)}")
+        self.progress.say(f"step {self.step}/{self.total}  {format_losses(values)}")
         self.hooks.call(self.hooks.on_eval, {**self.evals[-1]})
         self._clock = time.perf_counter()
         return self.step > 0 and self.best.take(self.step, values)

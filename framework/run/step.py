@@ -19,7 +19,7 @@ from framework.build.optimizers.found_inf import forget_skipped_steps, found_inf
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.tasks import Precomputed, reference_of
 from framework.errors import NonFinite
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def _read(assembly: Assembly, figures: Tensor, step: int, rate: float) -> StepRe
 
 
 def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Observe = ignore_phases) -> None:
-    """Forward and backward of a step whose gradients are dropped: what they need of memory, before anything is learnt.
+    """Forward and backward of a step whose gradients are dropped: what they need of memory, before anything is trained
+    on.
 
     With `optimizer_in_backward` each gradient is dropped where it would be used up.
     """

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that training may have changed: all of a model, but only the trained ones beside an adapter."""
+    """Tensors that training may have changed: all of a model, but only the trained ones next to an adapter."""
     adapted = hasattr(model, "peft_config")
     parameters = {
         name: parameter.detach().contiguous()

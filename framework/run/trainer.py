@@ -19,7 +19,7 @@ from framework.build.loading.bases import BASE
 from framework.build.model.heads import model_class
 from framework.build.model.parts import causal_model
 from framework.build.refuse import refuse_impossible
-from framework.build.sources.python_rows import Given, PythonRows, take_rows
+from framework.build.sources.python_rows import PythonRows, RowsFromPython, take_rows
 from framework.build.text.labels import IGNORED
 from framework.build.verify import table, verify_unmoved
 from framework.build.verify.fingerprints import take_fingerprints
@@ -29,11 +29,11 @@ from framework.run.checkpoints.checkpoint import load_best
 from framework.run.checkpoints.export import export, recasts
 from framework.run.checkpoints.resume import check_allowed
 from framework.run.hooks import Hooks
-from framework.run.oom.retry import tries
+from framework.run.oom.retry import attempts
 from framework.run.oom.smaller_batches import TRAIN
 from framework.run.planning.plan_pool import plan_in_subprocess
-from framework.run.ranks.coordinator import met, require_world
-from framework.run.ranks.signals import BEFORE_ALL, told_interrupt, watched_interrupt
+from framework.run.ranks.coordinator import process_group, require_world
+from framework.run.ranks.signals import BEFORE_ALL, announced_interrupt, watched_interrupt
 from framework.run.record.layout import FINAL, UNFINISHED, step_of
 from framework.run.record.predicted_and_measured import last_line
 from framework.run.result import RunResult
@@ -45,7 +45,7 @@ from framework.run.setup.start import begin, open_session
 from framework.run.step import launch_step
 from framework.schema.adapters import ADAPTERS
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_NEW_TOKENS = 16, 48
 
@@ -79,7 +79,7 @@ def train(
     """
     check_allowed(allow)
     from_python.refuse(config)
-    config, given = take_rows(config, Given(train_rows, eval_rows))
+    config, given = take_rows(config, RowsFromPython(train_rows, eval_rows))
     opening = partial(
         open_session,
         name=name,
@@ -92,11 +92,11 @@ def train(
         from_python=from_python,
     )
     with _opened(config, opening) as session:
-        if hooks is not None and session.crew.ranks.is_main:
+        if hooks is not None and session.coordinator.ranks.is_main:
             session.hooks = hooks
         if dry_run:
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
-        with told_interrupt(partial(_left, session)):
+        with announced_interrupt(partial(_left, session)):
             begin(session, overwrite)
             with session.running():
                 know_reference(session)
@@ -108,10 +108,10 @@ def train(
                 with watched_interrupt() as session.interrupt:
                     try:
                         for step in session.steps():
-                            for attempt in tries(session, TRAIN):
-                                with attempt as way_back:
+                            for attempt in attempts(session, TRAIN):
+                                with attempt as attempt_state:
                                     batches = session.take(step)
-                                    update = way_back.before_update
+                                    update = attempt_state.before_update
                                     launched = launch_step(session.assembly, batches, step, session.observe, update)
                             session.after_step(step, launched)
                         session.save(is_last=True)
@@ -138,11 +138,11 @@ def _telling(planner: Planner | None, from_python: FromPython) -> Planner | None
 @contextmanager
 def _opened(config: TrainingConfig, opening: Callable[..., Session]) -> Iterator[Session]:
     """All ranks met and the session open, and what is about to happen said. Closed and parted afterwards."""
-    with met() as crew, told_interrupt(lambda: BEFORE_ALL):
-        require_world(config, crew.ranks)
-        config, said = decided_by_main(crew, config)
+    with process_group() as coordinator, announced_interrupt(lambda: BEFORE_ALL):
+        require_world(config, coordinator.ranks)
+        config, said = decided_by_main(coordinator, config)
         refuse_impossible(config, devices="one")
-        with closing(opening(config, crew=crew)) as session:
+        with closing(opening(config, coordinator=coordinator)) as session:
             _announce(session, said)
             yield session
 
@@ -241,9 +241,9 @@ def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
     """`memory.json`, last words, the export; the first of them and a sample."""
     memory = session.write_memory()
     if session.assembly.adapter is not None:
-        from framework.build.verify.adapter_coverage import said_at_save  # peft takes seconds to import
+        from framework.build.verify.adapter_coverage import describe_save_dtypes  # peft takes seconds to import
 
-        for line in said_at_save(session.assembly):
+        for line in describe_save_dtypes(session.assembly):
             session.progress.say(line)
     if session.saving.writer.count:
         session.progress.say(f"saves     {session.saving.writer}")
@@ -277,14 +277,14 @@ def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
             export(session.assembly, tokenizer, folder.path / name, base, fallback)
         return "written"
 
-    with session.crew.phase("exporting"):
+    with session.coordinator.phase("exporting"):
         if session.assembly.is_in_parts:
             from framework.run.checkpoints.sharded_export import export_sharded
 
             export_sharded(session.assembly, tokenizer, folder.path / name, base, fallback)
-            session.crew.shared("exported", lambda: "written")
+            session.coordinator.shared("exported", lambda: "written")
             return None  # a completion would gather every block for each of its tokens
-        session.crew.shared("exported", write)
+        session.coordinator.shared("exported", write)
     return samples[-1]
 
 
@@ -317,7 +317,7 @@ def _sample(session: Session) -> tuple[str, str] | None:
 
 
 def _prompt(row: Row, longest: int) -> list[int]:
-    """The tokens before the first that is learnt, where there is room for a completion behind them."""
+    """The tokens before the first that is trained on, where there is room for a completion behind them."""
     asked = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
     has_prompt = 1 < asked <= longest - SAMPLE_NEW_TOKENS
     return row["input_ids"][: asked if has_prompt else SAMPLE_PROMPT_TOKENS]

@@ -33,8 +33,8 @@ def scales_positions(settings: Mapping[str, Any]) -> bool:
 def laid_over(own: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """A model's own config with what was written of it in place of its values.
 
-    Both say rotary positions and the dtype in one way, that of transformers 5: an earlier version's `rope_theta` beside
-    the `rope_parameters` of a newer one would be read by nobody.
+    Both say rotary positions and the dtype in one way, that of transformers 5: an earlier version's `rope_theta` next
+    to the `rope_parameters` of a newer one would be read by nobody.
     """
     below, above = with_current_names(own), with_current_names(written)
     rope = above.get(_ROPE)

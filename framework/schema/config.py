@@ -14,8 +14,8 @@ from framework.schema.gpu import GPUParams
 from framework.schema.model import ModelParams
 from framework.schema.params import Integer, Params
 from framework.schema.peft import PeftParams
+from framework.schema.plural import counted
 from framework.schema.training import TrainingParams
-from framework.schema.wording import counted
 
 SCHEMA_VERSION = 1
 """Raised when a key is added or removed, so that a recipe can say what it needs."""
@@ -82,7 +82,7 @@ class TrainingConfig(Params):
 
     @property
     def adds_up_after_backward(self) -> bool:
-        """Whether they do so when backward is done, not beside it: a rank that runs out of memory tells the others
+        """Whether they do so when backward is done, not next to it: a rank that runs out of memory tells the others
         before, and all of them make the step again."""
         return self.is_replicated and self.training.on_oom is OnOutOfMemory.SHRINK
 

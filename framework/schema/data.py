@@ -25,7 +25,7 @@ class DatasetParams(Params):
     """Split of a hub dataset or a folder, or a slice of it (of a file too): `train[:1000]`, `train[10%:]`,
     `train[-500:]`. A share or a negative number has the rows counted first, which reads a local source twice."""
     weight: Annotated[Number, Field(gt=0)] | None = None
-    """Share of this source in a mixture (`data.mixing`), beside the other weights: 3 and 1 are 75 % and 25 %."""
+    """Share of this source in a mixture (`data.mixing`), next to the other weights: 3 and 1 are 75 % and 25 %."""
     format: RowFormat | None = None
     """Shape of the rows (docs/data.md). Unset: detected from the columns, and printed."""
     columns: FrozenMapping = FrozenMapping()

@@ -10,11 +10,11 @@ from framework.schema.params import FrozenMapping, Integer, Number, Params
 
 
 class TeacherParams(Params):
-    """The model whose logits are the targets. It is loaded beside the trained one, never trained, and in no
+    """The model whose logits are the targets. It is loaded next to the trained one, never trained, and in no
     checkpoint."""
 
     model_name: str | None = None
-    """Hub id or local folder. With `architecture` beside it, planning needs no network."""
+    """Hub id or local folder. With `architecture` next to it, planning needs no network."""
     architecture: FrozenMapping | None = None
     """A Hugging Face config written out, with as many tokens in its vocabulary as the trained model has."""
     load_pretrained_weights: bool = True

@@ -184,7 +184,7 @@ def unknown(path: Path) -> tuple[str, str | None]:
     return f"there is no key `{written}`", nearest or _most_alike(names)
 
 
-def keys_beside(path: Path) -> str | None:
+def keys_next_to(path: Path) -> str | None:
     """What may stand where an unknown key does, in words; None below what is itself unknown."""
     section = tuple(part for part in path[:-1] if isinstance(part, str))
     key = None if path[-1] in OLD_NAMES else key_at(section)

@@ -30,7 +30,7 @@ class ModelParams(Params):
     """Which model to train."""
 
     model_name: NoURL | None = None
-    """Hub id or local folder. With `architecture` beside it, planning needs no network."""
+    """Hub id or local folder. With `architecture` next to it, planning needs no network."""
     architecture: FrozenMapping | None = None
     """A Hugging Face config written out: `{model_type: llama, hidden_size: 2048, ...}`."""
     load_pretrained_weights: bool = True
@@ -46,7 +46,7 @@ class ModelParams(Params):
     per head. Unset: torch's choice for the card. One that cannot serve the model is an error."""
     enable_liger_kernel: bool = False
     """Liger's fused kernels for norms, MLPs and rotary positions: fewer activations and launches. Needs a GPU and the
-    packages liger-kernel and triton. The loss that never builds the logits is `chunked_loss`, on or off beside it."""
+    packages liger-kernel and triton. The loss that never builds the logits is `chunked_loss`, on or off next to it."""
     chunked_loss: bool | Auto | Positive | None = None
     """Compute head and loss over this many tokens at a time (true: 1024), so that the logits never exist in full.
     Takes a chunk of logits in place of all, in float32 with their gradient: 11 GiB less for 8,192 tokens of 128,256
@@ -62,7 +62,7 @@ class ModelParams(Params):
     """Modules that are not trained, by name or glob (`layers.1` is not `layers.10`); `embeddings` means all of them.
     Saves their gradients and states."""
     freeze_first_blocks: Annotated[Count, _TRAINED] = 0
-    """The first n transformer blocks are not trained. With `freeze_layers: [embeddings]` beside it they keep no
+    """The first n transformer blocks are not trained. With `freeze_layers: [embeddings]` next to it they keep no
     activations either."""
     tokenizer_name: Annotated[NoURL | None, NO_MEMORY] = None
     """Hub id or folder of the tokenizer. Unset: the model's."""

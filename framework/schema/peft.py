@@ -39,12 +39,12 @@ class PeftParams(Params):
     alpha_pattern: Annotated[FrozenMapping, NO_MEMORY] = FrozenMapping()
     """`lora_alpha` of some targets, in the same way. No memory."""
     lora_modules_to_save: Strings = ()
-    """Modules trained in full and saved beside the adapter. Cost full gradients and states."""
+    """Modules trained in full and saved next to the adapter. Cost full gradients and states."""
     num_virtual_tokens: Positive = 20
     """Trained tokens before each row (`prefix`: keys and values of every layer; `prompt`: embeddings)."""
     adapter_dtype: TorchDtype | None = None
     """dtype of the adapter's weights; `auto` is the base's. Unset: float32, where small updates do not round away; the
-    base's beside a sharded `q_lora` without autocast, since a unit is gathered in one dtype. Modules trained whole are
+    base's next to a sharded `q_lora` without autocast, since a unit is gathered in one dtype. Modules trained whole are
     float32 under autocast, else in the base's dtype."""
     q_lora: bool = False
     """Hold the frozen base in 4 or 8 bits. With `fsdp` its 4 bits are split over the devices, scales included."""

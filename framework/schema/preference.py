@@ -20,7 +20,7 @@ class PreferenceParams(Params):
 
     loss_type: PreferenceLoss = PreferenceLoss.DPO
     """`dpo` and `ipo` learn from pairs, `kto` from single answers marked good or bad; all three are measured against a
-    reference model, which costs nothing beside an adapter and a frozen copy of the weights otherwise. `orpo` and
+    reference model, which costs nothing next to an adapter and a frozen copy of the weights otherwise. `orpo` and
     `simpo` learn from pairs without one."""
     beta: Annotated[Weight | None, NO_MEMORY] = None
     """How much a change of the log-probabilities counts (of `orpo`: the weight of its odds ratio). No memory. Unset:

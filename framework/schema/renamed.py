@@ -79,10 +79,10 @@ _HOW: Mapping[str, str] = {
     "finetuning_type": "`peft=lora` or `peft=qlora` sets it and the rest",
     "freeze_trainable_layers": "what is not trained",
     "freeze_trainable_modules": "what is not trained",
-    "load_in_8bit": "8, beside `peft.q_lora: true`",
+    "load_in_8bit": "8, next to `peft.q_lora: true`",
     "lora_target_linear": "`[all-linear]`",
     "mask_history": "`last`",
-    "pure_bf16": "`bfloat16`, beside `training.mixed_precision_dtype: none`",
+    "pure_bf16": "`bfloat16`, next to `training.mixed_precision_dtype: none`",
     "unfrozen_parameters": "what is not trained",
     "metric_logger": "`[wandb]`, `[tensorboard]` or `[mlflow]`",
     "report_to": "`[wandb]`, `[tensorboard]` or `[mlflow]`",
@@ -100,7 +100,7 @@ _NO_KEY: Mapping[str, tuple[str, ...]] = {
     ),
     "`tunesmith train --overwrite` replaces what is in the run folder": ("overwrite_output_dir",),
     "which way a metric is better is known by its name (training.best_metric)": ("greater_is_better",),
-    "a checkpoint always has what training goes on from, and the export beside it is the model alone": (
+    "a checkpoint always has what training goes on from, and the export next to it is the model alone": (
         "save_only_model",
     ),
     "no more is gathered ahead than fsdp.forward_prefetch and fsdp.backward_prefetch say": ("limit_all_gathers",),

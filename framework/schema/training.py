@@ -68,7 +68,7 @@ class TrainingParams(Params):
     )
     """The loss of `task: preference`."""
     teacher: TeacherParams | None = None
-    """The model that `task: distillation` learns from; its weights stay on the device beside the trained ones."""
+    """The model that `task: distillation` learns from; its weights stay on the device next to the trained ones."""
     distillation: Annotated[DistillationParams, UsedWith("training.task", (Task.DISTILLATION,), refused=True)] = (
         DistillationParams()
     )
@@ -214,7 +214,7 @@ class TrainingParams(Params):
     export_best: Annotated[bool, FREE] = False
     """Export the weights of the best checkpoint rather than the last. Needs `best_metric`."""
     async_save: Annotated[bool, Facts(resume=Resume.FREE)] = False
-    """Write checkpoints beside training: at a save weights and optimizer states are copied to host memory, and training
+    """Write checkpoints during training: at a save weights and optimizer states are copied to host memory, and training
     goes on while the copies are written. Costs that host memory from the first save to the last, on each rank its part;
     training waits for the copy, and for the writer where that is not done by the next save. Needs `save_steps`."""
     logging_steps: Annotated[Positive, FREE] = 1
@@ -233,7 +233,7 @@ class TrainingParams(Params):
     on_oom: Annotated[OnOutOfMemory, Facts(resume=Resume.FREE)] = OnOutOfMemory.STOP
     """`shrink` undoes the step that ran out of memory, halves the micro batch and goes on with the same global batch;
     costs a copy of the trained weights in host memory during the first update, and on several devices the time of an
-    exchange of gradients that no longer goes on beside backward. `stop` undoes the step, saves, ends."""
+    exchange of gradients that no longer goes on during backward. `stop` undoes the step, saves, ends."""
 
     @property
     def has_pairs(self) -> bool:

@@ -45,7 +45,7 @@ def test_float16_without_its_scaler_stops_the_run():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_an_adapter_on_a_half_precision_base_is_float32(dtype):
-    """Fp16 weights with fp16 autocast train, because what is trained beside them is float32."""
+    """Fp16 weights with fp16 autocast train, because what is trained next to them is float32."""
     autocast = {"float16": "fp16", "bfloat16": "bf16"}[dtype]
     config = tiny_config(
         model={"torch_dtype_str": dtype},

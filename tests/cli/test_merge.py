@@ -144,7 +144,7 @@ def test_an_adapter_folder_alone(run, capsys):
     shutil.copytree(other / "final", "elsewhere")
     assert main(["merge", "elsewhere"]) == 2
     assert "which base" in capsys.readouterr().err
-    assert main(["merge", str(other / "final")]) == 0, "the run that it came from is beside it"
+    assert main(["merge", str(other / "final")]) == 0, "the run that it came from is next to it"
 
 
 @pytest.mark.parametrize("peft", ["prefix", "prompt", "ia3", "olora", "rslora"])

@@ -5,7 +5,7 @@ import pytest
 from framework.cli import main
 from framework.compose import compose, shipped
 from framework.memory.resolve import with_length, with_precision
-from framework.memory.search.freedom import opened
+from framework.memory.search.free_keys import opened
 from framework.run.planning.fit import Decided
 
 ASKED = [

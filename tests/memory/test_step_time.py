@@ -1,4 +1,4 @@
-"""Seconds of a step beside hosts of several speeds, from operations written by hand."""
+"""Seconds of a step next to hosts of several speeds, from operations written by hand."""
 
 from dataclasses import replace
 

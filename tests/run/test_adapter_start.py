@@ -19,7 +19,7 @@ from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
 METHODS = [method for method in PeftMethod if method is not PeftMethod.LOFTQ]  # which needs packed weights
 UNSHARDED = (PeftMethod.VERA,)
-"""Refused beside shards, or not split alike."""
+"""Refused next to shards, or not split alike."""
 
 
 def adapted(world: int, folder: Path, method: str, shards: bool) -> TrainingConfig:

@@ -1,4 +1,5 @@
-"""Training on chats, from rows to the folder that is left: what is learnt, and that it renders the same afterwards."""
+"""Training on chats, from rows to the folder that is left: what is trained on, and that it renders the same
+afterwards."""
 
 import json
 from pathlib import Path
@@ -22,7 +23,7 @@ from framework.build.text.labels import IGNORED, Encoded, encode_chats
 from framework.errors import RequestError, SaveFailed
 from framework.run import trainer
 from framework.run.checkpoints.export import write_tokenizer
-from framework.run.checkpoints.trained_model import find_artefact, load_model
+from framework.run.checkpoints.trained_model import find_saved_model, load_model
 from framework.run.inputs.inputs import read_inputs
 from framework.run.inputs.training_batches import TrainingBatches, training_batches
 from framework.schema.config import TrainingConfig
@@ -191,6 +192,6 @@ def test_generation_stops_at_the_token_that_answers_learn_to_end_with(mode: str 
     folder = trainer.train(some, planner=None, quiet=True).folder
     told = json.loads((folder / "final" / "generation_config.json").read_text())["eos_token_id"]
     assert told == [1, 3]
-    model = causal_model(load_model(find_artefact(folder)))
+    model = causal_model(load_model(find_saved_model(folder)))
     assert model.generation_config.eos_token_id == [1, 3]
     assert model.config.eos_token_id == 1

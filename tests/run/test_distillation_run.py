@@ -151,7 +151,7 @@ def test_what_a_packed_teacher_says_is_near_to_what_it_says_whole(teacher):
         training = {"task": "distillation", "teacher": {"model_name": str(teacher), "bits": bits}}
         assembly = tiny_assembly(tiny_config(wide, training=training, model={"torch_dtype_str": "float32"}))
         with torch.no_grad():
-            told[bits] = assembly.companion(input_ids=ids).logits.log_softmax(-1)
+            told[bits] = assembly.frozen_model(input_ids=ids).logits.log_softmax(-1)
     apart = {bits: float((told[bits] - told[None]).abs().mean()) for bits in (8, 4)}
     assert 0 < apart[8] < apart[4] < 0.5
 

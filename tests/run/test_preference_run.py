@@ -140,7 +140,7 @@ def test_a_reference_that_moves_stops_the_run(files, tmp_path, monkeypatch):
     def step(assembly, *args):
         result = original(assembly, *args)
         with torch.no_grad():
-            next(assembly.companion.parameters()).view(-1)[0] += 1
+            next(assembly.frozen_model.parameters()).view(-1)[0] += 1
         return result
 
     monkeypatch.setattr(trainer, "launch_step", step)
@@ -178,7 +178,7 @@ def test_rows_of_the_other_kind_are_refused(files, tmp_path):
 
 
 def test_pairs_are_halved_as_pairs_when_memory_runs_out(files, tmp_path, monkeypatch):
-    """The worse answer stays beside its better one: the run is the one of half the micro batch."""
+    """The worse answer stays next to its better one: the run is the one of half the micro batch."""
     straight = config(files, tmp_path / "straight", training={"per_device_train_batch_size": 2, "max_steps": 3})
     train(straight)
     from framework.build.tasks.preference import Pairs

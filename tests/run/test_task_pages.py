@@ -20,7 +20,7 @@ def blocks(page, language):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Runs the page's program in a folder of its own, without the plan beside it; gives its names."""
+    """Runs the page's program in a folder of its own, without the plan next to it; gives its names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer, "SAMPLE_NEW_TOKENS", 1)
     original = framework.train

@@ -55,7 +55,7 @@ def test_each_snippet_constructs(snippet):
     assert run(snippet) != TrainingConfig()
 
 
-@pytest.mark.skipif(not SEEDS.is_dir(), reason="the seeds are not beside this checkout")
+@pytest.mark.skipif(not SEEDS.is_dir(), reason="the seeds are not next to this checkout")
 def test_the_seed_itself():
     text = next(SEEDS.glob("004_*.txt")).read_text()
     blocks = re.findall(r"^( *)```python\n(.*?)^ *```", text, re.S | re.M)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import framework
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class Adapter:
 def attach_adapter(
     params: PeftParams, model: PreTrainedModel, place: Place, masters: bool, lost: Factors, seed: int
 ) -> Adapter:
-    """The model with its weights frozen and the adapter beside them, in float32 unless another dtype was asked for.
+    """The model with its weights frozen and the adapter next to them, in float32 unless another dtype was asked for.
 
     `masters`: there is autocast, so that modules trained whole can be float32 too; else they keep the base's dtype.
     `lost`: the factors that loftq starts from. `seed`: of what else an adapter starts from, whatever was drawn before.

@@ -67,7 +67,7 @@ def _unloaded(model: PeftModel) -> PreTrainedModel:
 
 def _lift_whole(model: PeftModel, trained: bool) -> None:
     """What was trained whole, or else what it was before, in place of peft's wrappers: peft 0.21 takes a block for one
-    layer with a `weight` where IA3 or VeRA is beside it, and writes the trained values over those of before."""
+    layer with a `weight` where IA3 or VeRA is next to it, and writes the trained values over those of before."""
     for name, module in list(model.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):
             model.set_submodule(name, module.modules_to_save["default"] if trained else module.original_module)

@@ -229,7 +229,7 @@ def weight_count(parameter: Tensor) -> int:
 
 
 def scale_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """What packed weights need beside them that is neither parameter nor buffer: scales, codes, offsets."""
+    """What packed weights need next to them that is neither parameter nor buffer: scales, codes, offsets."""
     for module in model.modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")  # peft's layers show that of their base
         state = getattr(weight, "quant_state", None)

@@ -16,7 +16,7 @@ from framework.build.model.heads import head_layers
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod
 from framework.schema.peft import PeftParams
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 KEY = "peft.lora_target_modules"
 ALL_LINEAR = "all-linear"

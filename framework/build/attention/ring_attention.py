@@ -185,7 +185,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _Parts:
-    """Keys and values of whole rows beside each other, `[tokens, rows, heads, 2 x width]`: tokens first, as they are
+    """Keys and values of whole rows next to each other, `[tokens, rows, heads, 2 x width]`: tokens first, as they are
     gathered. `low` are the first chunks of all ranks, in order; `high` their second ones, the last of a row first."""
 
     def __init__(self, context: Exchange, low: Tensor, high: Tensor) -> None:

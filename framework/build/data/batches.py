@@ -34,7 +34,7 @@ GROUPED_STEPS = 50
 """Steps whose rows are sorted together: the lengths in a step are a fiftieth of all lengths."""
 
 _STEPS_STREAM = 1
-"""Stream of random numbers for the order of grouped steps, beside the epoch's own."""
+"""Stream of random numbers for the order of grouped steps, next to the epoch's own."""
 
 Share: TypeAlias = tuple[tuple[int, ...], bool]
 """Rows of one micro batch on one rank, and whether their labels count. They do not in a stand-in (see `shares`)."""

@@ -1,4 +1,4 @@
-"""Several documents in one row, kept apart: each is learnt as if it stood alone.
+"""Several documents in one row, kept separately: each is trained on as if it stood alone.
 
 Positions restart at 0 in each document. How attention is kept inside it depends on the kernel: `eager` and `sdpa` are
 given a mask, flex_attention its table of blocks, flash-attn the places where documents begin. All of it is made here,
@@ -21,7 +21,7 @@ from framework.build.data.rows import Row
 from framework.build.text.labels import IGNORED
 
 MARKS = ("position_ids", "cu_seq_lens", "longest_document")
-"""Entries of a batch that say where its documents are; `keep_apart` turns them into arguments."""
+"""Entries of a batch that say where its documents are; `keep_documents_separate` turns them into arguments."""
 
 HIDDEN = -65504.0
 """Added to scores that must not count: their weight is exactly 0 in every dtype. Not -inf, of which a whole tile makes
@@ -79,7 +79,7 @@ def document_lengths(batch: Mapping[str, Tensor]) -> tuple[tuple[int, ...], ...]
     return tuple(found)
 
 
-def keep_apart(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+def keep_documents_separate(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """The arguments that keep the documents of a batch apart in this model; none where no row has several.
 
     The mask of `eager` and `sdpa` is [rows, 1, tokens, tokens], one for each kind of layer; sdpa's is made additive

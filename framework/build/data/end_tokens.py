@@ -11,7 +11,7 @@ ROWS_LOOKED_AT = 64
 """Rows that show how answers end: a template ends all of them alike, and some are cut."""
 
 
-def learnt_ends(rows: Rows | Packs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def supervised_ends(rows: Rows | Packs, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of the special tokens that are the last to be learnt in the first rows."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     labels = (rows[index]["labels"] for index in range(min(len(rows), ROWS_LOOKED_AT)))

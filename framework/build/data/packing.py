@@ -14,7 +14,7 @@ from framework.build.data.documents import end_to_end
 from framework.build.data.rows import Row, Rows
 
 _ORDER_STREAM = 3
-"""Stream of random numbers drawn from the run's seed, beside those of framework/build/data/prepare.py."""
+"""Stream of random numbers drawn from the run's seed, next to those of framework/build/data/prepare.py."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,8 @@ from framework.schema.choices import RowFormat, Supervise, Task, Truncation
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams
 from framework.schema.params import FrozenMapping
+from framework.schema.plural import counted
 from framework.schema.split import Split
-from framework.schema.wording import counted
 
 KEY = "FILE"
 ASKING: dict[RowFormat, str] = {
@@ -42,7 +42,7 @@ ASKING: dict[RowFormat, str] = {
 
 
 def read_texts(path: str, config: TrainingConfig, tokenizer: PreTrainedTokenizerBase) -> list[Encoded]:
-    """Texts, or pairs of them, for a model that answers for whole rows; a label beside one is not read.
+    """Texts, or pairs of them, for a model that answers for whole rows; a label next to one is not read.
 
     Cut as in training. Raises RequestError with every broken row.
     """

@@ -25,9 +25,9 @@ from framework.build.data.row_cache import Fitted, RowCache
 from framework.build.data.row_progress import row_progress
 from framework.build.data.rows import Rows
 from framework.build.data.stream import Stream, columns_of, in_parts
-from framework.build.data.truncation import RowPolicy, Tally
+from framework.build.data.truncation import RowCounts, RowPolicy
 from framework.build.sources.files import Fault
-from framework.build.sources.python_rows import NOTHING, Given, PythonRows
+from framework.build.sources.python_rows import NO_ROWS, PythonRows, RowsFromPython
 from framework.build.sources.row_table import RowTable
 from framework.build.sources.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.text.classes import Targets, WrongLabel, coarse_values, find_classes, find_values
@@ -39,13 +39,13 @@ from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams, Datasets
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 ENCODE_BATCH = 256
-"""Rows tokenised in one call: enough to keep every core of a big host busy, little memory beside the rows."""
+"""Rows tokenised in one call: enough to keep every core of a big host busy, little memory next to the rows."""
 
 HELD_OUT, TOKENIZER_TEXTS = 1, 2
-"""Streams of random numbers drawn from the run's seed, beside the epochs' (see `epoch_order`) and that of packing."""
+"""Streams of random numbers drawn from the run's seed, next to the epochs' (see `epoch_order`) and that of packing."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def prepare_data(
     config: TrainingConfig,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None = None,
-    given: Given = NOTHING,
+    given: RowsFromPython = NO_ROWS,
     console: Console | None = None,
 ) -> Data:
     """Every row of the run, ready for batches. The same config gives the same rows on every rank.
@@ -112,7 +112,7 @@ def _fit(
     config: TrainingConfig,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
-    given: Given,
+    given: RowsFromPython,
     console: Console | None,
 ) -> Fitted:
     """Read, check, tokenise and fit all rows."""
@@ -133,7 +133,7 @@ def _fit(
 
 
 def _prepare_stream(
-    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, given: Given
+    config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, given: RowsFromPython
 ) -> Data:
     """What is known of a stream before it begins, and its evaluation rows."""
     opened = open_streams(config, given)
@@ -187,7 +187,7 @@ def _padding_note(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return ("the tokenizer pads on the left; training pads on the right whatever it says",)
 
 
-def open_streams(config: TrainingConfig, given: Given) -> list[OpenSource]:
+def open_streams(config: TrainingConfig, given: RowsFromPython) -> list[OpenSource]:
     """The training sources, to be read as they are needed. Raises RequestError with the problems of all."""
 
     def opened(index: int, source: DatasetParams) -> OpenSource:
@@ -208,7 +208,9 @@ def _first_block(stream: Stream, config: TrainingConfig) -> tuple[Rows | Packs, 
     return block.rows, replace(block.report, stream=head)
 
 
-def read_splits(config: TrainingConfig, given: Given = NOTHING, streams: Sequence[OpenSource] | None = None) -> Splits:
+def read_splits(
+    config: TrainingConfig, given: RowsFromPython = NO_ROWS, streams: Sequence[OpenSource] | None = None
+) -> Splits:
     """The training and evaluation rows as read, `given` those of sources that come from Python.
 
     Of `streams` only the first rows are read, which show what rows they have.
@@ -251,7 +253,7 @@ def hold_out(count: int, fraction: float, seed: int) -> tuple[npt.NDArray[np.int
     return np.sort(order[size:]), np.sort(order[:size])
 
 
-def training_texts(config: TrainingConfig, given: Given = NOTHING) -> Iterator[str]:
+def training_texts(config: TrainingConfig, given: RowsFromPython = NO_ROWS) -> Iterator[str]:
     """The text of the training rows, held-out rows excluded, in a random order that the seed decides.
 
     For building a tokenizer, which reads only the first part of it. Raises RequestError as `read_splits` does.
@@ -277,26 +279,26 @@ def _prepare_split(
     console: Console | None = None,
 ) -> tuple[Rows, SplitReport, tuple[int, ...]]:
     """The rows of a split, fitted, and how many are of each source, where `counts` were read of each."""
-    tally, kept = Tally(policy, f"data.{name}"), list[int]()
+    row_counts, kept = RowCounts(policy, f"data.{name}"), list[int]()
     ends = np.cumsum(counts or [len(rows)]).tolist()
     with row_progress(name, len(rows), console) as done:
         for start, end in pairwise([0, *ends]):
             for batch in rows.select(range(start, end)).iter(batch_size=ENCODE_BATCH):
                 places = map(Place, batch["path"], batch["row"])
                 encoded = encode_batch(batch, encoding)
-                are_known = tally.all_are_known(encoded)
+                are_known = row_counts.all_are_known(encoded)
                 for place, row in zip(places, encoded, strict=True):
-                    if not tally.is_full_of_problems:
-                        tally.take(place, row, are_known)
+                    if not row_counts.is_full_of_problems:
+                        row_counts.take(place, row, are_known)
                 done(len(batch["row"]))
-                if tally.is_full_of_problems:
+                if row_counts.is_full_of_problems:
                     break
-            kept.append(len(tally.kept))
-    if tally.problems:
-        raise RequestError(tally.problems)
-    prepared, report = tally.finish(name)
+            kept.append(len(row_counts.kept))
+    if row_counts.problems:
+        raise RequestError(row_counts.problems)
+    prepared, report = row_counts.finish(name)
     if not prepared:
-        raise RequestError([_nothing_left(report, tally.first_dropped, config)])
+        raise RequestError([_nothing_left(report, row_counts.first_dropped, config)])
     _require_little_lost(report, config.training.task)
     return prepared, report, tuple(np.diff(kept, prepend=0).tolist())
 

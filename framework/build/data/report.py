@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from framework.build.text.remarks import Remark
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
 """Shares of the rows whose length is reported."""
@@ -238,7 +238,7 @@ EMPTY = "empty"
 """Why a row is dropped that lacks a value in a column which its form needs."""
 
 SAME = "the same answer twice"
-"""Why a pair is dropped from which nothing is learnt: no loss of pairs tells its answers apart."""
+"""Why a pair is dropped from which nothing is trained on: no loss of pairs tells its answers apart."""
 
 _LEFT_OUT = {
     EMPTY: "a column that they need is absent or empty in them",

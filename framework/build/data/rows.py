@@ -12,7 +12,7 @@ from framework.schema.choices import Truncation
 
 
 class Row(TypedDict):
-    """What a model is given of one row. Labels are `IGNORED` (-100) where nothing is learnt."""
+    """What a model is given of one row. Labels are `IGNORED` (-100) where nothing is trained on."""
 
     input_ids: list[int]
     labels: list[int]
@@ -96,7 +96,7 @@ def join_rows(encoded: Sequence[Encoded]) -> Rows:
 
 
 def supervised_count(row: Encoded) -> int:
-    """Tokens of the row that are learnt, of both answers where there are two; 1 where the row as a whole is."""
+    """Tokens of the row that are trained on, of both answers where there are two; 1 where the row as a whole is."""
     if row.parts:
         return 1
     own = int(np.count_nonzero(row.labels != IGNORED))

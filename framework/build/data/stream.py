@@ -16,7 +16,7 @@ from framework.build.data.mixing import nothing_to_draw, shares_of
 from framework.build.data.packing import Packs, pack
 from framework.build.data.report import SplitReport, merged_names
 from framework.build.data.rows import Row, Rows
-from framework.build.data.truncation import RowPolicy, Tally
+from framework.build.data.truncation import RowCounts, RowPolicy
 from framework.build.sources.files import Fault
 from framework.build.sources.sources import PROBLEM_LIMIT, UNREAD, OpenSource, Place
 from framework.build.text.encode import Encoding
@@ -29,7 +29,7 @@ ENCODE_BATCH = 256
 """Rows tokenised in one call."""
 
 _ORDER_STREAM = 4
-"""Stream of random numbers drawn from the run's seed, beside those of data.py and packing.py."""
+"""Stream of random numbers drawn from the run's seed, next to those of data.py and packing.py."""
 
 T = TypeVar("T")
 Raw: TypeAlias = tuple[OpenSource, Place, Values | Fault]
@@ -140,7 +140,7 @@ class Stream:
             yield block
 
     def _block(self, raw: Sequence[Raw], epoch: int, number: int) -> Block:
-        tally, places = Tally(self.policy, "data.train"), list[Place]()
+        row_counts, places = RowCounts(self.policy, "data.train"), list[Place]()
         problems = [
             Problem(source.key, values.message, where=str(place))
             for source, place, values in raw
@@ -151,13 +151,13 @@ class Stream:
         for part in in_parts(raw, ENCODE_BATCH):
             rows = [(place, values) for _, place, values in part if not isinstance(values, Fault)]
             encoded = encode_batch(columns_of([values for _, values in rows]), self.encoding)
-            are_known = tally.all_are_known(encoded)
+            are_known = row_counts.all_are_known(encoded)
             for (place, _), row in zip(rows, encoded, strict=True):
-                tally.take(place, row, are_known)
-                places += [place] * (len(tally.kept) - len(places))
-        if tally.problems:
-            raise RequestError(tally.problems[:PROBLEM_LIMIT])
-        kept, report = tally.finish("train")
+                row_counts.take(place, row, are_known)
+                places += [place] * (len(row_counts.kept) - len(places))
+        if row_counts.problems:
+            raise RequestError(row_counts.problems[:PROBLEM_LIMIT])
+        kept, report = row_counts.finish("train")
         known = ((source, values) for source, _, values in raw if not isinstance(values, Fault))
         names = ({source.params.path: values[UNREAD]} for source, values in known if UNREAD in values)
         report = replace(report, unread=merged_names(names))
@@ -167,7 +167,7 @@ class Stream:
         if self.packing and kept:
             made = pack(kept, self.policy.limit, int(generator.integers(2**31)))
         order = generator.permutation(len(made)) if self.buffer > 1 else np.arange(len(made))
-        return Block(made, order.tolist(), places, report, tally.lengths, tally.first_dropped)
+        return Block(made, order.tolist(), places, report, row_counts.lengths, row_counts.first_dropped)
 
     def _joined(self) -> Iterator[Raw]:
         return chain.from_iterable(_raw(source) for source in self.sources)

@@ -123,7 +123,7 @@ class StreamedBatches:
     pad_token_id: int
     rank: int = 0
     workers: int = 0
-    """0, or 1 for a process that reads and tokenises beside the training."""
+    """0, or 1 for a process that reads and tokenises during training."""
     padding_free: bool = False
     multiple: int = 1
     progress: Progress = field(default_factory=Progress)

@@ -13,7 +13,7 @@ from framework.build.text.labels import Encoded, UnsuitedChat
 from framework.build.text.remarks import Remark
 from framework.errors import Problem
 from framework.schema.choices import Truncation
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RowPolicy:
 
 
 @dataclass
-class Tally:
+class RowCounts:
     """Rows taken so far, under one policy."""
 
     policy: RowPolicy

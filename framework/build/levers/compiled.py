@@ -192,8 +192,8 @@ def _budget(config: TrainingConfig) -> float | None:
 def modules_to_compile(config: TrainingConfig, model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Names and modules that `compile_scope` means: the blocks, or all of the model below its head.
 
-    The head is left out because a chunked loss calls it apart, and adapters wrap calls around the model as a whole that
-    break the graph.
+    The head is left out because a chunked loss calls it separately, and adapters wrap calls around the model as a whole
+    that break the graph.
     """
     if config.training.compile_scope is CompileScope.MODEL:
         return [(WHOLE, causal_model(model).base_model)]

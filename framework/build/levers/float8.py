@@ -2,7 +2,7 @@
 
 Trained weights stay in their dtype and are cast for each product, so a checkpoint is as without. The frozen base of an
 adapter is held in 8 bits (float8_base.py). The head is left out: its products are the ones that rounding hurts most,
-and a chunked loss calls it apart.
+and a chunked loss calls it separately.
 """
 
 import importlib

@@ -41,7 +41,7 @@ class Visit:
     def __init__(self) -> None:
         self.kept: list[weakref.ref[Kept]] = []
         self.departure: Any = None
-        self.arrival: Any = None
+        self.shard_loader: Any = None
         self.is_coming = self.is_back = False
 
     @property
@@ -139,7 +139,7 @@ class Offload:
         if visit.is_back:
             return
         self._fetch(visit)
-        self._wait(visit.arrival)
+        self._wait(visit.shard_loader)
         visit.is_back = True
         earlier = [other for reference in self._visits if (other := reference()) is not None]
         before = [other for other in earlier[: earlier.index(visit)] if other.alive]
@@ -157,12 +157,12 @@ class Offload:
             for kept in absent:
                 assert kept.device is not None
                 kept.device.copy_(kept.host, non_blocking=True)
-        visit.arrival = self._mark()
+        visit.shard_loader = self._mark()
 
     # -- streams
     @contextlib.contextmanager
     def _on_side(self) -> Iterator[None]:
-        """Copies within start when all that was queued before is done, and run beside what is queued after."""
+        """Copies within start when all that was queued before is done, and run next to what is queued after."""
         if self._side is None:
             yield
             return

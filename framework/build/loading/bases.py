@@ -22,7 +22,7 @@ from framework.build.model_folder import KEY, checkpoint_files, local_folder
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 BASE, TEACHER = "model.base", "training.teacher"
 """What `--allow` calls the model that is trained or adapted, and the one that is distilled from."""

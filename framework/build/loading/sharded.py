@@ -44,11 +44,11 @@ Source = Callable[[str, Tensor], bool]
 
 def await_weights(
     config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks
-) -> "Arrival | None":
+) -> "ShardLoader | None":
     """The model that is filled while it is sharded; None where it is built with its weights."""
     is_split = config.fsdp.is_sharded or config.fsdp.tensor_parallel_size > 1
     has_parts = is_split and ranks.world > 1 and not place.rehearsed
-    return Arrival(config, architecture, place, ranks) if has_parts else None
+    return ShardLoader(config, architecture, place, ranks) if has_parts else None
 
 
 def needs_whole_model(config: TrainingConfig) -> bool:
@@ -78,11 +78,11 @@ def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
     return any(name not in stored and not is_new(model, name) for name in names)
 
 
-class Arrival:
+class ShardLoader:
     """A `model` on meta, and how its weights come. `new` names those that the checkpoint does not have; what is
     added to the model is made at `place`.
 
-    Where something is made of the whole model's values (DoRA, PiSSA, modules trained in full beside an adapter), every
+    Where something is made of the whole model's values (DoRA, PiSSA, modules trained in full next to an adapter), every
     host loads all of it first.
     """
 

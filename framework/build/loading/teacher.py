@@ -1,4 +1,4 @@
-"""`training.teacher` becomes a frozen model beside the one that is trained."""
+"""`training.teacher` becomes a frozen model next to the one that is trained."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from framework.schema.choices import Task, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
 from framework.schema.peft import PeftParams
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 KEY = "training.teacher"
 MISSING_WORDS = 0.01

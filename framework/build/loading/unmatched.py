@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from framework.build.model.heads import is_new
 from framework.errors import Problem, RequestError
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 BUFFERS = (".inv_freq", ".position_ids", ".token_type_ids", ".masked_bias", ".attn.bias", ".attention.bias")
 """Ends of the names of constants that earlier versions of transformers saved, and that models compute for themselves:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.build.data.documents import MARKS, keep_apart
+from framework.build.data.documents import MARKS, keep_documents_separate
 from framework.build.losses.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
 from framework.build.model.heads import reads_both_ways
 from framework.build.model.parts import causal_model
@@ -123,8 +123,8 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
     No labels, because the loss is ours. No mask of the padding where tokens see only those before them, because rows
     are padded on the right: no token of a row can see the padding behind it, and the padding's own outputs are not
-    supervised. It would change nothing that is learnt, cost rows x tokens x tokens bytes, and keep the faster attention
-    kernels from running.
+    supervised. It would change nothing that is trained on, cost rows x tokens x tokens bytes, and keep the faster
+    attention kernels from running.
     """
     unread = () if reads_both_ways(causal_model(model).config) else ("attention_mask",)
     left_out = ("labels", "next", "positions", "targets", "reference", *unread, *MARKS)
@@ -134,7 +134,7 @@ def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     # A model would compute its router loss anew, from whatever mask it is given; ours is in
     # framework/build/losses/router_loss.py.
     without = {"output_router_logits": False} if asks_for_router_logits(model) else {}
-    return {**tokens, **without, **keep_apart(causal_model(model), batch)}
+    return {**tokens, **without, **keep_documents_separate(causal_model(model), batch)}
 
 
 def asks_for_router_logits(model: nn.Module) -> bool:

@@ -142,7 +142,7 @@ def load_balancing_loss(causal: PreTrainedModel) -> Callable[..., Tensor] | None
     return getattr(sys.modules[type(causal).__module__], "load_balancing_loss_func", None)
 
 
-def said_of_routers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
+def describe_routers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
     """What a plan has taken the loss of a mixture of experts to be."""
     settings = architecture.get_text_config().to_dict()
     if not has_routers(settings) or config.training.task.is_of_rows:

@@ -127,7 +127,7 @@ class NormedConvolution(nn.Module):
 
 
 class TCNBlock(GradientCheckpointingLayer):  # type: ignore[misc]
-    """Two convolutions of one dilation beside a way around them; `[rows, channels, tokens]`."""
+    """Two convolutions of one dilation next to a way around them; `[rows, channels, tokens]`."""
 
     def __init__(self, inputs: int, outputs: int, width: int, dilation: int, dropout: float) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from framework.build.model.parts import transformer_blocks
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 EMBEDDINGS = "embeddings"
 """The word that means every embedding, whatever the family calls it."""

@@ -24,7 +24,7 @@ from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 ASSUMED = {Task.CLASSIFICATION: ("negative", "positive"), Task.REGRESSION: ("value",), Task.REWARD: ("reward",)}
 """Names of a model's answers where neither `data.labels` nor rows have told."""
@@ -45,7 +45,7 @@ def answers(config: TrainingConfig) -> tuple[str, ...]:
     return labels or ASSUMED[config.training.task]
 
 
-def said_of_answers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
+def describe_answers(config: TrainingConfig, architecture: PretrainedConfig) -> tuple[str, ...]:
     """What a plan has assumed of the head, and of convolutions."""
     said = []
     if config.training.task in (Task.CLASSIFICATION, Task.REGRESSION) and not config.data.labels:
@@ -105,7 +105,7 @@ def answers_for_rows(model: nn.Module) -> bool:
 def head_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """What stands on top of the model's body, by name.
 
-    In a model of tokens the matrix of the logits. In one of rows all beside the body, and an encoder's pooler, which
+    In a model of tokens the matrix of the logits. In one of rows all but the body, and an encoder's pooler, which
     checkpoints that were trained on masked tokens do not have.
     """
     if answers_for_rows(model):

@@ -26,7 +26,7 @@ from framework.schema.choices import Rounding
 PIECE = 1 << 24
 """Elements computed at once without a kernel: float32 temporaries stay below 0.5 GiB however large an embedding is."""
 CHUNK = 16384
-"""Elements that one program of the kernel updates: enough that finding its tensor costs little beside the update."""
+"""Elements that one program of the kernel updates: enough that finding its tensor costs little next to the update."""
 UNKNOWN_STEPS = 8
 """Steps that may have been launched before the host knows whether the first of them was skipped."""
 PARTS_APART = 1_000_003

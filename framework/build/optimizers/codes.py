@@ -22,7 +22,7 @@ DROPPED = 23 - MANTISSA
 LARGEST = 2 - 2.0**-MANTISSA
 """What the largest element of a block becomes: the largest code's mantissa, with an exponent of zero."""
 TINIEST_SCALE = 1e-30
-"""Keeps the reciprocal of a scale finite; elements below it are nothing beside Adam's epsilon."""
+"""Keeps the reciprocal of a scale finite; elements below it are nothing next to Adam's epsilon."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def is_managed(tensor: Tensor) -> bool:
 
 
 def forget_pages(optimizer: torch.optim.Optimizer) -> None:
-    """Drop what bitsandbytes holds of paged states beside the optimizer's own, so that dropped states are freed."""
+    """Drop what bitsandbytes holds of paged states next to the optimizer's own, so that dropped states are freed."""
     for part in (optimizer, *getattr(optimizer, "parts", {}).values()):
         if type(part).__module__.startswith("bitsandbytes"):
             part.page_mng.paged_tensors.clear()

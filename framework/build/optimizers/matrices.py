@@ -22,7 +22,7 @@ def hidden_matrices(model: nn.Module) -> frozenset[Tensor]:
     return frozenset(parameter for parameter in trained if parameter not in ends)
 
 
-def matrices_apart(training: TrainingParams, model: nn.Module) -> frozenset[Tensor]:
+def matrix_parameters(training: TrainingParams, model: nn.Module) -> frozenset[Tensor]:
     """Those that `training.optimizer` orthogonalises or projects; empty for one that treats all weights alike.
 
     Raises RequestError where such an optimizer would find none, and train everything as AdamW does.

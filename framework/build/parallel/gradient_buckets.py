@@ -2,7 +2,7 @@
 
 torch's DDP does so in the middle of backward, where a rank that runs out of memory leaves the others waiting. Here
 ranks meet when each has all of its gradients, or says that it has not. Gradients live in a few flat tensors, as in DDP,
-which are sent as they are: the same memory, no copies. What is lost is that the exchange goes on beside backward.
+which are sent as they are: the same memory, no copies. What is lost is that the exchange goes on during backward.
 """
 
 import contextlib

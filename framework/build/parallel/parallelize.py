@@ -10,7 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from framework.build.loading.sharded import Arrival
+from framework.build.loading.sharded import ShardLoader
 from framework.build.parallel.gradient_buckets import GradientBuckets, reached_by_backward
 from framework.build.place import Place
 from framework.build.ranks import Parallel, Ranks
@@ -41,10 +41,10 @@ def parallelize(
     model: nn.Module,
     place: Place,
     ranks: Ranks,
-    arrival: Arrival | None = None,
+    shard_loader: ShardLoader | None = None,
     tensor: "TensorParallel | None" = None,
 ) -> Parallel | None:
-    """The model as all ranks train it; None where each trains it as it is. `arrival` brings its weights, of which
+    """The model as all ranks train it; None where each trains it as it is. `shard_loader` brings its weights, of which
     `tensor` leaves this rank's part.
 
     Call it right before the optimizer is built. Names of parameters stay as they are.
@@ -57,9 +57,9 @@ def parallelize(
     if ranks.world > 1 and config.fsdp.is_sharded:
         from framework.build.parallel.shard import shard  # torch's sharding takes seconds to import
 
-        return shard(config, root, model, place, ranks, arrival, tensor)
+        return shard(config, root, model, place, ranks, shard_loader, tensor)
     if tensor is not None:
-        tensor.cut_all(model, root, arrival)
+        tensor.cut_all(model, root, shard_loader)
     if ranks.world == ranks.alike or place.rehearsed:  # copies are rehearsed as one
         return None
     ranks.meet()  # from loading, which takes each as long as its disk does
@@ -86,7 +86,7 @@ def _replicated(root: Root, group: Any) -> DistributedDataParallel:
 
 
 def _settle_buckets(replicated: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
-    """Have gradients, zeros, where they stay: two passes in which nothing is learnt.
+    """Have gradients, zeros, where they stay: two passes in which nothing is trained on.
 
     Before the second one torch makes its buckets anew, in the order in which gradients came. In training that order
     would be better by little, and the old buckets would stay until their last gradient has moved: all gradients are

@@ -1,7 +1,7 @@
 """A base in 4 bits whose layers are split over the ranks.
 
 `fully_shard` splits, gathers and frees parameters, casts those of a floating dtype to the dtype that it gathers in, and
-knows nothing of scales beside them. So the packed numbers of a layer and, behind them, their scales are one parameter,
+knows nothing of scales next to them. So the packed numbers of a layer and, behind them, their scales are one parameter,
 whose dtype is only a name for bytes. It is the dtype of gathering, so that no cast takes the bytes for numbers; still
 they are gathered as bytes, since what CUDA copies of half precision has one NaN for all. Codes, offsets and the scales
 of nested scales (4 bytes for 16,384 weights) are whole on every rank.
@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from framework.build.adapters.quantize import BLOCK, NESTED_BLOCK, Packing
 from framework.errors import Problem, RequestError
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 _ALIGNED = 4
 """Bytes: scales are read as float32 behind the numbers, and either may be stored as float32."""

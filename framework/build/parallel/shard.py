@@ -25,7 +25,7 @@ from framework.build.dtypes import autocast_dtype
 from framework.build.hub import nearest
 from framework.build.levers.compiled import compiled_regions
 from framework.build.levers.pinned import pinning
-from framework.build.loading.sharded import Arrival
+from framework.build.loading.sharded import ShardLoader
 from framework.build.model.parts import causal_model, ends_of, transformer_blocks
 from framework.build.place import Place
 from framework.build.ranks import Ranks
@@ -49,7 +49,7 @@ class Sharding:
     root: FSDPModule
     blocks: tuple[FSDPModule, ...]
     ends: tuple[tuple[FSDPModule, ...], ...]
-    """The modules of each unit beside them: the embedding, and what runs after the blocks."""
+    """The modules of each unit next to them: the embedding, and what runs after the blocks."""
     block_class: str
     """Name of the class of the blocks."""
     shards: int
@@ -104,13 +104,13 @@ def shard(
     model: nn.Module,
     place: Place,
     ranks: Ranks,
-    arrival: Arrival | None = None,
+    shard_loader: ShardLoader | None = None,
     tensor: "TensorParallel | None" = None,
 ) -> Sharding:
     """Split the parameters below `root` over the ranks, in place; hybrid strategies over those of one machine.
 
-    `arrival` fills each unit right before it is split, and `tensor` leaves its part of each matrix, which is split over
-    the ranks that have the same part.
+    `shard_loader` fills each unit right before it is split, and `tensor` leaves its part of each matrix, which is split
+    over the ranks that have the same part.
 
     `model` is the transformers model (or its adapter's wrapper) below `root`. Call it last: checkpoints and compiled
     regions are inside of what is gathered. Raises RequestError for blocks that are not found, that are parts of a
@@ -134,15 +134,15 @@ def shard(
     ends = ends_of(model, blocks)
     for unit in (*([block] for block in blocks), *ends, [root]):
         for module in unit:
-            if arrival is not None:
-                arrival.fill(module)
+            if shard_loader is not None:
+                shard_loader.fill(module)
             if tensor is not None:
                 tensor.cut(module)
         is_last = unit[-1] is root or (ends and unit is ends[-1])  # its backward comes right after its forward
         with pinning(size):
             fully_shard(unit, **settings | ({"reshard_after_forward": False} if is_last else {}))
-    if arrival is not None:
-        arrival.close()
+    if shard_loader is not None:
+        shard_loader.close()
     parts: Any = tuple(blocks), tuple(map(tuple, ends))
     sharding = Sharding(cast(FSDPModule, root), parts[0], parts[1], block_class, shards, replicas)
     if has_packed:

@@ -28,10 +28,10 @@ from framework.build.place import Place
 from framework.build.ranks import Ranks, local_part, whole
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 if TYPE_CHECKING:
-    from framework.build.loading.sharded import Arrival
+    from framework.build.loading.sharded import ShardLoader
 
 KEY = "fsdp.tensor_parallel_size"
 BY_OUTPUTS, BY_INPUTS, SEES_A_PART = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -134,15 +134,15 @@ class TensorParallel:
         assert self.mesh is not None
         return self.mesh["data"]
 
-    def cut_all(self, model: nn.Module, root: nn.Module, arrival: "Arrival | None") -> None:
+    def cut_all(self, model: nn.Module, root: nn.Module, shard_loader: "ShardLoader | None") -> None:
         """The same for a model that is not sharded, block by block as its weights arrive. `root` holds the model."""
         blocks = list(transformer_blocks(model))
         for unit in (*blocks, *itertools.chain(*ends_of(model, blocks)), root):
-            if arrival is not None:
-                arrival.fill(unit)
+            if shard_loader is not None:
+                shard_loader.fill(unit)
             self.cut(unit)
-        if arrival is not None:
-            arrival.close()
+        if shard_loader is not None:
+            shard_loader.close()
 
     def as_part(self, name: str, tensor: Tensor) -> Tensor:
         """A parameter, or a state as large, as the part of a whole that it is; the same memory. `whole` gathers it."""
@@ -251,7 +251,7 @@ def _refuse_unpaired(parent: nn.Module, children: Mapping[nn.Module, str]) -> No
 
 
 def _matrices(module: nn.Module) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
-    """The linear layer itself, and what LoRA has put beside it: the matrix of its inputs and that of its outputs."""
+    """The linear layer itself, and what LoRA has put next to it: the matrix of its inputs and that of its outputs."""
     if not hasattr(module, "lora_A"):
         return module, None, None
     adapted: Any = module
@@ -259,7 +259,8 @@ def _matrices(module: nn.Module) -> tuple[nn.Module, nn.Module | None, nn.Module
 
 
 def _refuse_unknown(names: Mapping[nn.Module, str], parent: nn.Module, children: Mapping[nn.Module, str]) -> None:
-    """What is beside the planned modules sees a part of the heads or features, of which the plan would have to tell."""
+    """What is next to the planned modules sees a part of the heads or features, of which the plan would have to
+    tell."""
     planned = {parameter for child in children for parameter in child.parameters()}
     for name, parameter in parent.named_parameters():
         if parameter not in planned:

@@ -29,7 +29,7 @@ COMPRESSED = tuple(_OPENERS)
 """Last endings of the names of compressed files, in lower case."""
 
 BROKEN = (EOFError, zlib.error, lzma.LZMAError)
-"""What reading raises where compressed data is cut short or damaged, beside OSError."""
+"""What reading raises where compressed data is cut short or damaged, next to OSError."""
 
 
 def open_bytes(path: Path) -> BinaryIO:

@@ -15,7 +15,7 @@ from framework.build.hub import one_line
 from framework.build.sources.arrow_values import python_rows
 from framework.build.sources.compressed import BROKEN, COMPRESSED, ending, open_bytes
 from framework.regular_files import open_regular
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ CSV_FIELD_LIMIT = 2**31 - 1
 """Characters in one field. Python's own limit of 131072 is there for parsing untrusted uploads."""
 
 ARROW_BATCH = 1000
-"""Rows decoded at a time: enough to amortise the call, few enough that long rows stay small beside the file."""
+"""Rows decoded at a time: enough to amortise the call, few enough that long rows stay small next to the file."""
 
 
 def read_jsonl(path: Path) -> Iterator[Record]:

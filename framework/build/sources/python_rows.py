@@ -21,17 +21,17 @@ PythonRows: TypeAlias = Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapp
 
 
 @dataclass(frozen=True)
-class Given:
+class RowsFromPython:
     """The rows that were handed over, by where they belong."""
 
     train: PythonRows | None = None
     eval: PythonRows | None = None
 
 
-NOTHING = Given()
+NO_ROWS = RowsFromPython()
 
 
-def take_rows(config: TrainingConfig, given: Given) -> tuple[TrainingConfig, Given]:
+def take_rows(config: TrainingConfig, given: RowsFromPython) -> tuple[TrainingConfig, RowsFromPython]:
     """The config that says which of its sources the rows are and what they add up to; and the rows, to be read often.
 
     Rows are held in a list, unless `data.streaming` reads those of training as they are needed: then nothing is known
@@ -43,7 +43,7 @@ def take_rows(config: TrainingConfig, given: Given) -> tuple[TrainingConfig, Giv
     if problems:
         raise RequestError(problems)
     data = config.data.model_copy(update={"train": train[0], "eval": held_out[0]})
-    return config.model_copy(update={"data": data}), Given(train[1], held_out[1])
+    return config.model_copy(update={"data": data}), RowsFromPython(train[1], held_out[1])
 
 
 def python_records(rows: PythonRows) -> Iterator[Record]:

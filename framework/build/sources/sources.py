@@ -31,8 +31,8 @@ from framework.build.text.row_formats import choose_form
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Task
 from framework.schema.data import DatasetParams
+from framework.schema.plural import counted
 from framework.schema.split import Split, parse_split
-from framework.schema.wording import counted
 
 if TYPE_CHECKING:
     import datasets
@@ -47,7 +47,7 @@ CHUNK = 10_000
 """Rows that become one piece of the Arrow table."""
 
 UNREAD = "unread"
-"""Beside the columns that a row keeps: names of what its form does not read."""
+"""Next to the columns that a row keeps: names of what its form does not read."""
 
 T = TypeVar("T")
 

@@ -21,10 +21,10 @@ from framework.schema.config import TrainingConfig
 __all__ = ["Precomputed", "WithoutAdapter", "build_companion", "build_objective", "reference_of", "said_of_companion"]
 
 
-def build_companion(
+def build_frozen_model(
     config: TrainingConfig, model: nn.Module, place: Place, computed: torch.dtype | None
 ) -> nn.Module | None:
-    """The frozen model beside the one that is trained, where the task needs one.
+    """The frozen model next to the one that is trained, where the task needs one.
 
     `model` is the one that is trained, as it was built; `computed` is autocast's dtype.
     """
@@ -36,19 +36,19 @@ def build_companion(
     return None
 
 
-def said_of_companion(config: TrainingConfig, companion: nn.Module | None) -> tuple[str, ...]:
-    """What a plan has taken the task to need beside the model."""
+def describe_frozen_model(config: TrainingConfig, frozen_model: nn.Module | None) -> tuple[str, ...]:
+    """What a plan has taken the task to need next to the model."""
     training = config.training
-    if companion is not None:
-        size = sum(parameter.numel() * parameter.element_size() for parameter in companion.parameters())
+    if frozen_model is not None:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in frozen_model.parameters())
         what = "the teacher" if training.task is Task.DISTILLATION else "the reference, a frozen copy of the weights,"
-        return (f"{what} takes {size / 2**30:.2f} GiB beside them, and a forward pass of its own in each step",)
+        return (f"{what} takes {size / 2**30:.2f} GiB next to them, and a forward pass of its own in each step",)
     if training.asks_reference_once:
         return ("the reference is asked once before the first step: its forward passes are in no step",)
     return ("the reference is the model without its adapter: one more forward pass",) if training.has_reference else ()
 
 
-def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Module | None = None) -> Objective:
+def build_objective(config: TrainingConfig, model: nn.Module, frozen_model: nn.Module | None = None) -> Objective:
     """What `training.task` minimises. Raises RequestError for a model that it cannot be asked of."""
     training = config.training
     if training.task in (Task.CLASSIFICATION, Task.REGRESSION):
@@ -56,15 +56,15 @@ def build_objective(config: TrainingConfig, model: nn.Module, companion: nn.Modu
     if training.task is Task.REWARD:
         return BradleyTerry()
     if training.task is Task.DISTILLATION:
-        assert companion is not None, "build_companion() makes the teacher"
+        assert frozen_model is not None, "build_companion() makes the teacher"
         if config.model.chunked_loss is None:  # two heads' chunks are compared in float32, which is no faster
-            return Distillation(companion, training.distillation, None)
-        chunk_size(config.model, companion, "training.teacher.model_name")
-        return Distillation(companion, training.distillation, chunk_size(config.model, model))
+            return Distillation(frozen_model, training.distillation, None)
+        chunk_size(config.model, frozen_model, "training.teacher.model_name")
+        return Distillation(frozen_model, training.distillation, chunk_size(config.model, model))
     loss = build_loss(config.model, model)
     if training.task is Task.PREFERENCE:
         rule = PairLoss(training.preference) if training.has_pairs else SingleLoss(training.preference)
-        return build_preference(loss, build_reference(config, loss, companion), rule)
+        return build_preference(loss, build_reference(config, loss, frozen_model), rule)
     return NextToken(loss, build_router_loss(config, model))
 
 

@@ -1,4 +1,4 @@
-"""`distillation`: a teacher's next tokens, and the labels beside them."""
+"""`distillation`: a teacher's next tokens, and the labels next to them."""
 
 import math
 from collections.abc import Mapping

@@ -64,13 +64,13 @@ class Precomputed:
         return batch["reference"]
 
 
-def build_reference(config: TrainingConfig, loss: Loss, companion: nn.Module | None) -> Reference | None:
+def build_reference(config: TrainingConfig, loss: Loss, frozen_model: nn.Module | None) -> Reference | None:
     """The reference that the loss needs, None where it needs none."""
     training = config.training
     if not training.has_reference:
         return None
-    if companion is not None:
-        return FrozenCopy(loss, companion)
+    if frozen_model is not None:
+        return FrozenCopy(loss, frozen_model)
     starts_elsewhere = ADAPTERS[config.peft.peft_method].moves_base
     source = WithoutAdapter(loss) if training.use_peft and not starts_elsewhere else AsItIs(loss)
     return Precomputed(source) if training.asks_reference_once else source

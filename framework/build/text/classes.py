@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from framework.build.hub import nearest
 from framework.build.text.messages import describe
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 HIGHEST = float(np.finfo(np.float32).max)
 """Targets are float32; a larger number would be infinite there."""

@@ -50,7 +50,7 @@ class Encoding:
     margins: bool = False
     """Whether pairs say by how much the one answer is better."""
 
-    def learnt_of(self, usual: Supervise) -> Supervise:
+    def supervised_of(self, usual: Supervise) -> Supervise:
         return self.learnt or usual
 
 
@@ -126,7 +126,7 @@ def texts(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
 
 def conversations(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
     """Chats, of which the answers are supervised unless `data.supervise` says otherwise."""
-    learnt = encoding.learnt_of(Supervise.ASSISTANT)
+    learnt = encoding.supervised_of(Supervise.ASSISTANT)
     return list(encode_chats(encoding.tokenizer, [conversation(row) for row in rows], learnt))
 
 
@@ -188,7 +188,7 @@ def tokens(rows: Sequence[StoredRow], encoding: Encoding) -> list[Result]:
 
 def _answers(rows: Sequence[Chat | tuple[str, str]], encoding: Encoding) -> list[Result]:
     """Prompts with their completions, as chats or as plain texts; each row by itself decides which."""
-    learnt = encoding.learnt_of(Supervise.COMPLETION)
+    learnt = encoding.supervised_of(Supervise.COMPLETION)
     chats = [row for row in rows if isinstance(row, Chat)]
     texts = [row for row in rows if not isinstance(row, Chat)]
     from_chats = iter(encode_chats(encoding.tokenizer, chats, learnt) if chats else ())

@@ -22,7 +22,7 @@ from framework.build.text.messages import (
     with_system,
 )
 from framework.schema.choices import RowFormat
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 Values = dict[str, Any]
 """What is kept of one row, by column."""
@@ -125,7 +125,7 @@ def _stored(value: object) -> str | None:
 
 
 def _alike(prompt: Any, answer: Any) -> tuple[Any, Any]:
-    """A text beside a list of messages is a message itself: what the user says, or what the assistant answers."""
+    """A text next to a list of messages is a message itself: what the user says, or what the assistant answers."""
     if isinstance(prompt, str) and isinstance(answer, list):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if isinstance(answer, str) and isinstance(prompt, list):
@@ -193,7 +193,7 @@ def _split_texts(prompt: Any, chosen: str, rejected: str) -> tuple[Any, Any, Any
 
 
 def _split_chats(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[Any, Any, Any]:
-    """Conversations share their first messages. A prompt beside them is those messages, or stands before them."""
+    """Conversations share their first messages. A prompt next to them is those messages, or stands before them."""
     length = shared_messages(chosen, rejected)
     shared = chosen[:length]
     if isinstance(prompt, str):

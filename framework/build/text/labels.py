@@ -1,4 +1,4 @@
-"""Which tokens of a row are learnt. Everything is decided by position; no token id ever decides it."""
+"""Which tokens of a row are trained on. Everything is decided by position; no token id ever decides it."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ HEADER_END = 8
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """One row as tokens. `labels[i]` is `input_ids[i]` where it is learnt, else `IGNORED`; both int32, same length.
+    """One row as tokens. `labels[i]` is `input_ids[i]` where it is trained on, else `IGNORED`; both int32, same length.
     Labels that came with the row are what they are.
 
     The first label is always `IGNORED`: nothing stands before that token to predict it from. So the number of labels
@@ -49,7 +49,7 @@ class Encoded:
     rejected: "Encoded | None" = None
     """The worse answer to the same prompt; this row has the better one."""
     parts: tuple[Span, ...] = ()
-    """Where the text stands, or both of a pair, in a row that is learnt as a whole; none in any other row. What the
+    """Where the text stands, or both of a pair, in a row that is trained on as a whole; none in any other row. What the
     tokenizer put around them stays when the row is cut."""
     remarks: frozenset[Remark] = frozenset()
     """What may be a mistake in it."""
@@ -57,7 +57,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Marked:
-    """A rendered conversation and the parts of it that are learnt."""
+    """A rendered conversation and the parts of it that are trained on."""
 
     text: str
     spans: Sequence[Span]
@@ -90,8 +90,8 @@ def encode_chats(
     (`assistant`), in the last one, or in those after the prompt (`completion`); or `all` of the text.
 
     Where the template has `{% generation %}` blocks they decide. Else the answers are found by rendering (see
-    `answer_spans`). A token is learnt when it shares a character with an answer. A conversation that cannot be encoded
-    has the reason in its place.
+    `answer_spans`). A token is trained on when it shares a character with an answer. A conversation that cannot be
+    encoded has the reason in its place.
     """
     template = Template(tokenizer)
     with watched(RENDER_SECONDS):
@@ -101,7 +101,7 @@ def encode_chats(
         return [mark for mark in marked if isinstance(mark, UnsuitedChat)]
     tokens = iter(_tokens(tokenizer, texts))
     return [
-        replace(_learn_between(next(tokens), mark.spans), remarks=mark.remarks) if isinstance(mark, Marked) else mark
+        replace(_label_between(next(tokens), mark.spans), remarks=mark.remarks) if isinstance(mark, Marked) else mark
         for mark in marked
     ]
 
@@ -112,7 +112,7 @@ def encode_completions(
     """Texts as prompt and completion, end to end; learnt is the completion with the end token, or `everything`.
 
     The tokenizer adds its own start token, and one that is written out is no second one; nor is an end token. A token
-    that has characters of both is learnt.
+    that has characters of both is trained on.
     """
     if not rows:
         return []
@@ -126,7 +126,7 @@ def encode_completions(
         is_ended = isinstance(end, int) and bool(rows[number][1])
         if is_ended and ids[-1:] != [end]:
             ids, offsets = [*ids, end], [*offsets, (0, 0)]
-        row = _learn_spans(ids, offsets, [(0 if everything else len(prompt), len(prompt) + len(completion))])
+        row = _label_spans(ids, offsets, [(0 if everything else len(prompt), len(prompt) + len(completion))])
         if is_ended:
             row.labels[-1:] = end
         found.append(row if completion.strip() else replace(row, remarks=frozenset({Remark.EMPTY_ANSWER})))
@@ -140,7 +140,7 @@ def _bare(end: str, start: str, prompt: str, completion: str) -> tuple[str, str]
 
 
 def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str | None]]) -> list[Encoded]:
-    """Texts, or pairs of them, with the tokenizer's own special tokens; no token is learnt."""
+    """Texts, or pairs of them, with the tokenizer's own special tokens; no token is trained on."""
     found, start, end = [], own_start(tokenizer), own_end(tokenizer)
     for written in texts:
         text, pair = (each and (without_end(without_start(each, start), end) or each) for each in written)
@@ -186,7 +186,7 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
         is_marked = learnt is not Supervise.ALL and template.marks_generation(chat)
         whole, spans = template.render_marked(chat) if is_marked else (template.render(chat), [])
         _require_calls(chat, whole)
-        answers = _learnt_answers(chat, learnt)
+        answers = _supervised_answers(chat, learnt)
         remarks = _remarks(chat, whole, answers)
         if learnt is Supervise.ALL:
             remarks -= {Remark.OTHER_TURN}
@@ -246,7 +246,7 @@ def _require_calls(chat: Chat, whole: str) -> None:
                 raise UnsuitedChat(f"the chat template does not write the tool call in message {number}")
 
 
-def _learnt_answers(chat: Chat, learnt: Supervise) -> list[int]:
+def _supervised_answers(chat: Chat, learnt: Supervise) -> list[int]:
     answers = chat.answers()
     if learnt is Supervise.LAST:
         answers = answers[-1:]
@@ -278,9 +278,10 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[En
     return [*called(texts[:1]), *backend.encode_batch(texts[1:], add_special_tokens=False)]
 
 
-def _learn_between(tokens: Encoding, spans: Sequence[Span]) -> Encoded:
-    """The tokens that share a character with a span are learnt. The tokens of a text stand in its order, so the ends of
-    a span are searched for: the characters of all tokens, as Python has them, take longer to make than the tokens.
+def _label_between(tokens: Encoding, spans: Sequence[Span]) -> Encoded:
+    """The tokens that share a character with a span are trained on. The tokens of a text stand in its order, so the
+    ends of a span are searched for: the characters of all tokens, as Python has them, take longer to make than the
+    tokens.
     """
     input_ids = np.array(tokens.ids, dtype=np.int32)
     labels, numbers = np.full(len(input_ids), IGNORED, dtype=np.int32), range(len(input_ids))
@@ -293,7 +294,7 @@ def _learn_between(tokens: Encoding, spans: Sequence[Span]) -> Encoded:
     return Encoded(input_ids, labels)
 
 
-def _learn_spans(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> Encoded:
+def _label_spans(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> Encoded:
     characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(ids), dtype=np.bool_)
     for start, end in spans:
@@ -402,8 +403,8 @@ def _end_of_turn(template: Template, through: Chat, whole: str, end: int) -> int
     """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
 
     Where the last turn of a chat ends in another token (`<|return|>`) than the turns before it (`<|end|>`), the two
-    share their first characters; that is enough, since a token is learnt whole when one character of it is. What both
-    begin behind a token that ends the turn (`<|endoftext|>`, `<|user|>`) is no part of it.
+    share their first characters; that is enough, since a token is trained on whole when one character of it is. What
+    both begin behind a token that ends the turn (`<|endoftext|>`, `<|user|>`) is no part of it.
     """
     closing = (_render_or_none(template, through) or "").rpartition(STAND_IN)[2]
     shared = closing[: _shared_length(closing, whole[end:])]

@@ -15,7 +15,7 @@ from framework.schema.data import DatasetParams
 def detect_form(columns: Sequence[str], mapping: Mapping[str, str], task: Task = Task.SFT) -> Form | None:
     """The first form whose needed columns are all there; first of all among those that the task learns from.
 
-    Where there are tokens, a text beside them is only their source: reading it would throw hand-made labels away.
+    Where there are tokens, a text next to them is only their source: reading it would throw hand-made labels away.
     """
     found = [form for form in FORMS.values() if not form.missing(columns, mapping)]
     if any(form.name is RowFormat.TOKENS for form in found):

@@ -12,7 +12,7 @@ from framework.build.text.chat import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 END_TOKEN = "<|endoftext|>"
 """Ends a document and stands before the first one, as in GPT-2; so the token that starts a text is trained too."""

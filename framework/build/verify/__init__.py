@@ -17,12 +17,6 @@ from framework.build.verify.activations import (
 )
 from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
 from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches, read_padded_lengths
-from framework.build.verify.companion import (
-    read_known_reference,
-    read_moved,
-    read_reference,
-    read_teacher,
-)
 from framework.build.verify.compiled import (
     read_compiled_regions,
     read_compiled_runs,
@@ -37,6 +31,12 @@ from framework.build.verify.documents import (
     read_rows_end_to_end,
 )
 from framework.build.verify.fingerprints import Fingerprints
+from framework.build.verify.frozen_models import (
+    read_known_reference,
+    read_moved,
+    read_reference,
+    read_teacher,
+)
 from framework.build.verify.head import read_head
 from framework.build.verify.liger import read_liger_kernels
 from framework.build.verify.loss import read_chunked_loss, read_own_loss, read_router_loss

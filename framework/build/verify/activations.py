@@ -11,7 +11,7 @@ from framework.build.model.parts import causal_model, transformer_blocks
 from framework.build.verify.probe import PROBE_TOKENS, probe
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CheckpointingPolicy
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_checkpointed_blocks(assembly: Assembly) -> Iterator[Reading]:

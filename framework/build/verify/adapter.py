@@ -18,7 +18,7 @@ from framework.build.optimizer import RATE_FACTOR
 from framework.build.ranks import local_part
 from framework.build.verify.adapter_coverage import coverage_line
 from framework.build.verify.reading import Reading
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def _adapted(assembly: Assembly) -> list[tuple[str, Any]]:
@@ -145,7 +145,7 @@ def read_adapter_dropout(assembly: Assembly) -> Iterator[Reading]:
 
 
 def read_adapter_saved_modules(assembly: Assembly) -> Iterator[Reading]:
-    """Modules trained in full beside the adapter."""
+    """Modules trained in full next to the adapter."""
     asked = assembly.config.peft.lora_modules_to_save
     if not assembly.config.training.use_peft or not asked:
         return

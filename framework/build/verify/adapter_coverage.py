@@ -14,12 +14,12 @@ from framework.build.adapters.quantize import is_packed, quantized_kinds, unquan
 from framework.build.assembly import Assembly
 from framework.build.model.heads import head_layers
 from framework.build.model.parts import causal_model
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 GROUPS = ("attention", "dense MLP", "experts", "head", "other")
 
 
-def said_of_adapter(assembly: Assembly) -> tuple[str, ...]:
+def describe_adapter(assembly: Assembly) -> tuple[str, ...]:
     """What to tell before the first step: what the adapter covers."""
     on_modules = assembly.adapter is not None and not hasattr(assembly.model, "prompt_encoder")
     said = [coverage_line(assembly.model)] if on_modules else []
@@ -42,7 +42,7 @@ def _stored(assembly: Assembly) -> str:
     return f", stored as {dtype} as {key} has units gathered; adapter held in {adapter}, gathered in {dtype}"
 
 
-def said_at_save(assembly: Assembly) -> tuple[str, ...]:
+def describe_save_dtypes(assembly: Assembly) -> tuple[str, ...]:
     """What to tell when training is over: B matrices that have not moved."""
     idle = still_zero(assembly.model) if assembly.adapter is not None else []
     if not idle:

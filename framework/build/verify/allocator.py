@@ -7,7 +7,7 @@ import torch
 from framework.build.assembly import Assembly
 from framework.build.levers.allocator import asked_settings, environment_settings, environment_text, live_settings
 from framework.build.verify.reading import FirstStep, Reading
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_allocator_settings(assembly: Assembly) -> Iterator[Reading]:

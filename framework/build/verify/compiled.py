@@ -8,7 +8,7 @@ from framework.build.assembly import Assembly
 from framework.build.levers.compiled import SKIPPED, WHOLE, compiled_regions, modules_to_compile
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import CompileScope
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 _COMPILE = "training.compile"
 

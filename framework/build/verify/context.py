@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from framework.build.assembly import Assembly
 from framework.build.verify.predictions import few_tokens, is_alike, predicting
 from framework.build.verify.reading import Reading
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 CHUNK = 4
 """Tokens of a chunk of the probe; a row has two chunks a device."""

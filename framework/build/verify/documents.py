@@ -7,7 +7,7 @@ from framework.build.levers.compiled import plain_code
 from framework.build.loading.document_isolation import find_leak, joining_key
 from framework.build.model.parts import causal_model
 from framework.build.verify.reading import FirstStep, Reading
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_isolation(assembly: Assembly) -> Iterator[Reading]:
@@ -18,7 +18,7 @@ def read_isolation(assembly: Assembly) -> Iterator[Reading]:
             leak = find_leak(assembly.model, assembly.place.device)
         kernel = causal_model(assembly.model).config._attn_implementation
         source = f"gradient between two documents, and one of them alone, with {kernel}"
-        yield Reading(key, "documents kept apart", leak or "documents kept apart", source)
+        yield Reading(key, "documents kept separately", leak or "documents kept separately", source)
 
 
 def read_rows_end_to_end(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:

@@ -30,8 +30,8 @@ def fixed_fingerprint(assembly: Assembly) -> int | None:
 
 
 def _fixed(assembly: Assembly) -> list[Tensor]:
-    if assembly.companion is not None:
-        return list(assembly.companion.parameters())
+    if assembly.frozen_model is not None:
+        return list(assembly.frozen_model.parameters())
     if isinstance(reference_of(assembly.objective), WithoutAdapter):
         return [parameter for parameter in assembly.model.parameters() if not parameter.requires_grad]
     return []

@@ -6,7 +6,7 @@ from framework.build.assembly import Assembly
 from framework.build.model.heads import answers, answers_for_rows, head_modules
 from framework.build.model.parts import causal_model
 from framework.build.verify.reading import Reading
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_head(assembly: Assembly) -> Iterator[Reading]:

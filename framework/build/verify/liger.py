@@ -6,7 +6,7 @@ from framework.build.assembly import Assembly
 from framework.build.levers.liger import KEY, liger_kernels
 from framework.build.model.parts import transformer_blocks
 from framework.build.verify.reading import Reading
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_liger_kernels(assembly: Assembly) -> Iterator[Reading]:

@@ -18,7 +18,7 @@ from framework.build.model.parts import causal_model
 from framework.build.tasks.next_token import NextToken
 from framework.build.verify.reading import Reading
 from framework.schema.choices import Task
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 T = TypeVar("T")
 CHANGED, SOURCE = "no: this model changes its logits after the head", "logits with the head's output replaced"
@@ -37,8 +37,8 @@ def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
         return
     asked = str(used)
     yield Reading("model.chunked_loss", asked, asked if _is_apart(assembly, assembly.model) else CHANGED, SOURCE)
-    if assembly.config.training.teacher is not None and assembly.companion is not None:
-        found = asked if _is_apart(assembly, assembly.companion) else CHANGED
+    if assembly.config.training.teacher is not None and assembly.frozen_model is not None:
+        found = asked if _is_apart(assembly, assembly.frozen_model) else CHANGED
         yield Reading("model.chunked_loss of the teacher", asked, found, SOURCE)
 
 
@@ -88,8 +88,8 @@ def read_own_loss(assembly: Assembly) -> Iterator[Reading]:
     """That the loss which the model computes of its logits itself has no term that is missing here.
 
     A few tokens go forward once; what the model makes of their logits is compared with the next tokens' cross entropy.
-    The router loss is read apart. Left out where a rank sees a part of the rows or the matrices: what such a family
-    adds is seen on one device.
+    The router loss is read separately. Left out where a rank sees a part of the rows or the matrices: what such a
+    family adds is seen on one device.
     """
     if assembly.config.training.task.is_of_rows or assembly.config.sharing > 1:
         return

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from framework.build.assembly import Assembly
 from framework.build.levers.streamed_base import KEY, blocks_of
 from framework.build.verify.reading import FirstStep, Reading
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_offloaded_base(assembly: Assembly) -> Iterator[Reading]:

@@ -10,13 +10,13 @@ from framework.build.assembly import Assembly
 from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW
 from framework.build.optimizers.low_bit import is_managed, parts_of
-from framework.build.optimizers.matrices import matrices_apart
+from framework.build.optimizers.matrices import matrix_parameters
 from framework.build.optimizers.parameter_wise import ParameterWise, is_large
 from framework.build.optimizers.row import Looked, State, made_of, rows_beside
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import OptimizerOffload, Rounding
 from framework.schema.optimizers import Optimizer
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
@@ -37,7 +37,7 @@ def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
 
 def _share_apart(assembly: Assembly) -> str:
     """How much of what is trained an optimizer of matrices treats as such."""
-    apart = matrices_apart(assembly.config.training, assembly.model)
+    apart = matrix_parameters(assembly.config.training, assembly.model)
     if not apart:
         return ""
     share = sum(matrix.numel() for matrix in apart) / sum(parameter.numel() for parameter in assembly.trained)
@@ -86,7 +86,7 @@ def read_optimizer_states(assembly: Assembly, step: FirstStep) -> Iterator[Readi
         yield Reading("optimizer states", None, _worded(found), per_parameter)
         yield _read_groups(assembly.optimizer)
         return
-    apart = matrices_apart(assembly.config.training, assembly.model)
+    apart = matrix_parameters(assembly.config.training, assembly.model)
     asked, on_card = Optimizer(assembly.config.training.optimizer), assembly.place.kind == "cuda"
     states = rows_beside(asked)[asked].states
     looked = (Looked(parameter, parameter in apart, on_card) for parameter in assembly.trained)

@@ -11,7 +11,7 @@ from framework.build.levers.float8 import linear_layers
 from framework.build.levers.float8_base import HELD, Float8Base
 from framework.build.verify.reading import Reading
 from framework.schema.choices import Fp8
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_float8_products(assembly: Assembly) -> Iterator[Reading]:

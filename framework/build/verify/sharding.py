@@ -9,7 +9,7 @@ from framework.build.parallel.shard import parameter_groups
 from framework.build.ranks import local_part
 from framework.build.verify.reading import Reading
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 def read_sharding(assembly: Assembly) -> Iterator[Reading]:

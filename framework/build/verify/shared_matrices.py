@@ -9,7 +9,7 @@ from torch import nn
 from framework.build.assembly import Assembly
 from framework.build.verify.predictions import few_tokens, is_alike, predicting
 from framework.build.verify.reading import Reading
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 if TYPE_CHECKING:
     from framework.build.parallel.tensor_parallel import TensorParallel

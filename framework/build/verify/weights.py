@@ -13,7 +13,7 @@ from framework.build.levers.float8_base import HELD
 from framework.build.model.freeze import still_frozen
 from framework.build.model.parts import causal_model
 from framework.build.verify.reading import Reading
-from framework.memory.resolve import said_of_float16
+from framework.memory.resolve import describe_float16
 from framework.schema.choices import MixedPrecision, TorchDtype
 
 
@@ -75,7 +75,7 @@ def read_autocast(assembly: Assembly) -> Iterator[Reading]:
     words = {dtype: str(word) for word, dtype in AUTOCAST_DTYPES.items()}
     kind, sharding = assembly.place.kind, assembly.sharding
     settings = causal_model(assembly.model).config.get_text_config().to_dict()
-    said = "".join(f"; {line}" for line in said_of_float16(assembly.config, settings))
+    said = "".join(f"; {line}" for line in describe_float16(assembly.config, settings))
     if sharding is not None:
         gathered = sharding.gathered_dtype
         found = words.get(gathered, "?") if gathered is not None else "none"

@@ -37,8 +37,8 @@ class Explanation:
 
     def __repr__(self) -> str:
         where = f" in {self.phase}" if self.phase is not None else ""
-        tries = f"; try {self.moves[0].override}" if self.moves else ""
-        return f"<Explanation: {self.message.kind}{where}, cause {self.cause}{tries}>"
+        attempts = f"; try {self.moves[0].override}" if self.moves else ""
+        return f"<Explanation: {self.message.kind}{where}, cause {self.cause}{attempts}>"
 
     def to_json(self) -> dict[str, Any]:
         """The document of `explain --json`."""
@@ -62,7 +62,7 @@ class Explanation:
 def explain(source: str | Path, run: str | Path | None = None) -> Explanation:
     """Explain a run folder, a log file, or, where no such file exists, `source` itself as the text.
 
-    `run` is the folder whose `plan.json` holds what each lever saves; a log is looked up beside itself without it.
+    `run` is the folder whose `plan.json` holds what each lever saves; a log is looked up next to itself without it.
     Raises RequestError when the text reports no kind of failure that is known, or `run` has no plan.
     """
     folder = Path(run) if run is not None else None

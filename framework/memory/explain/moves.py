@@ -13,7 +13,7 @@ from framework.schema.keys import value_of
 from framework.schema.optimizers import FACTS
 
 HOST = "host"
-"""The key, beside the phases, of what a lever saves of the host's memory."""
+"""The key, next to the phases, of what a lever saves of the host's memory."""
 LEAST_SHARE = 0.005
 """A saving below this share of what the phase allocates is not worth a line: it does not touch the peak."""
 
@@ -116,7 +116,7 @@ def _general(phase: str | None) -> tuple[Move, ...]:
 
 
 def _plain_move(row: Lever, setting: Setting) -> Move:
-    """A setting with what it needs beside it that no recipe has by itself."""
+    """A setting with what it needs next to it that no recipe has by itself."""
     beside = setting.beside if row.key != BATCH else {}
     beside = {**beside, "gpu.count": 2} if row.key == _SHARDED else beside
     missing = {key: value for key, value in beside.items() if value_of(_DEFAULT, key) != value}

@@ -14,7 +14,7 @@ from framework.memory.explain.causes import (
 from framework.memory.explain.messages import Message
 from framework.memory.explain.shapes import HANDLE, RANKS_SHARE, Kind, Space
 from framework.memory.units import size
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 """Settings of the allocator where the message names no variable. Before torch 2.9: PYTORCH_CUDA_ALLOC_CONF."""
@@ -122,7 +122,7 @@ def _advice(explanation: Explanation) -> Iterator[str]:
         free = f"; {size(message.free_bytes)} of the card were free" if message.free_bytes else ""
         yield f"a memory fraction allows {size(message.allowed_bytes or 0)} (set_per_process_memory_fraction){free}"
     if message.name == HANDLE:
-        yield "cuBLAS could not begin, most often for want of memory beside PyTorch's; else it does not suit the driver"
+        yield "cuBLAS could not start, most often for lack of memory outside PyTorch's; else it does not fit the driver"
     if explanation.cause is Cause.FRAGMENTATION:
         idle = size(message.reserved_unallocated_bytes or 0)
         setting = f"{message.variable or ALLOCATOR}=expandable_segments:True"

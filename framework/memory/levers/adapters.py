@@ -115,7 +115,7 @@ ADAPTERS = (
         (Setting(("lm_head",)), Setting((), "+6 % tokens/s (1B); H200, 2026-11", "the module is not trained")),
         ("weights", "gradients", "optimizer"),
         "adapter_saved_modules",
-        "Modules trained in full beside the adapter: a copy, gradients and states of each.",
+        "Modules trained in full next to the adapter: a copy, gradients and states of each.",
         proposed=False,
     ),
 )

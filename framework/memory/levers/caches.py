@@ -1,4 +1,4 @@
-"""What is held beside training, or given back: a reference, a streamed base, unused blocks."""
+"""What is held during training, or given back: a reference, a streamed base, unused blocks."""
 
 from framework.memory.levers.row import Axis, Lever, Setting
 

@@ -37,7 +37,7 @@ PRECISION = (
         ),
         ("activations",),
         "autocast",
-        "Matrix products in half precision beside float32 weights, the masters; adds a half-precision copy of them.",
+        "Matrix products in half precision next to float32 weights, the masters; adds a half-precision copy of them.",
         proposed=False,
     ),
     Lever(

@@ -47,7 +47,7 @@ RECOMPUTE = (
         (
             Setting(False),
             Setting(
-                True, "-70 % tokens/s (1B), -66 % with LoRA (8B): copies outlast the pass beside them; H200, 2026-11"
+                True, "-70 % tokens/s (1B), -66 % with LoRA (8B): copies outlast the pass next to them; H200, 2026-11"
             ),
         ),
         ("activations",),

@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """What one structure is beside another at the same batch, as far as it is sure."""
+    """What one structure is next to another at the same batch, as far as it is sure."""
 
     is_no_smaller: bool
     is_no_faster: bool
@@ -100,7 +100,7 @@ class Space:
         return {}
 
     def relation(self, number: int, other: int) -> Relation:
-        """What the structure `number` is beside `other`."""
+        """What the structure `number` is next to `other`."""
         found = self._relations.get((number, other))
         if found is None:
             mine, its = self.structures[number], self.structures[other]

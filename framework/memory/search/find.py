@@ -10,7 +10,6 @@ from framework.memory.editing import default_of, possible, with_values
 from framework.memory.ledger import Plan
 from framework.memory.levers import lever, word
 from framework.memory.resolve import resolve
-from framework.memory.search.concessions import DTYPE, INEXACT, change_of, conceded, with_concessions
 from framework.memory.search.estimate import Figures
 from framework.memory.search.fastest import (
     WORTH,
@@ -23,7 +22,7 @@ from framework.memory.search.fastest import (
     no_shortage,
 )
 from framework.memory.search.found import Change, Found, Point, typed
-from framework.memory.search.freedom import opened
+from framework.memory.search.free_keys import opened
 from framework.memory.search.space import (
     ACTIVATIONS,
     AXES,
@@ -37,11 +36,12 @@ from framework.memory.search.space import (
     with_preferred,
     with_rows,
 )
+from framework.memory.search.tradeoffs import DTYPE, INEXACT, change_of, traded, with_tradeoffs
 from framework.memory.units import size
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 from framework.schema.keys import left_open, value_of
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 STAND_IN = "a6000_48gb"
 """The card whose rates rank candidates where those of the card are not known: of the capability that sizes are taken
@@ -113,10 +113,10 @@ def find(
     start = with_preferred(_ranked(before), free)
     best = _Best(measure, free, runs_here, [], shortage)
     best.look(start)
-    for changed in with_concessions(start, inexact, runs_here):
+    for changed in with_tradeoffs(start, inexact, runs_here):
         best.look(changed)
     if best.chosen is None:
-        for changed in with_concessions(start, {*inexact, *last_resort}, runs_here):
+        for changed in with_tradeoffs(start, {*inexact, *last_resort}, runs_here):
             if best.look(changed):
                 break
     search = best.chosen or min(best.searches, key=_need, default=None)
@@ -245,7 +245,7 @@ def _change(
         if without.step is not None and with_it.step is not None:
             costs = with_it.step.seconds - without.step.seconds
     new = value_of(after, key)
-    said = change_of(key, new) if key in conceded(opened(written), after) else ""
+    said = change_of(key, new) if key in traded(opened(written), after) else ""
     why = f"{lever(key).line} Changes training: {said}." if said else lever(key).line
     return Change(key, value_of(written, key), new, saves, costs, not said, why)
 
@@ -261,7 +261,7 @@ def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
     said = [f"batch: {after.batch}"]
     if not _is_timed(written.gpu):
         said.append(f"the speed of {written.gpu.name} is not known: candidates were ranked by the rates of {STAND_IN}")
-    for key in conceded(opened(written), after):
+    for key in traded(opened(written), after):
         said.append(
             f"{key}={word(value_of(after, key))} changes the training result: {change_of(key, value_of(after, key))}"
         )

@@ -9,7 +9,7 @@ from framework.memory.levers import word
 from framework.memory.notebook import paragraph, table
 from framework.memory.units import size
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Found:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The changes as they are typed. The global batch stands beside a micro batch, so that it is kept."""
+        """The changes as they are typed. The global batch stands next to a micro batch, so that it is kept."""
         return typed({change.key: change.new for change in self.changes}, self.config.batch.global_size)
 
     @property

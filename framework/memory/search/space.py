@@ -179,7 +179,7 @@ class _Changed:
 
 
 def _is_left_out(choices: Mapping[str, Any], free: Collection[str]) -> bool:
-    """Whether freely chosen values do what others do better: beside checkpoints a budget is for one block at work."""
+    """Whether freely chosen values do what others do better: next to checkpoints a budget is for one block at work."""
     return choices.get(CHECKPOINTS) is True and choices.get(_BUDGET) is not None and _BUDGET in free
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training (`training.async_save`): from copies in host memory, by a thread.
+"""Checkpoints that are written during training (`training.async_save`): from copies in host memory, by a thread.
 
 All of a state is copied before the next step begins, so that no step changes what is written. The copies' memory is
 kept from one save to the next: it is not asked for anew, and its pages are there. A thread suffices, since writing,
@@ -19,7 +19,7 @@ from framework.build.ranks import local_part
 from framework.errors import VerificationFailed
 from framework.memory.units import size
 from framework.run.checkpoints.checkpoint import Contents
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 KEY = "training.async_save"
 PATIENCE = 60.0
@@ -98,7 +98,7 @@ class Writer:
             self.settle()
 
     def __str__(self) -> str:
-        saves = f"{counted(self.count, 'checkpoint')} written beside training in {self.writing:.1f} s"
+        saves = f"{counted(self.count, 'checkpoint')} written during training in {self.writing:.1f} s"
         return f"{saves}; training waited {self.copying:.1f} s for copies, {self.waiting:.1f} s for the writer"
 
     def _write(self, contents: Contents, write: Callable[[Contents], None]) -> None:
@@ -112,7 +112,7 @@ class Writer:
     @torch.no_grad()
     def _copied(self, contents: Contents) -> Contents:
         """The same in memory that training does not touch."""
-        if contents.is_apart:
+        if contents.is_separate:
             return contents
         self.copies = {name: copy for name, copy in self.copies.items() if name in contents.tensors}
         for name, tensor in contents.tensors.items():
@@ -121,7 +121,7 @@ class Writer:
                 self.copies[name] = tensor.detach().to("cpu", copy=True)
             else:
                 local_part(copy).copy_(local_part(tensor))
-        return replace(contents, tensors=dict(self.copies), is_apart=True)
+        return replace(contents, tensors=dict(self.copies), is_separate=True)
 
 
 def _read_apart(contents: Contents, live: Iterable[Tensor]) -> str:

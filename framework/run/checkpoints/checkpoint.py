@@ -42,7 +42,7 @@ _ALWAYS = {"step", "optimizer", "random", "config"}
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
 
 
-def forget_halves(folder: Path) -> None:
+def remove_partial_saves(folder: Path) -> None:
     """Give back the disk of what a run that was killed had half written, or half deleted."""
     for left in leftovers(folder):
         whole = left.with_name(left.stem.removeprefix("."))
@@ -122,7 +122,7 @@ class Contents:
 
     `tensors` are the trained weights and, under names with a SEPARATOR, the optimizer's states; `others` the random
     states of ranks 1, 2, ... as `random_state.dumped` gives them; `document` what goes into JSON. With `is_split` each
-    rank has its part of every tensor, and all write. `is_apart`: training changes none of the tensors.
+    rank has its part of every tensor, and all write. `is_separate`: training changes none of the tensors.
     """
 
     step: int
@@ -131,7 +131,7 @@ class Contents:
     others: Sequence[str]
     document: Mapping[str, Any]
     is_split: bool = False
-    is_apart: bool = False
+    is_separate: bool = False
 
 
 def contents_of(
@@ -172,8 +172,8 @@ def contents_of(
         "repairs": [repair.to_json() for repair in repairs],
         "config": assembly.config.model_dump(mode="json"),
     }
-    is_split, is_apart = assembly.is_in_parts and not is_gathered, assembly.is_in_parts and is_gathered
-    return Contents(step, tensors, random_tensors, others, document, is_split, is_apart)
+    is_split, is_separate = assembly.is_in_parts and not is_gathered, assembly.is_in_parts and is_gathered
+    return Contents(step, tensors, random_tensors, others, document, is_split, is_separate)
 
 
 def save_checkpoint(

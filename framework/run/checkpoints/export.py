@@ -1,4 +1,4 @@
-"""The final artefact: a folder that plain `from_pretrained` loads, tokenizer and chat template included."""
+"""The final saved model: a folder that plain `from_pretrained` loads, tokenizer and chat template included."""
 
 import copy
 import json
@@ -23,13 +23,13 @@ from framework.run.checkpoints.checkpoint import written_aside
 from framework.run.checkpoints.read_back import differing, told, verify_tensors
 from framework.run.record.files import aside_of, discard
 from framework.schema.choices import PeftSaveMode
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 if TYPE_CHECKING:
     from framework.build.adapters.adapter import Adapter
 
 BASE_FOLDER = "base_model"
-"""Where the base is written beside its adapter."""
+"""Where the base is written next to its adapter."""
 BASE_RECORD = "base_model.json"
 """What the base of an adapter was: see framework/build/loading/bases.py."""
 
@@ -46,9 +46,10 @@ def export(
     `base` is the record of what an adapter was trained on.
 
     A model is written in its checkpoint's dtype, whatever it was trained in, and `config.json` says the same; an
-    adapter is written as it is, with its base beside it or added into the base when that was asked for. An optimizer's
-    average takes the place of the weights, and the model is taken apart and cast in place: call this when training is
-    over. Raises SaveFailed when the folder cannot be written or does not read back, also where `fallback` then could.
+    adapter is written as it is, with its base next to it or added into the base when that was asked for. An optimizer's
+    average takes the place of the weights, and the model is taken separately and cast in place: call this when training
+    is over. Raises SaveFailed when the folder cannot be written or does not read back, also where `fallback` then
+    could.
     """
     take_average(assembly.optimizer)
     if assembly.streamed is not None:
@@ -117,7 +118,7 @@ def _writing(plain: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTo
 
 
 def try_export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path) -> str:
-    """Write beside `target` what an export writes, but for the bulk of a model's weights, read it back and delete it.
+    """Write next to `target` what an export writes, but for the bulk of a model's weights, read it back and delete it.
 
     Of each tensor of a model that is exported whole there is one row, which shares memory with that of a tied tensor as
     the whole does. An adapter is written as it is; what it is merged with, and tensors in parts, are left out. Whether

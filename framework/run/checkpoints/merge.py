@@ -15,8 +15,8 @@ from framework.run.checkpoints.export import write_model
 from framework.run.checkpoints.trained_model import (
     MERGED_FOLDER,
     PROMPTS,
-    Artefact,
-    find_artefact,
+    SavedModel,
+    find_saved_model,
     load_base,
     with_adapter,
 )
@@ -44,27 +44,27 @@ def merge_run(source: Path, output: Path | None = None, trusts_code: bool = Fals
     """
     transformers.utils.logging.disable_progress_bar()  # it would be drawn into pipes too
     target = output if output is not None else source / MERGED_FOLDER
-    artefact = _adapter(find_artefact(source, trusts_code, allow))
+    saved_model = _adapter(find_saved_model(source, trusts_code, allow))
     if target.exists():
         raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])
     make_writable(target.parent, "--output", target)  # before any weight is loaded
-    base, dtype = load_base(artefact)
+    base, dtype = load_base(saved_model)
     kinds = ", ".join(quantized_kinds(base))
     loader = "AutoModelForSequenceClassification" if answers_for_rows(base) else "AutoModelForCausalLM"
-    adapted = with_adapter(base, artefact)
+    adapted = with_adapter(base, saved_model)
     with written_aside(target) as aside:
         write_model(merge(adapted, dtype), aside, dtype)
-        if (artefact.folder / "tokenizer_config.json").exists():
-            artefact.tokenizer.save_pretrained(aside)
+        if (saved_model.folder / "tokenizer_config.json").exists():
+            saved_model.tokenizer.save_pretrained(aside)
     return Merged(target, str(dtype).removeprefix("torch."), kinds, loader)
 
 
-def _adapter(artefact: Artefact) -> Artefact:
+def _adapter(saved_model: SavedModel) -> SavedModel:
     """The folder with the adapter. Raises RequestError saying what there is instead."""
-    folder, kind = artefact.folder, artefact.adapter_kind
+    folder, kind = saved_model.folder, saved_model.adapter_kind
     if kind is None:
         raise RequestError([Problem("RUN", f"{folder} is a plain model already: there is no adapter to merge")])
     if kind in PROMPTS:
         message = f"{folder} holds tokens before the row ({kind}): there is nothing to add to the weights"
         raise RequestError([Problem("RUN", message, expected="the adapter as it is, with its base")])
-    return artefact
+    return saved_model

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from framework.errors import SaveFailed
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 _THREADS = min(8, os.cpu_count() or 1)
 """Checksums and reading do not hold Python's lock; a core sums about 1 GB/s."""

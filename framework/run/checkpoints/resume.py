@@ -12,7 +12,7 @@ from framework.schema.config import TrainingConfig
 from framework.schema.facts import Resume
 from framework.schema.keys import every_key, resume_of
 from framework.schema.optimizers import Optimizer, serves_states_of
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 ACCUMULATION, OPTIMIZER = "training.gradient_accumulation_steps", "training.optimizer"
 SIZES = {"training.per_device_train_batch_size", ACCUMULATION}

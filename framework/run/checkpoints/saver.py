@@ -18,7 +18,7 @@ from framework.run.hooks import Hooks
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches, stream_state
 from framework.run.planning.capacity import available_host_bytes
-from framework.run.ranks.coordinator import Crew
+from framework.run.ranks.coordinator import Coordinator
 from framework.run.record.layout import checkpoint_name, step_of
 from framework.run.record.meter import Meter
 from framework.run.record.progress import ProgressLine
@@ -38,7 +38,7 @@ class SavedRun(Protocol):
     batches: TrainingBatches
     progress: ProgressLine
     meter: Meter
-    crew: Crew
+    coordinator: Coordinator
     step: int
     read: dict[str, Any]
     repairs: list[Repair]
@@ -59,13 +59,13 @@ class Saving:
         self.saved = session.step
         self.writer = Writer(session.config.training.async_save, session.assembly.ranks.world == 1)
         self._begun: int | None = None
-        self._common = CommonSave(session.folder.path, session.crew, fallback=session.folder.fallback)
+        self._common = CommonSave(session.folder.path, session.coordinator, fallback=session.folder.fallback)
         self._split: Contents | None = None
         """What the ranks write their parts of, until all of it is complete."""
         self._said = set[str]()
 
     def meet(self) -> None:
-        """All ranks make the group in which they write beside training, where they do."""
+        """All ranks make the group in which they write during training, where they do."""
         if self._session.assembly.is_in_parts and self.writer.beside:
             from framework.run.checkpoints.sharded import writers_group
 
@@ -119,8 +119,8 @@ class Saving:
     def _begin(self, is_last: bool) -> None:
         session = self._session
         session.meter.observe("save")
-        with session.crew.phase(f"saving step {session.step}"):
-            others = random_states_of_others(session.crew, session.step)
+        with session.coordinator.phase(f"saving step {session.step}"):
+            others = random_states_of_others(session.coordinator, session.step)
             if session.assembly.is_in_parts or session.assembly.ranks.is_main:
                 stream = stream_state(session.batches, session.step)
                 contents = contents_of(session.assembly, session.step, session.repairs, stream, others, session.read)
@@ -136,9 +136,9 @@ class Saving:
         """All ranks wait until the checkpoint that was begun is complete, outside of any collective. Raises
         SaveFailed."""
         if self._begun is not None:
-            crew = self._session.crew
-            with crew.phase(f"writing the checkpoint of step {self._begun}"):
-                failure = crew.shared(f"saved/{self._begun}", self._failure)
+            coordinator = self._session.coordinator
+            with coordinator.phase(f"writing the checkpoint of step {self._begun}"):
+                failure = coordinator.shared(f"saved/{self._begun}", self._failure)
                 if failure and self._split is not None and self._session.folder.fallback is not None:
                     failure = self._again(failure)
                 self._split = None

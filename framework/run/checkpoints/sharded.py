@@ -64,7 +64,7 @@ def _weights(assembly: Assembly) -> dict[str, Tensor]:
 
 
 def writers_group() -> ProcessGroup:
-    """A group for ranks that write beside training, whose own collectives it must not meet; every rank must call this.
+    """A group for ranks that write during training, whose own collectives it must not meet; every rank must call this.
 
     Waits there are in no step: they may last as long as a save."""
     group: ProcessGroup = dist.new_group(backend="gloo", timeout=WAIT)
@@ -75,7 +75,7 @@ class _Writer(HuggingFaceStorageWriter):
     """Writes the files that torch's own writes, but straight from the tensors, and reads them back.
 
     torch's first makes the bytes of a whole file in memory, and holds Python's lock meanwhile (1.3 s for 512 MiB; one
-    core of a CPU, torch 2.13, 2026-11), so that a step beside it would stand still.
+    core of a CPU, torch 2.13, 2026-11), so that a step next to it would stand still.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -97,7 +97,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Write this rank's part beside those of the others, into an empty folder; every rank must call this.
+    """Write this rank's part next to those of the others, into an empty folder; every rank must call this.
 
     `group`: where the ranks meet; None: where they train. Raises SaveFailed on every rank when one cannot write.
     """

@@ -50,7 +50,7 @@ PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
 
 
 @dataclass(frozen=True)
-class Artefact:
+class SavedModel:
     """The folder of a trained model or adapter, and the config of the run it came from, where that is known."""
 
     folder: Path
@@ -96,7 +96,7 @@ def _read(file: Path) -> dict[str, Any]:
     return read_object(file, "RUN")
 
 
-def find_artefact(source: Path, trusts_code: bool = False, allow: Sequence[str] = ()) -> Artefact:
+def find_saved_model(source: Path, trusts_code: bool = False, allow: Sequence[str] = ()) -> SavedModel:
     """What a run folder, or a folder with a model or an adapter, holds. `allow` may name `model.base`.
 
     Raises RequestError saying what there is, with every file that is damaged, and where the run's model comes with code
@@ -107,7 +107,7 @@ def find_artefact(source: Path, trusts_code: bool = False, allow: Sequence[str] 
     for folder in (source / FINAL, source):
         if (folder / ADAPTER_FILE).exists() or (folder / MODEL_FILE).exists():
             require_readable(folder, "RUN")
-            return Artefact(folder, _config_of(folder, trusts_code), trusts_code, BASE in allow)
+            return SavedModel(folder, _config_of(folder, trusts_code), trusts_code, BASE in allow)
     if (source / CONFIG_FILE).exists():
         message = f"{source} is a run that has not finished: it has no {FINAL}/"
         raise RequestError([Problem("RUN", message, expected=f"tunesmith train {source / CONFIG_FILE} --resume")])
@@ -119,10 +119,10 @@ def find_artefact(source: Path, trusts_code: bool = False, allow: Sequence[str] 
 
 def code_that_runs(source: Path) -> list[str]:
     """Which Python code the model of a run or folder, once trusted, runs: a sentence each. Raises RequestError."""
-    artefact = find_artefact(source, trusts_code=True)
-    if artefact.config is None:
-        return [remote_code(str(artefact.folder), None)]
-    return [conflict.message for conflict in remote_code_conflicts(artefact.config)]
+    saved_model = find_saved_model(source, trusts_code=True)
+    if saved_model.config is None:
+        return [remote_code(str(saved_model.folder), None)]
+    return [conflict.message for conflict in remote_code_conflicts(saved_model.config)]
 
 
 def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
@@ -170,13 +170,13 @@ def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
     return loaded
 
 
-def load_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
+def load_base(saved_model: SavedModel) -> tuple[PreTrainedModel, torch.dtype]:
     """The weights that the adapter was trained on, as they were held then, and the dtype to write them in.
 
     Raises RequestError when the adapter does not say which these are, they do not load, or have changed since.
     """
     with _as_run():
-        return _found_base(artefact)
+        return _found_base(saved_model)
 
 
 @contextlib.contextmanager
@@ -194,35 +194,35 @@ def _as_run() -> Iterator[None]:
         ) from None
 
 
-def _found_base(artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
-    if artefact.config is not None:
-        return _base_of_run(artefact.config, artefact)
-    if artefact.task.is_of_rows:
-        message = f"{artefact.folder} does not say how many classes its model has, nor their names"
+def _found_base(saved_model: SavedModel) -> tuple[PreTrainedModel, torch.dtype]:
+    if saved_model.config is not None:
+        return _base_of_run(saved_model.config, saved_model)
+    if saved_model.task.is_of_rows:
+        message = f"{saved_model.folder} does not say how many classes its model has, nor their names"
         raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
-    name = _read(artefact.folder / ADAPTER_FILE).get("base_model_name_or_path")
+    name = _read(saved_model.folder / ADAPTER_FILE).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        message = f"{artefact.folder} does not say which base it belongs on"
+        message = f"{saved_model.folder} does not say which base it belongs on"
         raise RequestError([Problem("RUN", message, expected="the run folder that it came from")])
-    about = _about(name, artefact)
-    _require_same_base(artefact, about, read_architecture(about))
-    model = load_plain(name, artefact.task, artefact.trusts_code)
+    about = _about(name, saved_model)
+    _require_same_base(saved_model, about, read_architecture(about))
+    model = load_plain(name, saved_model.task, saved_model.trusts_code)
     return model, model.dtype
 
 
-def _about(name: str, artefact: Artefact) -> TrainingConfig:
-    model = ModelParams(model_name=name, trust_remote_code=artefact.trusts_code)
-    return TrainingConfig(model=model, training=TrainingParams(task=artefact.task))
+def _about(name: str, saved_model: SavedModel) -> TrainingConfig:
+    model = ModelParams(model_name=name, trust_remote_code=saved_model.trusts_code)
+    return TrainingConfig(model=model, training=TrainingParams(task=saved_model.task))
 
 
-def _require_same_base(artefact: Artefact, config: TrainingConfig, architecture: PretrainedConfig) -> None:
+def _require_same_base(saved_model: SavedModel, config: TrainingConfig, architecture: PretrainedConfig) -> None:
     """Raises RequestError where `config.model` is not what the adapter was trained on, as far as that was recorded."""
-    _require_base(artefact, config, lambda before: differences(before, read_base(config, architecture)))
+    _require_base(saved_model, config, lambda before: differences(before, read_base(config, architecture)))
 
 
-def _require_base(artefact: Artefact, config: TrainingConfig, compare: Callable[[Base], list[str]]) -> None:
-    record = artefact.folder / BASE_RECORD
-    if not record.exists() or artefact.allows_other_base:
+def _require_base(saved_model: SavedModel, config: TrainingConfig, compare: Callable[[Base], list[str]]) -> None:
+    record = saved_model.folder / BASE_RECORD
+    if not record.exists() or saved_model.allows_other_base:
         return
     try:
         before = Base.from_json(_read(record))
@@ -234,11 +234,11 @@ def _require_base(artefact: Artefact, config: TrainingConfig, compare: Callable[
         raise RequestError([Problem(BASE, message, expected=f"the base as it was, or --allow {BASE}")])
 
 
-def with_adapter(base: PreTrainedModel, artefact: Artefact) -> "PeftModel":
+def with_adapter(base: PreTrainedModel, saved_model: SavedModel) -> "PeftModel":
     """The base with the adapter on it. Raises RequestError where it does not go there."""
-    if not (artefact.folder / ADAPTER_WEIGHTS).exists():  # else peft looks for them on a hub
-        is_pickled = (artefact.folder / PICKLED_WEIGHTS).exists()
-        message = f"{artefact.folder} has no {ADAPTER_WEIGHTS}"
+    if not (saved_model.folder / ADAPTER_WEIGHTS).exists():  # else peft looks for them on a hub
+        is_pickled = (saved_model.folder / PICKLED_WEIGHTS).exists()
+        message = f"{saved_model.folder} has no {ADAPTER_WEIGHTS}"
         message += f", and {PICKLED_WEIGHTS} is pickled, which is not read" if is_pickled else ""
         raise RequestError([Problem("RUN", message, expected="weights in safetensors")])
     from peft import PeftModel  # takes seconds to import
@@ -248,40 +248,40 @@ def with_adapter(base: PreTrainedModel, artefact: Artefact) -> "PeftModel":
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             # peft reads a property that transformers 5.20 renamed; nothing a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            adapted: PeftModel = PeftModel.from_pretrained(base, str(artefact.folder))
+            adapted: PeftModel = PeftModel.from_pretrained(base, str(saved_model.folder))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # peft raises many kinds for what an adapter_config says
-        message = f"{artefact.folder} does not go on its base: {one_line(error)}"
+        message = f"{saved_model.folder} does not go on its base: {one_line(error)}"
         raise RequestError([Problem("RUN", message)]) from None
-    if (artefact.folder / GENERATION_CONFIG_NAME).exists():
-        base.generation_config = GenerationConfig.from_pretrained(str(artefact.folder))
+    if (saved_model.folder / GENERATION_CONFIG_NAME).exists():
+        base.generation_config = GenerationConfig.from_pretrained(str(saved_model.folder))
     return adapted
 
 
-def load_model(artefact: Artefact) -> Any:
+def load_model(saved_model: SavedModel) -> Any:
     """Model, or base and adapter, to be asked: in evaluation mode, on the GPU where there is one."""
-    if artefact.adapter_kind is None:
-        model: Any = load_plain(str(artefact.folder), artefact.task, artefact.trusts_code)
+    if saved_model.adapter_kind is None:
+        model: Any = load_plain(str(saved_model.folder), saved_model.task, saved_model.trusts_code)
     else:
-        model = with_adapter(load_base(artefact)[0], artefact)
+        model = with_adapter(load_base(saved_model)[0], saved_model)
     if is_quantized(model):
         keep_packing(model)
     on_card = any(parameter.is_cuda for parameter in model.parameters())  # packed weights are there already
     return (model if on_card or not torch.cuda.is_available() else model.to("cuda")).eval()
 
 
-def _base_of_run(config: TrainingConfig, artefact: Artefact) -> tuple[PreTrainedModel, torch.dtype]:
+def _base_of_run(config: TrainingConfig, saved_model: SavedModel) -> tuple[PreTrainedModel, torch.dtype]:
     config, architecture = settle(config)
     stated = architecture.dtype  # building writes the training dtype over it
-    if (artefact.folder / BASE_FOLDER).exists():
-        about = _about(str(artefact.folder / BASE_FOLDER), artefact)
-        _require_same_base(artefact, about, architecture)
-        model = load_plain(str(artefact.folder / BASE_FOLDER), artefact.task, artefact.trusts_code)
+    if (saved_model.folder / BASE_FOLDER).exists():
+        about = _about(str(saved_model.folder / BASE_FOLDER), saved_model)
+        _require_same_base(saved_model, about, architecture)
+        model = load_plain(str(saved_model.folder / BASE_FOLDER), saved_model.task, saved_model.trusts_code)
     else:
-        _require_same_base(artefact, config, architecture)
+        _require_same_base(saved_model, config, architecture)
         if config.training.task.is_of_rows:
-            pad_like(architecture, artefact.tokenizer)
+            pad_like(architecture, saved_model.tokenizer)
         is_too_large = config.model.offload_frozen_base is True
         place = real_place(torch.device("cuda" if torch.cuda.is_available() and not is_too_large else "cpu"))
         seed_all(config.training.seed)  # random weights come out as they did for the run
@@ -289,7 +289,7 @@ def _base_of_run(config: TrainingConfig, artefact: Artefact) -> tuple[PreTrained
         model, _ = build_model(config, architecture, place, autocast)
         if not config.model.load_pretrained_weights:
             now = Base(None, None, drawn=f"{fingerprint(model.parameters()):016x}")
-            _require_base(artefact, config, lambda before: differences(replace(before, architecture={}), now))
+            _require_base(saved_model, config, lambda before: differences(replace(before, architecture={}), now))
         if config.peft.q_lora:
             quantize(config.peft, model, autocast or model.dtype, place)
     return model, getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype

@@ -10,13 +10,13 @@ from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.loading.teacher import refuse_other_words
 from framework.build.model.heads import fit_head, pad_like
 from framework.build.resolve_model import settle
-from framework.build.sources.python_rows import NOTHING, Given
+from framework.build.sources.python_rows import NO_ROWS, RowsFromPython
 from framework.build.text.classes import Targets
 from framework.build.text.tokenizer import build_tokenizer
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Inputs:
     from_python: FromPython = TASKS_OWN
 
 
-def read_inputs(config: TrainingConfig, given: Given = NOTHING, console: Console | None = None) -> Inputs:
+def read_inputs(config: TrainingConfig, given: RowsFromPython = NO_ROWS, console: Console | None = None) -> Inputs:
     """Read everything a config names, weights excepted; `given` are rows from Python, `console` is for a bar.
 
     Raises RequestError for what cannot be read, for rows with nothing to learn, and for a tokenizer with more tokens
@@ -78,7 +78,7 @@ def _with(config: TrainingConfig, **data: object) -> TrainingConfig:
 
 
 def read_tokenizer(
-    config: TrainingConfig, architecture: PretrainedConfig, given: Given = NOTHING
+    config: TrainingConfig, architecture: PretrainedConfig, given: RowsFromPython = NO_ROWS
 ) -> PreTrainedTokenizerBase:
     """The tokenizer; RequestError when it cannot be had or has more tokens than the model has embeddings."""
     tokenizer = build_tokenizer(config, training_texts(config, given))
@@ -97,7 +97,7 @@ def read_rows_for(
     config: TrainingConfig,
     architecture: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    given: Given = NOTHING,
+    given: RowsFromPython = NO_ROWS,
     console: Console | None = None,
 ) -> Data:
     """The tokenised rows, their ids checked against the model's vocabulary."""

@@ -40,7 +40,7 @@ def read_digests(inputs: Inputs) -> dict[str, Any]:
 
 
 def rows_checksum(rows: Rows, found: int = 0) -> int:
-    """Of all that is learnt from the rows, in their order before they are mixed."""
+    """Of all that is trained on from the rows, in their order before they are mixed."""
     for array in (rows.tokens, rows.labels, rows.offsets, rows.targets):
         if array is not None:
             found = zlib.crc32(np.ascontiguousarray(array).data, found)

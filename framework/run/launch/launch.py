@@ -22,16 +22,16 @@ from framework.activity import now
 from framework.build.refuse import refuse_impossible
 from framework.errors import DoesNotFit, Problem, RequestError, TrainingStopped
 from framework.run.checkpoints.resume import check_allowed
-from framework.run.planning.capacity import require_room, too_large
+from framework.run.planning.capacity import require_capacity, too_large
 from framework.run.planning.fit import decide_or_refuse
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.planning.python_process import train_command
-from framework.run.ranks.coordinator import FAILED, GRACE, HERE, PARENT
+from framework.run.ranks.coordinator import ALIVE, FAILED, GRACE, LAUNCHER
 from framework.run.ranks.signals import noted_signals
 from framework.run.record.run_folder import open_folder
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 from framework.text import to_yaml
 
 LOST = 4
@@ -49,8 +49,8 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
     world = config.gpu.count
     # made in this process, so that no other can take its port in between
     store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
-    crew = PrefixStore("tunesmith/0/0", store)
-    crew.set(PARENT, "")
+    coordinator = PrefixStore("tunesmith/0/0", store)
+    coordinator.set(LAUNCHER, "")
     with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
         recipe = Path(folder) / f"{name}.yaml"
         recipe.write_text(to_yaml(config))
@@ -62,7 +62,7 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
                 for rank in range(world):  # in sessions of their own: a terminal's Ctrl-C reaches them through us alone
                     told = _environment(rank, world, store.port)
                     ranks.append(subprocess.Popen(command, env=told, start_new_session=True))
-                return _watched(ranks, crew, noted)
+                return _watched(ranks, coordinator, noted)
             finally:
                 for process in ranks:
                     if process.poll() is None:
@@ -82,7 +82,7 @@ def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> Trai
     plan = plan_in_subprocess(decided.config)
     if not plan.fits and decided.config.training.on_oom is not OnOutOfMemory.SHRINK:  # which the first rank says
         raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was started.")
-    require_room(plan, folder.path, decided.config.data.workers, decided.config.gpu.count, folder.fallback)
+    require_capacity(plan, folder.path, decided.config.data.workers, decided.config.gpu.count, folder.fallback)
     return decided.config
 
 
@@ -112,11 +112,11 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _watched(ranks: Sequence["subprocess.Popen[bytes]"], crew: Store, noted: list[int]) -> int:
+def _watched(ranks: Sequence["subprocess.Popen[bytes]"], coordinator: Store, noted: list[int]) -> int:
     """Wait for all of them. When one fails the others follow within seconds. Signals go on to them; before all are
     there to take them, when there is nothing to save either, KeyboardInterrupt is raised."""
     while any(process.poll() is None for process in ranks):
-        if noted and not crew.check([f"{HERE}/{rank}" for rank in range(len(ranks))]):
+        if noted and not coordinator.check([f"{ALIVE}/{rank}" for rank in range(len(ranks))]):
             raise KeyboardInterrupt
         while noted:
             number = noted.pop(0)
@@ -125,19 +125,19 @@ def _watched(ranks: Sequence["subprocess.Popen[bytes]"], crew: Store, noted: lis
                     process.send_signal(number)
         failed = next((rank for rank, process in enumerate(ranks) if process.poll()), None)
         if failed is not None:
-            return _ended(ranks, failed, crew)
+            return _ended(ranks, failed, coordinator)
         time.sleep(_PAUSE)
-    return next((_ended(ranks, rank, crew) for rank, process in enumerate(ranks) if process.returncode), 0)
+    return next((_ended(ranks, rank, coordinator) for rank, process in enumerate(ranks) if process.returncode), 0)
 
 
-def _ended(ranks: Sequence["subprocess.Popen[bytes]"], failed: int, crew: Store) -> int:
+def _ended(ranks: Sequence["subprocess.Popen[bytes]"], failed: int, coordinator: Store) -> int:
     """Leave a note for a rank that was killed and let the others go. The run's exit code.
 
     Raises TrainingStopped for ranks that were killed, since none of them can say so.
     """
     code = ranks[failed].returncode
     mine = json.dumps({"rank": failed, "code": code if code > 0 else LOST})
-    note = json.loads(crew.compare_set(FAILED, "", mine))
+    note = json.loads(coordinator.compare_set(FAILED, "", mine))
     end = time.monotonic() + 4 * GRACE
     while any(process.poll() is None for process in ranks) and time.monotonic() < end:
         time.sleep(_PAUSE)

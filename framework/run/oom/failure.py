@@ -15,12 +15,12 @@ from framework.run.checkpoints.saver import Saving
 from framework.run.inputs.inputs import Inputs
 from framework.run.oom.report import PlannedRun, Watch, explained, is_memory_failure, keep_moment
 from framework.run.oom.smaller_batches import TRAIN, next_size, shrinks, size_of
-from framework.run.ranks.coordinator import Crew
+from framework.run.ranks.coordinator import Coordinator
 from framework.run.record.meter import Meter
 from framework.run.record.run_folder import RunFolder
 from framework.run.undo import Attempt
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
 class RetriedRun(Protocol):
@@ -33,7 +33,7 @@ class RetriedRun(Protocol):
     meter: Meter
     plan: Plan | None
     watch: Watch
-    crew: Crew
+    coordinator: Coordinator
     step: int
     repairs: list[Repair]
     saving: Saving
@@ -94,11 +94,11 @@ class Failure:
     """
 
     def __init__(self, session: RetriedRun, key: str, attempt: Attempt, error: BaseException) -> None:
-        ranks, config = session.crew.ranks, session.config
+        ranks, config = session.coordinator.ranks, session.config
         self._session, self._number = session, len(session.repairs)
         said = [_say(session, attempt, error)]
         if ranks.checks_in:
-            said = [_parsed(text) for text in session.crew.gathered(f"failed/{self._number}", said[0].dumped())]
+            said = [_parsed(text) for text in session.coordinator.gathered(f"failed/{self._number}", said[0].dumped())]
         first = next(number for number, one in enumerate(said) if one.text is not None)
         self.first, self.can_be_undone = said[first], all(one.can_be_undone for one in said)
         self.where = f"rank {first} of {ranks.world} ({self.first.host})" if ranks.checks_in else ""
@@ -111,14 +111,14 @@ class Failure:
 
     def _keep(self, first: int) -> list[str]:
         """Have the rank that failed keep its moment in the run folder; names of the files."""
-        session, ranks = self._session, self._session.crew.ranks
+        session, ranks = self._session, self._session.coordinator.ranks
         kept: list[str] = []
         if not ranks.checks_in or ranks.rank == first:
             text, place = self.first.text or "", session.assembly.place
             kept = keep_moment(text, self.circumstances, place, session.folder.path)
         if not ranks.checks_in:
             return kept
-        told: list[str] = json.loads(session.crew.gathered(f"kept/{self._number}", json.dumps(kept))[first])
+        told: list[str] = json.loads(session.coordinator.gathered(f"kept/{self._number}", json.dumps(kept))[first])
         return told
 
     def ended(self, repaired: bool) -> OutOfMemory:
@@ -134,14 +134,16 @@ class Failure:
             lines.append(f"kept in {folder}: {', '.join(self._kept)}; `tunesmith explain {folder}` says this again")
         session.write_memory()
 
-        is_told_once = session.crew.ranks.checks_in  # by the first rank, for which the others wait
-        is_alone = is_told_once or session.crew.ranks.world == 1
+        is_told_once = session.coordinator.ranks.checks_in  # by the first rank, for which the others wait
+        is_alone = is_told_once or session.coordinator.ranks.world == 1
         planned = PlannedRun(session.config, session.plan, is_alone) if session.plan is not None else None
 
         def explain() -> str:
             return str(explained(self.first.text or "", known, planned, folder, lines))
 
-        return OutOfMemory(session.crew.shared(f"explained/{self._number}", explain) if is_told_once else explain())
+        return OutOfMemory(
+            session.coordinator.shared(f"explained/{self._number}", explain) if is_told_once else explain()
+        )
 
 
 def _say(session: RetriedRun, attempt: Attempt, error: BaseException) -> Said:
@@ -174,7 +176,7 @@ def _what_was_in_hand(session: RetriedRun, said: Said) -> Iterator[str]:
 
 def _saved(session: RetriedRun, can_be_undone: bool) -> str:
     """Save the last whole step, and say what there is to go on from."""
-    config, ranks = session.config, session.crew.ranks
+    config, ranks = session.config, session.coordinator.ranks
     if not can_be_undone:
         return f"an update that was under way cannot be undone: there is {_newest(session)} to go on from"
     if not session.step:

@@ -19,7 +19,7 @@ from framework.run.oom.smaller_batches import Size, shrinks
 from framework.run.undo import Attempt, release
 
 
-def tries(session: RetriedRun, key: Size) -> Iterator["Try"]:
+def attempts(session: RetriedRun, key: Size) -> Iterator["RetriedAttempt"]:
     """`for attempt in tries(..): with attempt as way_back: ...` does something until memory suffices for it.
 
     Each time it does not, that is told and undone, and `key` is smaller for the next try. Raises OutOfMemory, after
@@ -27,7 +27,7 @@ def tries(session: RetriedRun, key: Size) -> Iterator["Try"]:
     """
     repaired = False
     while True:
-        attempt = Try(session, key, repaired)
+        attempt = RetriedAttempt(session, key, repaired)
         yield attempt
         if attempt.succeeded:
             break
@@ -36,7 +36,7 @@ def tries(session: RetriedRun, key: Size) -> Iterator["Try"]:
         session.plan_again()
 
 
-class Try:
+class RetriedAttempt:
     """One try, as a context whose value is the way back from it. It succeeds on all ranks or on none."""
 
     def __init__(self, session: RetriedRun, key: Size, repaired: bool) -> None:
@@ -68,7 +68,7 @@ class Try:
         """What went wrong on this rank, or else on another, when each has told the others."""
         if isinstance(error, OutOfMemoryElsewhere):  # which has just been told
             return error
-        ranks = self._session.crew.ranks
+        ranks = self._session.coordinator.ranks
         try:
             if error is None:
                 ranks.check_in()

@@ -178,7 +178,7 @@ def _contexts(card: InstalledCard, others: int) -> dict[str, int]:
 
 
 def _bare_context_bytes(others: int) -> int:
-    """What this process takes of the card before its first kernel beside a fill."""
+    """What this process takes of the card before its first kernel next to a fill."""
     torch.zeros(1, device="cuda")
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved() - others
@@ -201,7 +201,7 @@ def _step_config(card: InstalledCard) -> TrainingConfig:
 
 
 def _workspace_bytes() -> int:
-    """What the first matrix product of a process adds to the allocator beside its result."""
+    """What the first matrix product of a process adds to the allocator next to its result."""
     left, right = (torch.randn(256, 256, device="cuda") for _ in range(2))
     before = torch.cuda.memory_allocated()
     product = left @ right
@@ -293,7 +293,7 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(REPEATS):  # each takes milliseconds, beside which the launch and the wait are nothing
+    for _ in range(REPEATS):  # each takes milliseconds, next to which the launch and the wait are nothing
         call()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / REPEATS

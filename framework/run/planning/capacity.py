@@ -11,14 +11,14 @@ from framework.errors import DoesNotFit
 from framework.memory.ledger import Plan
 from framework.memory.planning import WORKER_BYTES
 from framework.run.record.run_folder import held
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 _GIB = 1 << 30
 
 
-def require_room(
+def require_capacity(
     plan: Plan, folder: Path | None, workers: int = 0, processes: int = 1, fallback: Path | None = None
 ) -> None:
     """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it. None

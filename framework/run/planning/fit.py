@@ -7,17 +7,17 @@ from framework.activity import doing
 from framework.errors import DoesNotFit, OutOfMemory, Problem, RequestError
 from framework.memory.installed import detect
 from framework.memory.levers import word
-from framework.memory.search.concessions import INEXACT
 from framework.memory.search.fastest import Shortage, no_shortage
 from framework.memory.search.find import find
 from framework.memory.search.found import Found
-from framework.memory.search.freedom import freedom, opened
+from framework.memory.search.free_keys import freedom, opened
+from framework.memory.search.tradeoffs import INEXACT
 from framework.memory.units import size
 from framework.run.planning.capacity import HostRoom
 from framework.run.planning.plan_pool import Rehearsals
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import left_open
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 Judge = Callable[[Sequence[TrainingConfig]], int]
 """Which of some configs, fastest first by their plans, is the best."""
@@ -35,7 +35,7 @@ def fit(
 
     Args:
         pins: keys or sections that stay as they are.
-        inexact: keys at which the trajectory may change for speed, of `framework.memory.search.concessions.INEXACT`;
+        inexact: keys at which the trajectory may change for speed, of `framework.memory.search.tradeoffs.INEXACT`;
             where nothing else fits, all of them may that are not pinned.
         judge: chooses among the fastest; `measured_best` runs them.
         runs_here: whether it will train on this machine, so that its packages, compilers and host memory are needed.

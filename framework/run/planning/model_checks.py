@@ -9,12 +9,12 @@ from framework.build.loading.bases import check_all_weights
 from framework.build.place import rehearsal_place
 from framework.build.resolve_model import settle
 from framework.errors import Problem, RequestError
-from framework.memory.search.freedom import opened
+from framework.memory.search.free_keys import opened
 from framework.run.inputs.inputs import read_rows_for, read_tokenizer, with_labels
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.schema.choices import Attention, CheckpointingPolicy
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 T = TypeVar("T")
 

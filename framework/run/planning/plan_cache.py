@@ -52,7 +52,7 @@ def write(config: TrainingConfig, plan: Plan) -> None:
 
 
 def _within(card: GPUParams, plan: Plan) -> Plan:
-    """The plan beside what is usable of this card, and what is assumed of that."""
+    """The plan next to what is usable of this card, and what is assumed of that."""
     begin = f"{card.name}: {USABLE} "
     said = [line for line in plan.assumptions if not line.startswith(begin)]
     said += [line for line in assumptions(card) if line.startswith(begin)]

@@ -28,7 +28,7 @@ from framework.run.planning import plan_cache
 from framework.run.planning.python_process import python_command
 from framework.run.rehearsal.block_settings import shared_rehearsal, shared_work
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 from framework.versions import require_versions
 
 PROCESSES = 2

@@ -33,7 +33,7 @@ from framework.build.ranks import ALONE, COLLECTIVE, Ranks
 from framework.errors import Interrupted, Problem, RequestError, TrainingStopped, TunesmithError
 from framework.run.ranks.environment import Launched, launched
 from framework.schema.config import TrainingConfig
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 ARRIVAL = timedelta(minutes=30)
 """How long the first rank to start waits for the last."""
@@ -43,19 +43,19 @@ TELL_AFTER = 60.0
 """Seconds of waiting after which the main rank says for whom."""
 GRACE = 3.0
 """Seconds that a rank has to end by itself, once another has failed."""
-PARENT = "parent"
+LAUNCHER = "parent"
 """Key that is set where the process which started the ranks watches over them and names one that was killed."""
 FAILED = "failed"
 _TELLS = "tells"
 """Key of the rank that says why all end. It has said so before the others learn of it, and a launcher of them."""
-HERE = "here"
+ALIVE = "here"
 """Key of a rank that knows what to do about Ctrl-C."""
 _PAUSE = 0.2
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout", "Timed out", "timed out", "unreachable")
 _meetings = itertools.count()
 
 
-class Crew:
+class Coordinator:
     """One process on its own. `ranks` says who this is; all that several would agree on is as this one says."""
 
     ranks: Ranks = ALONE
@@ -79,7 +79,7 @@ class Crew:
         return None
 
 
-class _Company(Crew):
+class _ProcessGroup(Coordinator):
     """One of several."""
 
     def __init__(self, found: Launched) -> None:
@@ -93,7 +93,7 @@ class _Company(Crew):
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._base = PrefixStore(f"tunesmith/{again}/{next(_meetings)}", base)
         self._store: Store = self._base.clone()  # type: ignore[attr-defined]
-        self.has_parent = base.check([PARENT])
+        self.has_parent = base.check([LAUNCHER])
         self._meets = itertools.count()
         self._parted = threading.Event()
         self._note: dict[str, int] | None = None
@@ -101,7 +101,7 @@ class _Company(Crew):
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
         if not self.ranks.is_main:
             _be_silent()
-        self._store.set(f"{HERE}/{self.ranks.rank}", "")
+        self._store.set(f"{ALIVE}/{self.ranks.rank}", "")
 
     # -- together
     def shared(self, name: str, make: Callable[[], str]) -> str:
@@ -217,7 +217,7 @@ class _Company(Crew):
         if not (self.has_parent and self.ranks.is_main):
             return
         try:
-            self._store.check([PARENT])
+            self._store.check([LAUNCHER])
         except RuntimeError:
             with contextlib.suppress(OSError):
                 gone = "error the process that started the ranks was killed: all end; checkpoints are intact"
@@ -233,7 +233,7 @@ class _Company(Crew):
             kind = "" if isinstance(error, Interrupted) else "error "
             print(f"{kind}{who}{said}", file=sys.stderr, flush=True)
         if isinstance(error, TunesmithError):
-            error.is_told = True
+            error.is_reported = True
 
     def part(self) -> None:
         """All is done: nobody watches any longer. The main rank, which may keep the store, leaves last."""
@@ -262,11 +262,11 @@ class _Company(Crew):
                 time.sleep(_PAUSE / 2)
 
 
-_current: list[Crew] = []
+_current: list[Coordinator] = []
 
 
 @contextlib.contextmanager
-def met() -> Iterator[Crew]:
+def process_group() -> Iterator[Coordinator]:
     """The ranks that were started together, met; within another such block the same. One process is a crew of its own.
 
     An error that leaves the block ends all ranks.
@@ -276,17 +276,17 @@ def met() -> Iterator[Crew]:
         return
     found = launched()
     if found is None or found.world == 1:
-        yield Crew()
+        yield Coordinator()
         return
-    crew = _Company(found)
-    _current.append(crew)
+    coordinator = _ProcessGroup(found)
+    _current.append(coordinator)
     try:
-        yield crew
+        yield coordinator
     except BaseException as error:
-        crew.leave_failing(error)
+        coordinator.leave_failing(error)
         raise
     else:
-        crew.part()
+        coordinator.part()
     finally:
         _current.pop()
 

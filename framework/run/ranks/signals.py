@@ -25,7 +25,7 @@ class Interrupt:
 
 
 @contextlib.contextmanager
-def told_interrupt(said: Callable[[], str]) -> Iterator[None]:
+def announced_interrupt(said: Callable[[], str]) -> Iterator[None]:
     """Raises Interrupted, with what was left, where Ctrl-C, SIGTERM or SIGHUP ends what is within. Main thread only."""
     try:
         with _handled(signal.default_int_handler, _ENDING):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.run.record.files import append_line, replace_file
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 FILE = "metrics.jsonl"
 

@@ -240,7 +240,7 @@ def folder_problems(
 
 
 def _nothing_to_resume(path: Path) -> Problem:
-    """Told with the runs beside it that have what it lacks."""
+    """Told with the runs next to it that have what it lacks."""
     message = f"there is no checkpoint in {path / 'checkpoints'}"
     siblings = {found.parent.parent for found in path.parent.glob("*/checkpoints/step-*")}
     begun = sorted(sibling.name for sibling in siblings if checkpoints(sibling))

@@ -51,8 +51,8 @@ def _untied_weights(model: PreTrainedModel) -> int:
         getattr(each, "original_module", getattr(each, "base_layer", each)).weight for each in (head, embedding)
     )
     has_adapter = isinstance(head, BaseTunerLayer) or isinstance(embedding, BaseTunerLayer)
-    comes_apart = one is other and (has_adapter or head.weight is not embedding.weight)
-    return weight_count(one) if comes_apart else 0
+    is_untied = one is other and (has_adapter or head.weight is not embedding.weight)
+    return weight_count(one) if is_untied else 0
 
 
 def file_bytes(tensors: Mapping[str, torch.Tensor], doubled: Sequence[str] = ()) -> int:

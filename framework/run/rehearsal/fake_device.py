@@ -253,7 +253,7 @@ def _attend_by_definition(
     if dropout:
         on_cpu = card.name == CPU
         weights = torch.dropout(weights, dropout, True) if on_cpu else torch.native_dropout(weights, dropout, True)[0]
-    returned = weights.to(dtype)  # beside the result, and made before it
+    returned = weights.to(dtype)  # next to the result, and made before it
     result = (weights @ value).to(dtype)
     del returned
     return result

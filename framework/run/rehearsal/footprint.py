@@ -22,21 +22,21 @@ from framework.schema.choices import OptimizerOffload
 
 
 def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """What the device holds of the models, each once: parameters and buffers, what packed weights keep beside them, and
-    the slots of a streamed base in place of its weights."""
+    """What the device holds of the models, each once: parameters and buffers, what packed weights keep next to them,
+    and the slots of a streamed base in place of its weights."""
     model, streamed = assembly.model, assembly.streamed
     elsewhere = streamed.parameters if streamed is not None else set()
     held = [parameter for parameter in model.parameters() if parameter not in elsewhere]
     slots = streamed.slots if streamed is not None else []
-    return [*held, *model.buffers(), *scale_tensors(model), *slots, *companion_tensors(assembly)]
+    return [*held, *model.buffers(), *scale_tensors(model), *slots, *frozen_model_tensors(assembly)]
 
 
-def companion_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """What the device holds of the frozen model beside the trained one."""
-    companion = assembly.companion
-    if companion is None:
+def frozen_model_tensors(assembly: Assembly) -> list[torch.Tensor]:
+    """What the device holds of the frozen model next to the trained one."""
+    frozen_model = assembly.frozen_model
+    if frozen_model is None:
         return []
-    return [*companion.parameters(), *companion.buffers(), *scale_tensors(companion)]
+    return [*frozen_model.parameters(), *frozen_model.buffers(), *scale_tensors(frozen_model)]
 
 
 def state_tensors(assembly: Assembly) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from framework.build.loading.sharded import needs_whole_model
 from framework.build.model.parts import ends_of, transformer_blocks
 from framework.build.ranks import local_part
 from framework.memory.trace import Kind, Space
-from framework.run.rehearsal.footprint import companion_tensors, held_tensors, whole_bytes
+from framework.run.rehearsal.footprint import frozen_model_tensors, held_tensors, whole_bytes
 from framework.run.rehearsal.tracker import Tracker
 from framework.schema.choices import Fp8
 
@@ -33,7 +33,7 @@ SPARED_BY_WARMUP = int(1.2 * 2**30)
 def record_load(tracker: Tracker, assembly: Assembly) -> None:
     """The weights arrive, and the cache is emptied, as the trainer does before its first step."""
     tracker.observe("load")
-    copied = companion_tensors(assembly)
+    copied = frozen_model_tensors(assembly)
     weights = held_tensors(assembly)[: -len(copied) or None]
     if assembly.streamed is not None:
         _stay_on_host(tracker, assembly.streamed)
@@ -100,7 +100,7 @@ def _leave_parts_on_host(tracker: Tracker, weights: Sequence[Tensor]) -> None:
 
 
 def _stay_on_host(tracker: Tracker, streamed: StreamedBase) -> None:
-    """Each block's weights move into one run of bytes: beside them, one block at a time is there twice."""
+    """Each block's weights move into one run of bytes: next to them, one block at a time is there twice."""
     if streamed.place.kind == "cpu":
         tracker.claim(streamed.homes, Kind.WEIGHTS)
         return

@@ -1,7 +1,7 @@
 """Results of pointwise operators on meta tensors without torch's Python meta kernels, which take 30 times as long.
 
 Only the case that a step is full of is answered: one floating-point tensor as large as the result, and numbers or
-tensors of the same dtype beside it. The result then has that tensor's shape, dtype and order of dimensions
+tensors of the same dtype next to it. The result then has that tensor's shape, dtype and order of dimensions
 (TensorIterator.cpp: operands that are broadcast do not decide it). tests/run/rehearsal/test_pointwise.py compares with
 torch.
 """

@@ -16,18 +16,18 @@ from framework.build.data.batches import full_batch
 from framework.build.launches import listening
 from framework.build.levers.activations import keeps
 from framework.build.losses.loss import Batch, Observe
-from framework.build.losses.router_loss import said_of_routers
-from framework.build.model.heads import reads_both_ways, said_of_answers
+from framework.build.losses.router_loss import describe_routers
+from framework.build.model.heads import describe_answers, reads_both_ways
 from framework.build.place import Place, rehearsal_place
 from framework.build.ranks import ALONE, Ranks, local_part
 from framework.build.refuse import refuse_impossible
 from framework.build.resolve_model import settle
-from framework.build.tasks import said_of_companion
+from framework.build.tasks import describe_frozen_model
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import CARDS_A_MACHINE, make_plan
 from framework.memory.rehearsal import Rehearsal
-from framework.memory.resolve import said_of_float16
+from framework.memory.resolve import describe_float16
 from framework.memory.trace import Kind, Space, Trace
 from framework.run.evaluate import evaluate
 from framework.run.rehearsal.fake_device import pretend
@@ -65,7 +65,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=is_masked)
     is_compiled, is_adapted = config.training.compile is True, config.training.use_peft
     if is_adapted:  # before torch is patched, too
-        from framework.build.verify.adapter_coverage import said_of_adapter
+        from framework.build.verify.adapter_coverage import describe_adapter
     if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
         from framework.run.rehearsal import compiled_blocks
     ranks = rehearsed_ranks(config)
@@ -105,11 +105,11 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
     planned = blocks.said if blocks is not None else ()
-    covered = said_of_adapter(assembly) if is_adapted else ()
+    covered = describe_adapter(assembly) if is_adapted else ()
     split = tuple(map(str, filter(None, (assembly.tensor, assembly.sharding))))
-    said = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *said_of_answers(config, architecture))
-    said += (*said_of_companion(config, assembly.companion), *said_of_routers(config, architecture))
-    said += said_of_float16(config, architecture.get_text_config().to_dict())
+    said = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *describe_answers(config, architecture))
+    said += (*describe_frozen_model(config, assembly.frozen_model), *describe_routers(config, architecture))
+    said += describe_float16(config, architecture.get_text_config().to_dict())
     return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
 
 
@@ -211,7 +211,7 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
 
 
 def _copies_of_a_save(tracker: Tracker, assembly: Assembly) -> list[torch.Tensor]:
-    """What a save beside training copies, where the host's memory is the device's: there it stays."""
+    """What a save during training copies, where the host's memory is the device's: there it stays."""
     tracker.observe("save")
     weights, states = trained_state(assembly.model).values(), state_tensors(assembly)
     copies = _copied(tracker, map(local_part, weights), Kind.WEIGHTS, assembly.place)

@@ -252,7 +252,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(kind.__name__ == "DTensor" for kind in types):
                 return NotImplemented  # a split tensor turns into operators on this rank's part
             if active_fake_mode() is not None:
-                return func(*args, **kwargs)  # shapes of the whole, which torch works out beside the computation
+                return func(*args, **kwargs)  # shapes of the whole, which torch works out next to the computation
         with torch._C.DisableTorchFunction():
             packet = func._overloadpacket
             if packet is aten.empty and kwargs.get("pin_memory"):
@@ -311,7 +311,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take_cublas_workspace(self, with_bias: bool) -> None:
         """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own.
 
-        A product that adds its bias goes through cuBLASLt, which keeps a small one beside that of its handle.
+        A product that adds its bias goes through cuBLASLt, which keeps a small one next to that of its handle.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         sizes = {False: self._card.cublas_workspace_bytes or 0}

@@ -1,4 +1,4 @@
-"""What a run settles between its ranks before and beside training. One process settles it with itself."""
+"""What a run settles between its ranks before and during training. One process settles it with itself."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +12,15 @@ from framework.errors import Problem, RequestError, VerificationFailed
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.same_rows import rows_checksum
 from framework.run.planning.fit import decide_or_refuse
-from framework.run.ranks.coordinator import Crew
+from framework.run.ranks.coordinator import Coordinator
 from framework.run.record.run_folder import RunFolder, fallback_of, open_folder
 from framework.run.rng import seed_all
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import left_open
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 
-def decided_by_main(crew: Crew, config: TrainingConfig) -> tuple[TrainingConfig, Sequence[str]]:
+def decided_by_main(coordinator: Coordinator, config: TrainingConfig) -> tuple[TrainingConfig, Sequence[str]]:
     """The config without `auto` as the main rank decides, and what it says of that. Raises DoesNotFit."""
     if not left_open(config):
         return config, ()
@@ -31,22 +31,26 @@ def decided_by_main(crew: Crew, config: TrainingConfig) -> tuple[TrainingConfig,
         said.extend(decided.said)
         return decided.config.model_dump_json()
 
-    with crew.phase("deciding what is auto"):
-        return TrainingConfig.model_validate_json(crew.shared("decided", decide)), said
+    with coordinator.phase("deciding what is auto"):
+        return TrainingConfig.model_validate_json(coordinator.shared("decided", decide)), said
 
 
-def find_folder(crew: Crew, config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:
+def find_folder(
+    coordinator: Coordinator, config: TrainingConfig, name: str, resume: bool, overwrite: bool
+) -> RunFolder:
     """The run folder that the main rank has chosen; the others only read there.
 
     Raises RequestError as `open_folder` does, and where a rank that resumes does not see the main one's folder.
     """
-    if crew.ranks.world == 1:
+    if coordinator.ranks.world == 1:
         return open_folder(config, name, resume, overwrite)
-    chosen = Path(crew.shared("folder", lambda: str(open_folder(config, name, resume, overwrite).path.absolute())))
+    chosen = Path(
+        coordinator.shared("folder", lambda: str(open_folder(config, name, resume, overwrite).path.absolute()))
+    )
     if resume and not chosen.exists():
-        message = f"rank {crew.ranks.rank} does not see {chosen}, from which rank 0 resumes"
+        message = f"rank {coordinator.ranks.rank} does not see {chosen}, from which rank 0 resumes"
         raise RequestError([Problem("training.output_dir", message, expected="a folder that all machines share")])
-    return RunFolder(chosen, crew.ranks.is_main, fallback_of(config, chosen))
+    return RunFolder(chosen, coordinator.ranks.is_main, fallback_of(config, chosen))
 
 
 def digest(inputs: Inputs, steps: int) -> str:
@@ -60,15 +64,15 @@ def digest(inputs: Inputs, steps: int) -> str:
     return ", ".join(parts)
 
 
-def agree(crew: Crew, text: str) -> None:
+def agree(coordinator: Coordinator, text: str) -> None:
     """Raises VerificationFailed on every rank where one has another text: its batches would be other ones."""
-    texts = crew.gathered("digests", text)
+    texts = coordinator.gathered("digests", text)
     if len(set(texts)) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
         raise VerificationFailed(f"the ranks did not read the same: {listed}. Do they see the same files?")
 
 
-def seed_apart(seed: int, ranks: Ranks) -> None:
+def seed_each_rank(seed: int, ranks: Ranks) -> None:
     """Call it when the model is built, which is from the same seed everywhere: from here on each rank drops out its
     own elements, but those that are alike the same. The first goes on as a process on its own would."""
     number = ranks.rank // ranks.alike

@@ -12,12 +12,12 @@ from framework.build.assembly import Assembly
 from framework.build.loading.sharded import needs_whole_model
 from framework.build.ranks import local_part
 from framework.memory.units import size
-from framework.run.ranks.coordinator import Crew
+from framework.run.ranks.coordinator import Coordinator
 from framework.run.rehearsal.footprint import whole_bytes
 from framework.run.rehearsal.load_trace import largest_unit_bytes
 
 SHARE = 0.3
-"""Of the whole model, what a rank may take beside its own part."""
+"""Of the whole model, what a rank may take next to its own part."""
 SLACK_BYTES = 256 << 20
 """What a load takes besides weights: libraries that it imports, and what the allocator keeps. Not measured on cards."""
 _EVERY = 0.02
@@ -62,15 +62,15 @@ def own_bytes() -> int:
         return int(psutil.Process().memory_info().rss)
 
 
-def said_of_load(crew: Crew, assembly: Assembly, grown: int) -> Iterator[str]:
+def describe_load(coordinator: Coordinator, assembly: Assembly, grown: int) -> Iterator[str]:
     """What the ranks took while the model loaded in parts, and a warning where one other than the first took more than
     that asks for. Every rank must go through this. Nothing where the model is not loaded in parts."""
     config = assembly.config
     is_promised = assembly.is_in_parts and config.model.load_pretrained_weights and not needs_whole_model(config)
-    if crew.ranks.world == 1 or not is_promised:
+    if coordinator.ranks.world == 1 or not is_promised:
         return
     own, model = _own_part(assembly), whole_bytes(assembly)
-    texts = crew.gathered("grown while loading", json.dumps([grown, own]))
+    texts = coordinator.gathered("grown while loading", json.dumps([grown, own]))
     (first, _), *others = [json.loads(text) for text in texts]
     most = max(took for took, _ in others)
     yield (

@@ -1,7 +1,7 @@
 """Before the first step: the longest rows of training and of evaluation, so that what will not fit fails at once.
 
 Forward and backward as in training, without an update: gradients are dropped and generators set back, so nothing that
-is learnt depends on it. It costs about one step. On a card every run makes the trial; on the CPU, where the system
+is trained on depends on it. It costs about one step. On a card every run makes the trial; on the CPU, where the system
 ends a process rather than give it an error, only one that asked to shrink.
 """
 
@@ -19,7 +19,7 @@ from framework.build.place import Place
 from framework.memory.ledger import Plan
 from framework.memory.units import size
 from framework.run.evaluate import evaluate
-from framework.run.oom.retry import tries
+from framework.run.oom.retry import attempts
 from framework.run.oom.smaller_batches import EVAL, TRAIN, size_of
 from framework.run.session import Session
 from framework.run.step import trial_step
@@ -52,24 +52,24 @@ def try_longest_rows(session: Session) -> None:
 
 
 def _try_training(session: Session) -> Iterator[str]:
-    for attempt in tries(session, TRAIN):
-        with attempt as way_back:
+    for attempt in attempts(session, TRAIN):
+        with attempt as attempt_state:
             batch = _longest_of_training(session)
             made = [batch] * min(session.config.batch.accumulation, MOST_MICRO_BATCHES)
             session.watch.begin(None, [batch["input_ids"].numel()] * len(made))
             trial_step(session.assembly, made, session.watch.observe)
-            way_back.undo()
+            attempt_state.undo()
     yield f"training {_shape(batch)}"
 
 
 def _try_evaluation(session: Session) -> Iterator[str]:
     if session.inputs.data.eval is None:
         return
-    for attempt in tries(session, EVAL):
-        with attempt as way_back:
+    for attempt in attempts(session, EVAL):
+        with attempt as attempt_state:
             batch = _longest(session, session.inputs.data.eval, EVAL)
             evaluate(session.assembly, [batch], session.watch.observe)
-            way_back.undo()
+            attempt_state.undo()
     yield f"evaluation {_shape(batch)}"
 
 
@@ -111,7 +111,7 @@ def _standing_in(session: Session) -> list[Tensor]:
     except torch.OutOfMemoryError:
         session.progress.say(
             f"warning   the optimizer will make {size(count)} of states in its first step: there is no room for them "
-            "beside the weights; fewer rows do not help"
+            "next to the weights; fewer rows do not help"
         )
         return []
 

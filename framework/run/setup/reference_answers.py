@@ -22,12 +22,12 @@ from framework.build.data.packing import Packs
 from framework.build.data.rows import Rows
 from framework.build.losses.loss import Batch
 from framework.errors import Problem, RequestError, SaveFailed
-from framework.run.oom.retry import tries
+from framework.run.oom.retry import attempts
 from framework.run.oom.smaller_batches import EVAL
 from framework.run.record.files import aside_of, discard
 from framework.run.session import Session
 from framework.run.step import reference_step
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 FILE = "reference.safetensors"
 KEY = "training.preference.precompute_reference"
@@ -66,7 +66,7 @@ def _ask(session: Session, splits: dict[str, Rows | Packs]) -> dict[str, np.ndar
     started, known = time.perf_counter(), dict[str, np.ndarray]()
     for name, rows in splits.items():
         assert isinstance(rows, Rows), "the schema refuses packing"
-        for attempt in tries(session, EVAL):
+        for attempt in attempts(session, EVAL):
             with attempt:
                 found = [_sums(session, batch) for batch in _batches(session, replace(rows, order=None))]
         if session.config.training.has_pairs:

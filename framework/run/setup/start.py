@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from framework.build.assembly import Assembly, assemble
-from framework.build.data.end_tokens import learnt_ends, stop_at
+from framework.build.data.end_tokens import stop_at, supervised_ends
 from framework.build.from_python import TASKS_OWN, FromPython, check_same
 from framework.build.levers.allocator import choose_allocator
 from framework.build.loading.bases import ALLOWED_MODELS, BASE, check_all_weights
 from framework.build.model.parts import causal_model
 from framework.build.place import Place, real_place
-from framework.build.sources.python_rows import NOTHING, Given
+from framework.build.sources.python_rows import NO_ROWS, RowsFromPython
 from framework.build.verify import (
     verify,
 )
@@ -30,17 +30,17 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.checkpoints.checkpoint import forget_halves, load_checkpoint, read_state
+from framework.run.checkpoints.checkpoint import load_checkpoint, read_state, remove_partial_saves
 from framework.run.checkpoints.resume import check_resume
 from framework.run.inputs.inputs import Inputs, read_inputs
 from framework.run.inputs.same_rows import check_read, moved, needed_models, read_digests
 from framework.run.inputs.training_batches import TrainingBatches, total_steps, training_batches
 from framework.run.oom.report import PlannedRun, Watch, explained_failures
 from framework.run.oom.smaller_batches import remembered
-from framework.run.planning.capacity import require_room, too_large
+from framework.run.planning.capacity import require_capacity, too_large
 from framework.run.planning.plan_of_all import plan_of_all
 from framework.run.planning.plan_pool import abandon
-from framework.run.ranks.coordinator import Crew
+from framework.run.ranks.coordinator import Coordinator
 from framework.run.record.layout import step_of
 from framework.run.record.lock import only_run
 from framework.run.record.meter import Meter
@@ -50,8 +50,8 @@ from framework.run.record.run_folder import RunFolder, folder_problems, make
 from framework.run.record.trackers import check_trackers
 from framework.run.rng import seed_all
 from framework.run.session import Planner, Session
-from framework.run.setup.agreement import agree, digest, find_folder, seed_apart
-from framework.run.setup.host_memory import HostWatch, said_of_load
+from framework.run.setup.agreement import agree, digest, find_folder, seed_each_rank
+from framework.run.setup.host_memory import HostWatch, describe_load
 from framework.run.setup.reference_answers import ask_before_resuming
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
@@ -67,9 +67,9 @@ def open_session(
     allow: Sequence[str],
     quiet: bool,
     planner: Planner | None,
-    given: Given = NOTHING,
+    given: RowsFromPython = NO_ROWS,
     from_python: FromPython = TASKS_OWN,
-    crew: Crew,
+    coordinator: Coordinator,
 ) -> Session:
     """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
 
@@ -78,15 +78,15 @@ def open_session(
     """
     check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
-    with crew.phase("reading rows and planning"):
-        console = TerminalConsole(stderr=True, quiet=quiet or not crew.ranks.is_main)
-        inputs, plan = _read_and_plan(config, planner if crew.ranks.is_main else None, given, console)
-    plan = plan_of_all(crew, plan)
+    with coordinator.phase("reading rows and planning"):
+        console = TerminalConsole(stderr=True, quiet=quiet or not coordinator.ranks.is_main)
+        inputs, plan = _read_and_plan(config, planner if coordinator.ranks.is_main else None, given, console)
+    plan = plan_of_all(coordinator, plan)
     if plan is not None and not plan.fits and config.training.on_oom is not OnOutOfMemory.SHRINK:
         raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was loaded.")
-    with crew.phase("loading the model"):
+    with coordinator.phase("loading the model"):
         inputs = replace(inputs, from_python=from_python)
-        session = _build(inputs, plan, name, resume, overwrite, allow, quiet, crew)
+        session = _build(inputs, plan, name, resume, overwrite, allow, quiet, coordinator)
     session.planner = planner
     if plan is not None and not plan.fits:
         session.progress.say(f"warning   {too_large(plan)} training.on_oom=shrink tries it nevertheless")
@@ -94,7 +94,7 @@ def open_session(
 
 
 def _read_and_plan(
-    config: TrainingConfig, planner: Planner | None, given: Given, console: Console
+    config: TrainingConfig, planner: Planner | None, given: RowsFromPython, console: Console
 ) -> tuple[Inputs, Plan | None]:
     """The rows, and the plan, which a process of its own makes in the meantime."""
     if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
@@ -118,35 +118,35 @@ def _build(
     overwrite: bool,
     allow: Sequence[str],
     quiet: bool,
-    crew: Crew,
+    coordinator: Coordinator,
 ) -> Session:
     """The session around what was read and planned."""
     config = inputs.config
-    folder = find_folder(crew, config, name, resume, overwrite)
-    _require_room(plan, folder, config, crew)
+    folder = find_folder(coordinator, config, name, resume, overwrite)
+    _require_room(plan, folder, config, coordinator)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
     read = read_digests(inputs) | inputs.from_python.names
     origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
     config = origin.config
-    batches = training_batches(config, inputs, origin.state, crew.ranks.rank)
+    batches = training_batches(config, inputs, origin.state, coordinator.ranks.rank)
     total = _total_steps(config, batches)
-    agree(crew, digest(inputs, total))  # before the first collective, which starts the device
-    meter = Meter(place := real_place(_start_device(config, crew)))
+    agree(coordinator, digest(inputs, total))  # before the first collective, which starts the device
+    meter = Meter(place := real_place(_start_device(config, coordinator)))
     watch = Watch(meter)
     seed_all(config.training.seed)
-    planned = PlannedRun(config, plan, crew.ranks.world == 1) if plan is not None else None
+    planned = PlannedRun(config, plan, coordinator.ranks.world == 1) if plan is not None else None
     with explained_failures(watch, planned, None):
         with HostWatch() as host:
-            assembly = assemble(config, inputs.architecture, place, total, crew.ranks, inputs.from_python)
-        stop_at(causal_model(assembly.model), learnt_ends(inputs.data.train, inputs.tokenizer))
-        seed_apart(config.training.seed, assembly.ranks)
+            assembly = assemble(config, inputs.architecture, place, total, coordinator.ranks, inputs.from_python)
+        stop_at(causal_model(assembly.model), supervised_ends(inputs.data.train, inputs.tokenizer))
+        seed_each_rank(config.training.seed, assembly.ranks)
         read |= {BASE: {**read[BASE], "drawn": assembly.drawn}} if assembly.drawn is not None else {}
         meter.observe("end")  # what verifying runs is no part of loading
         readings = verify(assembly)
         _empty_cache(place)
-    quiet = quiet or not crew.ranks.is_main
+    quiet = quiet or not coordinator.ranks.is_main
     progress = ProgressLine(assembly.schedule.total, origin.step, config.training.logging_steps, quiet)
-    for line in (*said_of_load(crew, assembly, host.grown), *_said_of_files(origin, unused)):
+    for line in (*describe_load(coordinator, assembly, host.grown), *_said_of_files(origin, unused)):
         progress.say(line)
     session = Session(
         config,
@@ -159,7 +159,7 @@ def _build(
         meter,
         plan,
         watch,
-        crew,
+        coordinator,
         step=origin.step,
         read=read,
         repairs=[*origin.repairs],
@@ -227,18 +227,18 @@ def _total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
     return total
 
 
-def _require_room(plan: Plan | None, folder: RunFolder, config: TrainingConfig, crew: Crew) -> None:
+def _require_room(plan: Plan | None, folder: RunFolder, config: TrainingConfig, coordinator: Coordinator) -> None:
     """One rank of each machine looks at its host memory, for all of them there; the one that writes at its disk."""
-    if plan is not None and crew.ranks.local_rank == 0:
+    if plan is not None and coordinator.ranks.local_rank == 0:
         written = folder.path if folder.is_written else None
-        workers, processes = config.data.workers, crew.ranks.local_world
-        require_room(plan, written, workers, processes, folder.fallback)
+        workers, processes = config.data.workers, coordinator.ranks.local_world
+        require_capacity(plan, written, workers, processes, folder.fallback)
 
 
-def _start_device(config: TrainingConfig, crew: Crew) -> torch.device:
+def _start_device(config: TrainingConfig, coordinator: Coordinator) -> torch.device:
     """The device of this process; its allocator has its settings before anything is on it."""
     choose_allocator(config)
-    device = crew.start(config)
+    device = coordinator.start(config)
     accelerator = Accelerator(cpu=config.gpu.name == "cpu")
     return device or accelerator.device  # which it numbers where there are several, also a CPU
 
@@ -274,7 +274,7 @@ def _write_first(session: Session, overwrite: bool) -> None:
     _look_again(session, overwrite)
     if step:
         for place in filter(None, (folder.path, folder.fallback)):
-            forget_halves(place)
+            remove_partial_saves(place)
         folder.forget_metrics_after(step, is_last=step >= session.total)
         folder.set_stops_aside(step)
         folder.keep_config(session.config, step)

@@ -34,13 +34,13 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         items = () if written is None or isinstance(written, str) else written
         on_head = [item for item in items if item.rpartition(".")[2] in _HEADS]
         if on_head and not ADAPTERS[method].is_prompt and config.model.chunked_loss not in (None, False, "auto"):
-            message = f"the chunked loss multiplies by the head itself, without what {on_head[0]} trains beside it"
+            message = f"the chunked loss multiplies by the head itself, without what {on_head[0]} trains next to it"
             yield Conflict((f"peft.{name}", "model.chunked_loss"), message, "chunked_loss: false, or not the head")
     if ADAPTERS[method].is_prompt and peft.peft_save_mode is PeftSaveMode.MERGED:
         message = f"a {method} is tokens before the row: there is nothing to add to the weights"
         yield Conflict((key, "peft.peft_save_mode"), message, "adapter_only or adapter_and_base_model")
     if ADAPTERS[method].is_prompt and peft.lora_modules_to_save:
-        message = f"peft trains no whole modules beside a {method}"
+        message = f"peft trains no whole modules next to a {method}"
         yield Conflict((key, "peft.lora_modules_to_save"), message, "another method, or no modules")
     joins = "packing" if config.data.packing else "padding_free"
     if ADAPTERS[method].is_prompt and config.data.joins_rows:

@@ -1,4 +1,4 @@
-"""Kernels of attention that contradict what is asked beside them."""
+"""Kernels of attention that contradict what is asked next to them."""
 
 from collections.abc import Iterator
 

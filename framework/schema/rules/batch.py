@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
+from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
-from framework.schema.wording import counted
 
 
 def rows_of_global_batch(config: TrainingConfig, accumulation: int | None, most: int) -> int | None:
@@ -46,7 +46,7 @@ def batch_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         if micro == "auto" and training.global_batch_size is None:
             both = ("training.per_device_train_batch_size", "training.global_batch_size")
             message = "a search keeps the global batch, which nothing says while this is `auto`"
-            yield Conflict(both, message, "training.global_batch_size beside it")
+            yield Conflict(both, message, "training.global_batch_size next to it")
         return
     try:
         _ = config.batch

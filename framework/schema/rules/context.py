@@ -37,7 +37,7 @@ def _of_rows(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict((_RING, "training.task"), message, "sdpa, or task: sft or pretrain")
     for name in ("packing", "padding_free"):
         if getattr(config.data, name) is True:
-            message = "several documents in a row that devices share are not kept apart"
+            message = "several documents in a row that devices share are not kept separately"
             yield Conflict((_RING, f"data.{name}"), message, f"{name}: false, or sdpa")
     if training.use_peft and ADAPTERS[config.peft.peft_method].is_prompt:
         message = "tokens before the row would stand before each device's part of it"

@@ -36,7 +36,7 @@ from framework.schema.rules.save import best_conflicts, save_conflicts
 from framework.schema.rules.sharding import sharding_conflicts
 from framework.schema.rules.task import task_conflicts
 from framework.schema.rules.tensor import tensor_conflicts
-from framework.schema.rules.unused import idle_conflicts
+from framework.schema.rules.unused import unused_key_conflicts
 
 
 @dataclass(frozen=True)
@@ -125,5 +125,5 @@ RULES = (
     adapter_conflicts,
     row_conflicts,
     _finite,
-    idle_conflicts,
+    unused_key_conflicts,
 )

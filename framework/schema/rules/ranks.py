@@ -8,7 +8,7 @@ from framework.schema.rules.conflict import Conflict
 
 
 def ranks_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Levers that do not work beside a larger `gpu.count`, or beside some of what it is for."""
+    """Levers that do not work next to a larger `gpu.count`, or next to some of what it is for."""
     training, count = config.training, "gpu.count"
     if config.gpu.count == 1:
         return

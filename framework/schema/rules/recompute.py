@@ -21,7 +21,7 @@ def compile_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         return
     if training.compile is False:
         message = "only the compiler can tell which activations of a block are cheap to compute again"
-        yield Conflict((key, "training.compile"), message, "training.compile=true beside it")
+        yield Conflict((key, "training.compile"), message, "training.compile=true next to it")
     elif training.enable_gradient_checkpointing is True:
         message = "blocks are computed again as a whole: the budget is then only for the one block at work"
         keys = (key, "training.enable_gradient_checkpointing")

@@ -6,14 +6,14 @@ from difflib import get_close_matches
 from framework.schema.config import TrainingConfig
 from framework.schema.intervals import steps_between
 from framework.schema.metrics import METRICS
+from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
-from framework.schema.wording import counted
 
 _KEY, _STEPS = "training.async_save", "training.save_steps"
 
 
 def save_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Beside the last save there is nothing left to train."""
+    """Next to the last save there is nothing left to train."""
     training = config.training
     if not training.async_save:
         return

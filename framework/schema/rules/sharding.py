@@ -51,7 +51,7 @@ def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
         adamw, halves = (_of_a_billion(count, config.gpu.count) for count in (4 if pure else 8, 4))
         works = (
             f"adamw_torch_fused ({adamw} of states a device for each 1e9 trained weights), anyprecision_adamw "
-            f"({halves}, with weights in bfloat16), or fsdp.cpu_offload=true beside adamw_torch_fused ({adamw} of the "
+            f"({halves}, with weights in bfloat16), or fsdp.cpu_offload=true next to adamw_torch_fused ({adamw} of the "
             "host)"
         )
         yield Conflict((key, _ON), message, works)

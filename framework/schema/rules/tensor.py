@@ -13,8 +13,8 @@ from framework.schema.choices import (
 )
 from framework.schema.config import TrainingConfig
 from framework.schema.optimizers import Shards, facts_of
+from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
-from framework.schema.wording import counted
 
 _SIZE = "fsdp.tensor_parallel_size"
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
@@ -84,7 +84,7 @@ def _of_adapters(config: TrainingConfig) -> Iterator[Conflict]:
         message = "packed weights are not cut: their scales are no part of them"
         yield Conflict(("peft.q_lora", _SIZE), message, "false")
     if peft.lora_modules_to_save:
-        message = "modules trained in full beside an adapter are not tried with matrices that devices share"
+        message = "modules trained in full next to an adapter are not tried with matrices that devices share"
         yield Conflict(("peft.lora_modules_to_save", _SIZE), message, "[]")
     if peft.peft_save_mode is not PeftSaveMode.ADAPTER_ONLY:
         message = "the base is in parts, and would have to be gathered to be written"

@@ -9,7 +9,7 @@ from framework.schema.keys import Path, dotted, every_key, uses_of, value_of, va
 from framework.schema.rules.conflict import Conflict
 
 
-def idle_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Keys that were written and do nothing: other than by default, or in so many words while their cause is nowhere
     written, so that whoever wrote them thinks they are in effect."""
     defaults = _defaults()

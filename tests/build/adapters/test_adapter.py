@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from framework.build.verify import verify
-from framework.build.verify.adapter_coverage import coverage, said_at_save
+from framework.build.verify.adapter_coverage import coverage, describe_save_dtypes
 from framework.errors import RequestError
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
@@ -200,9 +200,9 @@ def test_lora_plus_gives_b_its_own_rate():
 
 def test_matrices_that_never_moved_are_said():
     assembly = tiny_assembly(adapted())
-    assert "14 LoRA B matrices are still zero" in said_at_save(assembly)[0]
+    assert "14 LoRA B matrices are still zero" in describe_save_dtypes(assembly)[0]
     steps(assembly)
-    assert not said_at_save(assembly)
+    assert not describe_save_dtypes(assembly)
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "prefix"])

@@ -13,7 +13,7 @@ from framework.build.verify import verify
 from framework.errors import RequestError
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.checkpoints.export import export
-from framework.run.checkpoints.trained_model import Artefact, load_model
+from framework.run.checkpoints.trained_model import SavedModel, load_model
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
@@ -201,7 +201,7 @@ def test_ia3_is_taken_off_a_packed_base(mode, tmp_path):
     steps(assembly, 3)
     expected = logits(assembly.model)
     export(assembly, TOKENIZER, tmp_path / "final")
-    found = logits(load_model(Artefact(tmp_path / "final", None)))
+    found = logits(load_model(SavedModel(tmp_path / "final", None)))
     close(found, expected)
 
 
@@ -211,7 +211,7 @@ def test_a_base_of_fewer_columns_than_a_block_is_asked_on_a_cpu(tmp_path):
     steps(assembly, 3)
     expected = logits(assembly.model)
     export(assembly, TOKENIZER, tmp_path / "final")
-    close(logits(load_model(Artefact(tmp_path / "final", None))), expected)
+    close(logits(load_model(SavedModel(tmp_path / "final", None))), expected)
 
 
 def test_a_packed_module_cannot_be_trained_whole():

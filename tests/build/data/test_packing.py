@@ -203,10 +203,10 @@ class TestRefusals:
     def test_the_built_model_is_read_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assembly = tiny_assembly(tiny_config(data={"packing": True}))
         (reading,) = [item for item in verify(assembly) if item.key == "data.packing"]
-        assert reading.found == "documents kept apart"
+        assert reading.found == "documents kept separately"
         assert assembly.model.training
         assert all(parameter.grad is None for parameter in assembly.model.parameters())
-        monkeypatch.setattr("framework.build.losses.loss.keep_apart", lambda model, batch: {})
+        monkeypatch.setattr("framework.build.losses.loss.keep_documents_separate", lambda model, batch: {})
         with pytest.raises(VerificationFailed, match="in effect what it predicts in one depends on the one before"):
             verify(assembly)
 
@@ -214,10 +214,10 @@ class TestRefusals:
         from framework.build.data import documents
 
         def without_positions(model: Any, batch: Any) -> dict[str, Any]:
-            return {"attention_mask": documents.keep_apart(model, batch)["attention_mask"]}
+            return {"attention_mask": documents.keep_documents_separate(model, batch)["attention_mask"]}
 
         assembly = tiny_assembly(tiny_config(GPT2, data={"packing": True}))
-        monkeypatch.setattr("framework.build.losses.loss.keep_apart", without_positions)
+        monkeypatch.setattr("framework.build.losses.loss.keep_documents_separate", without_positions)
         with pytest.raises(VerificationFailed, match="positions do not restart"):
             verify(assembly)
 

@@ -14,7 +14,7 @@ from framework.build.data import row_cache
 from framework.build.data.packing import Packs
 from framework.build.data.prepare import Data, prepare_data
 from framework.build.data.rows import Rows
-from framework.build.sources.python_rows import Given, take_rows
+from framework.build.sources.python_rows import RowsFromPython, take_rows
 from framework.build.text.chat import read_template
 from framework.caches import cache_folder
 from framework.errors import RequestError
@@ -170,7 +170,9 @@ def test_fast_work_is_not_kept(
 
 def test_rows_from_python_are_known_by_their_digest(tokenizer: PreTrainedTokenizerFast) -> None:
     def hit(rows: list[dict[str, str]]) -> bool:
-        some, given = take_rows(TrainingConfig.model_validate({"model": {"model_max_length": 32}}), Given(rows))
+        some, given = take_rows(
+            TrainingConfig.model_validate({"model": {"model_max_length": 32}}), RowsFromPython(rows)
+        )
         return was_read(prepare_data(some, tokenizer, given=given))
 
     assert [hit([{"text": "a b"}]), hit([{"text": "a b"}]), hit([{"text": "a c"}])] == [False, True, False]

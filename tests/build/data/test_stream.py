@@ -16,7 +16,7 @@ from framework.build.data.prepare import Data, prepare_data, training_texts
 from framework.build.data.report import Account
 from framework.build.data.stream import Position
 from framework.build.data.streamed_batches import StreamedBatches
-from framework.build.sources.python_rows import NOTHING, Given, take_rows
+from framework.build.sources.python_rows import NO_ROWS, RowsFromPython, take_rows
 from framework.build.text.chat import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import Batch, TrainingConfig
@@ -44,7 +44,7 @@ def config(*paths: str, limit: int = 32, **data: Any) -> TrainingConfig:
     return TrainingConfig.model_validate({"training": training, "model": {"model_max_length": limit}, "data": document})
 
 
-def prepared(config: TrainingConfig, tokenizer: PreTrainedTokenizerFast, given: Given = NOTHING) -> Data:
+def prepared(config: TrainingConfig, tokenizer: PreTrainedTokenizerFast, given: RowsFromPython = NO_ROWS) -> Data:
     return prepare_data(config, tokenizer, given=given)
 
 
@@ -281,7 +281,7 @@ class TestPolicies:
         assert micro["labels"][0].tolist() == whole["labels"]
 
     def test_rows_from_python(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        some, given = take_rows(config(), Given(lambda: ({"text": f"row {number}"} for number in range(40))))
+        some, given = take_rows(config(), RowsFromPython(lambda: ({"text": f"row {number}"} for number in range(40))))
         data = prepared(some, tokenizer, given)
         assert Counter(texts(data, tokenizer, 80)) == Counter({f"row {number}": 2 for number in range(40)})
         assert len(list(training_texts(some, given))) == 40

@@ -1,4 +1,5 @@
-"""Recomputing changes what is kept, never what is learnt: the same losses and weights, and bytes counted by hand."""
+"""Recomputing changes what is kept, never what is trained on: the same losses and weights, and bytes counted by
+hand."""
 
 from typing import Any
 

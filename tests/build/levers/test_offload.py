@@ -88,7 +88,7 @@ def test_weights_stay_and_each_storage_goes_once(lever: dict[str, Any], least: i
     send = Offload._send
 
     def noted(self: Offload, tensor: torch.Tensor, elements: int) -> Any:
-        if tensor.numel():  # a checkpoint of torch 2.11 keeps an empty one beside its input
+        if tensor.numel():  # a checkpoint of torch 2.11 keeps an empty one next to its input
             sent.append((tensor.untyped_storage()._cdata, tensor.size()))
         return send(self, tensor, elements)
 

@@ -1,4 +1,4 @@
-"""On a card: pinned homes, copies beside compute on a stream of their own, and the memory that the plan says."""
+"""On a card: pinned homes, copies next to compute on a stream of their own, and the memory that the plan says."""
 
 import pytest
 import torch

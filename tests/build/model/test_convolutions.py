@@ -107,7 +107,7 @@ def test_a_convolution_of_tcn_sees_nothing_behind_a_token_and_has_filters_of_the
     ("name", "parameters"),
     [
         ("textcnn", 8192 * 300 + 300 * 100 * (3 + 4 + 5) + 300 + 300 * 2 + 2),
-        # blocks of two convolutions with a length and a bias a filter; the first is beside a 1x1 convolution
+        # blocks of two convolutions with a length and a bias a filter; the first is next to a 1x1 convolution
         ("tcn", 8192 * 128 + (128 + 11 * 256) * 256 * 3 + 12 * 2 * 256 + (128 + 1) * 256 + 256 * 2 + 2),
     ],
 )

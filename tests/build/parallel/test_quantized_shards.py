@@ -1,4 +1,4 @@
-"""A base in 4 bits, split over two processes, is learnt on as on one; all in one start of the two."""
+"""A base in 4 bits, split over two processes, is trained on on as on one; all in one start of the two."""
 
 import math
 from pathlib import Path

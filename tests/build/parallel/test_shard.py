@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from framework.build.loading.model import build_model, read_architecture
-from framework.build.loading.sharded import Arrival, is_sent
+from framework.build.loading.sharded import ShardLoader, is_sent
 from framework.build.place import real_place
 from framework.build.ranks import Ranks, local_part
 from framework.build.verify import verify
@@ -72,15 +72,15 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
             save_file(after, folder / f"{name}.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         whole_ones: list[weakref.ref[Any]] = []
-        fill = Arrival.fill
+        fill = ShardLoader.fill
 
-        def count(arrival: Arrival, unit: torch.nn.Module) -> None:
+        def count(shard_loader: ShardLoader, unit: torch.nn.Module) -> None:
             found["before a unit"] = max(found.get("before a unit", 0), sum(ref() is not None for ref in whole_ones))
-            fill(arrival, unit)
+            fill(shard_loader, unit)
             whole_ones.extend(weakref.ref(item) for item in unit.parameters() if not hasattr(item, "device_mesh"))
             found["filled"] = len(whole_ones)
 
-        patch.setattr(Arrival, "fill", count)
+        patch.setattr(ShardLoader, "fill", count)
         drawn = sharded(settings(2, LLAMA), ranks)
     save_file(weights(drawn), folder / f"drawn-{ranks.rank}.safetensors")
     try:

@@ -23,13 +23,15 @@ def config(chunk=False, teacher=None, architecture=LLAMA, **distillation):
 def sharp(assembly):
     """The teacher with an opinion: random heads hardly prefer any token."""
     with torch.no_grad():
-        assembly.companion.get_output_embeddings().weight.mul_(30)
+        assembly.frozen_model.get_output_embeddings().weight.mul_(30)
     return assembly
 
 
 def expected(assembly, batch, kind, temperature, alpha):
     with torch.no_grad():
-        q, p = ((m(input_ids=batch["input_ids"]).logits[:, :-1].double()) for m in (assembly.model, assembly.companion))
+        q, p = (
+            (m(input_ids=batch["input_ids"]).logits[:, :-1].double()) for m in (assembly.model, assembly.frozen_model)
+        )
     labels = batch["labels"][:, 1:]
     label_losses = -q.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
     q, p = (q / temperature).softmax(-1), (p / temperature).softmax(-1)
@@ -74,15 +76,15 @@ def test_neither_chunks_nor_split_change_anything(architecture, rule):
 
 def test_the_student_comes_to_say_what_the_teacher_says_and_the_teacher_stays():
     assembly, batch = sharp(tiny_assembly(config(16, alpha=1.0), steps=30)), unequal_rows()
-    before = [parameter.clone() for parameter in assembly.companion.parameters()]
+    before = [parameter.clone() for parameter in assembly.frozen_model.parameters()]
     first = evaluate(assembly, [batch], lambda _: None)
     for step in range(1, 31):
         train_step(assembly, [batch], step)
     last = evaluate(assembly, [batch], lambda _: None)
     assert last["divergence"] < 0.5 * first["divergence"]
-    assert all(map(torch.equal, assembly.companion.parameters(), before))
-    assert not any(parameter.requires_grad for parameter in assembly.companion.parameters())
-    assert not assembly.companion.training
+    assert all(map(torch.equal, assembly.frozen_model.parameters(), before))
+    assert not any(parameter.requires_grad for parameter in assembly.frozen_model.parameters())
+    assert not assembly.frozen_model.training
 
 
 def test_half_precision_chunks_are_near_whole_logits():
@@ -114,4 +116,4 @@ def test_a_teacher_whose_logits_chunks_cannot_repeat_is_refused():
     capped = {**WIDE, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": 3.0}
     with pytest.raises(RequestError, match=r"training\.teacher\.model_name.*after the head"):
         tiny_assembly(config(True, teacher={"architecture": capped}))
-    assert tiny_assembly(config(False, teacher={"architecture": capped})).companion is not None
+    assert tiny_assembly(config(False, teacher={"architecture": capped})).frozen_model is not None

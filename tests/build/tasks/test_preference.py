@@ -152,7 +152,7 @@ def test_the_reference_stays_where_it_was(adapted):
     assert torch.equal(reference(assembly.model, batch), was)
     assert [p.requires_grad for p in assembly.model.parameters()] == counts
     assert assembly.model.training
-    assert (assembly.companion is None) == adapted
+    assert (assembly.frozen_model is None) == adapted
     policy = assembly.objective.asked.answers(assembly.model, batch, lambda _: None).sums
     assert not torch.allclose(policy, was, atol=1e-2)
 

@@ -9,7 +9,7 @@ from framework.build.data.rows import join_rows
 from framework.build.losses.loss import ignore_phases
 from framework.build.tasks.rows import Numbers, OneClass, SeveralClasses, f1, macro_f1
 from framework.build.text.labels import Encoded
-from framework.run.evaluate import evaluate, in_words
+from framework.run.evaluate import evaluate, format_losses
 from framework.run.step import train_step
 from tests.tiny import BERT, LLAMA, split, tiny_assembly, tiny_config
 
@@ -113,7 +113,7 @@ def test_metrics_of_one_class():
     assert metrics["accuracy"] == pytest.approx(4 / 6)
     # a: 1 of 2 true, 2 said; b: 2 of 2, 3 said; c: 1 of 2, 1 said; d never occurs and is left out
     assert metrics["macro_f1"] == pytest.approx((2 * 1 / 4 + 2 * 2 / 5 + 2 * 1 / 3) / 3)
-    assert in_words({"eval_loss": 1.0, **metrics}).startswith("eval loss")
+    assert format_losses({"eval_loss": 1.0, **metrics}).startswith("eval loss")
 
 
 def test_metrics_of_several_classes():

@@ -1,4 +1,4 @@
-"""Labels are read directly: which tokens of a rendered row are learnt, as text."""
+"""Labels are read directly: which tokens of a rendered row are trained on, as text."""
 
 from collections.abc import Callable, Sequence
 
@@ -71,7 +71,7 @@ NO_END = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% 
 
 
 def learnt(tokenizer: PreTrainedTokenizerFast, row: Encoded | UnsuitedChat) -> list[str]:
-    """The runs of learnt tokens, as text."""
+    """The runs of supervised tokens, as text."""
     assert isinstance(row, Encoded), row
     assert row.input_ids.dtype == row.labels.dtype == np.int32
     taken = row.labels != IGNORED

@@ -1,4 +1,4 @@
-"""Rows of every form, from a file to tokens: what is found in the columns, what is learnt, and what is refused."""
+"""Rows of every form, from a file to tokens: what is found in the columns, what is trained on, and what is refused."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +61,7 @@ def training_for(task: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def learnt(tokenizer: PreTrainedTokenizerFast, row: Row) -> str:
-    """The learnt tokens as text; a bar where some are left out."""
+    """The supervised tokens as text; a bar where some are left out."""
     runs, ids, labels = [""], row["input_ids"], row["labels"]
     for token, label in zip(ids, labels, strict=True):
         if label != IGNORED:

@@ -1,4 +1,4 @@
-"""What is learnt under ten chat templates, read from the ids: each answer with the token that ends its turn.
+"""What is trained on under ten chat templates, read from the ids: each answer with the token that ends its turn.
 
 The templates in tests/build/templates are the public ones, shortened in what they tell the model, not in how they
 render turns.
@@ -129,7 +129,7 @@ TokenizerOf = Callable[[str], PreTrainedTokenizerFast]
 
 
 def learnt(tokenizer: PreTrainedTokenizerFast, row: Encoded | UnsuitedChat) -> list[str]:
-    """The runs of learnt tokens, as text, read from the labels."""
+    """The runs of supervised tokens, as text, read from the labels."""
     assert isinstance(row, Encoded), row
     edges = np.flatnonzero(np.diff(np.concatenate([[False], row.labels != IGNORED, [False]]).astype(int)))
     return [str(tokenizer.decode(row.labels[start:end].tolist())) for start, end in edges.reshape(-1, 2)]

@@ -52,7 +52,7 @@ def test_saved_tokenizer_loads_the_usual_way(tmp_path: Path, with_model_config: 
         config(tokenizer={"train": "bpe", "vocab_size": 400}, chat_template="chatml"), [*CORPUS, STRANGE]
     )
     tokenizer.save_pretrained(tmp_path)
-    if with_model_config:  # beside a Llama's config.json, transformers is tempted to read it as Llama's own tokenizer
+    if with_model_config:  # next to a Llama's config.json, transformers is tempted to read it as Llama's own tokenizer
         LlamaConfig().save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(str(tmp_path))
     assert loaded(STRANGE)["input_ids"] == tokenizer(STRANGE)["input_ids"]

@@ -52,7 +52,7 @@ class Arithmetic:
 
 
 def _kept(config: TrainingConfig) -> tuple[float, float]:
-    """Share of activations kept, and work beside that of the plain model."""
+    """Share of activations kept, and work next to that of the plain model."""
     training = config.training
     kept, work = 1.0, 1.0
     if training.enable_gradient_checkpointing:

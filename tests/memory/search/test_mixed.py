@@ -6,7 +6,7 @@ from framework.compose import load
 from framework.memory.editing import with_values
 from framework.memory.search.estimate import Estimate, Figures
 from framework.memory.search.fastest import Candidate, Search, Space
-from framework.memory.search.freedom import freedom, opened
+from framework.memory.search.free_keys import freedom, opened
 from framework.memory.search.mixed import mixed, mixes
 from framework.memory.search.space import (
     CHECKPOINTS,
@@ -48,7 +48,7 @@ def test_every_mix_is_what_a_plan_of_its_own_says() -> None:
             assert estimate.shallow[size].allocated["backward"] == pytest.approx(own.allocated["backward"], rel=1e-6)
             assert estimate.shallow[size].seconds == pytest.approx(
                 own.seconds, rel=0.02
-            )  # work is not linear beside compile
+            )  # work is not linear next to compile
             compared += 1
     assert compared > 400
     assert search.probes < 100, "four rehearsals for each of few structures"

@@ -1,4 +1,4 @@
-"""What an adapted run leaves behind computes what the run computed: adapter, base beside it, merged."""
+"""What an adapted run leaves behind computes what the run computed: adapter, base next to it, merged."""
 
 import json
 import warnings

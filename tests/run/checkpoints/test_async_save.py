@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: the same files as without, complete or absent, and nobody ends before them."""
+"""Checkpoints written during training: the same files as without, complete or absent, and nobody ends before them."""
 
 import json
 import os
@@ -121,9 +121,9 @@ def test_a_run_learns_and_saves_the_same(corpus, straight, tmp_path, capsys):  #
     assert "after step 4: training.async_save = true (" in said
     assert "of copies in host memory)" in said
     assert (
-        "2 checkpoints written beside training in" not in said
+        "2 checkpoints written during training in" not in said
     )  # the last one counts as well, though it is waited for
-    assert "3 checkpoints written beside training in" in said
+    assert "3 checkpoints written during training in" in said
     assert metrics(tmp_path / "run") == metrics(straight)
     assert same(final_weights(tmp_path / "run"), final_weights(straight))
     one, other = files(tmp_path / "run" / "checkpoints"), files(straight / "checkpoints")
@@ -177,7 +177,7 @@ def test_an_interrupted_run_has_written_what_it_began_and_goes_on_exactly(
         with pytest.raises(Interrupted, match="after step 4"):
             train(config(corpus, tmp_path / "run", training=BESIDE))
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000004"]
-    train(config(corpus, tmp_path / "run", training={"save_steps": 4}), resume=True)  # harmless: the same is learnt
+    train(config(corpus, tmp_path / "run", training={"save_steps": 4}), resume=True)  # harmless: the same is trained on
     assert metrics(tmp_path / "run") == metrics(straight)
     assert same(final_weights(tmp_path / "run"), final_weights(straight))
 
@@ -293,7 +293,7 @@ def on_two(corpus, folder, **sections):  # noqa: F811
 
 
 def runs_as_rank(corpus, folder) -> None:  # noqa: F811
-    """Runs of two ranks, saved before and beside steps; the last cannot write its second checkpoint."""
+    """Runs of two ranks, saved before and next to steps; the last cannot write its second checkpoint."""
     from framework.cli import complain
     from framework.errors import TunesmithError
 

@@ -12,9 +12,9 @@ from framework.run.checkpoints import read_back as module
 from framework.run.checkpoints.checkpoint import (
     checkpoints,
     contents_of,
-    forget_halves,
     load_checkpoint,
     read_state,
+    remove_partial_saves,
     save_checkpoint,
     verify_checkpoint,
     written_aside,
@@ -108,7 +108,7 @@ def test_retention_deletes_the_oldest_after_the_newest_is_complete(tmp_path, mon
     retired = [(path, count) for path, count in seen if "step-00000001" in path]
     assert retired == [(str(tmp_path / "checkpoints" / ".step-00000001.retired"), 1)]
     monkeypatch.undo()
-    forget_halves(tmp_path)  # as a run does that goes on after a kill
+    remove_partial_saves(tmp_path)  # as a run does that goes on after a kill
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
     save_checkpoint(tmp_path, contents_of(assembly, 3), keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
@@ -269,14 +269,14 @@ def test_a_damaged_checkpoint_is_named_and_what_to_do(tmp_path, name, damage):
 def test_ranks_share_the_reading_and_wait_for_each_other(tmp_path, name):
     saved = save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), 1, others=[dumped()]), keep=1)
     flip(saved / name)
-    state, met, found = read_state(saved), [], []
+    state, process_group, found = read_state(saved), [], []
     for rank in range(3):
         try:
-            verify_checkpoint(saved, state, Ranks(rank, 3, meet=lambda rank=rank: met.append(rank)))
+            verify_checkpoint(saved, state, Ranks(rank, 3, meet=lambda rank=rank: process_group.append(rank)))
         except RequestError:
             found.append(rank)
     assert len(found) == 1
-    assert sorted(met + found) == [0, 1, 2]
+    assert sorted(process_group + found) == [0, 1, 2]
 
 
 def test_a_changed_digit_of_the_state_is_found(tmp_path):

@@ -17,7 +17,7 @@ from framework.memory.ledger import HostUse
 from framework.run.launch import launch
 from framework.run.launch.launch import require_devices
 from framework.run.planning import capacity as room
-from framework.run.ranks.coordinator import HERE, require_world
+from framework.run.ranks.coordinator import ALIVE, require_world
 from framework.run.trainer import train
 from framework.schema.config import TrainingConfig
 from tests.reports.plans import GIB, on
@@ -95,9 +95,9 @@ def test_as_many_as_asked_for_are_welcome():
 @pytest.mark.parametrize(("arrived", "raises"), [((0,), True), ((0, 1), False)])
 def test_ctrl_c_goes_to_the_ranks_once_all_know_what_to_do_about_it(arrived, raises):
     """Before, they are importing modules: there is nothing to save, and each would say that it was interrupted."""
-    crew = launch.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    coordinator = launch.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     for rank in arrived:
-        crew.set(f"{HERE}/{rank}", "")
+        coordinator.set(f"{ALIVE}/{rank}", "")
     rank = (
         "import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); print(flush=True); signal.pause()"
     )
@@ -108,7 +108,7 @@ def test_ctrl_c_goes_to_the_ranks_once_all_know_what_to_do_about_it(arrived, rai
             assert process.stdout is not None
             process.stdout.readline()
         with pytest.raises(KeyboardInterrupt) if raises else contextlib.nullcontext():
-            assert launch._watched(ranks, crew, [signal.SIGINT]) == 130
+            assert launch._watched(ranks, coordinator, [signal.SIGINT]) == 130
         assert [process.poll() for process in ranks] == ([None, None] if raises else [130, 130])
     finally:
         for process in ranks:

@@ -55,7 +55,7 @@ def failing(step=None, point=0):
     def step_with(assembly, micro_batches, number, observe, before_update):
         mode = modes.setdefault(number, FailingAlone([point] if number == step else []))
 
-        def met(ranks, has_failed=False):
+        def process_group(ranks, has_failed=False):
             mode.is_meeting = True
             try:
                 check_in(ranks, has_failed)
@@ -66,7 +66,7 @@ def failing(step=None, point=0):
             mode.before_update = mode.seen
             before_update()
 
-        Ranks.check_in = met
+        Ranks.check_in = process_group
         try:
             with mode:
                 return launch_step(assembly, micro_batches, number, observe, note)

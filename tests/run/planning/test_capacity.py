@@ -30,9 +30,9 @@ def _ample_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_c07_three_checkpoints_of_90_gib_do_not_go_into_200(tmp_path: Path, disk: SimpleNamespace) -> None:
     plan = replace(PLAN, checkpoint_bytes=90 * GIB, disk_bytes=285 * GIB)
     with pytest.raises(DoesNotFit, match=r"up to 285.0 GiB \(90.0 GiB a checkpoint\), .* has 200.0 GiB free") as raised:
-        room.require_room(plan, tmp_path / "not" / "yet" / "made")
+        room.require_capacity(plan, tmp_path / "not" / "yet" / "made")
     assert "training.save_total_limit" in str(raised.value)
-    room.require_room(replace(plan, disk_bytes=199 * GIB), tmp_path)
+    room.require_capacity(replace(plan, disk_bytes=199 * GIB), tmp_path)
 
 
 def test_a_fallback_has_room_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,12 +41,12 @@ def test_a_fallback_has_room_for_a_checkpoint(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
     plan = replace(PLAN, checkpoint_bytes=90 * GIB, disk_bytes=285 * GIB)
     with pytest.raises(DoesNotFit, match=r"fallback_dir is for checkpoints of 90\.0 GiB, .*other has 89\.0 GiB free"):
-        room.require_room(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
+        room.require_capacity(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
     free[tmp_path / "other"] = 90 * GIB
-    room.require_room(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
+    room.require_capacity(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
     free[tmp_path] = 284 * GIB
     with pytest.raises(DoesNotFit, match=r"writes up to 285\.0 GiB"):
-        room.require_room(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
+        room.require_capacity(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
 
 
 def test_what_an_earlier_run_holds_in_the_folder_is_room(tmp_path: Path, disk: SimpleNamespace) -> None:
@@ -55,9 +55,9 @@ def test_what_an_earlier_run_holds_in_the_folder_is_room(tmp_path: Path, disk: S
     (checkpoint / "weights").write_bytes(bytes(2000))
     (tmp_path / "notes.txt").write_bytes(bytes(5000))  # not ours: stays
     disk.free = 1000
-    room.require_room(replace(PLAN, disk_bytes=3000), tmp_path)
+    room.require_capacity(replace(PLAN, disk_bytes=3000), tmp_path)
     with pytest.raises(DoesNotFit):
-        room.require_room(replace(PLAN, disk_bytes=3001), tmp_path)
+        room.require_capacity(replace(PLAN, disk_bytes=3001), tmp_path)
 
 
 def test_both_shortages_are_said_at_once(
@@ -66,7 +66,7 @@ def test_both_shortages_are_said_at_once(
     monkeypatch.setattr(room, "available_host_bytes", lambda: GIB)
     disk.free = 0
     with pytest.raises(DoesNotFit, match=r"has 0.0 GiB free.*needs up to 1280.0 GiB of host memory"):
-        room.require_room(replace(PLAN, host_bytes=1280 * GIB), tmp_path)
+        room.require_capacity(replace(PLAN, host_bytes=1280 * GIB), tmp_path)
 
 
 def test_too_many_workers_are_refused_with_the_number_that_fits(
@@ -76,10 +76,10 @@ def test_too_many_workers_are_refused_with_the_number_that_fits(
     monkeypatch.setattr(room, "available_host_bytes", lambda: 10 * GIB)
     plan = replace(PLAN, host_bytes=9 * GIB + 16 * WORKER_BYTES)
     with pytest.raises(DoesNotFit, match=r"room for 5 of the 16 data\.workers"):
-        room.require_room(plan, tmp_path, workers=16)
-    room.require_room(replace(plan, host_bytes=9 * GIB + 5 * WORKER_BYTES), tmp_path, workers=5)
+        room.require_capacity(plan, tmp_path, workers=16)
+    room.require_capacity(replace(plan, host_bytes=9 * GIB + 5 * WORKER_BYTES), tmp_path, workers=5)
     with pytest.raises(DoesNotFit) as raised:  # without any it would not fit either
-        room.require_room(replace(plan, host_bytes=20 * GIB), tmp_path, workers=4)
+        room.require_capacity(replace(plan, host_bytes=20 * GIB), tmp_path, workers=4)
     assert "data.workers" not in str(raised.value)
 
 
@@ -107,12 +107,12 @@ def test_all_processes_of_a_machine_need_room(
     monkeypatch.setattr(room, "available_host_bytes", lambda: 96 * GIB)
     host = HostUse(processes=8, other_bytes=10 * GIB, pinned_bytes=6 * GIB)
     plan = replace(PLAN, host_bytes=30 * GIB, host=host)
-    room.require_room(plan, tmp_path, processes=8)
+    room.require_capacity(plan, tmp_path, processes=8)
     said = r"needs up to 101.0 GiB of host memory for 8 processes \(48.0 GiB of it pinned\), 100.0 GiB can be had"
     with pytest.raises(DoesNotFit, match=said):
-        room.require_room(replace(plan, host_bytes=31 * GIB), tmp_path, processes=8)
+        room.require_capacity(replace(plan, host_bytes=31 * GIB), tmp_path, processes=8)
     disk.free = 0
-    room.require_room(plan, None, processes=8)  # another machine writes
+    room.require_capacity(plan, None, processes=8)  # another machine writes
 
 
 def test_workers_of_all_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,4 +121,4 @@ def test_workers_of_all_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -
     each = 4 * GIB + 4 * WORKER_BYTES
     plan = replace(PLAN, host_bytes=each, host=HostUse(processes=2, other_bytes=each))
     with pytest.raises(DoesNotFit, match=r"room for 3 of the 4 data\.workers"):
-        room.require_room(plan, None, workers=4, processes=2)
+        room.require_capacity(plan, None, workers=4, processes=2)

@@ -117,7 +117,7 @@ NEEDS_THE_SHAPE = {
         "fsdp.transformer_layer_cls",
         "is a part of it",
     ),
-    "an adapter of another dtype than a module beside it": (
+    "an adapter of another dtype than a module next to it": (
         ["peft=lora", "peft.adapter_dtype=bfloat16", "peft.lora_modules_to_save=[input_layernorm]"],
         "model.torch_dtype_str",
         "cannot be sharded together",

@@ -1,4 +1,4 @@
-"""The memory strategies of `conf/training`: less memory from one to the next, and nothing else that is learnt."""
+"""The memory strategies of `conf/training`: less memory from one to the next, and nothing else that is trained on."""
 
 import pytest
 import yaml

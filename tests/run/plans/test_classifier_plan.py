@@ -63,7 +63,7 @@ def test_the_plan_of_a_step_is_what_the_step_takes(name: str, training: dict[str
     ("name", "adapted", "total", "trained"),
     [
         ("bert_base", False, 109_482_240 + 3 * 768 + 3, None),
-        # rank 8 on six matrices a block, and the head beside them: pooler and classifier, twice in the model
+        # rank 8 on six matrices a block, and the head next to them: pooler and classifier, twice in the model
         (
             "bert_base",
             True,

@@ -62,7 +62,7 @@ def test_a_packed_run_says_what_it_does(texts: Any, tmp_path: Any, capsys: pytes
     assert f"a row is a pack of at most {LENGTH} tokens" in said
     assert "of the positions hold a token" in said
     assert "data.packing" in said
-    assert "documents kept apart" in said
+    assert "documents kept separately" in said
     assert "after step 1: data.packing = true (positions of the first step: " in said
 
 
@@ -192,7 +192,7 @@ def leaks(config: TrainingConfig) -> bool:
 @pytest.mark.parametrize("data", [{"packing": True}, {"padding_free": True}, {}], ids=str)
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
 def test_a_card_takes_what_was_planned(attention: str, data: dict[str, Any], rows: int) -> None:
-    """The worst packed step on this card, for the kernel that a mask leaves; and documents kept apart on it."""
+    """The worst packed step on this card, for the kernel that a mask leaves; and documents kept separately on it."""
     name = detect()
     assert name is not None, "an unknown card"
     shape = {**LLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 32000}

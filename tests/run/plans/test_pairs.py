@@ -41,7 +41,7 @@ CARD = GPUParams.model_validate(read_card("h100_80gb"))
 ROUNDED = {word(choice) for choice, facts in FACTS.items() if facts.keeps_small_updates}
 """Optimizers that a rounding goes with: its setting names one of them."""
 BATCH = ("training.global_batch_size", "training.max_grad_norm")
-"""Keys beside a setting that make it legal or comparable; without them it still has its effect."""
+"""Keys next to a setting that make it legal or comparable; without them it still has its effect."""
 
 
 def is_default(key: str, value: Any) -> bool:
@@ -129,7 +129,7 @@ def derived_conflicts(config: TrainingConfig) -> list[Conflict]:
 
 
 def rule_fault(config: TrainingConfig, *numbers: int) -> str | None:
-    """A refusal that does not name both keys, or a setting that silently has no effect beside the other."""
+    """A refusal that does not name both keys, or a setting that silently has no effect next to the other."""
     refused, warned = conflicts_of(config)
     if refused:
         if any(all(keys(number).intersection(item.keys) for number in numbers) for item in refused):
@@ -232,8 +232,8 @@ def test_a_pair_that_needs_a_card_trains_and_resumes(tmp_path, pair, monkeypatch
         pytest.skip(f"{', '.join(missing(*pair))} not installed")
     monkeypatch.setattr(trainer, "SAMPLE_NEW_TOKENS", 1)
     torch._dynamo.reset()
-    is_apart = any(key.startswith("training.allocator") for number in pair for key in keys(number))
-    assert (_fault_apart(tmp_path, pair) if is_apart else fault(tmp_path, *pair, gpu=CARD)) is None
+    is_separate = any(key.startswith("training.allocator") for number in pair for key in keys(number))
+    assert (_fault_apart(tmp_path, pair) if is_separate else fault(tmp_path, *pair, gpu=CARD)) is None
 
 
 def _fault_apart(folder: Path, pair: tuple[int, int]) -> str | None:

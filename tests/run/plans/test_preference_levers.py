@@ -1,4 +1,4 @@
-"""Preferences beside the levers: the reference is the same model whatever the policy's forward pass is made of."""
+"""Preferences next to the levers: the reference is the same model whatever the policy's forward pass is made of."""
 
 import math
 

@@ -33,7 +33,7 @@ LOOSE = {"qwen3-1.7b-gc": 0.085, "l1b-bf16-gc": 0.06}
 """Rows whose reserved bytes are further off than 5 %."""
 SLOW = {"8b-gc-chunked": 0.22, "8b-qlora-gc": 0.26, "8b-qlora-gc-zero2": 0.2, "1b-offload": 0.18}
 """Rows whose step took so much longer than planned. With the code before, on another machine of the kind, the first
-took 0.41 s and not 0.49, the last 1.21 s and not 1.32; unpacking 4 bits beside the gathers is not calibrated."""
+took 0.41 s and not 0.49, the last 1.21 s and not 1.32; unpacking 4 bits next to the gathers is not calibrated."""
 CARD = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "link_bytes_per_second": 4.5e11}
 
 
@@ -143,7 +143,7 @@ def test_going_on_from_a_checkpoint_takes_no_more_than_training():
 
 
 def test_the_host_holds_what_a_save_writes(monkeypatch):
-    """A rank its part, of which copies that are written beside training are no more; the first all of what it gathers,
+    """A rank its part, of which copies that are written during training are no more; the first all of what it gathers,
     with nothing of it on the device."""
     monkeypatch.setattr(planning, "LARGEST_FILE", 1000)  # of the export, else more than a part of this small model
     base = planning.HOST_BASE_BYTES

@@ -25,7 +25,7 @@ from framework.run import session as session_module
 from framework.run.checkpoints import saver as saving
 from framework.run.checkpoints.checkpoint import checkpoints
 from framework.run.evaluate import evaluate
-from framework.run.ranks import coordinator as crew
+from framework.run.ranks import coordinator as coordinator
 from framework.run.step import train_step
 from tests.run.several import ROOT, ended, start
 from tests.run.test_trainer import config, corpus, metrics, same, train  # noqa: F401
@@ -79,15 +79,15 @@ def curves_as_rank() -> None:
     """What each of two ranks runs: every case, its result as JSON on stdout."""
     from framework.build.assembly import assemble
     from framework.build.place import real_place
-    from framework.run.ranks.coordinator import met
+    from framework.run.ranks.coordinator import process_group
 
-    with met() as crew:
-        crew.start(tiny_config(LLAMA))
+    with process_group() as coordinator:
+        coordinator.start(tiny_config(LLAMA))
 
         def together(made):
             torch.manual_seed(made.training.seed)
             cpu = real_place(torch.device("cpu"))
-            return assemble(made, read_architecture(made), cpu, 10, crew.ranks)
+            return assemble(made, read_architecture(made), cpu, 10, coordinator.ranks)
 
         print(json.dumps({**{case: curve(case, 2, 2, together) for case in CASES}, "nan": poisoned(together)}))
 
@@ -181,7 +181,7 @@ def runs_as_rank(corpus, folder) -> None:  # noqa: F811
 
 def resumed_as_rank(corpus, folder) -> None:  # noqa: F811
     """Go on, with a rank 0 that takes longer over its saves than a collective may last."""
-    crew.COLLECTIVE = crew.timedelta(seconds=10)
+    coordinator.COLLECTIVE = coordinator.timedelta(seconds=10)
     original = saving.save_checkpoint
 
     def slow(*arguments):

@@ -1,4 +1,4 @@
-"""Compiled blocks of sharded weights: what is learnt is what plain blocks learn, from one graph that never breaks.
+"""Compiled blocks of sharded weights: what is trained on is what plain blocks learn, from one graph that never breaks.
 
 Graphs are captured and cut as always and run operator by operator: a C++ compiler takes a minute.
 """

@@ -11,7 +11,7 @@ import pytest
 from framework.errors import Interrupted, TunesmithError
 from framework.run import evaluate, trainer
 from framework.run.planning import plan_pool
-from framework.run.ranks.signals import noted_signals, told_interrupt, watched_interrupt
+from framework.run.ranks.signals import announced_interrupt, noted_signals, watched_interrupt
 from framework.run.setup import start as opening
 from framework.run.trainer import train
 from tests.run.test_trainer import config, corpus  # noqa: F401
@@ -32,7 +32,11 @@ def press(number: object = signal.SIGINT, *_: object, **__: object) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_either_signal_is_told_in_the_words_of_the_innermost(number):
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted, match="inner"), told_interrupt(lambda: "outer"), told_interrupt(lambda: "inner"):
+    with (
+        pytest.raises(Interrupted, match="inner"),
+        announced_interrupt(lambda: "outer"),
+        announced_interrupt(lambda: "inner"),
+    ):
         press(number)
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -47,20 +51,20 @@ def test_signals_are_noted_and_end_nothing():
 def test_a_dropped_session_hangs_up_as_often_as_it_likes_and_the_run_still_saves():
     """bash and the kernel send SIGHUP each, systemd SIGTERM and SIGHUP: neither is a second Ctrl-C."""
     before = signal.getsignal(signal.SIGHUP)
-    with told_interrupt(lambda: "left"), watched_interrupt() as interrupt:
+    with announced_interrupt(lambda: "left"), watched_interrupt() as interrupt:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             press(number)
         assert interrupt.asked
     assert signal.getsignal(signal.SIGHUP) == before
     numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM)
-    with pytest.raises(Interrupted, match="left"), told_interrupt(lambda: "left"), watched_interrupt():
+    with pytest.raises(Interrupted, match="left"), announced_interrupt(lambda: "left"), watched_interrupt():
         [press(number) for number in numbers]
 
 
 def test_nohup_stays_in_effect():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with told_interrupt(lambda: "left"), watched_interrupt() as interrupt, noted_signals() as noted:
+        with announced_interrupt(lambda: "left"), watched_interrupt() as interrupt, noted_signals() as noted:
             press(signal.SIGHUP)
             assert not interrupt.asked
             assert not noted

@@ -19,7 +19,7 @@ from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, s
 from framework.run.checkpoints.sharded_export import export_sharded
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.rehearsal.rehearse import record
-from framework.run.setup.agreement import seed_apart
+from framework.run.setup.agreement import seed_each_rank
 from framework.schema.config import TrainingConfig
 from framework.schema.optimizers import FACTS, Shards
 from tests.run.ranks.test_context import STEPS, assert_alike, curve
@@ -329,6 +329,6 @@ def test_a_whole_run_on_two_goes_on_with_one(corpus, tmp_path):  # noqa: F811
 def test_ranks_that_compute_the_same_draw_the_same_and_others_do_not():
     drawn = []
     for rank in range(4):
-        seed_apart(7, Ranks(rank, 4, alike=2))
+        seed_each_rank(7, Ranks(rank, 4, alike=2))
         drawn.append(torch.rand(4).tolist())
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from framework.build.loading import sharded as arrival
+from framework.build.loading import sharded as shard_loader
 from framework.run.setup import host_memory as host_watch
 from framework.run.setup.host_memory import HostWatch
 from framework.schema.config import TrainingConfig
@@ -64,7 +64,7 @@ def loading_as_rank(rows: str, folder: str) -> None:
     """The model is loaded in parts; then whole on every rank, though that was not asked for."""
     made = settings(Path(rows), Path(folder))
     train(made, dry_run=True, quiet=False)
-    arrival.needs_whole_model = lambda config: True
+    shard_loader.needs_whole_model = lambda config: True
     host_watch.SLACK_BYTES = 0  # all has been imported
     gc.collect()  # else what is left of the first is freed meanwhile
     train(made, dry_run=True, quiet=False)

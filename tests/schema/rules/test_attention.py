@@ -1,4 +1,4 @@
-"""Kernels of attention beside dtypes that they do not compute in."""
+"""Kernels of attention next to dtypes that they do not compute in."""
 
 import pytest
 

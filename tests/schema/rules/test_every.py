@@ -6,7 +6,7 @@ import pytest
 
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.every import Needs, find_conflicts
-from framework.schema.rules.unused import idle_conflicts
+from framework.schema.rules.unused import unused_key_conflicts
 
 T4 = {"name": "t4", "capability": "7.5"}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 1024, "vocab_size": 1000}
@@ -45,12 +45,12 @@ def test_trained_weights_have_the_legal_precisions_of_the_contract(pair):
         ("auto", "bf16", "a", False),
     ],
 )
-def test_a_frozen_base_in_float32_is_a_waste_where_it_is_computed_in_less(held, computed, card, is_told):
+def test_a_frozen_base_in_float32_is_a_waste_where_it_is_computed_in_less(held, computed, card, is_reported):
     """2 bytes a parameter that nothing learns."""
     sections = {"model": {"torch_dtype_str": held}, "gpu": {"name": card}}
     for is_frozen in (True, False):
         found = conflicts(**sections, training={"use_peft": is_frozen, "mixed_precision_dtype": computed})
-        assert found.keys() == ({"model.torch_dtype_str"} if is_told and is_frozen else set())
+        assert found.keys() == ({"model.torch_dtype_str"} if is_reported and is_frozen else set())
         assert all(conflict.is_warning and "2 bytes" in conflict.message for conflict in found.values())
 
 
@@ -402,10 +402,10 @@ def test_a_default_that_is_written_without_its_switch_is_told(sections, idle):
     """Who writes `peft: {lora_r: 8}` and nothing else believes that an adapter is trained. A run's `config.yaml`, which
     writes every value, says of each switch that it is off."""
     config = TrainingConfig.model_validate(sections)
-    assert {found.keys[0] for found in idle_conflicts(config)} == idle
-    assert all(found.is_warning for found in idle_conflicts(config))
+    assert {found.keys[0] for found in unused_key_conflicts(config)} == idle
+    assert all(found.is_warning for found in unused_key_conflicts(config))
     whole = TrainingConfig.model_validate(TrainingConfig().model_dump())
-    assert not list(idle_conflicts(whole))
+    assert not list(unused_key_conflicts(whole))
 
 
 @pytest.mark.parametrize(

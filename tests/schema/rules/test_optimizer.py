@@ -1,4 +1,4 @@
-"""Optimizers beside other keys: what cannot work is refused from the text alone, with what does."""
+"""Optimizers next to other keys: what cannot work is refused from the text alone, with what does."""
 
 import pytest
 

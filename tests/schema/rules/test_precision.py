@@ -3,7 +3,7 @@
 import pytest
 
 from framework.checks import check_request
-from framework.memory.resolve import resolve, said_of_float16
+from framework.memory.resolve import describe_float16, resolve
 from framework.run.planning.model_checks import inspect
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.every import find_derived_conflicts
@@ -73,7 +73,7 @@ def test_every_family_says_who_has_seen_it():
 def test_unset_precision_keeps_out_of_float16_where_the_family_overflows(write, kind, card, peft, expected):
     config = resolved(write, kind, f"gpu={card}", *ADAPTED[peft])
     assert precision(config) == expected
-    said = said_of_float16(config, {"model_type": kind})
+    said = describe_float16(config, {"model_type": kind})
     assert bool(said) is (expected[0] == "float32" and expected[1] == "none")
     assert all(f"{kind} is known to overflow" in line for line in said)
     assert not find_derived_conflicts(config)
@@ -85,7 +85,7 @@ def test_float16_as_written_is_a_warning(write):
     )
     assert any("known to overflow" in warning.message for warning in report.warnings)
     config = resolve(report.composition.config)
-    assert "as asked" in said_of_float16(config, {"model_type": "gemma3_text"})[0]
+    assert "as asked" in describe_float16(config, {"model_type": "gemma3_text"})[0]
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])

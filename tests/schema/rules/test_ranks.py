@@ -1,4 +1,4 @@
-"""Levers of one device beside several."""
+"""Levers of one device next to several."""
 
 import pytest
 

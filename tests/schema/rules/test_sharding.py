@@ -1,8 +1,8 @@
-"""What is refused beside sharded weights, and what works instead."""
+"""What is refused next to sharded weights, and what works instead."""
 
 import pytest
 
-from framework.memory.resolve import resolve, said_of_float16
+from framework.memory.resolve import describe_float16, resolve
 from framework.schema.config import TrainingConfig
 from framework.schema.fsdp import FSDPParams
 from framework.schema.optimizers import FACTS
@@ -119,7 +119,7 @@ def test_float16_is_no_default_where_a_rule_refuses_it(count, sections):
     derived = resolve(asked)
     assert derived.training.mixed_precision_dtype == "none"
     assert not find_derived_conflicts(derived)
-    (said,) = said_of_float16(derived, {})
+    (said,) = describe_float16(derived, {})
     assert said.startswith("computed in float32 without autocast, which is slower")
     training = {**sections.get("training", {}), "mixed_precision_dtype": "fp16"}
     written = TrainingConfig.model_validate({"gpu": gpu, **sections, "training": training})

@@ -26,7 +26,7 @@ def _largest_micro_batch(config: TrainingConfig) -> int:
     written = config.training.global_batch_size
     if written is None:
         message = "the search keeps the global batch, which nothing says while this is `auto`"
-        raise RequestError([Problem(MICRO_BATCH, message, expected=f"{GLOBAL_BATCH} beside it")])
+        raise RequestError([Problem(MICRO_BATCH, message, expected=f"{GLOBAL_BATCH} next to it")])
     if (rows := rows_of_global_batch(config, None, int(default_of(MICRO_BATCH)))) is None:
         shares = config.gpu.count // config.sharing
         message = f"{written} rows are not equal shares of {shares} devices"

@@ -10,7 +10,7 @@ from framework.build.tasks import Precomputed, WithoutAdapter, reference_of
 from framework.build.verify.fingerprints import Fingerprints, take_fingerprints
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import TorchDtype
-from framework.schema.wording import counted
+from framework.schema.plural import counted
 
 KEY = "training.preference.loss_type"
 
@@ -61,11 +61,11 @@ def _without_adapter(assembly: Assembly, reference: object) -> tuple[str, str]:
 
 def read_teacher(assembly: Assembly) -> Iterator[Reading]:
     """The teacher of a distillation: frozen, for inference, apart from the model, in its dtype."""
-    teacher, companion = assembly.config.training.teacher, assembly.companion
+    teacher, frozen_model = assembly.config.training.teacher, assembly.frozen_model
     if teacher is None:
         return
-    parameters = list(companion.parameters()) if companion is not None else []
-    kinds = quantized_kinds(companion) if companion is not None else Counter[str]()
+    parameters = list(frozen_model.parameters()) if frozen_model is not None else []
+    kinds = quantized_kinds(frozen_model) if frozen_model is not None else Counter[str]()
     held = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
     wanted = TORCH_DTYPES.get(teacher.torch_dtype_str or TorchDtype.AUTO)
     words = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in held))
@@ -84,17 +84,17 @@ def read_teacher(assembly: Assembly) -> Iterator[Reading]:
 
 def _frozen(assembly: Assembly, what: str) -> str:
     """`a frozen copy`, or what is wrong with it."""
-    companion = assembly.companion
-    if companion is None:
+    frozen_model = assembly.frozen_model
+    if frozen_model is None:
         return "none"
-    own = list(companion.parameters())
+    own = list(frozen_model.parameters())
     trained = {id(p) for group in assembly.optimizer.param_groups for p in group["params"]}
     shared = {p.data_ptr() for p in assembly.model.parameters() if p.numel()}
     faults = {
         "with gradients": any(p.requires_grad for p in own),
         "in the optimizer": any(id(p) in trained for p in own),
         "sharing weights with the model": any(p.data_ptr() in shared for p in own if p.numel()),
-        "in training mode": any(module.training for module in companion.modules()),
+        "in training mode": any(module.training for module in frozen_model.modules()),
     }
     wrong = [fault for fault, holds in faults.items() if holds]
     return f"a {what} {', '.join(wrong)}" if wrong else f"a frozen {what}"
@@ -107,7 +107,7 @@ def read_moved(assembly: Assembly, before: Fingerprints | None) -> Iterator[Read
     now = take_fingerprints(assembly)
     assert now is not None
     said = "unmoved" if now.fixed == before.fixed else "moved"
-    what = "reference: base under the adapter" if assembly.companion is None else "reference"
+    what = "reference: base under the adapter" if assembly.frozen_model is None else "reference"
     what = "teacher" if assembly.config.training.teacher is not None else what
     moved = "moved" if now.trained != before.trained else "has not moved"
     yield Reading(

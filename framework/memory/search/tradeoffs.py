@@ -24,19 +24,19 @@ _LIGHTER = ("adamw_8bit",)
 
 
 @dataclass(frozen=True)
-class Concession:
+class Tradeoff:
     """Values to write, and how the trajectory changes."""
 
     values: Mapping[str, Any]
     changes: str
 
 
-def with_concessions(config: TrainingConfig, keys: Collection[str], runs_here: bool) -> Iterator[TrainingConfig]:
+def with_tradeoffs(config: TrainingConfig, keys: Collection[str], runs_here: bool) -> Iterator[TrainingConfig]:
     """The config under each combination of concessions at these keys, from few to many and from little change to much.
 
     The config itself is not among them.
     """
-    options: list[list[Concession | None]] = [[None, *_at(config, key)] for key in INEXACT if key in keys]
+    options: list[list[Tradeoff | None]] = [[None, *_at(config, key)] for key in INEXACT if key in keys]
     combined = [[item for item in chosen if item is not None] for chosen in product(*options)]
     order = {id(item): index for index, item in enumerate(item for row in options for item in row)}
     for chosen in sorted(combined, key=lambda items: (len(items), [order[id(item)] for item in items])):
@@ -53,25 +53,25 @@ def change_of(key: str, value: Any) -> str:
     return exact.changes if exact is not None else row.settings[-1].changes
 
 
-def _at(config: TrainingConfig, key: str) -> Iterator[Concession]:
+def _at(config: TrainingConfig, key: str) -> Iterator[Tradeoff]:
     if key == OPTIMIZER and config.training.optimizer in _ADAMW:
         for setting in lever(key).settings:
             has = all(map(is_installed, filter(None, setting.package.split(", "))))
             if setting.value in _LIGHTER and suits(setting.hardware, config.gpu) and has:
-                yield Concession({key: setting.value}, setting.changes)
+                yield Tradeoff({key: setting.value}, setting.changes)
     elif key == DTYPE and not config.training.use_peft and resolve(config).model.torch_dtype_str is TorchDtype.FLOAT32:
         values = {key: TorchDtype.BFLOAT16, "training.mixed_precision_dtype": MixedPrecision.NONE}
-        yield Concession(values, change_of(key, "bfloat16"))
+        yield Tradeoff(values, change_of(key, "bfloat16"))
     elif key == QUANTIZED and config.training.use_peft and not config.peft.q_lora and is_installed("bitsandbytes"):
-        yield Concession({key: True}, change_of(key, True))
+        yield Tradeoff({key: True}, change_of(key, True))
     elif key == LENGTH:
         length = resolve(config).model.model_max_length
         while isinstance(length, int) and length // 2 >= lever(key).least:
             length //= 2
-            yield Concession({key: length}, change_of(key, length))
+            yield Tradeoff({key: length}, change_of(key, length))
 
 
-def conceded(before: TrainingConfig, after: TrainingConfig) -> list[str]:
+def traded(before: TrainingConfig, after: TrainingConfig) -> list[str]:
     """The keys at which `after` changes the trajectory of `before`."""
     return [
         key for key in INEXACT if value_of(before, key) != value_of(after, key) and change_of(key, value_of(after, key))
