@@ -62,7 +62,7 @@ _ROOMS = {
     "framework.schema.peft": "PeftParams",
     "framework.schema.fsdp": "FSDPParams",
     "framework.schema.data": "DataParams DatasetParams",
-    "framework.schema.gpu": "GPUParams",
+    "framework.schema.gpu": "GPUParams HostParams",
     "framework.schema.choices": (
         "Attention BackwardPrefetch CheckpointingPolicy CompileScope Divergence Fp8 MixedPrecision Mixing "
         "OnOutOfMemory OptimizerOffload PeftMethod PeftSaveMode PreferenceLoss Quantization Rounding "

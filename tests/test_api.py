@@ -37,6 +37,7 @@ RESULTS = (
 )
 CONFIG = (
     *("AllocatorParams", "Batch", "DataParams", "DatasetParams", "DistillationParams", "FSDPParams", "GPUParams"),
+    "HostParams",
     *("GradientCheckpointingKwargs", "ModelParams", "PeftParams", "PreferenceParams", "TeacherParams"),
     *("TokenizerTraining", "TrainingConfig", "TrainingParams"),
     *("Attention", "BackwardPrefetch", "CheckpointingPolicy", "CompileScope", "Divergence", "Fp8", "MixedPrecision"),

@@ -15,7 +15,7 @@ from framework.compose import compose
 from framework.console import TerminalConsole
 from framework.converters import convert
 from framework.errors import Problem
-from framework.reports.escaping import escape
+from framework.escaping import escape
 from framework.reports.rows import classes_in_words
 from framework.terminal import OBEYED, VisibleStream, on_one_line, visible, visible_streams
 from framework.text import dump
@@ -186,7 +186,7 @@ def test_pages_show_them_too():
     users = [
         file for file in (ROOT / "framework").rglob("*.py") if re.search(r"import html\b|html import", file.read_text())
     ]
-    assert [str(file.relative_to(ROOT)) for file in users] == ["framework/reports/escaping.py"]
+    assert [str(file.relative_to(ROOT)) for file in users] == ["framework/escaping.py"]
 
 
 def test_only_one_module_prints_results_and_one_makes_consoles():

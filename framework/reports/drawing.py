@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable, Iterator
 
+from framework.escaping import escape
 from framework.memory.ledger import Plan, Terms
 from framework.reports import words
-from framework.reports.escaping import escape
 
 WIDTH, LEFT, RIGHT = 860, 120, 90
 """Of the drawing, its names and its figures, in units of the view box."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from framework.escaping import escape
 from framework.memory.levers import word
 from framework.memory.search.found import Change, Found, Point
 from framework.reports import words
 from framework.reports.drawing import WIDTH, svg, text, ticks
-from framework.reports.escaping import escape
 from framework.reports.page import document, items, scrolling
 
 HEIGHT, LEFT, BOTTOM, TOP = 320, 70, 44, 24

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from framework.escaping import escape
 from framework.memory.ledger import Plan
 from framework.reports import words
 from framework.reports.drawing import phases_svg
-from framework.reports.escaping import escape
 
 if TYPE_CHECKING:
     from framework.run.planning.measure import Measured

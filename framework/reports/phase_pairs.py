@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from statistics import median
 
+from framework.escaping import escape
 from framework.reports import words
 from framework.reports.drawing import BAR, LEFT, RIGHT, ROW, WIDTH, svg, text
-from framework.reports.escaping import escape
 from framework.reports.page import table
 from framework.reports.run_files import Memory, PhasePair, Run
 

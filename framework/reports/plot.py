@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from framework.escaping import escape
 from framework.reports.drawing import WIDTH, svg, text, ticks
-from framework.reports.escaping import escape
 from framework.reports.run_files import Point, Series
 
 BUCKETS = 400

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from framework.reports.escaping import escape
+from framework.escaping import escape
 from framework.reports.page import document, items
 from framework.reports.rows import facts, headline, passage_line, shortened
 from framework.schema.plural import counted

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from framework.escaping import escape
 from framework.reports import words
-from framework.reports.escaping import escape
 from framework.reports.page import table
 from framework.reports.plot import LARGE, SMALL, Curve, Frame, Level, Moment, plot_svg, scale_of
 from framework.reports.run_files import Run

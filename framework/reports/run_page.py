@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from framework.escaping import escape
 from framework.memory.explain import Explanation
 from framework.memory.explain.evidence import earlier_reports
 from framework.memory.explain.text import MOST_MOVES, cause_lines
 from framework.reports import words
 from framework.reports.ending import Ending, How, read_ending
-from framework.reports.escaping import escape
 from framework.reports.page import definitions, document, items
 from framework.reports.phase_pairs import memory_parts
 from framework.reports.run_curves import curve_parts

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from framework.escaping import escape
 from framework.reports import words
 from framework.reports.drawing import LEFT, RIGHT, ROW, TOP, WIDTH, svg, text
-from framework.reports.escaping import escape
 from framework.reports.page import document, scrolling
 from framework.reports.page import table as html_table
 from framework.reports.terminal import LEAST_WIDTH, table, wrapped

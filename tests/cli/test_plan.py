@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from framework.cli import main
 from framework.compose import compose, load
@@ -15,6 +16,7 @@ from framework.compose.overrides import listed
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.run.planning import plan_pool
+from framework.run.planning.host_probe import REFERENCE
 from framework.run.planning.measure import Measured
 from framework.run.planning.plan_pool import plan_in_subprocess
 from tests.reports.plans import GIB, PLAN, gib, on, use
@@ -291,7 +293,7 @@ def test_a_step_that_runs_out_of_memory_is_told_after_the_plan(run, write, plann
     assert err == "error tried to allocate 9 GiB\n"
 
 
-def test_without_a_card_there_is_nothing_to_measure_or_calibrate(run, write, planner, monkeypatch):
+def test_without_a_card_no_step_is_measured_and_the_host_alone_is_calibrated(run, write, planner, monkeypatch):
     configs = planner(PLAN)
     monkeypatch.setattr(
         "framework.run.planning.measure.measure_in_subprocess",
@@ -300,10 +302,9 @@ def test_without_a_card_there_is_nothing_to_measure_or_calibrate(run, write, pla
     assert run("plan", write(RECIPE), "--measure")[0] == 2
     assert not configs
     monkeypatch.setattr("framework.run.planning.calibrate.installed_cards", list)
-    code, out, err = run("doctor", "--calibrate", "--output", "card.yaml")
-    assert (code, out) == (2, "")
-    assert "no CUDA card" in err
-    assert not Path("card.yaml").exists()
+    monkeypatch.setattr("framework.run.planning.calibrate.probe_host", lambda: REFERENCE)
+    assert run("doctor", "--calibrate", "--output", "card.yaml")[0] == 0
+    assert yaml.safe_load(Path("card.yaml").read_text())["gpu"].keys() == {"host", "sources"}, "of a host alone"
     assert run("doctor", "--calibrate", "--output", "card.txt")[0] == 2
     assert run("doctor", "--output", "card.yaml")[0] == 2
 

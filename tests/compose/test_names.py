@@ -143,7 +143,7 @@ def test_every_old_name_leads_to_a_key():
     ("word", "said"),
     [
         ("model.device_map=auto", "--nproc N"),
-        ("training.load_best_model_at_end=true", "save_total_limit"),
+        ("training.greater_is_better=true", "training.best_metric"),
         ("training.resume_from_checkpoint=a", "tunesmith train --resume"),
         ("fsdp.limit_all_gathers=false", "fsdp.forward_prefetch"),
         ("tokenizer.padding_side=left", "padded at their right"),

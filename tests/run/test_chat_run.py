@@ -74,7 +74,8 @@ def test_the_final_folder_renders_the_training_rows_identically(written: str, tm
     assert [again.apply_chat_template(chat, return_dict=False) for chat in CHATS] == [row["input_ids"] for row in rows]
 
 
-def test_what_is_sampled_is_an_answer_to_a_row(tmp_path: Path) -> None:
+def test_what_is_sampled_is_an_answer_to_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "SAMPLE_NEW_TOKENS", 48)  # as users have it; the tests' one token finds room anywhere
     result = trainer.train(config(tmp_path, [{"messages": CHATS[0]}] * 2, "plain"), planner=None, quiet=True)
     assert result.sample is not None
     assert result.sample[0] == "<|endoftext|>System: Be brief.\nUser: What is 0 and two?\nAssistant:"

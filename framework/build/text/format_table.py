@@ -148,6 +148,7 @@ _ALL = (
         question=encode.asked_prompt,
         prompt=partial(encode.answered, column="chosen"),
         known_as={"prompt": ("conversations", "messages")},
+        instead={"prompt": ("instruction", "input")},
     ),
     Form(
         RowFormat.UNPAIRED,

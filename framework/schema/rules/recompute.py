@@ -60,7 +60,8 @@ def _many_shapes(config: TrainingConfig) -> Iterator[Conflict]:
     fewest = next(count for count in range(MOST_STATIC_LENGTHS, 0, -1) if count**micro_batches <= MOST_STATIC_LENGTHS)
     message = f"each sequence of lengths in a step is recorded, and there can be more than {MOST_STATIC_LENGTHS}"
     expected = f"data.pad_to_multiple_of of {-(-length // fewest)} or more, up to {length}"
-    yield Conflict(("training.cuda_graphs", "data.pad_to_multiple_of"), message, expected)
+    others = ("data.pad_to_multiple_of", "model.model_max_length", "training.gradient_accumulation_steps")
+    yield Conflict(("training.cuda_graphs", *others), message, expected)
 
 
 _VARIANT = "training.gradient_checkpointing_kwargs.use_reentrant"

@@ -22,6 +22,6 @@ def test_docstrings_are_labelled_with_a_package_that_they_do_not_name() -> None:
 def test_it_is_a_source_of_labelled_rows_whose_places_are_files_and_lines() -> None:
     source = read_source(DatasetParams(path="python_docstrings"), "data.train", Task.CLASSIFICATION)
     assert source.form is RowFormat.LABELLED
-    first = source.dataset[0]
+    first = next(iter(source.dataset))
     assert first["path"].startswith("asyncio/")
     assert first["row"] > 0

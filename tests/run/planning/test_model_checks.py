@@ -36,7 +36,7 @@ FOUND = {
         "arrange_blocks", "modules_to_compile", "require_torchao", "convert_products", "refuse_unknown_to_liger",
         "use_liger_kernels", "_refuse_other_activation", "_refuse_cast_experts", "__init__",
     },
-    "framework/build/optimizers": {"matrices_apart"},
+    "framework/build/optimizers": {"matrix_parameters"},
     "framework/run/rehearsal": {"attend", "record", "_refuse_idle_policy"},
 }  # fmt: skip
 """Functions that refuse what `check` finds by the model's shape: as it assembles it, asks for several ranks, or has a
