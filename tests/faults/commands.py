@@ -1,6 +1,7 @@
 """Commands run in this process, held to what no command may do, whatever it is given."""
 
 import contextlib
+import getpass
 import io
 import json
 import os
@@ -103,7 +104,8 @@ def run(*words: str, codes: Sequence[int] = (0, 2), writes: Sequence[Path] = ())
         assert isinstance(json.loads(done.out), dict), told
     elif code:
         assert done.err, told
-    places = [Path(place).absolute() for place in (*writes, os.environ["XDG_CACHE_HOME"], os.devnull)]
+    compiler = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")  # torch makes it when first imported
+    places = [Path(place).absolute() for place in (*writes, os.environ["XDG_CACHE_HOME"], os.devnull, compiler)]
     changed = [path for path in changed if path != tempfile.gettempdir()]  # a file there that has no name
     stray = [path for path in changed if not any(Path(path).is_relative_to(place) for place in places)]
     assert not stray, (words, stray)
