@@ -207,7 +207,8 @@ def _evaluate_last(session: Session) -> None:
     elif session.evaluate():
         session.saving.note_best()
     if best.is_kept and best.step is not None:
-        session.progress.say(f"best      {best}")
+        exported = ", which is exported" if session.config.training.export_best else ""
+        session.progress.say(f"best      {best}{exported}")
         if session.config.training.export_best and best.step != session.step:
             load_best(session.folder.path, session.folder.fallback, session.assembly, best.step)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -323,6 +323,9 @@ def load_best(folder: Path, fallback: Path | None, assembly: Assembly, step: int
     """Go back to the checkpoint of a step, wherever it was written. Raises SaveFailed where it cannot be read: what is
     exported is what was asked for, or nothing."""
     places = [place / "checkpoints" / checkpoint_name(step) for place in (folder, fallback) if place is not None]
+    if assembly.is_in_parts:  # whose states are read into memory of their own, all at once
+        for state in assembly.optimizer.state.values():
+            state.clear()
     try:
         load_checkpoint(next(filter(Path.is_dir, places), places[0]), assembly, is_other_allowed=True)
     except RequestError as error:
@@ -330,15 +333,17 @@ def load_best(folder: Path, fallback: Path | None, assembly: Assembly, step: int
 
 
 def _load_whole(checkpoint: Path, assembly: Assembly, numbers: dict[str, Any]) -> None:
-    device = str(assembly.place.device)
-    expected, stored = trained_state(assembly.model), load_file(checkpoint / _WEIGHTS, device=device)
-    different = sorted(set(expected) ^ set(stored)) or [
-        name for name in expected if expected[name].shape != stored[name].shape
-    ]
-    if different:
-        message = f"{checkpoint} holds another model: {told(different)}"
-        raise RequestError([Problem("--resume", message)])
-    with torch.no_grad():
-        for name, tensor in expected.items():
-            tensor.copy_(stored.pop(name))
+    """One tensor at a time: where a run ends with its best checkpoint, the device holds weights and states already."""
+    expected = trained_state(assembly.model)
+    with safe_open(checkpoint / _WEIGHTS, framework="pt", device=str(assembly.place.device)) as stored:
+        shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+        different = sorted(set(expected) ^ set(shapes)) or [
+            name for name in expected if list(expected[name].shape) != shapes[name]
+        ]
+        if different:
+            message = f"{checkpoint} holds another model: {told(different)}"
+            raise RequestError([Problem("--resume", message)])
+        with torch.no_grad():
+            for name, tensor in expected.items():
+                tensor.copy_(stored.get_tensor(name))
     restore_state(assembly, load_file(checkpoint / _OPTIMIZER), numbers)
