@@ -118,4 +118,4 @@ def schema() -> None:
     from framework.compose import shipped
     from framework.schema.json_schema import recipe_schema
 
-    print_text(json.dumps(recipe_schema({group: list(shipped.presets(group)) for group in shipped.GROUPS})))
+    print_text(json.dumps(recipe_schema({group: list(shipped.presets(group)) for group in shipped.GROUPS}), indent=1))
