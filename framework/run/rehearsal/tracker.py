@@ -264,6 +264,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = None if kwargs else pointwise_result(func, args)
             if packet is aten._grouped_mm:
                 result = kernels.grouped_product(*args)
+            elif func is aten.addmm.dtype_out:  # torch 2.11 takes its dtype for `beta`
+                result = kwargs["out"]
             elif result is None:
                 result = packed_result(packet, args, kwargs)
             if result is None:
