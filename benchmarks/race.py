@@ -3,6 +3,7 @@
 python benchmarks/race.py run OUT.jsonl [--only NAME ...] [--steps N]    a CUDA card; names are patterns
 python benchmarks/race.py summary OUT.jsonl results/race_h200.json       ratios to Trainer's pure bfloat16 of a shape
 python benchmarks/race.py plot results/race_h200.json race.svg           tokens a second against memory
+python benchmarks/race.py kernels OUT.jsonl [--only NAME ...]            milliseconds of ours by kind of kernel
 python benchmarks/race.py cases                                          names of the cases
 
 Shapes: m1 is Llama 3.2 1B in full, 4 rows of 2,048 tokens; m2 Llama 3.1 8B, LoRA of rank 16 on all linear layers, 4 x
@@ -153,6 +154,48 @@ class Clock:
         }
 
 
+KINDS = {
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|splitK",
+    "attention": r"fmha|flash|sdpa|cudnn",
+    "optimizer and norm": r"adam|update|norm_|multi_tensor|lpnorm",
+    "loss": r"token_loss|softmax|nll",
+    "copies": r"memcpy|memset|copy",
+    "compiled elementwise": r"^triton_",
+}
+"""Kind of kernel -> a pattern of its names; the first that matches counts."""
+PROFILED = 4
+"""Steps under the profiler, the last ones."""
+
+
+class Profiler(Clock):
+    """The kernels of the last PROFILED of `steps` steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.first = steps - PROFILED
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+
+    def tick(self) -> None:
+        super().tick()
+        if len(self.events) == self.first + 1:
+            torch.cuda.synchronize()
+            self.profile.start()
+
+    def document(self, tokens: int) -> dict[str, Any]:
+        """Milliseconds a step by kind, and of the 30 longest kernels."""
+        torch.cuda.synchronize()
+        self.profile.stop()
+        kernels = {each.key: each.self_device_time_total / 1000 / PROFILED for each in self.profile.key_averages()}
+        kinds: dict[str, float] = {}
+        for name, taken in kernels.items():
+            kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+            kinds[kind] = kinds.get(kind, 0.0) + taken
+        longest = sorted(kernels.items(), key=lambda item: -item[1])[:30]
+        rounded = {kind: round(taken, 2) for kind, taken in sorted(kinds.items(), key=lambda item: -item[1])}
+        named = {name[:120]: round(taken, 3) for name, taken in longest}
+        return {"kernel_ms": round(sum(kernels.values()), 1), "by_kind_ms": rounded, "longest": named}
+
+
 def architecture_of(shape: Shape) -> dict[str, Any]:
     """The Hugging Face config that `conf/model` has for the model."""
     import yaml
@@ -218,7 +261,7 @@ def ours(shape: Shape, options: dict[str, Any], steps: int, clock: Clock) -> int
     return count * shape.length
 
 
-def run_case(name: str, steps: int) -> dict[str, Any]:
+def run_case(name: str, steps: int, clock: Clock) -> dict[str, Any]:
     """One case, in this process."""
     case = CASES[name]
     started = time.perf_counter()
@@ -227,7 +270,7 @@ def run_case(name: str, steps: int) -> dict[str, Any]:
     imported = time.perf_counter()
     print("ready", flush=True)
     sys.stdin.readline()
-    shape, clock = SHAPES[case.shape], Clock()
+    shape = SHAPES[case.shape]
     if case.system == "ours":
         tokens = ours(shape, case.options, steps, clock)
     else:
@@ -243,11 +286,11 @@ def run_case(name: str, steps: int) -> dict[str, Any]:
     return found | times | {"machine": torch.cuda.get_device_name()}
 
 
-def run(out: Path, only: list[str], steps: int) -> None:
+def run(out: Path, only: list[str], steps: int, verb: str = "case") -> None:
     """Each case in a fresh process; its line is written as it ends. All import their libraries first, side by side, so
     that a step which waits for the host does not share it with imports."""
     names = list(dict.fromkeys(name for word in only or [".*"] for name in CASES if re.fullmatch(word, name)))
-    processes = {name: _begin(name, steps) for name in names}
+    processes = {name: _begin(verb, name, steps) for name in names}
     for process in processes.values():
         assert process.stdout is not None
         process.stdout.readline()
@@ -268,8 +311,8 @@ def run(out: Path, only: list[str], steps: int) -> None:
         print(name, json.dumps(shown), flush=True)
 
 
-def _begin(name: str, steps: int) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "case", name, "--steps", str(steps)]
+def _begin(verb: str, name: str, steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, verb, name, "--steps", str(steps)]
     return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
 
 
@@ -313,7 +356,9 @@ def plot(results: Path, out: Path) -> None:
             axis.scatter(x, y, marker="o" if row["system"] == "ours" else "x")
             axis.annotate(row["name"].partition(" ")[2], (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
         best, frontier = 0.0, []
-        for row in sorted((r for r in rows if r["shape"] == shape and r["system"] == "ours"), key=_bytes):
+        for row in sorted(
+            (r for r in rows if r["shape"] == shape and r["system"] == "ours"), key=lambda row: row["allocated_bytes"]
+        ):
             if row["tokens_per_second"] > best:
                 best = row["tokens_per_second"]
                 frontier.append((row["allocated_bytes"] / 2**30, best / 1000))
@@ -323,15 +368,10 @@ def plot(results: Path, out: Path) -> None:
     figure.savefig(out)
 
 
-def _bytes(row: dict[str, Any]) -> int:
-    allocated: int = row["allocated_bytes"]
-    return allocated
-
-
 def main() -> None:
-    """The four verbs of the docstring, and `case`, which `run` starts."""
+    """The verbs of the docstring, and `case` and `profile`, which `run` and `kernels` start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["run", "case", "summary", "plot", "cases"])
+    parser.add_argument("verb", choices=["run", "case", "kernels", "profile", "summary", "plot", "cases"])
     parser.add_argument("paths", nargs="*")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -339,8 +379,12 @@ def main() -> None:
     match asked.verb:
         case "run":
             run(Path(asked.paths[0]), asked.only, asked.steps)
+        case "kernels":
+            run(Path(asked.paths[0]), asked.only, asked.steps, "profile")
         case "case":
-            print(json.dumps(run_case(asked.paths[0], asked.steps)))
+            print(json.dumps(run_case(asked.paths[0], asked.steps, Clock())))
+        case "profile":
+            print(json.dumps(run_case(asked.paths[0], asked.steps, Profiler(asked.steps))))
         case "summary":
             summary(Path(asked.paths[0]), Path(asked.paths[1]))
         case "plot":

@@ -127,7 +127,8 @@ def command(case: str, folder: Path, size: str, run: int) -> list[str]:
 def measured(words: list[str], folder: Path, run: int, case: str) -> dict[str, float]:
     """The times of a process, by what it says on stderr."""
     cache = folder / f"cache_{run}_{'search' in case}"  # empty where nothing is stored
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": paths}
     began = time.perf_counter()
     process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     lines: list[tuple[float, str]] = []
