@@ -222,4 +222,6 @@ def _name_the_rest(t: Translation) -> None:
         why, text = Why.ABSENT, old.how if old else ""
         if old and old.use:
             why, text = Why.WRITE, f"{old.use} ({old.how})" if old.how else old.use
+        if key in t.source.misread:
+            why = Why.DEFAULT  # of which it is said below that it was not read
         t.leave_unless_off(key, why, text)

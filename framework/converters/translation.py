@@ -1,6 +1,6 @@
 """What becomes of a source: the keys of ours that it fills, and what of it is left, with the reason."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -64,26 +64,12 @@ class Translation:
         if value is not None:
             self.put(ours, change(value) if change else value, theirs, comment=comment)
 
-    def rename(self, table: Mapping[str, str], section: str = "") -> None:
-        """`carry` for each row, their key -> ours; keys of theirs in a section are without its name."""
-        for theirs, ours in table.items():
-            self.carry(f"{section}{theirs}", ours)
-
     def leave(self, key: str, why: Why, text: str = "") -> None:
         """A value, or all of a section, is not carried. Nothing is said of what is not there."""
         for inner in [key, *self.source.below(key)]:
             if inner in self.source.leaves:
                 value, place = self.source.leaves[inner].value, self.source.place(inner)
                 self.left.append(Left(inner, value, place, why, text))
-
-    def leave_all(self, table: Mapping[tuple[Why, str], str], section: str = "") -> None:
-        """`leave` for each value of these keys that nothing was said of: reason -> keys, as words of one text."""
-        for (why, text), keys in table.items():
-            for name in keys.split():
-                key = f"{section}{name}"
-                for inner in [key, *self.source.below(key)]:
-                    if inner in self.source.leaves and self.is_open(inner):
-                        self.leave_unless_off(inner, why, text)
 
     def leave_unless_off(self, key: str, why: Why, text: str) -> None:
         """`leave`, but what is empty or off there asks for nothing."""

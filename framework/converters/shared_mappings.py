@@ -1,33 +1,20 @@
-"""Words and habits that several of the tools share, since they hand them to Hugging Face's `TrainingArguments`."""
+"""Mappings that several tools share, since they hand these values to Hugging Face's `TrainingArguments`."""
 
 import re
 from typing import Any
 
+from framework.converters.tables import table
 from framework.converters.translation import Translation, Why
 from framework.schema.choices import Attention, Scheduler
 from framework.schema.optimizers import Optimizer
 
-OPTIMIZERS = {
-    "adamw_hf": "adamw_torch", "adamw_torch_npu_fused": "adamw_torch_fused", "adamw_apex_fused": "adamw_torch_fused",
-    "adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit", "adamw_anyprecision": "anyprecision_adamw",
-    "optimi_adamw": "anyprecision_adamw", "adamw_torch_8bit": "adamw_torchao_8bit",
-    "ao_adamw_8bit": "adamw_torchao_8bit", "adamw_torch_4bit": "adamw_torchao_4bit",
-    "ao_adamw_4bit": "adamw_torchao_4bit", "lion_32bit": "lion",
-    "galore_adamw_layerwise": "galore_adamw", "apollo_adamw_layerwise": "apollo_adamw",
-}  # fmt: skip
-"""Names in `transformers.OptimizerNames` and in Axolotl -> ours, where they differ."""
-ATTENTION = {
-    "fa2": "flash_attention_2", "fa3": "flash_attention_3", "flash_attn": "flash_attention_2", "xformers": "sdpa",
-    "kernels-community/flash-attn2": "flash_attention_2", "kernels-community/flash-attn3": "flash_attention_3",
-    "kernels-community/vllm-flash-attn3": "flash_attention_3",
-}  # fmt: skip
 OTHER_KERNEL = {"xformers": "sdpa's memory-efficient kernel is that of xformers"}
 
 
 def carry_optimizer(t: Translation, key: str) -> None:
     """The optimizer by its name in transformers."""
     word = t.source.text(key)
-    name = OPTIMIZERS.get(word, word)
+    name = table("transformers")["optimizers"].get(word, word)
     if name in {str(choice) for choice in Optimizer}:
         t.put("training.optimizer", name, key)
     elif word:
@@ -81,7 +68,7 @@ def carry_per_epoch(t: Translation, key: str, ours: str) -> None:
 def carry_attention(t: Translation, key: str) -> None:
     """The attention kernel; kernels that are fetched from a hub are those of the package of that name."""
     word = t.source.text(key)
-    name = ATTENTION.get(word, Attention.other_spellings().get(word, word))
+    name = table("transformers")["attention"].get(word, Attention.other_spellings().get(word, word))
     if name in {str(choice) for choice in Attention}:
         t.put("model.attn_implementation", name, key, comment=OTHER_KERNEL.get(word, ""))
     elif word == "auto":
@@ -92,15 +79,15 @@ def carry_attention(t: Translation, key: str) -> None:
 
 def carry_trackers(t: Translation, key: str) -> None:
     """`report_to`: one tracker or several."""
-    words = [word.lower() for word in t.source.strings(key)]
-    ours = [word for word in words if word in ("wandb", "tensorboard", "mlflow")]
+    names = [name.lower() for name in t.source.strings(key)]
+    ours = [name for name in names if name in ("wandb", "tensorboard", "mlflow")]
     if ours:
         t.put("training.trackers", ours, key)
-    elif words in ([], ["none"]):
+    elif names in ([], ["none"]):
         t.leave(key, Why.DEFAULT, "metrics.jsonl alone")
-    for word in words:
-        if word not in ("wandb", "tensorboard", "mlflow", "none"):
-            t.leave(key, Why.ABSENT, f"of {word}: trackers are wandb, tensorboard and mlflow")
+    for name in names:
+        if name not in (*ours, "none"):
+            t.leave(key, Why.ABSENT, f"of {name}: trackers are wandb, tensorboard and mlflow")
 
 
 def carry_deepspeed_file(t: Translation, key: str) -> None:
@@ -126,6 +113,15 @@ def carry_stage(t: Translation, stage: int, is_on_host: bool, *of: str) -> None:
     t.put("fsdp.sharding_strategy", "FULL_SHARD" if stage == 3 else "SHARD_GRAD_OP", *of)
     if is_on_host:
         t.put("fsdp.cpu_offload", True, *of, comment="weights, gradients and states go together")
+
+
+def carry_layer_class(t: Translation, key: str) -> None:
+    """The class of the blocks; a list of several is left to be inferred."""
+    classes = t.source.get(key)
+    if isinstance(classes, str) and "," not in classes:
+        t.put("fsdp.transformer_layer_cls", classes, key)
+    else:
+        t.leave(key, Why.DEFAULT, "the blocks of the model, inferred and printed")
 
 
 def put_precision(t: Translation, held: str | None, computed: str | None, *of: str, comment: str = "") -> None:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from framework.converters.shared_mappings import carry_share
+from framework.converters.tables import leave, table
 from framework.converters.translation import Translation, Why
-from framework.converters.words import carry_share
 
-TEMPLATES = ("chatml", "llama3", "gemma", "mistral")
 LENGTHS = {"drop": "drop", "truncate": "right", "raise": "error"}
 _PAIRS = ("chosen", "rejected")
 CARRIED = (
@@ -31,16 +31,10 @@ def carry_data(t: Translation) -> None:
     else:
         t.carry("sample_packing", "data.packing")
     _carry_length(t)
-    t.leave("eval_sample_packing", Why.DEFAULT, "rows to evaluate on are put together as those to learn from are")
-    if source.get("train_on_inputs") is True:
-        t.put("data.supervise", "all", "train_on_inputs")
-    else:
-        t.leave("train_on_inputs", Why.DEFAULT, "only answers are supervised")
     if t.has("data.streaming") or t.has("data.eval"):
         t.leave("val_set_size", Why.WRITE if source.number("val_set_size") else Why.DEFAULT, "data.eval")
     else:
         carry_share(t, "val_set_size")
-    _carry_template(t)
 
 
 def _carry_length(t: Translation) -> None:
@@ -49,20 +43,6 @@ def _carry_length(t: Translation) -> None:
     kinds = {t.source.text(f"{item}.type") for item in t.source.items("datasets")}
     if word in LENGTHS and t.has("data.train") and not kinds & {"completion", "pretrain"}:
         t.put("data.truncation", LENGTHS[word], key, comment="" if t.source.has(key) else "Axolotl's default")
-
-
-def _carry_template(t: Translation) -> None:
-    source, word = t.source, t.source.text("chat_template")
-    if word in TEMPLATES:
-        t.put("model.chat_template", word, "chat_template")
-    elif word == "jinja":
-        t.carry("chat_template_jinja", "model.chat_template")
-        t.leave("chat_template", Why.DEFAULT, "the text stands under model.chat_template")
-    elif word.startswith("tokenizer_default"):
-        t.leave("chat_template", Why.DEFAULT, "the tokenizer's own")
-    elif word:
-        text = f"a file under model.chat_template where the tokenizer's own is not {source.get('chat_template')}"
-        t.leave("chat_template", Why.WRITE, text)
 
 
 def _carry_sources(t: Translation, section: str, ours: str) -> None:
@@ -90,19 +70,7 @@ def _source(t: Translation, item: str) -> dict[str, Any]:
     if isinstance(get(f"{item}.split"), str) and get(f"{item}.split") != "train":
         made["split"] = get(f"{item}.split")
     made |= _form(t, item)
-    reasons = {
-        "roles": (Why.DEFAULT, "these names of speakers are known"),
-        "field_thinking": (Why.DEFAULT, "thoughts are found as reasoning_content, reasoning or thinking"),
-        "template_thinking_key": (Why.DEFAULT, "the template gets thoughts under the name that it reads"),
-        "drop_system_message": (Why.ABSENT, ""),
-        "ds_type": (Why.DEFAULT, "told by the file's ending"),
-        "trust_remote_code": (Why.NOT_OURS, "datasets that bring their own code"),
-        "shards": (Why.WRITE, "a slice: `split: train[:10%]`"),
-        "train_on_eos": (Why.DEFAULT, "the token that ends a turn is supervised with it"),
-        "roles_to_train": (Why.DEFAULT, "the assistant's turns; data.supervise says others"),
-    }
-    for name, (why, text) in reasons.items():
-        t.leave(f"{item}.{name}", why, text)
+    leave(t, table("axolotl")["source"], f"{item}.")
     return made
 
 
