@@ -134,7 +134,7 @@ def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Effic
     else:
         share = efficiency.product_float32 if full else efficiency.product
         share *= occupancy(operation.shape, card.multiprocessors or 1)
-    return operation.flops / (_rate(operation.dtype, card) * share) + _start_seconds(card, efficiency)
+    return operation.flops / (dense_rate(operation.dtype, card) * share) + _start_seconds(card, efficiency)
 
 
 def _start_seconds(card: GPUParams, efficiency: Efficiency) -> float:
@@ -150,7 +150,8 @@ def _attention_share(operation: Operation, efficiency: Efficiency, full: bool) -
     return float(share * min(1.0, width / _WIDE_HEAD) ** efficiency.attention_narrow)
 
 
-def _rate(dtype: str, card: GPUParams) -> float:
+def dense_rate(dtype: str, card: GPUParams) -> float:
+    """FLOPs a second of matrix products in a type, by the card's data sheet; its float32 rate has to be known."""
     rates = {"bfloat16": card.bf16_flops, "float16": card.fp16_flops, "tf32": card.tf32_flops}
     rates |= dict.fromkeys(_FP8, card.fp8_flops)
     rate = rates.get(dtype) or card.fp32_flops  # torch computes float32 products without tf32 unless told otherwise

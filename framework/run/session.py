@@ -52,6 +52,7 @@ from framework.run.record.progress import ProgressLine
 from framework.run.record.run_folder import RunFolder
 from framework.run.record.trackers import Trackers
 from framework.run.record.update_share import SPAN, MovedElements, caution
+from framework.run.record.utilization import padding_share, planned_series
 from framework.run.step import LaunchedStep, StepResult
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
@@ -75,6 +76,8 @@ class _Unread:
     """Its training rows, of a stream, which forgets them; else none."""
     allocated: int
     reserved: int
+    padding: float
+    """Share of this process's positions."""
 
 
 @dataclass
@@ -112,6 +115,8 @@ class Session:
     _clock: float = 0.0
     _seen: FirstStep | None = None
     _unread: _Unread | None = None
+    _padding: float = 0.0
+    """Share of the positions of the step at work."""
     _epochs: float = 0.0
     """Gone through before the step at work."""
     _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
@@ -202,6 +207,7 @@ class Session:
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
             self._seen = self._look(made)
+        self._padding = padding_share(made)
         device = self.assembly.place.device
         return [on_device(device, pinned(device, batch)) for batch in made]
 
@@ -371,7 +377,7 @@ class Session:
         batches = self.batches
         rows = [] if isinstance(batches, GlobalBatches) else batches.rows_of(step - 1)
         epoch = round(batches.epochs(step), 4)
-        return _Unread(step, launched, epoch, rows, self.meter.allocated, self.meter.reserved)
+        return _Unread(step, launched, epoch, rows, self.meter.allocated, self.meter.reserved, self._padding)
 
     def _is_asked_to_end(self) -> bool:
         """Whether some rank was asked to, or cannot write: all of them stop after the same step."""
@@ -409,7 +415,9 @@ class Session:
             "step_seconds": seconds,
             "peak_allocated_bytes": unread.allocated,
             "peak_reserved_bytes": unread.reserved,
+            "padding_share": unread.padding,
         }
+        values |= planned_series(self.config, self.plan, result.tokens, seconds)
         if self._moved_elements is not None and (self.step - self._began + 1) % SPAN == 0:
             values |= self._look_at_moved(self._moved_elements)
         if self.config.training.on_oom is OnOutOfMemory.SHRINK:

@@ -187,11 +187,18 @@ class OnOutOfMemory(Choice):
 
 
 class Tracker(Choice):
-    """Where metrics go besides `metrics.jsonl`."""
+    """Where metrics go besides `metrics.jsonl`; the name is that of the package."""
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"comet": "comet_ml"}
 
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     MLFLOW = "mlflow"
+    COMET_ML = "comet_ml"
+    SWANLAB = "swanlab"
+    TRACKIO = "trackio"
 
 
 class Attention(Choice):

@@ -65,7 +65,10 @@ _OURS_FOR: Mapping[str, str] = {
     "training.run_name": "wandb_name wandb_run_name",
     "training.save_steps": "save_strategy saves_per_epoch",
     "training.task": "rl stage trainer_type",
-    "training.trackers": "enable_tensorboard enable_wandb logger_name metric_logger report_to use_wandb wandb_project",
+    "training.trackers": "enable_tensorboard enable_wandb logger_name metric_logger report_to use_wandb",
+    "training.tracker_project": (
+        "comet_project_name mlflow_experiment_name swanlab_project trackio_project wandb_project"
+    ),
     "training.use_peft": "adapter finetuning_type",
 }
 """Our key -> what others call it: names in the recipes of Oumi, Axolotl, LLaMA-Factory, torchtune and litgpt, and the
@@ -84,11 +87,11 @@ _HOW: Mapping[str, str] = {
     "mask_history": "`last`",
     "pure_bf16": "`bfloat16`, next to `training.mixed_precision_dtype: none`",
     "unfrozen_parameters": "what is not trained",
-    "metric_logger": "`[wandb]`, `[tensorboard]` or `[mlflow]`",
-    "report_to": "`[wandb]`, `[tensorboard]` or `[mlflow]`",
+    "metric_logger": "a list: `[wandb]`",
+    "report_to": "a list: `[wandb]`",
     "rl": "`preference`, and `training.preference.loss_type`",
     "train_on_inputs": "`all`, or `completion`",
-    "wandb_project": "`[wandb]`",
+    "wandb_project": "next to `training.trackers: [wandb]`",
 }
 """Name -> what to write under our key, where that is not as plain."""
 

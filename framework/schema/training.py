@@ -18,7 +18,7 @@ from framework.schema.choices import (
     Tracker,
 )
 from framework.schema.distillation import DistillationParams, TeacherParams
-from framework.schema.facts import FREE, NO_MEMORY, STEERING, Facts, Resume, UsedWith
+from framework.schema.facts import FREE, NO_MEMORY, STEERING, Facts, Resume, UsedUnless, UsedWith
 from framework.schema.intervals import Interval
 from framework.schema.optimizers import Optimizer
 from framework.schema.params import Auto, Integer, Number, Params, parse_sequence
@@ -228,8 +228,10 @@ class TrainingParams(Params):
     Unset: the run ends then. Costs their room there, no memory."""
     run_name: Annotated[str | None, FREE] = None
     """Name shown by trackers. Unset: the run folder's name."""
+    tracker_project: Annotated[str | None, FREE, UsedUnless("training.trackers", ((),))] = None
+    """Project (experiment, in MLflow) that trackers put the run into. Unset: its name."""
     trackers: Annotated[tuple[Tracker, ...], BeforeValidator(parse_sequence), FREE] = ()
-    """Metric trackers besides `metrics.jsonl`; each needs its package."""
+    """Metric trackers in addition to `metrics.jsonl` (docs/trackers.md); each needs its package."""
     on_oom: Annotated[OnOutOfMemory, Facts(resume=Resume.FREE)] = OnOutOfMemory.STOP
     """`shrink` undoes the step that ran out of memory, halves the micro batch and goes on with the same global batch;
     costs a copy of the trained weights in host memory during the first update, and on several devices the time of an

@@ -1,55 +1,67 @@
-"""Metric trackers besides `metrics.jsonl`. One that fails while a run goes on is left out, and the run is not ended."""
+"""Metric trackers in addition to `metrics.jsonl`. One that fails during a run is left out, and the run goes on."""
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from framework.errors import Problem, RequestError
+from framework.memory.requirements import missing_trackers
 from framework.run.record.run_folder import TENSORBOARD, RunFolder
 from framework.schema.choices import Tracker
 from framework.schema.config import TrainingConfig
 
+_NAME_OF_RUN = {
+    Tracker.WANDB: "name",
+    Tracker.MLFLOW: "run_name",
+    Tracker.SWANLAB: "experiment_name",
+    Tracker.TRACKIO: "name",
+}
+"""What the start of a run calls its name there; Comet's is set afterwards, TensorBoard has none."""
+_TAKE_TEXT = (Tracker.TENSORBOARD, Tracker.WANDB, Tracker.COMET_ML)
+"""Those of accelerate's trackers that log a text as it is."""
+
 
 def check_trackers(config: TrainingConfig) -> None:
     """Raises RequestError naming every tracker whose package is not installed."""
-    problems = [
-        Problem(
-            f"training.trackers[{index}]", f"the package {tracker} is not installed", expected=f"pip install {tracker}"
-        )
-        for index, tracker in enumerate(config.training.trackers)
-        if importlib.util.find_spec(str(tracker)) is None
-    ]
+    problems = [Problem(each.keys[0], each.message, expected=each.expected) for each in missing_trackers(config)]
     if problems:
         raise RequestError(problems)
 
 
 class Trackers:
-    """The trackers of a run, started. `say` is told of one that fails."""
+    """The trackers of a run, started. `say` is told of one that fails later. Raises RequestError for one that does not
+    start: a server that is not there, an account that is not logged in."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, say: Callable[[str], None]) -> None:
-        self._say, self._started = say, dict[str, Any]()
+        self._say, self._started = say, dict[Tracker, Any]()
         if not folder.is_written:
             return
-        from accelerate.tracking import MLflowTracker, TensorBoardTracker, WandBTracker
-
-        project = config.training.run_name or folder.path.name
         values = _flattened(config.model_dump(mode="json"))
-        for name in map(str, config.training.trackers):
-            if name == Tracker.TENSORBOARD:  # which makes a folder of its name
-                tracker = TensorBoardTracker(TENSORBOARD, folder.path)
-            else:
-                tracker = (WandBTracker if name == Tracker.WANDB else MLflowTracker)(project)
-            tracker.start()
-            tracker.store_init_configuration(values)
-            self._started[name] = tracker
+        for index, name in enumerate(config.training.trackers):
+            try:
+                self._started[name] = _started(name, config, folder)
+                self._started[name].store_init_configuration(values)
+            except Exception as error:  # of any kind
+                self.close()
+                message = f"{name} cannot be started: {type(error).__name__}: {error}"
+                expected = "an account that is logged in, a server that answers, or no such tracker"
+                raise RequestError([Problem(f"training.trackers[{index}]", message, expected=expected)]) from error
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         """The figures of a step; those that are None are left out."""
         known = {name: value for name, value in values.items() if value is not None}
+        self._tell(known, step, tuple(self._started))
+
+    def log_texts(self, texts: Mapping[str, str], step: int) -> None:
+        """Texts, to the trackers that take them."""
+        self._tell(texts, step, _TAKE_TEXT)
+
+    def _tell(self, values: Mapping[str, Any], step: int, names: tuple[Tracker, ...]) -> None:
         for name, tracker in [*self._started.items()]:
+            if name not in names:
+                continue
             try:
-                tracker.log(known, step=step)
+                tracker.log(dict(values), step=step)
             except Exception as error:  # a full disk, a server that is gone: of any kind
                 del self._started[name]
                 self._say(f"warning   {name} is left out from step {step} on: {type(error).__name__}: {error}")
@@ -59,6 +71,22 @@ class Trackers:
         for tracker in self._started.values():
             with contextlib.suppress(Exception):
                 tracker.finish()
+
+
+def _started(name: Tracker, config: TrainingConfig, folder: RunFolder) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    kind = LOGGER_TYPE_TO_CLASS[str(name)]
+    run = config.training.run_name or folder.path.name
+    if name is Tracker.TENSORBOARD:  # which makes a folder of its name
+        tracker = kind(TENSORBOARD, folder.path)
+    else:
+        named = {_NAME_OF_RUN[name]: run} if name in _NAME_OF_RUN else {}
+        tracker = kind(config.training.tracker_project or run, **named)
+    tracker.start()
+    if name is Tracker.COMET_ML:
+        tracker.tracker.set_name(run)
+    return tracker
 
 
 def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
