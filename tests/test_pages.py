@@ -23,7 +23,10 @@ from framework.schema.config import TrainingConfig
 from framework.shipped import shipped
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("quickstart.md", "data.md", "preference.md", "distillation.md", "classification.md", "adapters.md", "trackers.md")
+PAGES = (
+    *("quickstart.md", "data.md", "preference.md", "distillation.md", "classification.md", "adapters.md"),
+    "trackers.md",
+)
 ROWS = {
     "chats.jsonl": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     "code.jsonl": {"text": "a = 1"},

@@ -66,7 +66,8 @@ def test_a_wrong_value_is_told_with_key_line_and_what_was_expected(write, sectio
 
 def test_an_unknown_item_of_a_list_is_not_told_to_be_a_list(write):
     problem = problems_of(write("training: {trackers: [neptune]}\n"))["training.trackers[0]"]
-    assert (problem.nearest, problem.expected) == (None, "one of: tensorboard, wandb, mlflow, comet_ml, swanlab, trackio")
+    assert problem.nearest is None
+    assert problem.expected == "one of: tensorboard, wandb, mlflow, comet_ml, swanlab, trackio"
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e999", "'1e999'", "9" * 400 + ".0"])
