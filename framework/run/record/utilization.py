@@ -8,7 +8,7 @@ from framework.memory.roofline import dense_rate
 from framework.schema.choices import MixedPrecision
 from framework.schema.config import TrainingConfig
 
-_COMPUTED_IN = {MixedPrecision.BF16: "bfloat16", MixedPrecision.FP16: "float16"}
+_COMPUTED_IN: dict[MixedPrecision | None, str] = {MixedPrecision.BF16: "bfloat16", MixedPrecision.FP16: "float16"}
 
 
 def padding_share(micro_batches: Iterable[Batch]) -> float:
@@ -37,7 +37,7 @@ def planned_series(config: TrainingConfig, plan: Plan | None, tokens: int, secon
     }
     if plan.step is not None and config.gpu.fp32_flops is not None:
         precision = config.training.mixed_precision_dtype
-        rate = dense_rate(_COMPUTED_IN.get(precision, config.model.torch_dtype_str), config.gpu)
+        rate = dense_rate(_COMPUTED_IN.get(precision, str(config.model.torch_dtype_str)), config.gpu)
         planned = config.batch.global_size * config.training.sequences_per_row * config.longest
         series["mfu"] = plan.step.model_flops * tokens / planned / seconds / rate
     return series
