@@ -26,6 +26,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     *("quickstart.md", "data.md", "preference.md", "distillation.md", "classification.md", "adapters.md"),
     "trackers.md",
+    "regularization.md",
 )
 ROWS = {
     "chats.jsonl": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

@@ -51,6 +51,10 @@ class FromPython:
         if self.objective is not None and config.model.chunked_loss not in (None, False):
             message = "an objective from Python makes its own logits"
             problems.append(Problem("model.chunked_loss", message, expected="leave it out"))
+        if self.objective is not None:
+            terms = ("label_smoothing", "z_loss_coef")
+            message = "is a term of the task's own objective"
+            problems += [Problem(f"training.{name}", message, None, "0") for name in terms if getattr(training, name)]
         if self.optimizer is not None and training.optimizer_in_backward is True:
             problems.append(Problem("training.optimizer_in_backward", "needs a built-in optimizer", expected="false"))
         if self.optimizer is not None and training.optimizer_offload is not OptimizerOffload.NONE:

@@ -13,9 +13,9 @@ from torch import Tensor
 from framework.build.assembly import Assembly
 from framework.build.levers.compiled import forget_recorded
 from framework.build.losses.loss import Batch, Observe, ignore_phases
-from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers.clipping import clip_gradients, gradient_norms
 from framework.build.optimizers.found_inf import forget_skipped_steps, found_inf_of, takes_found_inf
+from framework.build.optimizers.groups import RATE_FACTOR
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.tasks import Precomputed, reference_of
 from framework.errors import NonFinite

@@ -31,6 +31,8 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 _CHECKPOINTED = UsedWith("training.enable_gradient_checkpointing")
 _SCHEDULE = "training.lr_scheduler_type"
+_OF_TOKENS = UsedWith("training.task", (Task.SFT, Task.PRETRAIN), refused=True)
+_OF_TOKENS_OR_CLASSES = UsedWith("training.task", (Task.SFT, Task.PRETRAIN, Task.CLASSIFICATION), refused=True)
 _WITH_LAST_RATE = UsedWith(
     _SCHEDULE, (Scheduler.COSINE_WITH_MIN_LR, Scheduler.POLYNOMIAL, Scheduler.WARMUP_STABLE_DECAY)
 )
@@ -55,6 +57,21 @@ class AllocatorParams(Params):
     """Share of the card above which cached blocks that were not used lately go back to the driver."""
 
 
+class ParameterGroup(Params):
+    """Trained weights with a learning rate or a decay of their own. No memory."""
+
+    match: Annotated[str, Field(min_length=1)]
+    """Weights by name, or by the name of a module around them, as in `model.freeze_layers`: `layers.0`, `layers.*.mlp`,
+    `lm_head`, `lora_B`."""
+    learning_rate: Annotated[Number, Field(gt=0)] | None = None
+    """Peak rate of these weights; the schedule's other rates change in proportion. Unset: `training.learning_rate`."""
+    weight_decay: Annotated[Number, Field(ge=0)] | None = None
+    """Decay of these weights; biases and norms among them have none, as elsewhere. Unset: `training.weight_decay`."""
+
+
+ParameterGroups = Annotated[tuple[ParameterGroup, ...], BeforeValidator(parse_sequence)]
+
+
 class TrainingParams(Params):
     """How to train. Levers that a search decides also take `auto`."""
 
@@ -77,6 +94,13 @@ class TrainingParams(Params):
     """What the router auxiliary loss of a mixture of experts is multiplied by in the loss; 0 trains without it. Unset:
     the model's own coefficient where its config has `output_router_logits: true`, else 0, as in transformers. Keeps
     the router logits for backward: 4 bytes a token, expert and layer."""
+    label_smoothing: Annotated[Number, Field(ge=0, lt=1), Facts(resume=Resume.STEERING), _OF_TOKENS_OR_CLASSES] = 0.0
+    """Share of the target that is spread evenly over the vocabulary, or over the classes, in training; evaluation has
+    none. No memory."""
+    z_loss_coef: Annotated[Number, Field(ge=0), Facts(resume=Resume.STEERING), _OF_TOKENS] = 0.0
+    """Coefficient of the z-loss, the square of the logarithm of the softmax's denominator of each supervised token,
+    which keeps logits from drifting (PaLM has 1e-4); evaluation leaves it out. No memory with `model.chunked_loss`,
+    else two tensors like the float32 logits."""
     max_steps: Annotated[Positive | None, STEERING] = None
     """Optimizer steps to make; wins over `num_train_epochs`. No memory."""
     num_train_epochs: Annotated[Number, Field(gt=0), STEERING, UsedWith("training.max_steps", (None,))] = 3.0
@@ -112,6 +136,9 @@ class TrainingParams(Params):
     """Share of all optimizer steps used for warm-up. No memory."""
     weight_decay: Annotated[Number, Field(ge=0), Facts(resume=Resume.STEERING)] = 0.0
     """Decoupled decay, not applied to biases and norms. Costs one temporary the size of the gradients with `sgd`."""
+    parameter_groups: Annotated[ParameterGroups, Facts(resume=Resume.STEERING)] = ()
+    """Weights with a rate or a decay of their own: `[{match: lm_head, learning_rate: 1e-5}]`. Each weight is matched by
+    one item at most. No memory."""
     adam_beta1: Annotated[Beta, NO_MEMORY] = 0.9
     """Decay of the first moment. No memory."""
     adam_beta2: Annotated[Beta, NO_MEMORY] = 0.999

@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from framework.build.losses import token_losses_kernel
-from framework.build.losses.token_losses import token_losses
+from framework.build.losses.token_losses import PLAIN, LossTerms, token_losses
 
 token_losses_kernel.BLOCK = 64
 TOKENS = 9
@@ -23,22 +23,23 @@ def compare(dtype: str, words: int, hits: bool, scaled: bool) -> tuple[float, fl
     """Largest errors of losses and of gradients. Hits are compared too, and a target that is no token gives NaN."""
     logits = (torch.randn(TOKENS, words) * 5).to(getattr(torch, dtype))
     logits[4] = logits[4].round()  # several are the likeliest
-    logits[5, : min(words - 1, 100)] = -float("inf")  # a block without any finite logit
+    terms = LossTerms(0.1, 1e-2) if scaled else PLAIN
+    logits[5, : min(words - 1, 100)] = -30.0 if scaled else -float("inf")  # a block without any finite logit
     targets = torch.randint(0, words, (TOKENS,))
     targets[2], targets[4], targets[5] = -100, logits[4].argmax(), words - 1
     scales = torch.randn(TOKENS) if scaled else None
     expected, found = logits.clone(), logits.clone()
     losses = [torch.full((TOKENS,), 7.0) for _ in range(2)]
     counted = [torch.ones(TOKENS, dtype=torch.bool) if hits else None for _ in range(2)]
-    token_losses(expected, targets, losses[0], hits=counted[0], scales=scales, with_grad=True)
-    token_losses_kernel.token_losses_on_gpu(found, targets, losses[1], counted[1], scales, True)
+    token_losses(expected, targets, losses[0], hits=counted[0], scales=scales, with_grad=True, terms=terms)
+    token_losses_kernel.token_losses_on_gpu(found, targets, losses[1], counted[1], scales, True, *terms)
     assert counted[0] is None or torch.equal(counted[0], counted[1])
     read = logits.clone()
-    token_losses_kernel.token_losses_on_gpu(read, targets, losses[1], None, None, False)
+    token_losses_kernel.token_losses_on_gpu(read, targets, losses[1], None, None, False, *terms)
     assert torch.equal(read, logits)
     targets[3] = words
     strange = torch.empty(TOKENS)
-    token_losses_kernel.token_losses_on_gpu(read, targets, strange, None, None, False)
+    token_losses_kernel.token_losses_on_gpu(read, targets, strange, None, None, False, *terms)
     assert strange.isnan().nonzero().flatten().tolist() == [3]
     size = expected.abs().max()
     return float((losses[0] - losses[1]).abs().max()), float((expected.float() - found.float()).abs().max() / size)

@@ -5,26 +5,28 @@ import torch
 import torch.nn.functional as F
 
 from framework.build.losses.chunked_loss import chunked_cross_entropy
-from framework.build.losses.token_losses import token_losses
+from framework.build.losses.token_losses import PLAIN, LossTerms, token_losses
 
 pytestmark = pytest.mark.gpu
 TOKENS, WORDS = 300, 50_257
 
 
+@pytest.mark.parametrize("terms", [PLAIN, LossTerms(0.1, 1e-4)], ids=["plain", "smoothed, z-loss"])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
-def test_the_kernel_against_float64(dtype, close):
+def test_the_kernel_against_float64(dtype, close, terms):
     torch.manual_seed(0)
     logits = (5 * torch.randn(TOKENS, WORDS, device="cuda")).to(dtype)
     targets = torch.randint(0, WORDS, (TOKENS,), device="cuda")
     targets[::7] = -100
     targets[1::7] = logits[1::7].argmax(1)
     exact = logits.double().requires_grad_()
-    expected = F.cross_entropy(exact, targets, reduction="none")
+    expected = F.cross_entropy(exact, targets, reduction="none", label_smoothing=terms.smoothing)
+    expected = expected + terms.z_loss * exact.logsumexp(1).square().where(targets != -100, 0)
     expected.sum().backward()
     losses, hits = torch.full((TOKENS,), 7.0, device="cuda"), torch.zeros(TOKENS, dtype=torch.bool, device="cuda")
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    token_losses(logits, targets, losses, hits=hits, with_grad=True)
+    token_losses(logits, targets, losses, hits=hits, with_grad=True, terms=terms)
     assert torch.cuda.max_memory_allocated() == held
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), exact.grad, rtol=close, atol=1e-7)

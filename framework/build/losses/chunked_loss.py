@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.build.losses.token_losses import token_losses
+from framework.build.losses.token_losses import PLAIN, LossTerms, token_losses
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
-    """Sum of cross entropies of `hidden @ weight.T + bias` against `targets`, which ignore -100.
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, terms: LossTerms = PLAIN
+) -> Tensor:
+    """Sum of cross entropies, and of `terms`, of `hidden @ weight.T + bias` against `targets`, which ignore -100.
 
     hidden `[tokens, width]`, weight `[vocabulary, width]`, bias `[vocabulary]`, targets `[tokens]`; float32 scalar.
     Under autocast the products run in its dtype, as a linear layer's would.
     """
     kind, dtype = product_dtype(hidden, weight)
     with torch.autocast(kind, enabled=False):
-        loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, chunk, dtype)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, chunk, dtype, terms)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -125,6 +127,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         dtype: torch.dtype,
+        terms: LossTerms,
     ) -> Tensor:
         needed = ctx.needs_input_grad[:3]
         computed, losses = weight.to(dtype), new_losses(hidden, targets)
@@ -132,7 +135,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for part in chunks(hidden, chunk):
             rows = hidden[part].to(dtype)
             logits = chunk_logits(rows, computed, bias)
-            token_losses(logits, targets[part], losses[part], with_grad=any(needed))
+            token_losses(logits, targets[part], losses[part], with_grad=any(needed), terms=terms)
             gradients.add(part, logits, rows, computed)
             del logits
         ctx.save_for_backward(*gradients.all())
@@ -141,7 +144,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         grads = [grad.mul_(scale) if grad is not None else None for grad in ctx.saved_tensors]
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 class _ChunkedLogProbabilities(torch.autograd.Function):

@@ -5,6 +5,7 @@ is split into micro batches does not change the gradients.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from framework.build.data.documents import MARKS, keep_documents_separate
 from framework.build.losses.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
+from framework.build.losses.token_losses import PLAIN, LossTerms
 from framework.build.model.heads import reads_both_ways
 from framework.build.model.parts import causal_model
 from framework.errors import Problem, RequestError
@@ -46,8 +48,11 @@ Observe = Callable[[str], None]
 class Loss(Protocol):
     """What is made of a causal model's logits; each calls `observe("loss")` where the head begins."""
 
+    @property
+    def terms(self) -> LossTerms: ...
+
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        """Sum of the token losses, a float32 scalar."""
+        """Sum of the token losses, `terms` among them, a float32 scalar."""
         ...
 
     def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
@@ -55,7 +60,7 @@ class Loss(Protocol):
         ...
 
     def counts(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum of the token losses, and how many supervised tokens are the likeliest; float32 and int64 scalars."""
+        """Sum of the cross entropies, and how many supervised tokens are the likeliest; float32 and int64 scalars."""
         ...
 
 
@@ -63,10 +68,10 @@ def ignore_phases(phase: str) -> None:
     """Observe nothing."""
 
 
-def build_loss(params: ModelParams, model: nn.Module) -> Loss:
+def build_loss(params: ModelParams, model: nn.Module, terms: LossTerms = PLAIN) -> Loss:
     """The loss that was asked for: over all logits at once, or a chunk of tokens at a time. Raises as `chunk_size`."""
     chunk = chunk_size(params, model)
-    return full_loss if chunk is None else _Chunked(chunk)
+    return _Whole(terms) if chunk is None else _Chunked(chunk, terms)
 
 
 def chunk_size(params: ModelParams, model: nn.Module, key: str = "model.chunked_loss") -> int | None:
@@ -142,13 +147,19 @@ def asks_for_router_logits(model: nn.Module) -> bool:
     return getattr(causal_model(model).config.get_text_config(), "output_router_logits", False) is True
 
 
+@dataclass(frozen=True)
 class _Whole:
     """Over the logits of all tokens at once, in float32."""
 
+    terms: LossTerms = PLAIN
+
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        logits = token_logits(model, batch, observe)
-        targets = next_tokens(batch).flatten()
-        return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum")
+        scores = token_logits(model, batch, observe).float().flatten(0, 1)
+        targets, (smoothing, z_loss) = next_tokens(batch).flatten(), self.terms
+        loss = F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
+        if z_loss:
+            loss = loss + z_loss * scores.logsumexp(1).square().where(targets != IGNORED, 0).sum()
+        return loss
 
     def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         logits = token_logits(model, batch, observe)
@@ -167,14 +178,15 @@ class _Whole:
 full_loss = _Whole()
 
 
+@dataclass(frozen=True)
 class _Chunked:
     """A chunk of tokens at a time, so that the logits of no more than `chunk` exist."""
 
-    def __init__(self, chunk: int) -> None:
-        self.chunk = chunk
+    chunk: int
+    terms: LossTerms = PLAIN
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        return chunked_cross_entropy(*head_inputs(model, batch, observe), self.chunk)
+        return chunked_cross_entropy(*head_inputs(model, batch, observe), self.chunk, self.terms)
 
     def log_probabilities(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         return chunked_log_probabilities(*head_inputs(model, batch, observe), self.chunk).view(batch["labels"].shape)

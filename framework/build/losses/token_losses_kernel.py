@@ -11,6 +11,18 @@ BLOCK, WARPS = 8192, 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _ignore(row, loss, hit, vocabulary, GRAD: tl.constexpr, HITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A token that is not supervised: no loss, no hit, and zeros in place of its logits."""
+    tl.store(loss, 0.0)
+    if HITS:
+        tl.store(hit, 0)
+    if GRAD:
+        columns, nothing = tl.arange(0, BLOCK), tl.zeros([BLOCK], dtype=row.dtype.element_ty)
+        for start in range(0, vocabulary, BLOCK):
+            tl.store(row + start + columns, nothing, mask=start + columns < vocabulary)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _token_losses(  # type: ignore[no-untyped-def]
     logits,
     targets,
@@ -18,6 +30,9 @@ def _token_losses(  # type: ignore[no-untyped-def]
     hits,
     scales,
     vocabulary,
+    smoothing,
+    z_loss,
+    SMOOTHED: tl.constexpr,
     GRAD: tl.constexpr,
     HITS: tl.constexpr,
     SCALED: tl.constexpr,
@@ -28,21 +43,19 @@ def _token_losses(  # type: ignore[no-untyped-def]
     row = logits + token * vocabulary
     columns = tl.arange(0, BLOCK)
     if target == -100:
-        tl.store(losses + token, 0.0)
-        if HITS:
-            tl.store(hits + token, 0)
-        if GRAD:
-            nothing = tl.zeros([BLOCK], dtype=row.dtype.element_ty)
-            for start in range(0, vocabulary, BLOCK):
-                tl.store(row + start + columns, nothing, mask=start + columns < vocabulary)
+        _ignore(row, losses + token, hits + token, vocabulary, GRAD, HITS, BLOCK)
         return
     # a target that is no token gives NaN, which stops the run
     said = tl.load(row + target, mask=(target >= 0) & (target < vocabulary), other=float("nan")).to(tl.float32)
     highest = -float("inf")
     total = 0.0
+    sum_of_scores = 0.0
     likeliest = 0
     for start in range(0, vocabulary, BLOCK):
-        score = tl.load(row + start + columns, mask=start + columns < vocabulary, other=-float("inf")).to(tl.float32)
+        inside = start + columns < vocabulary
+        score = tl.load(row + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        if SMOOTHED:
+            sum_of_scores += tl.sum(tl.where(inside, score, 0.0), 0)
         if HITS:
             high, at = tl.max(score, 0, return_indices=True)
             likeliest = tl.where(high > highest, start + at, likeliest)
@@ -53,7 +66,10 @@ def _token_losses(  # type: ignore[no-untyped-def]
         total = total * tl.exp(highest - shift) + tl.sum(tl.exp(score - shift), 0)
         highest = high
     log_sum = highest + tl.log(total)
-    tl.store(losses + token, log_sum - said)
+    loss = log_sum - (1.0 - smoothing) * said + z_loss * log_sum * log_sum
+    if SMOOTHED:
+        loss -= smoothing * (sum_of_scores / vocabulary)
+    tl.store(losses + token, loss)
     if HITS:
         tl.store(hits + token, (likeliest == target).to(tl.int8))
     if GRAD:
@@ -64,12 +80,20 @@ def _token_losses(  # type: ignore[no-untyped-def]
         for start in range(0, vocabulary, BLOCK):
             inside = start + columns < vocabulary
             score = tl.load(row + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            slope = tl.exp(score - log_sum) - tl.where(start + columns == target, 1.0, 0.0)
+            slope = tl.exp(score - log_sum) * (1.0 + 2.0 * z_loss * log_sum)
+            slope -= tl.where(start + columns == target, 1.0 - smoothing, 0.0) + smoothing / vocabulary
             tl.store(row + start + columns, (slope * scale).to(row.dtype.element_ty), mask=inside)
 
 
 def token_losses_on_gpu(
-    logits: Tensor, targets: Tensor, losses: Tensor, hits: Tensor | None, scales: Tensor | None, with_grad: bool
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    hits: Tensor | None,
+    scales: Tensor | None,
+    with_grad: bool,
+    smoothing: float,
+    z_loss: float,
 ) -> None:
     """Launch the kernel over one chunk. All tensors contiguous; float32 sums, whatever the dtype of the logits."""
     tokens, vocabulary = logits.shape
@@ -80,6 +104,9 @@ def token_losses_on_gpu(
         losses if hits is None else hits.view(dtype=torch.int8),
         losses if scales is None else scales,
         vocabulary,
+        smoothing,
+        z_loss,
+        SMOOTHED=smoothing > 0,
         GRAD=with_grad,
         HITS=hits is not None,
         SCALED=scales is not None,

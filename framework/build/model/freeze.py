@@ -63,7 +63,8 @@ def freeze(params: ModelParams, model: PreTrainedModel) -> tuple[Frozen, ...]:
         names = [name for name, _ in model.named_parameters() if matches(pattern, name)]
         names += _embeddings(model) if pattern == EMBEDDINGS else []
         if not names:
-            problems.append(_no_match(key, pattern, model))
+            message, near = f"{pattern!r} matches no module of this model", nearest_modules(pattern, model)
+            problems.append(Problem(key, message, nearest=near, expected="a module name"))
         found.append(_freeze(key, pattern, names, model))
     if found and not problems and not any(parameter.requires_grad for parameter in model.parameters()):
         problems.append(Problem(found[0].key.partition("[")[0], "freezes every parameter: nothing is left to train"))
@@ -103,10 +104,8 @@ def still_frozen(model: nn.Module, names: frozenset[str], numel: Callable[[str, 
     )
 
 
-def _no_match(key: str, pattern: str, model: nn.Module) -> Problem:
+def nearest_modules(pattern: str, model: nn.Module) -> str | None:
+    """Names of modules that look like a pattern, for a message; None where none does."""
     names = [name for name, _ in model.named_modules() if name]
     tails = {".".join(name.split(".")[-len(pattern.split(".")) :]) for name in names}
-    near = get_close_matches(pattern, sorted(tails), 3, cutoff=0.4)
-    return Problem(
-        key, f"{pattern!r} matches no module of this model", nearest=", ".join(near) or None, expected="a module name"
-    )
+    return ", ".join(get_close_matches(pattern, sorted(tails), 3, cutoff=0.4)) or None

@@ -6,6 +6,7 @@ from torch import nn
 from framework.build.loading.teacher import build_teacher
 from framework.build.losses.loss import build_loss, chunk_size
 from framework.build.losses.router_loss import build_router_loss
+from framework.build.losses.token_losses import LossTerms
 from framework.build.place import Place
 from framework.build.tasks.distillation import Distillation
 from framework.build.tasks.next_token import NextToken
@@ -52,7 +53,7 @@ def build_objective(config: TrainingConfig, model: nn.Module, frozen_model: nn.M
     """What `training.task` minimises. Raises RequestError for a model that it cannot be asked of."""
     training = config.training
     if training.task in (Task.CLASSIFICATION, Task.REGRESSION):
-        return build_row_objective(model)
+        return build_row_objective(model, training.label_smoothing)
     if training.task is Task.REWARD:
         return BradleyTerry()
     if training.task is Task.DISTILLATION:
@@ -61,7 +62,7 @@ def build_objective(config: TrainingConfig, model: nn.Module, frozen_model: nn.M
             return Distillation(frozen_model, training.distillation, None)
         chunk_size(config.model, frozen_model, "training.teacher.model_name")
         return Distillation(frozen_model, training.distillation, chunk_size(config.model, model))
-    loss = build_loss(config.model, model)
+    loss = build_loss(config.model, model, LossTerms(training.label_smoothing, training.z_loss_coef))
     if training.task is Task.PREFERENCE:
         rule = PairLoss(training.preference) if training.has_pairs else SingleLoss(training.preference)
         return build_preference(loss, build_reference(config, loss, frozen_model), rule)

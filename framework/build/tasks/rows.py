@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from framework.build.losses.loss import IGNORED, Batch, Observe, model_inputs
 from framework.build.model.parts import causal_model
+from framework.errors import Problem, RequestError
 
 AddedUp = Mapping[str, Tensor]
 
@@ -33,12 +34,14 @@ class OneClass:
     """Cross entropy of the one class of each row; its targets are (rows, 1) numbers of classes."""
 
     names: tuple[str, ...]
+    smoothing: float = 0.0
+    """Share of the target that training spreads over the classes; evaluation has none."""
     unit: str = "rows"
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        answers = row_answers(model, batch)
+        answers, classes = row_answers(model, batch), _classes(batch)
         observe("loss")
-        return F.cross_entropy(answers, _classes(batch), ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(answers, classes, ignore_index=IGNORED, reduction="sum", label_smoothing=self.smoothing)
 
     def terms(self, batch: Batch) -> Tensor:
         return rows_that_count(batch).sum()
@@ -160,13 +163,19 @@ class Numbers:
         return (errors * rows_that_count(batch)).sum()
 
 
-def build_row_objective(model: nn.Module) -> OneClass | SeveralClasses | Numbers:
-    """What the kind of the model's head asks for."""
+def build_row_objective(model: nn.Module, smoothing: float) -> OneClass | SeveralClasses | Numbers:
+    """What the kind of the model's head asks for. Raises RequestError for label smoothing where classes are not one of
+    several."""
     config = causal_model(model).config
     names = tuple(config.id2label[index] for index in range(config.num_labels))
     if config.problem_type == "regression":
         return Numbers(names)
-    return SeveralClasses(names) if config.problem_type == "multi_label_classification" else OneClass(names)
+    if config.problem_type != "multi_label_classification":
+        return OneClass(names, smoothing)
+    if smoothing:
+        message = "spreads the target over classes of which a row has one, and these rows have any number"
+        raise RequestError([Problem("training.label_smoothing", message, expected="0, or data.multi_label: false")])
+    return SeveralClasses(names)
 
 
 def f1(true: Tensor, guessed: Tensor, right: Tensor) -> Tensor:

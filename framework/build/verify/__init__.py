@@ -39,13 +39,14 @@ from framework.build.verify.frozen_models import (
 )
 from framework.build.verify.head import read_head
 from framework.build.verify.liger import read_liger_kernels
-from framework.build.verify.loss import read_chunked_loss, read_own_loss, read_router_loss
+from framework.build.verify.loss import read_chunked_loss, read_loss_terms, read_own_loss, read_router_loss
 from framework.build.verify.offloaded_base import read_offloaded_base, read_offloaded_base_again
 from framework.build.verify.optimizer import (
     read_offloaded_states,
     read_optimizer,
     read_optimizer_in_backward,
     read_optimizer_states,
+    read_parameter_groups,
     read_rounding,
 )
 from framework.build.verify.products import read_float8_products
@@ -98,6 +99,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "float32_products": read_float32_products,
     "float8_products": read_float8_products,
     "optimizer": read_optimizer,
+    "parameter_groups": read_parameter_groups,
     "rounding": read_rounding,
     "optimizer_in_backward": read_optimizer_in_backward,
     "checkpointed_blocks": read_checkpointed_blocks,
@@ -109,6 +111,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "shared_matrices": read_shared_matrices,
     "liger_kernels": read_liger_kernels,
     "chunked_loss": read_chunked_loss,
+    "loss_terms": read_loss_terms,
     "router_loss": read_router_loss,
     "own_loss": read_own_loss,
     "isolation": read_isolation,

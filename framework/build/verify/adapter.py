@@ -14,7 +14,7 @@ from framework.build.adapters.quantize import is_packed, kind_name, quantized_ki
 from framework.build.adapters.target_patterns import of_pattern
 from framework.build.assembly import Assembly
 from framework.build.model.parts import causal_model
-from framework.build.optimizer import RATE_FACTOR
+from framework.build.optimizers.groups import RATE_FACTOR, rate_and_decay
 from framework.build.ranks import local_part
 from framework.build.verify.adapter_coverage import coverage_line
 from framework.build.verify.reading import Reading
@@ -102,11 +102,13 @@ def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
     asked = assembly.config.peft.lora_plus_lr_ratio
     if assembly.adapter is None or asked is None or not _lora(assembly):
         return
-    matrices = {id(p) for name, p in assembly.model.named_parameters() if "lora_B" in name}
+    training, named = assembly.config.training, assembly.model.named_parameters()
+    matrices = {id(item): rate_and_decay(training, name)[0] for name, item in named if "lora_B" in name}
     factors = {
-        group.get(RATE_FACTOR, 1.0)
+        group.get(RATE_FACTOR, 1.0) / matrices[id(parameter)]
         for group in assembly.optimizer.param_groups
-        if any(id(parameter) in matrices for parameter in group["params"])
+        for parameter in group["params"]
+        if id(parameter) in matrices
     }
     found = ", ".join(f"{factor:g}" for factor in sorted(factors))
     yield Reading("peft.lora_plus_lr_ratio", f"{asked:g}", found, f"groups of {len(matrices)} B matrices")

@@ -12,10 +12,20 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.build.hub import one_line
-from framework.build.losses.loss import Batch, asks_for_router_logits, chunk_size, head_is_last, model_inputs
+from framework.build.losses.loss import (
+    Batch,
+    asks_for_router_logits,
+    chunk_size,
+    head_is_last,
+    ignore_phases,
+    model_inputs,
+    token_logits,
+)
 from framework.build.losses.router_loss import KEY, RouterLoss, has_routers, load_balancing_loss, router_coefficient
+from framework.build.losses.token_losses import PLAIN, LossTerms
 from framework.build.model.parts import causal_model
 from framework.build.tasks.next_token import NextToken
+from framework.build.tasks.rows import OneClass
 from framework.build.verify.reading import Reading
 from framework.schema.choices import Task
 from framework.schema.plural import counted
@@ -25,6 +35,10 @@ CHANGED, SOURCE = "no: this model changes its logits after the head", "logits wi
 PROBE_TOKENS = 8
 TOLERANCE = 1e-4
 """Relative difference of two cross entropies of the same logits, computed in float32: rounding is a hundredth of it."""
+
+TERMS_CLOSE = 2e-3
+"""Difference, also relative to it, of what terms add to the loss of 8 tokens, where chunks round other products of half
+precision than the whole head does."""
 
 
 def read_chunked_loss(assembly: Assembly) -> Iterator[Reading]:
@@ -82,6 +96,38 @@ def _router_logits(routers: RouterLoss, model: nn.Module, batch: Batch) -> list[
     with routers.watched(model) as seen, torch.enable_grad():
         model(**model_inputs(model, batch), use_cache=False)
     return seen
+
+
+def read_loss_terms(assembly: Assembly) -> Iterator[Reading]:
+    """Label smoothing and z-loss: what they add to the cross entropy of a few tokens, next to torch's own arithmetic of
+    the same logits. Left out where a rank sees a part of the rows or the matrices: there the built loss is asked."""
+    training, objective = assembly.config.training, assembly.objective
+    wanted = LossTerms(training.label_smoothing, training.z_loss_coef)
+    if isinstance(objective, OneClass) and wanted.smoothing:
+        asked, found = f"{wanted.smoothing:g}", f"{objective.smoothing:g}"
+        yield Reading("training.label_smoothing", asked, found, "the objective of rows")
+    if not isinstance(objective, NextToken) or wanted == PLAIN:
+        return
+    built, source = objective.loss.terms, "the loss as built"
+    if assembly.config.sharing == 1:
+        added, expected = _of_few_tokens(assembly, partial(_added, objective, wanted))
+        built = wanted if math.isclose(added, expected, rel_tol=TERMS_CLOSE, abs_tol=TERMS_CLOSE) else PLAIN
+        source = f"adds {added:.4g} to the loss of {PROBE_TOKENS} tokens, torch {expected:.4g}"
+    for key, value, own in zip(("label_smoothing", "z_loss_coef"), wanted, built, strict=True):
+        if value:
+            yield Reading(f"training.{key}", f"{value:g}", f"{own:g}", source)
+
+
+def _added(objective: NextToken, wanted: LossTerms, model: nn.Module, batch: Batch) -> tuple[float, float]:
+    """What the built terms add to the cross entropy of a batch, and what torch makes of its logits."""
+    with torch.no_grad():
+        added = objective.loss(model, batch, ignore_phases) - objective.loss.counts(model, batch)[0]
+        scores = token_logits(model, batch, ignore_phases)[0, :-1].float()
+    smoothed, plain = (
+        F.cross_entropy(scores, batch["labels"][0, 1:], reduction="sum", label_smoothing=share)
+        for share in (wanted.smoothing, 0.0)
+    )
+    return float(added), float(smoothed - plain + wanted.z_loss * scores.logsumexp(1).square().sum())
 
 
 def read_own_loss(assembly: Assembly) -> Iterator[Reading]:

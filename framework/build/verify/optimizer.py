@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from framework.build.assembly import Assembly
-from framework.build.optimizer import RATE_FACTOR
+from framework.build.model.freeze import matches
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW
+from framework.build.optimizers.groups import RATE_FACTOR, decays
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.optimizers.matrices import matrix_parameters
 from framework.build.optimizers.parameter_wise import ParameterWise, is_large
@@ -50,6 +51,24 @@ def _name(asked: Optimizer, optimizer: torch.optim.Optimizer) -> str:
     rows = rows_beside(asked)
     others = (str(choice) for choice, row in rows.items() if choice is not asked and row.is_one(optimizer))
     return str(asked) if rows[asked].is_one(optimizer) else next(others, type(optimizer).__name__)
+
+
+def read_parameter_groups(assembly: Assembly) -> Iterator[Reading]:
+    """The rate and decay of the trained weights that each pattern matches; LoRA+'s own factor left out."""
+    training, ratio = assembly.config.training, assembly.config.peft.lora_plus_lr_ratio
+    held = {id(item): group for group in assembly.optimizer.param_groups for item in group["params"]}
+    for index, asked in enumerate(training.parameter_groups):
+        found = Counter[str]()
+        for name, parameter in assembly.model.named_parameters():
+            if id(parameter) in held and decays(name) and matches(asked.match, name):
+                group, faster = held[id(parameter)], ratio if training.use_peft and "lora_B" in name else None
+                rate = group.get(RATE_FACTOR, 1.0) * training.learning_rate / (faster or 1.0)
+                found[f"rate {rate:g}, decay {group['weight_decay']:g}"] += 1
+        rate = training.learning_rate if asked.learning_rate is None else asked.learning_rate
+        decay = training.weight_decay if asked.weight_decay is None else asked.weight_decay
+        wanted = f"rate {rate:g}, decay {decay:g}"
+        source = f"groups of {counted(found.total(), 'weight')} that {asked.match} matches"
+        yield Reading(f"training.parameter_groups[{index}]", wanted, " and ".join(sorted(found)) or wanted, source)
 
 
 def read_optimizer_in_backward(assembly: Assembly) -> Iterator[Reading]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from framework.build.losses.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
-from framework.build.losses.token_losses import token_losses
+from framework.build.losses.token_losses import LossTerms, token_losses
 
 PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Half the last bit of what is between 1 and 2, and a little more in sums."""
@@ -58,6 +58,20 @@ def test_chunks_give_the_gradients_of_whole_logits(chunk, with_bias):
     whole = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
     expected = torch.autograd.grad(3 * whole, needed)
     chunked = chunked_cross_entropy(hidden, weight, bias, targets, chunk)
+    torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=0)
+    for found, exact in zip(torch.autograd.grad(3 * chunked, needed), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("terms", [LossTerms(0.2), LossTerms(0, 0.1), LossTerms(0.2, 0.1)])
+def test_chunks_smooth_labels_as_torch_does_and_add_the_z_loss(terms):
+    hidden, weight, bias, targets = problem()
+    needed = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = F.linear(hidden, weight, bias)
+    whole = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=terms.smoothing)
+    whole = whole + terms.z_loss * (logits.exp().sum(1).log() ** 2)[targets != -100].sum()
+    expected = torch.autograd.grad(3 * whole, needed)
+    chunked = chunked_cross_entropy(hidden, weight, bias, targets, 4, terms)
     torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=0)
     for found, exact in zip(torch.autograd.grad(3 * chunked, needed), expected, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
