@@ -35,6 +35,8 @@ ROWS = {
     "tickets.jsonl": {"text": "where is it", "label": "delivery"},
 }
 """Files that recipes of the pages name, and a row of each."""
+ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+"""The config of `runs/sft/final`, which recipes name as an adapter."""
 BESIDE = "defaults: [model: llama3.2_1b, optimizer: adamw_torch_fused]\n"
 """What a block that is a part of a recipe stands beside."""
 
@@ -70,6 +72,8 @@ def test_each_page_has_a_recipe_and_commands_are_found() -> None:
 def test_what_is_to_be_written_passes_the_check_and_reads_its_rows(page, text, write) -> None:
     for name, row in ROWS.items():
         write("".join(json.dumps(row) + "\n" for _ in range(60)), name)
+    Path("runs/sft/final").mkdir(parents=True)
+    write(json.dumps(ADAPTER), "runs/sft/final/adapter_config.json")
     is_whole = "defaults" in yaml.safe_load(text)
     report = check_request(write(text if is_whole else BESIDE + text), needs=TRAIN)
     assert report.problems == ()

@@ -36,6 +36,7 @@ from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule
 from framework.build.tasks import build_frozen_model, build_objective
 from framework.build.tasks.objective import Objective
+from framework.build.tasks.reference import FirstAdapter
 from framework.schema.choices import SdpaBackend
 from framework.schema.config import TrainingConfig
 
@@ -70,7 +71,8 @@ class Assembly:
     adapter: "Adapter | None" = None
     streamed: StreamedBase | None = None
     frozen_model: nn.Module | None = None
-    """The frozen model next to the trained one: what a preference is measured against, or a teacher."""
+    """The frozen model next to the trained one: what a preference is measured against, or a teacher; of a preference
+    that goes on from an adapter that adapter alone."""
     drawn: str | None = None
     """Fingerprint of a base that was drawn at random and that an adapter is trained next to: another device or version
     of torch draws another from the same seed. None where the base has files, or is drawn in shards."""
@@ -195,6 +197,8 @@ def assemble(
     frozen = freeze(config.model, built)
     adapter = _adapted(config, built, loaded_at, autocast is not None, lost)
     model: nn.Module = built if adapter is None else adapter.model
+    if config.has_first_adapter:
+        frozen_model = FirstAdapter(model)
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if config.model.offload_frozen_base is True else None

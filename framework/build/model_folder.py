@@ -11,6 +11,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from framework.beside import path_like
 from framework.build.hub import hub_is_reachable, one_line, require_regular_files
+from framework.compose.trained_folders import describe_trained
 from framework.errors import Problem, RequestError
 from framework.regular_files import open_regular, read_regular
 from framework.schema.model import ModelParams
@@ -57,11 +58,8 @@ def require_model(folder: Path, key: str) -> None:
     require_readable(folder, key)
     if (folder / CONFIG_FILE).exists():
         return
-    if (folder / ADAPTER_FILE).exists():
-        base = read_object(folder / ADAPTER_FILE, key).get("base_model_name_or_path") or "a base that it does not name"
-        message = f"{folder} holds an adapter of {base}, and no model"
-        expected = f"a plain model: `tunesmith merge {folder} --output MERGED` makes one of both"
-        raise RequestError([Problem(key, message, expected=expected)])
+    if (described := describe_trained(folder)) is not None:
+        raise RequestError([Problem(key, described[0], expected=described[1])])
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise RequestError([Problem(key, f"{folder} has no {CONFIG_FILE}; it has {found}", expected="a model's folder")])
 

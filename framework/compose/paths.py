@@ -13,6 +13,12 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md")
 
 WRITTEN = ("output_dir", "fallback_dir")
 """Keys of `training` that name folders which a run makes."""
+NAMING: Mapping[str, tuple[str, ...]] = {
+    "training": WRITTEN,
+    "model": ("model_name", "tokenizer_name", "chat_template"),
+    "peft": ("adapter_path",),
+}
+"""Keys of sections that may name a file or folder here."""
 EMBEDDED = ("python_stdlib", "python_docstrings")
 """The data paths that are names: what the running Python has."""
 
@@ -39,7 +45,7 @@ def leads_somewhere(text: str) -> bool:
 def made_absolute(written: Mapping[str, Any]) -> dict[str, Any]:
     """The written values with paths made absolute: what exists here, and what can only be a path."""
     changed = dict(written)
-    for section, keys in (("training", WRITTEN), ("model", ("model_name", "tokenizer_name", "chat_template"))):
+    for section, keys in NAMING.items():
         if isinstance(written.get(section), Mapping):
             changed[section] = {
                 key: _absolute(value, key) if key in keys else value for key, value in written[section].items()

@@ -17,6 +17,7 @@ from framework.compose.derived import MICRO_BATCH, with_derived
 from framework.compose.layers import Layer, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
+from framework.compose.own_adapter import with_own_adapter
 from framework.compose.own_config import with_own_configs
 from framework.compose.paths import made_absolute
 from framework.compose.recipe_files import find_recipe
@@ -104,6 +105,8 @@ def draft(
     warnings = [*([found.renamed] if found.renamed else []), *words.replaced]
     layers = gather(found, words, detect, problems, warnings)
     layers = _with_world(layers, world)
+    if not trusts_runs:  # a run's config says all of it
+        layers = with_own_adapter(layers, problems, warnings)
     layers = _allowed(layers, problems)
     warnings.extend(list_warnings(layers))
     layers = with_own_configs(layers, warnings)

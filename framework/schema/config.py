@@ -81,6 +81,12 @@ class TrainingConfig(Params):
         return self.gpu.count > self.fsdp.tensor_parallel_size and not self.fsdp.is_sharded
 
     @property
+    def has_first_adapter(self) -> bool:
+        """Whether a preference is measured against the base with the adapter that the run goes on training."""
+        starts_trained = self.training.use_peft and self.peft.adapter_path is not None
+        return starts_trained and self.training.has_reference and not self.training.asks_reference_once
+
+    @property
     def adds_up_after_backward(self) -> bool:
         """Whether they do so when backward is done, not next to it: a rank that runs out of memory tells the others
         before, and all of them make the step again."""

@@ -5,9 +5,10 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from framework.schema.choices import PeftMethod, PeftSaveMode, Quantization, TorchDtype
-from framework.schema.facts import NO_MEMORY, UsedWith
+from framework.schema.facts import NO_MEMORY, Facts, Resume, UsedWith
 from framework.schema.params import FrozenMapping, Integer, Number, Params, Strings, parse_sequence
 from framework.schema.training import Count, Positive
+from framework.schema.urls import NoURL
 
 Layers = Annotated[tuple[Count, ...], BeforeValidator(parse_sequence)]
 
@@ -15,6 +16,13 @@ Layers = Annotated[tuple[Count, ...], BeforeValidator(parse_sequence)]
 class PeftParams(Params):
     """The adapter. In effect when `training.use_peft` is true."""
 
+    adapter_path: Annotated[
+        NoURL | None, Facts(resume=Resume.STEERING), UsedWith("training.use_peft", refused=True)
+    ] = None
+    """Folder or hub id of an adapter that is trained on: a run's (its `final/` is taken) or one that peft has saved.
+    Its kind, rank, scale, targets and whole modules are the adapter's, and the base too where `model.model_name` is
+    unset. A preference then has the base with this adapter as its reference: the adapter's weights once more on the
+    device, unless `training.preference.precompute_reference` asks it once."""
     peft_method: PeftMethod = PeftMethod.LORA
     """Kind of adapter. `pissa` and `olora` move a part of the base's weights into the adapter, `loftq` starts it from
     what quantisation loses, `vera` and `ia3` train vectors alone, `prefix` and `prompt` train tokens before the row."""

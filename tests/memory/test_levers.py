@@ -44,7 +44,7 @@ def test_no_key_has_two_rows_and_no_reader_is_idle():
     assert len(keys) == len(set(keys))
     named = {row.reader for row in LEVERS}
     always = {"head", "parameters", "keeping_blocks", "optimizer_states", "isolation"}
-    always |= {"reference", "teacher", "router_loss", "own_loss"}
+    always |= {"reference", "teacher", "router_loss", "own_loss", "first_adapter"}
     assert {*READERS, *FIRST_STEP_READERS} - always == named
 
 

@@ -6,24 +6,30 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from framework.build.assembly import assemble
 from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks
+from framework.build.verify import verify
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 from tests.sharded import on_two, settings, sharded, trained, weights
 from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
 METHODS = [method for method in PeftMethod if method is not PeftMethod.LOFTQ]  # which needs packed weights
+SAVED = ("lora", "dora")
 UNSHARDED = (PeftMethod.VERA,)
 """Refused next to shards, or not split alike."""
 
 
-def adapted(world: int, folder: Path, method: str, shards: bool) -> TrainingConfig:
+def adapted(world: int, folder: Path, method: str, shards: bool, first: str | None = None) -> TrainingConfig:
     peft: dict[str, Any] = {"peft_method": method, "lora_r": 4}
+    if first is not None:
+        peft["adapter_path"] = str(folder / first)
     if method not in ("prefix", "prompt"):
         peft["lora_target_modules"] = ["q_proj", "v_proj", "down_proj"]
     model = {"model_name": str(folder / "base"), "load_pretrained_weights": True}
@@ -49,6 +55,13 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
             if ranks.is_main:
                 torch.save(start, folder / f"{method}-{shards}.pt")
             found[f"{method}-{shards}"] = trained(assembly)[0]
+    for method in SAVED:
+        config = adapted(2, folder, method, shards=True, first=f"saved-{method}")
+        assembly = assemble(config, read_architecture(config), real_place(torch.device("cpu")), 10, ranks)
+        found[f"saved-{method}"] = [item.found for item in verify(assembly) if item.key == "peft.adapter_path"]
+        start = start_of(assembly)
+        if ranks.is_main:
+            torch.save(start, folder / f"saved-{method}.pt")
     return found
 
 
@@ -57,7 +70,25 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
     folder = tmp_path_factory.mktemp("start")
     base: AutoModelForCausalLM = tiny_assembly(tiny_config()).model
     base.save_pretrained(folder / "base")
+    for method in SAVED:
+        own = AutoModelForCausalLM.from_pretrained(folder / "base")
+        targets = ["q_proj", "v_proj", "down_proj"]
+        model = get_peft_model(own, LoraConfig(r=4, lora_alpha=8, target_modules=targets, use_dora=method == "dora"))
+        for parameter in model.parameters():
+            parameter.data += torch.randn_like(parameter) * (0.1 if parameter.requires_grad else 0)
+        model.save_pretrained(folder / f"saved-{method}")
     return folder, on_two(look, folder)[0]
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_shards_go_on_from_a_saved_adapter(ran, method):
+    folder, found = ran
+    saved = load_file(folder / f"saved-{method}" / "adapter_model.safetensors")
+    start = {name.replace(".default", ""): item for name, item in torch.load(folder / f"saved-{method}.pt").items()}
+    assert len(start) == len(saved)
+    for name, item in start.items():
+        torch.testing.assert_close(item, saved[name.replace("magnitude_vector.weight", "magnitude_vector")])
+    assert found[f"saved-{method}"] == [f"{len(saved)} tensors as saved"]
 
 
 @pytest.mark.parametrize("shards", [True, False], ids=["shards", "copies"])

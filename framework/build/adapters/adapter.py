@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from framework.build.adapters.first_adapter import load_first_adapter
 from framework.build.adapters.products import compute_in_input_dtype, norm_by_rows
 from framework.build.adapters.quantize import Factors, is_packed
 from framework.build.adapters.start import drawn_for, start_layers
@@ -76,7 +77,8 @@ def attach_adapter(
 
     `masters`: there is autocast, so that modules trained whole can be float32 too; else they keep the base's dtype.
     `lost`: the factors that loftq starts from. `seed`: of what else an adapter starts from, whatever was drawn before.
-    Raises RequestError naming the linear layers there are when a target matches none of them.
+    Raises RequestError naming the linear layers there are when a target matches none of them, and where the adapter of
+    `peft.adapter_path` is another one.
     """
     params = _training_the_head(params, model)
     is_prompt = ADAPTERS[params.peft_method].is_prompt
@@ -117,6 +119,8 @@ def attach_adapter(
     compute_in_input_dtype(adapted)
     norm_by_rows(adapted)
     started = sum(_start_from(layer, factors) for layer, factors in _layers(adapted, lost))
+    if params.adapter_path is not None:
+        load_first_adapter(params.adapter_path, adapted, place.rehearsed)
     moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed
     initial = {name: tensor.detach().cpu().clone() for name, tensor in adapter_state(adapted)} if moved else {}
     return Adapter(adapted, targets, initial, started)

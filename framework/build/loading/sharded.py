@@ -167,6 +167,16 @@ class ShardLoader:
             layers = [(names.get(id(module), ""), module) for module in unit.modules()]
             started = [(name, layer) for name, layer in layers if not adapted.isdisjoint(layer.parameters())]
             start_layers(started, self._config.training.seed, self._place)
+            if self._config.peft.adapter_path is not None:
+                self._take_first_adapter(self._config.peft.adapter_path, started)
+
+    def _take_first_adapter(self, written: str, layers: list[tuple[str, nn.Module]]) -> None:
+        """The weights of the adapter that the run goes on training, in place of those just drawn."""
+        from framework.build.adapters.first_adapter import FirstWeights
+
+        with torch.no_grad(), FirstWeights(written) as saved:
+            for name, layer in layers:
+                saved.fill(layer, name)
 
     def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
         files = list(checkpoint_files(self._config.model))

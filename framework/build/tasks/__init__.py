@@ -13,13 +13,29 @@ from framework.build.tasks.next_token import NextToken
 from framework.build.tasks.objective import Objective
 from framework.build.tasks.preference import Pairs, Singles, build_preference
 from framework.build.tasks.preference_losses import PairLoss, SingleLoss
-from framework.build.tasks.reference import Precomputed, Reference, WithoutAdapter, build_reference, frozen_copy
+from framework.build.tasks.reference import (
+    FirstAdapter,
+    Precomputed,
+    Reference,
+    WithFirstAdapter,
+    WithoutAdapter,
+    build_reference,
+    frozen_copy,
+)
 from framework.build.tasks.reward import BradleyTerry
 from framework.build.tasks.rows import build_row_objective
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
-__all__ = ["Precomputed", "WithoutAdapter", "build_companion", "build_objective", "reference_of", "said_of_companion"]
+__all__ = [
+    "Precomputed",
+    "WithFirstAdapter",
+    "WithoutAdapter",
+    "build_frozen_model",
+    "build_objective",
+    "describe_frozen_model",
+    "reference_of",
+]
 
 
 def build_frozen_model(
@@ -40,6 +56,10 @@ def build_frozen_model(
 def describe_frozen_model(config: TrainingConfig, frozen_model: nn.Module | None) -> tuple[str, ...]:
     """What a plan has taken the task to need next to the model."""
     training = config.training
+    if isinstance(frozen_model, FirstAdapter):
+        size = sum(parameter.numel() * parameter.element_size() for parameter in frozen_model.parameters())
+        what = "the reference is the model with the adapter of peft.adapter_path"
+        return (f"{what}: a frozen copy of its {size / 2**20:.1f} MiB, and one more forward pass",)
     if frozen_model is not None:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen_model.parameters())
         what = "the teacher" if training.task is Task.DISTILLATION else "the reference, a frozen copy of the weights,"

@@ -31,6 +31,49 @@ class WithoutAdapter:
             return answer_sums(self.loss.log_probabilities(model, batch, ignore_phases))
 
 
+class FirstAdapter(nn.Module):
+    """Frozen copies of an adapter's weights as they are now, on their device and in their dtypes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        copies = [nn.Parameter(parameter.detach().clone(), requires_grad=False) for parameter in trained]
+        self.copies = nn.ParameterList(copies)
+        number = {id(parameter): index for index, parameter in enumerate(trained)}
+        self._places = [
+            (module, name, number[id(parameter)])
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in number
+        ]
+        self.eval()
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within the block the model computes with the copies. They are tensors of their own, so that autocast keeps no
+        half-precision copy of one for the other."""
+        own = [module._parameters[name] for module, name, _ in self._places]
+        try:
+            for module, name, index in self._places:
+                module._parameters[name] = self.copies[index]
+            yield
+        finally:
+            for (module, name, _), parameter in zip(self._places, own, strict=True):
+                module._parameters[name] = parameter
+
+
+@dataclass(frozen=True)
+class WithFirstAdapter:
+    """The base with the adapter that the run started from: costs a forward pass and a copy of the adapter."""
+
+    loss: Loss
+    first: FirstAdapter
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        with torch.no_grad(), _as_evaluated(model), self.first.in_place():
+            return answer_sums(self.loss.log_probabilities(model, batch, ignore_phases))
+
+
 @dataclass(frozen=True)
 class AsItIs:
     """The model itself, which is its own reference as long as no step was made."""
@@ -69,9 +112,11 @@ def build_reference(config: TrainingConfig, loss: Loss, frozen_model: nn.Module 
     training = config.training
     if not training.has_reference:
         return None
+    if isinstance(frozen_model, FirstAdapter):
+        return WithFirstAdapter(loss, frozen_model)
     if frozen_model is not None:
         return FrozenCopy(loss, frozen_model)
-    starts_elsewhere = ADAPTERS[config.peft.peft_method].moves_base
+    starts_elsewhere = ADAPTERS[config.peft.peft_method].moves_base or config.peft.adapter_path is not None
     source = WithoutAdapter(loss) if training.use_peft and not starts_elsewhere else AsItIs(loss)
     return Precomputed(source) if training.asks_reference_once else source
 

@@ -120,6 +120,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "frozen_modules": read_frozen_modules,
     "offloaded_base": read_offloaded_base,
     "adapter": _of_adapter("read_adapter"),
+    "first_adapter": _of_adapter("read_first_adapter"),
     "adapter_rank": _of_adapter("read_adapter_rank"),
     "adapter_targets": _of_adapter("read_adapter_targets"),
     "adapter_dropout": _of_adapter("read_adapter_dropout"),
@@ -132,7 +133,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "adapter_saved_modules": _of_adapter("read_adapter_saved_modules"),
 }
 """Before step 1, in the order of the printed table. `head`, `parameters`, `keeping_blocks`, `router_loss`, `own_loss`,
-`reference` and `teacher` are no levers: they are said for every run they are about; `isolation` is of every lever that
+`reference`, `teacher` and `first_adapter` are no levers: they are said for every run they are about; `isolation` is of every lever that
 puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {

@@ -10,6 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
 from framework.build.adapters.adapter import adapter_dtype, adapter_kind, ties_any
+from framework.build.adapters.first_adapter import as_saved
 from framework.build.adapters.quantize import is_packed, kind_name, quantized_kinds, unquantized
 from framework.build.adapters.target_patterns import of_pattern
 from framework.build.assembly import Assembly
@@ -46,6 +47,15 @@ def read_adapter(assembly: Assembly) -> Iterator[Reading]:
     kinds = Counter(type(module).__name__ for _, module in _adapted(assembly))
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     yield Reading("peft.peft_method", asked, adapter_kind(assembly.adapter), f"{listed}; {size}")
+
+
+def read_first_adapter(assembly: Assembly) -> Iterator[Reading]:
+    """Whether the adapter starts from the weights that `peft.adapter_path` names."""
+    written = assembly.config.peft.adapter_path
+    if assembly.adapter is None or written is None:
+        return
+    equal, count = as_saved(written, assembly.adapter.model)
+    yield Reading("peft.adapter_path", f"{count} tensors as saved", f"{equal} tensors as saved", written)
 
 
 def read_adapter_rank(assembly: Assembly) -> Iterator[Reading]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.model.fingerprint import fingerprint
-from framework.build.tasks import WithoutAdapter, reference_of
+from framework.build.tasks import WithFirstAdapter, WithoutAdapter, reference_of
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ def fixed_fingerprint(assembly: Assembly) -> int | None:
 
 
 def _fixed(assembly: Assembly) -> list[Tensor]:
-    if assembly.frozen_model is not None:
-        return list(assembly.frozen_model.parameters())
-    if isinstance(reference_of(assembly.objective), WithoutAdapter):
-        return [parameter for parameter in assembly.model.parameters() if not parameter.requires_grad]
-    return []
+    frozen_model = list(assembly.frozen_model.parameters()) if assembly.frozen_model is not None else []
+    if isinstance(reference_of(assembly.objective), WithoutAdapter | WithFirstAdapter):
+        return [*(item for item in assembly.model.parameters() if not item.requires_grad), *frozen_model]
+    return frozen_model

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from framework.build.adapters.quantize import kind_name, quantized_kinds, weight_count
 from framework.build.assembly import Assembly
 from framework.build.dtypes import TORCH_DTYPES
-from framework.build.tasks import Precomputed, WithoutAdapter, reference_of
+from framework.build.tasks import Precomputed, WithFirstAdapter, WithoutAdapter, reference_of
 from framework.build.verify.fingerprints import Fingerprints, take_fingerprints
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import TorchDtype
@@ -24,6 +24,10 @@ def read_reference(assembly: Assembly) -> Iterator[Reading]:
     reference = reference_of(assembly.objective)
     if training.preference.precompute_reference:
         asked, found = "asked once", "asked once" if isinstance(reference, Precomputed) else "asked in each step"
+    elif assembly.config.has_first_adapter:
+        asked, source = "a frozen adapter", "its copies, their addresses, the optimizer's"
+        is_first = isinstance(reference, WithFirstAdapter)
+        found = _frozen(assembly, "adapter") if is_first else "something else"
     elif training.use_peft:
         asked, (found, source) = "the model without its adapter", _without_adapter(assembly, reference)
     else:

@@ -47,6 +47,8 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
         changes = {key: value for key, value in setting.beside.items() if value_of(config, key) != value}
         if row.key.startswith("peft.") and (changes or not config.training.use_peft):
             continue  # the adapter as a whole is a proposal of its own
+        if row.key == "peft.lora_r" and config.peft.adapter_path is not None:
+            continue  # a trained adapter has the rank that it has
         if TASK in changes:
             continue  # what is to be learnt is no price
         if is_detail(row.key, changes):

@@ -18,6 +18,7 @@ from framework.build.loading.bases import weights_digest
 from framework.build.model.parts import causal_model
 from framework.build.model_folder import weight_files
 from framework.build.optimizers.schedule_free import take_average
+from framework.compose.own_adapter import BASE_RECORD
 from framework.errors import SaveFailed
 from framework.run.checkpoints.checkpoint import written_aside
 from framework.run.checkpoints.read_back import differing, told, verify_tensors
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 BASE_FOLDER = "base_model"
 """Where the base is written next to its adapter."""
-BASE_RECORD = "base_model.json"
-"""What the base of an adapter was: see framework/build/loading/bases.py."""
 
 
 def export(

@@ -25,9 +25,10 @@ from framework.build.place import real_place
 from framework.build.resolve_model import settle
 from framework.build.text.tokenizer import read_tokenizer_of
 from framework.compose import load_of_run
+from framework.compose.own_adapter import BASE_RECORD
 from framework.compose.trust import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
-from framework.run.checkpoints.export import BASE_FOLDER, BASE_RECORD
+from framework.run.checkpoints.export import BASE_FOLDER
 from framework.run.inputs.same_rows import MOST
 from framework.run.record.layout import FINAL, UNFINISHED
 from framework.run.record.overwrite import ENVIRONMENT

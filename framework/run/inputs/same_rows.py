@@ -15,6 +15,8 @@ import numpy as np
 from framework.build.data.packing import Packs
 from framework.build.data.rows import Rows
 from framework.build.loading.bases import BASE, TEACHER, Base, differences, read_bases
+from framework.compose.own_adapter import BASE_RECORD, find_adapter
+from framework.compose.trained_folders import read_json
 from framework.errors import Problem, RequestError
 from framework.run.inputs.inputs import Inputs
 from framework.schema.config import TrainingConfig
@@ -81,6 +83,25 @@ def check_read(
     if problems:
         raise RequestError(problems)
     return [f"{key}: {message}" for key, message, _ in found]
+
+
+def check_adapters_base(config: TrainingConfig, now: Mapping[str, Any], allow: Sequence[str]) -> list[str]:
+    """One line for each allowed difference between the model and what the adapter of `peft.adapter_path` was trained
+    on, as far as that was recorded next to it. Raises RequestError for others."""
+    found = find_adapter(config.peft.adapter_path) if config.peft.adapter_path is not None else None
+    if not isinstance(found, tuple) or (before := read_json(found[0] / BASE_RECORD)) is None:
+        return []
+    try:
+        changed = differences(Base.from_json(before), Base.from_json(now[BASE]))
+    except ValueError as error:
+        raise RequestError([Problem("peft.adapter_path", f"{found[0] / BASE_RECORD} {error}")]) from None
+    if not changed:
+        return []
+    message = f"it is not what the adapter in {found[0]} was trained on: {'; '.join(changed[:MOST])}"
+    if BASE not in allow:
+        expected = f"{before.get('name') or 'the base as it was'}, or --allow {BASE}"
+        raise RequestError([Problem("model.model_name", message, expected=expected)])
+    return [f"{BASE}: {message}"]
 
 
 def moved(saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str]) -> set[str]:

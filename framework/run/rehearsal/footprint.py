@@ -14,7 +14,7 @@ from framework.build.loading.sharded import is_sent, needs_whole_model
 from framework.build.model.parts import causal_model
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.ranks import local_part
-from framework.build.tasks import WithoutAdapter, reference_of
+from framework.build.tasks import WithFirstAdapter, WithoutAdapter, reference_of
 from framework.memory.rehearsal import Footprint
 from framework.memory.trace import Space
 from framework.run.trained_parameters import trained_state
@@ -125,7 +125,10 @@ def _streamed_bytes(assembly: Assembly) -> int:
     every block comes once more."""
     if assembly.streamed is None:
         return 0
-    again = isinstance(reference_of(assembly.objective), WithoutAdapter) and len(assembly.streamed.homes) > SLOTS
+    again = (
+        isinstance(reference_of(assembly.objective), WithoutAdapter | WithFirstAdapter)
+        and len(assembly.streamed.homes) > SLOTS
+    )
     return assembly.streamed.bytes_per_micro_batch + (sum(map(len, assembly.streamed.homes)) if again else 0)
 
 

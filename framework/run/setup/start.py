@@ -33,7 +33,7 @@ from framework.memory.ledger import Plan
 from framework.run.checkpoints.checkpoint import load_checkpoint, read_state, remove_partial_saves
 from framework.run.checkpoints.resume import check_resume
 from framework.run.inputs.inputs import Inputs, read_inputs
-from framework.run.inputs.same_rows import check_read, moved, needed_models, read_digests
+from framework.run.inputs.same_rows import check_adapters_base, check_read, moved, needed_models, read_digests
 from framework.run.inputs.training_batches import TrainingBatches, total_steps, training_batches
 from framework.run.oom.report import PlannedRun, Watch, explained_failures
 from framework.run.oom.smaller_batches import remembered
@@ -126,6 +126,8 @@ def _build(
     _require_room(plan, folder, config, coordinator)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
     read = read_digests(inputs) | inputs.from_python.names
+    if not resume:
+        unused += [Problem(BASE, line) for line in check_adapters_base(config, read, allow)]
     origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
     config = origin.config
     batches = training_batches(config, inputs, origin.state, coordinator.ranks.rank)

@@ -17,6 +17,11 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if not training.use_peft:
         return
     key = "peft.peft_method"
+    if peft.adapter_path is not None and ADAPTERS[method].moves_base:
+        message = (
+            f"{method} starts an adapter anew out of the base's weights, and peft.adapter_path names a trained one"
+        )
+        yield Conflict((key, "peft.adapter_path"), message, "lora, which such an adapter is saved as")
     if method is PeftMethod.PREFIX and training.activation_offload is True:
         message = "a trained prefix is a cache of keys and values, which offloaded blocks drop"
         yield Conflict((key, "training.activation_offload"), message, "prompt, or no offload")

@@ -56,6 +56,10 @@ def _reference(config: TrainingConfig) -> Iterator[Conflict]:
         message = f"the weights are sharded, and {what} on whole ones"
         keys = ("fsdp.enable_fsdp", LOSS, "training.preference.precompute_reference")
         yield Conflict(keys, message, "training.preference.precompute_reference=true, or fsdp.enable_fsdp: false")
+    if config.has_first_adapter and config.fsdp.tensor_parallel_size > 1:
+        message = "each device has a part of the adapter, and the reference needs all of what it was"
+        keys = ("peft.adapter_path", "fsdp.tensor_parallel_size", "training.preference.precompute_reference")
+        yield Conflict(keys, message, "training.preference.precompute_reference=true")
     if training.use_peft and ADAPTERS[method].moves_base:
         message = f"{method} takes its start out of the base: without the adapter it is not the model it was"
         keys = ("peft.peft_method", LOSS, "training.preference.precompute_reference")

@@ -16,13 +16,14 @@ def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     changed = {_key(path) for path, value in values(config) if path not in defaults or value != defaults[path]}
     written = dict.fromkeys(written_keys(config))
     for key in dict.fromkeys((*written, *sorted(changed))):
-        unmet = (use for use in uses_of(key) if use.key != key and not use.fits(value_of(config, use.key)))
-        use = next(unmet, None)
+        unmet = [use for use in uses_of(key) if use.key != key and not use.fits(value_of(config, use.key))]
+        use = next((use for use in unmet if use.refused), unmet[0] if unmet else None)
         if use is None:
             continue
         if key in changed or (use.key not in written and not use.refused):
             message = f"has no effect: {use.reason(value_of(config, use.key))}"
-            yield Conflict((key, use.key), message, "unset" if use.refused else None, is_warning=not use.refused)
+            fitting = f"unset, or {use.key}: true" if use.values == (True,) else "unset"
+            yield Conflict((key, use.key), message, fitting if use.refused else None, is_warning=not use.refused)
 
 
 def _key(path: Path) -> str:

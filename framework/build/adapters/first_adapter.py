@@ -1,0 +1,164 @@
+"""The adapter that a run goes on training: its saved weights in place of those that peft has drawn."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers.utils import cached_file
+
+from framework.build.hub import hub_is_reachable, one_line
+from framework.build.model_folder import local_folder
+from framework.build.ranks import local_part, shard_number
+from framework.compose.own_adapter import find_adapter
+from framework.errors import Problem, RequestError
+from framework.regular_files import open_regular
+
+KEY = "peft.adapter_path"
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+_COUNTED = {
+    "peft_type": "peft_method",
+    "use_rslora": "peft_method",
+    "use_dora": "peft_method",
+    "lora_alpha": "lora_alpha",
+    "alpha_pattern": "alpha_pattern",
+}
+"""Settings of peft that no shape tells, with our keys."""
+_MOST = 3
+"""Names that a message lists."""
+
+
+def load_first_adapter(written: str, model: PeftModel, is_rehearsed: bool) -> None:
+    """Put the saved weights into the adapter of `model`; of a rehearsal only names and shapes are compared, and of a hub's
+    adapter nothing. What lies on meta is left to `FirstWeights`.
+
+    Raises RequestError where the file is missing, damaged, or of other modules or sizes than were attached.
+    """
+    if is_rehearsed and local_folder(written) is None:
+        return
+    with FirstWeights(written) as saved:
+        _require_same_config(saved, model.peft_config["default"])
+        attached = saved_names(model)
+        shapes = {name: tuple(saved.tensors[name].get_slice(name).get_shape()) for name in saved.tensors}
+        _require_same(saved.file, attached, shapes)
+        if is_rehearsed:
+            return
+        on_meta = {name for name, tensor in attached.items() if tensor.is_meta}
+        values = {name: saved.tensors[name].get_tensor(name) for name in shapes if name not in on_meta}
+        if values:
+            set_peft_model_state_dict(model, values)
+
+
+def saved_names(model: PeftModel) -> dict[str, Tensor]:
+    """The adapter's tensors by the names that a saved adapter gives them, read without computing any."""
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    if model.active_peft_config.is_prompt_learning:
+        return {"prompt_embeddings": named["prompt_encoder.default.embedding.weight"]}
+    return dict(get_peft_model_state_dict(model, named, save_embedding_layers=False))
+
+
+def as_saved(written: str, model: PeftModel) -> tuple[int, int]:
+    """How many of the adapter's tensors have the saved values, as far as this rank has them, and how many there are."""
+    with FirstWeights(written) as saved:
+        tensors = saved_names(model)
+        return sum(_is_part(item, saved.tensors[name].get_tensor(name)) for name, item in tensors.items()), len(tensors)
+
+
+def _is_part(tensor: Tensor, saved: Tensor) -> bool:
+    """Whether a tensor, or this rank's part of one, holds what was saved, rounded to its dtype."""
+    local = local_part(tensor.detach())
+    if local is not tensor and getattr(tensor, "placements", None):
+        mesh = tensor.device_mesh  # type: ignore[attr-defined]
+        parts = saved.chunk(mesh.size(mesh.ndim - 1), 0)
+        number = shard_number(tensor)
+        saved = parts[number] if number < len(parts) else saved[:0]
+    if local.shape != saved.shape:  # cut for devices that share each matrix
+        return local.numel() < saved.numel()
+    return bool(torch.equal(local.cpu(), saved.to(local.dtype)))
+
+
+class FirstWeights:
+    """The open file of a saved adapter, from which a base in shards takes what it attaches, unit by unit."""
+
+    def __init__(self, written: str) -> None:
+        found = find_adapter(written)
+        if isinstance(found, Problem):
+            raise RequestError([found])
+        folder, self.config = found
+        self.file = _weight_file(written, folder)
+        self._files = ExitStack()
+
+    def __enter__(self) -> "FirstWeights":
+        try:
+            open_regular(self.file).close()
+            opened = self._files.enter_context(safe_open(self.file, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise RequestError([Problem(KEY, f"{self.file} cannot be read: {one_line(error)}")]) from None
+        self.tensors: Mapping[str, Any] = dict.fromkeys(opened.keys(), opened)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._files.close()
+
+    def fill(self, layer: nn.Module, name: str) -> None:
+        """Give the adapter's parameters in a layer of the base, which has this name there, their saved values."""
+        for inner, parameter in layer.named_parameters():
+            saved = f"base_model.model.{name}.{inner}".replace(".default", "")
+            if ".default" in f".{inner}" and saved in self.tensors:
+                parameter.data.copy_(self.tensors[saved].get_tensor(saved))
+
+
+def _weight_file(written: str, folder: Path) -> Path:
+    if local_folder(written) is not None:
+        if not (folder / WEIGHTS).exists():
+            pickled = f", and {PICKLED} is pickled, which is not read" if (folder / PICKLED).exists() else ""
+            message = f"{folder} has no {WEIGHTS}{pickled}"
+            raise RequestError([Problem(KEY, message, expected="weights in safetensors")])
+        return folder / WEIGHTS
+    try:
+        file = cached_file(written, WEIGHTS, local_files_only=not hub_is_reachable())
+    except Exception as error:  # the hub client and its cache raise many kinds
+        raise RequestError([Problem(KEY, f"the weights of {written!r} do not load: {one_line(error)}")]) from None
+    assert file is not None  # which else raises
+    return Path(file)
+
+
+def _require_same_config(saved: FirstWeights, attached: PeftConfig) -> None:
+    """Raises RequestError where the same weights would count otherwise than they did."""
+    now = attached.to_dict()
+    problems = [
+        Problem(f"peft.{key}", f"the adapter in {saved.file.parent} has {name}: {was}, here it is {now.get(name)}")
+        for name, key in _COUNTED.items()
+        if (was := saved.config.get(name)) is not None and was != now.get(name)
+    ]
+    if problems:
+        raise RequestError(problems)
+
+
+def _require_same(file: Path, attached: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises RequestError where the saved adapter has other tensors than the one that was attached."""
+    lacking, extra = sorted(attached.keys() - shapes.keys()), sorted(shapes.keys() - attached.keys())
+    other = [name for name in attached if name in shapes and tuple(attached[name].shape) != shapes[name]]
+    said = []
+    if lacking:
+        said.append(f"has no weights for {_listed(lacking)}")
+    if extra:
+        said.append(f"has weights for {_listed(extra)}, which this model or recipe gives no adapter")
+    if other:
+        was, now = shapes[other[0]], tuple(attached[other[0]].shape)
+        said.append(f"has other shapes for {_listed(other)} ({was}, here {now})")
+    if said:
+        expected = "the base that it was trained on, and peft.lora_target_modules unset"
+        raise RequestError([Problem(KEY, f"{file} {'; it '.join(said)}", expected=expected)])
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(name.removeprefix("base_model.model.") for name in names[:_MOST])
+    return f"{shown} and {len(names) - _MOST} more" if len(names) > _MOST else shown

@@ -1,0 +1,182 @@
+"""`peft.adapter_path`: what the config of a trained adapter says decides over presets and defaults.
+
+What the recipe's body or the command line write must agree with it. Its targets are compared when it is built.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from framework.beside import path_like
+from framework.compose.layers import Layer, highest
+from framework.compose.origins import Node, Origin, node_of
+from framework.compose.paths import looks_local
+from framework.compose.trained_folders import ADAPTER_FILE, describe_trained, read_json, trained_folder
+from framework.errors import Problem
+from framework.hub import hub_is_reachable
+from framework.schema.choices import PeftMethod
+from framework.schema.keys import Path as Key
+from framework.schema.keys import dotted
+
+KEY: Key = ("peft", "adapter_path")
+BASE_RECORD = "base_model.json"
+"""What the base of an adapter was: see framework/build/loading/bases.py."""
+_METHODS = {
+    "LORA": PeftMethod.LORA,
+    "VERA": PeftMethod.VERA,
+    "IA3": PeftMethod.IA3,
+    "PREFIX_TUNING": PeftMethod.PREFIX,
+    "PROMPT_TUNING": PeftMethod.PROMPT,
+}
+"""peft's `peft_type`, with our method."""
+_NUMBERS = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+    "num_virtual_tokens": "num_virtual_tokens",
+}
+"""Keys of peft's config with ours, of what is as large or counts as much as the adapter says."""
+_LISTS = {
+    "exclude_modules": "lora_exclude_modules",
+    "layers_to_transform": "layers_to_transform",
+    "modules_to_save": "lora_modules_to_save",
+}
+_FREE = {"lora_dropout": "lora_dropout", "vera_dropout": "lora_dropout"}
+"""What a recipe may change."""
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (None, False),
+    "trainable_token_indices": (None,),
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+    "projection_prng_key": (None, 0),
+    "encoder_hidden_size": (None,),
+    "prefix_projection": (None, False),
+}
+"""peft's settings with the values that are trained here; an adapter that takes its start out of the base's weights
+(`init_lora_weights: pissa`) belongs on a base that is not the one that is loaded."""
+
+
+def with_own_adapter(layers: list[Layer], problems: list[Problem], warnings: list[Problem]) -> list[Layer]:
+    """The layers with what the adapter named by `peft.adapter_path` says below them, and without what presets say of
+    the same. A problem for each written value that differs, and where there is no such adapter."""
+    path, use = highest(layers, KEY), highest(layers, ("training", "use_peft"))
+    if path is None or not isinstance(path.value, str) or not path.value or (use is not None and use.value is False):
+        return layers
+    found = find_adapter(path.value)
+    if isinstance(found, Problem):
+        problems.append(replace(found, where=path.origin.place))
+        return layers
+    folder, config = found
+    refused = [
+        Problem(
+            dotted(KEY), f"{folder / ADAPTER_FILE} has {name}: {config[name]}", path.origin.place, "an adapter without"
+        )
+        for name, plain in _PLAIN.items()
+        if config.get(name) not in plain
+    ]
+    if method_of(config) is None:
+        message = f"{folder / ADAPTER_FILE} is of the kind {config.get('peft_type')}"
+        known = ", ".join(sorted(set(_METHODS.values())))
+        refused.append(Problem(dotted(KEY), message, path.origin.place, f"one of: {known}"))
+    if refused:
+        problems.extend(refused)
+        return layers
+    own = dict(_own(config))
+    kept = [replace(layer, tree=_without_presets(layer.tree, own)) for layer in layers]
+    for name, value in own.items():
+        written = highest(kept, ("peft", name))
+        if written is not None and name not in ("lora_target_modules", *_FREE.values()):
+            if not _same(written.plain(), value):
+                message = f"is {written.plain()}, and the adapter in {folder} has {value}"
+                problems.append(Problem(f"peft.{name}", message, written.origin.place, "unset: the adapter decides"))
+    sections: dict[str, Any] = {"peft": own, "training": {"use_peft": True}}
+    model, base = highest(layers, ("model", "model_name")), config.get("base_model_name_or_path")
+    if isinstance(base, str) and base and model is None and highest(layers, ("model", "architecture")) is None:
+        sections["model"] = {"model_name": base}
+    elif isinstance(base, str) and base and not (folder / BASE_RECORD).exists() and not _is_same_model(model, base):
+        is_named = f"is {model.value}" if model is not None else "is unset"
+        message = f"{is_named}, and the adapter in {folder} was trained on {base}"
+        place = model.origin.place if model is not None else None
+        warnings.append(Problem("model.model_name", message, place, base))
+    return [Layer(0, node_of(sections, Origin("default", str(folder / ADAPTER_FILE)))), *kept]
+
+
+def find_adapter(written: str) -> tuple[Path, dict[str, Any]] | Problem:
+    """The folder of an adapter and its config, downloaded where it is a hub's; else the problem."""
+    folder = Path(written).expanduser()
+    if folder.is_dir():
+        found = trained_folder(folder)
+        config = read_json(found / ADAPTER_FILE)
+        if config is not None:
+            return found, config
+        if (found / ADAPTER_FILE).exists():
+            return Problem(dotted(KEY), f"{found / ADAPTER_FILE} cannot be read", expected="the file as it was saved")
+        if (found / "config.json").exists():
+            expected = f"model.model_name={found}, and no adapter_path"
+            return Problem(dotted(KEY), f"{found} holds a whole model, and no adapter", expected=expected)
+        message, expected = describe_trained(folder) or (f"{folder} has no {ADAPTER_FILE}", "an adapter's folder")
+        return Problem(dotted(KEY), message, expected=expected)
+    if looks_local(written) or written.count("/") > 1:
+        return Problem(dotted(KEY), f"there is no folder {written}", nearest=path_like(written, Path.is_dir))
+    from huggingface_hub import hf_hub_download  # takes a tenth of a second to import
+
+    try:
+        file = Path(hf_hub_download(written, ADAPTER_FILE, local_files_only=not hub_is_reachable()))
+    except Exception as error:  # the hub client raises many kinds
+        reason = " ".join(str(error).split())[:200] if hub_is_reachable() else "the hub cannot be reached from here"
+        return Problem(dotted(KEY), f"no folder and no adapter {written!r}: {reason}", expected="a folder or a hub id")
+    config = read_json(file)
+    if config is None:
+        return Problem(dotted(KEY), f"{file} cannot be read", expected="an adapter of peft")
+    return file.parent, config
+
+
+def method_of(config: Mapping[str, Any]) -> PeftMethod | None:
+    """The kind of adapter that peft's config is of, as far as we train it."""
+    method = _METHODS.get(str(config.get("peft_type")))
+    variants = [name for name in ("use_rslora", "use_dora") if config.get(name)]
+    if len(variants) > 1:
+        return None
+    return PeftMethod(variants[0].removeprefix("use_")) if variants else method
+
+
+def _own(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Our keys of `peft` with the values that peft's config has."""
+    yield "peft_method", str(method_of(config))
+    for name, key in (_NUMBERS | _FREE).items():
+        if config.get(name) is not None:
+            yield key, config[name]
+    for name, key in _LISTS.items():
+        value = config.get(name)
+        if value:
+            yield key, sorted(value) if isinstance(value, list) else [value]
+    modules, stacked = config.get("target_modules"), config.get("target_parameters") or []
+    if isinstance(modules, str) and not stacked:
+        yield "lora_target_modules", modules
+    elif modules or stacked:
+        yield "lora_target_modules", [*sorted(modules or []), *sorted(stacked)]
+
+
+def _without_presets(tree: Node, own: Mapping[str, Any]) -> Node:
+    for name in own:
+        node = tree.at(("peft", name))
+        if node is not None and node.origin.kind == "group":
+            tree = tree.without(("peft", name))
+    return tree
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return sorted(map(str, one)) == sorted(map(str, other))
+    return bool(one == other)
+
+
+def _is_same_model(model: Node | None, base: str) -> bool:
+    if model is None or not isinstance(model.value, str):
+        return False
+    return model.value == base or Path(model.value).expanduser().absolute() == Path(base).expanduser().absolute()
