@@ -90,10 +90,10 @@ def with_own_adapter(layers: list[Layer], problems: list[Problem], warnings: lis
     kept = [replace(layer, tree=_without_presets(layer.tree, own)) for layer in layers]
     for name, value in own.items():
         written = highest(kept, ("peft", name))
-        if written is not None and name not in ("lora_target_modules", *_FREE.values()):
-            if not _same(written.plain(), value):
-                message = f"is {written.plain()}, and the adapter in {folder} has {value}"
-                problems.append(Problem(f"peft.{name}", message, written.origin.place, "unset: the adapter decides"))
+        is_compared = name not in ("lora_target_modules", *_FREE.values())
+        if written is not None and is_compared and not _same(written.plain(), value):
+            message = f"is {written.plain()}, and the adapter in {folder} has {value}"
+            problems.append(Problem(f"peft.{name}", message, written.origin.place, "unset: the adapter decides"))
     sections: dict[str, Any] = {"peft": own, "training": {"use_peft": True}}
     model, base = highest(layers, ("model", "model_name")), config.get("base_model_name_or_path")
     if isinstance(base, str) and base and model is None and highest(layers, ("model", "architecture")) is None:

@@ -180,6 +180,6 @@ def test_another_base_than_was_recorded_is_refused_unless_allowed(recipe, tmp_pa
     model = AutoModelForCausalLM.from_pretrained("base")
     model.lm_head.weight.data += 1
     model.save_pretrained("base")
-    with pytest.raises(RequestError, match="not what the adapter in .* was trained on: its weights have other values"):
+    with pytest.raises(RequestError, match=r"not what the adapter in .* was trained on: its weights have other values"):
         train(load(recipe))
     train(load(recipe), allow=["model.base"])

@@ -33,8 +33,8 @@ _MOST = 3
 
 
 def load_first_adapter(written: str, model: PeftModel, is_rehearsed: bool) -> None:
-    """Put the saved weights into the adapter of `model`; of a rehearsal only names and shapes are compared, and of a hub's
-    adapter nothing. What lies on meta is left to `FirstWeights`.
+    """Put the saved weights into the adapter of `model`; of a rehearsal only names and shapes are compared, and of a
+    hub's adapter nothing. What lies on meta is left to `FirstWeights`.
 
     Raises RequestError where the file is missing, damaged, or of other modules or sizes than were attached.
     """

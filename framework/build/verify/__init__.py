@@ -133,8 +133,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "adapter_saved_modules": _of_adapter("read_adapter_saved_modules"),
 }
 """Before step 1, in the order of the printed table. `head`, `parameters`, `keeping_blocks`, `router_loss`, `own_loss`,
-`reference`, `teacher` and `first_adapter` are no levers: they are said for every run they are about; `isolation` is of every lever that
-puts several documents in a row."""
+`reference`, `teacher` and `first_adapter` are no levers: they are said for every run they are about; `isolation` is of
+every lever that puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,

@@ -30,7 +30,7 @@ def fixed_fingerprint(assembly: Assembly) -> int | None:
 
 
 def _fixed(assembly: Assembly) -> list[Tensor]:
-    frozen_model = list(assembly.frozen_model.parameters()) if assembly.frozen_model is not None else []
+    frozen_model: list[Tensor] = list(assembly.frozen_model.parameters()) if assembly.frozen_model is not None else []
     if isinstance(reference_of(assembly.objective), WithoutAdapter | WithFirstAdapter):
         return [*(item for item in assembly.model.parameters() if not item.requires_grad), *frozen_model]
     return frozen_model
