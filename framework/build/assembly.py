@@ -197,8 +197,7 @@ def assemble(
     frozen = freeze(config.model, built)
     adapter = _adapted(config, built, loaded_at, autocast is not None, lost)
     model: nn.Module = built if adapter is None else adapter.model
-    if config.has_first_adapter:
-        frozen_model = FirstAdapter(model)
+    frozen_model = FirstAdapter(model) if config.has_first_adapter else frozen_model
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if config.model.offload_frozen_base is True else None

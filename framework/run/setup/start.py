@@ -126,9 +126,7 @@ def _build(
     _require_room(plan, folder, config, coordinator)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
     read = read_digests(inputs) | inputs.from_python.names
-    if not resume:
-        unused += [Problem(BASE, line) for line in check_adapters_base(config, read, allow)]
-    origin = _origin_of(folder, config, read, allow) if resume else _Origin(config)
+    origin = _origin_of(folder, config, read, allow) if resume else _fresh(config, read, allow)
     config = origin.config
     batches = training_batches(config, inputs, origin.state, coordinator.ranks.rank)
     total = _total_steps(config, batches)
@@ -183,6 +181,7 @@ class _Origin:
     state: Mapping[str, Any] | None = None
     repairs: Sequence[Repair] = ()
     changes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
     @property
     def step(self) -> int:
@@ -193,7 +192,12 @@ class _Origin:
 def _said_of_files(origin: _Origin, unused: Sequence[Problem]) -> Iterator[str]:
     """What differs from the checkpoint, and weights of a model's folder that the run has no use for."""
     yield from (f"resumed with {change}" for change in origin.changes)
+    yield from (f"warning   {warning}" for warning in origin.warnings)
     yield from (f"warning   {warning.key}: {warning.message}" for warning in unused)
+
+
+def _fresh(config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]) -> _Origin:
+    return _Origin(config, warnings=check_adapters_base(config, read, allow))
 
 
 def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]) -> _Origin:
