@@ -271,6 +271,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
     forward = sorted(name.strip("_") for name in kernels)
     forward += ["math"] if _MATHEMATICAL in operators else []
     said += [f"attention runs as {name}" for name in forward]
+    if config.training.sample_prompts:
+        said.append(
+            f"samples are written one at a time, at most {batch.sequence_length:,} tokens long with their prompts"
+        )
     if config.model.attn_implementation in PACKAGED_ATTENTION:
         said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")
     if config.training.gradient_checkpointing_policy is not CheckpointingPolicy.FULL:

@@ -1,6 +1,7 @@
 """Evaluation: the mean loss over held-out rows, and the task's metrics. No logits outlive their batch."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -10,6 +11,8 @@ from framework.build.optimizers.schedule_free import averaged
 from framework.run.ranks.signals import Interrupt
 from framework.run.step import eval_step
 
+Sums: TypeAlias = Mapping[str, Tensor]
+"""What an objective's `metrics` takes."""
 MOST_METRICS = 6
 """Numbers of an evaluation on its line; `metrics.jsonl` has all."""
 
@@ -35,6 +38,11 @@ def until_asked(batches: Iterable[Batch], interrupt: Interrupt) -> Iterator[Batc
 def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> dict[str, float]:
     """`eval_loss` (mean over the terms of all batches of all ranks) and the task's metrics. Leaves the model in train
     mode."""
+    return assembly.objective.metrics(sum_up(assembly, batches, observe))
+
+
+def sum_up(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> Sums:
+    """What the objective adds up over all batches of all ranks, float64 on the host. Leaves the model in train mode."""
     assembly.model.eval()
     total: dict[str, Tensor] = {}
     try:
@@ -50,4 +58,13 @@ def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> 
     if assembly.ranks.world > 1:
         device = assembly.place.device  # where the ranks can add up
         total = {name: assembly.ranks.sum(total[name].to(device)).cpu() for name in sorted(total)}
-    return assembly.objective.metrics(total)
+    return total
+
+
+def add_up(sums: Iterable[Sums]) -> Sums:
+    """The sums of several sets of rows as those of all of them."""
+    total: dict[str, Tensor] = {}
+    for own in sums:
+        for name, value in own.items():
+            total[name] = total.get(name, 0) + value
+    return total

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from framework.activity import doing
 from framework.build.assembly import Assembly
-from framework.build.data.batches import GlobalBatches, MicroBatch, eval_batches, rows_and_tokens
+from framework.build.data.batches import GlobalBatches, MicroBatch, rows_and_tokens
 from framework.build.data.documents import document_lengths, on_device, pinned
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.data.workers import WorkersDied
@@ -35,13 +34,13 @@ from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.run.best import Best
 from framework.run.checkpoints.saver import Saving
-from framework.run.evaluate import Abandoned, evaluate, format_losses, until_asked
+from framework.run.evaluate import format_losses
+from framework.run.held_out import HeldOut
 from framework.run.hooks import Hooks
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches
 from framework.run.oom.report import PlannedRun, Watch, explained_failures, recorded_memory
-from framework.run.oom.retry import attempts
-from framework.run.oom.smaller_batches import EVAL, shrunk
+from framework.run.oom.smaller_batches import shrunk
 from framework.run.planning.plan_of_all import plan_of_all
 from framework.run.ranks.coordinator import Coordinator
 from framework.run.ranks.signals import Interrupt
@@ -53,6 +52,7 @@ from framework.run.record.run_folder import RunFolder
 from framework.run.record.trackers import Trackers
 from framework.run.record.update_share import SPAN, MovedElements, caution
 from framework.run.record.utilization import padding_share, planned_series
+from framework.run.samples import Samples
 from framework.run.step import LaunchedStep, StepResult
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
@@ -119,15 +119,16 @@ class Session:
     """Share of the positions of the step at work."""
     _epochs: float = 0.0
     """Gone through before the step at work."""
-    _eval_shapes: list[tuple[int, int]] = field(default_factory=list)
     has_stepped: bool = False
     """Whether this process has changed weights."""
     _trackers: Trackers | None = None
     _metrics: MetricsLog | None = None
+    _samples: Samples | None = None
     _moved_elements: MovedElements | None = None
     _stream: Iterator[list[MicroBatch]] | None = None
     _began: int = field(init=False)
     saving: Saving = field(init=False)
+    held_out: HeldOut = field(init=False)
     _awaits_gradients: bool = field(init=False)
     """Whether what the first backward pass of the run leaves was not looked at yet."""
 
@@ -135,7 +136,7 @@ class Session:
         self._began = self.step + 1
         self._awaits_gradients = self.step == 0
         self.best = Best.of(self.config.training, self.best_before)
-        self.saving = Saving(self)
+        self.saving, self.held_out = Saving(self), HeldOut(self)
 
     @property
     def total(self) -> int:
@@ -166,10 +167,13 @@ class Session:
         """The metrics of steps, in the run folder and trackers. Nothing that goes wrong there ends the run."""
         self._trackers = Trackers(self.config, self.folder, self.progress.say)
         self._metrics = MetricsLog(self.folder.path, self.progress.say) if self.folder.is_written else None
+        trackers = self._trackers
+        self._samples = Samples(self, lambda texts: trackers.log_texts(texts, self.step))
         try:
             yield
         finally:
-            self._trackers.close()
+            self._samples.close()
+            trackers.close()
             if self._metrics is not None:
                 self._metrics.close(self.folder.fallback)
 
@@ -302,7 +306,8 @@ class Session:
         """What a step is given, read while it is on the host."""
         return FirstStep(
             tuple(rows_and_tokens(self.config, batch) for batch in made),
-            tuple(self._eval_shapes),
+            tuple(self.held_out.shapes),
+            max(1, len(self.inputs.data.eval_sets)),
             documents=tuple(map(document_lengths, made)),
             joined=all("position_ids" in batch for batch in made),
             has_reference=all("reference" in batch for batch in made),
@@ -446,37 +451,17 @@ class Session:
     def evaluate(self) -> bool:
         """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line. Whether
         it is the best so far."""
-        if self.inputs.data.eval is None:
-            return False
-        try:
-            for attempt in attempts(self, EVAL):
-                with attempt:
-                    values = self._evaluated()
-        except Abandoned:
-            self.progress.say(f"step {self.step}/{self.total}  evaluation left out, as the run was asked to end")
+        values = self.held_out.evaluate()
+        if values is None:
             return False
         self.evals.append({"step": self.step, **values})
         self.note({**self.evals[-1]})
         self.progress.say(f"step {self.step}/{self.total}  {format_losses(values)}")
         self.hooks.call(self.hooks.on_eval, {**self.evals[-1]})
+        if self._samples is not None:
+            self._samples.write()
         self._clock = time.perf_counter()
         return self.step > 0 and self.best.take(self.step, values)
-
-    def _evaluated(self) -> dict[str, float]:
-        assert self.inputs.data.eval is not None
-        self._eval_shapes.clear()
-        size, joined = self.config.eval_rows, self.config.data.padding_free
-        pad, sharing = self.batches.pad_token_id, self.config.sharing
-        rank, world = self.assembly.ranks.rank // sharing, self.assembly.ranks.world // sharing
-        made = eval_batches(self.inputs.data.eval, size, pad, rank, world, joined, self.config.padded(1))
-        wanted = until_asked(made, self.interrupt) if self.assembly.ranks.world == 1 else made  # others would wait
-        with doing(f"evaluating after step {self.step}"):
-            return evaluate(self.assembly, map(self._noted, wanted), self.meter.observe)
-
-    def _noted(self, batch: Batch) -> Batch:
-        self._eval_shapes.append(rows_and_tokens(self.config, batch))
-        device = self.assembly.place.device
-        return on_device(device, pinned(device, batch))
 
     def save(self, beside: bool = False, is_last: bool = False) -> None:
         """A checkpoint of the step just made, as `Saving.save` has it. Raises SaveFailed."""

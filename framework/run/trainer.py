@@ -6,18 +6,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from framework.activity import doing, now
-from framework.build.assembly import Assembly
 from framework.build.data.report import cautions
 from framework.build.data.rows import Row
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.loading.bases import BASE
 from framework.build.model.heads import model_class
-from framework.build.model.parts import causal_model
 from framework.build.refuse import refuse_impossible
 from framework.build.sources.python_rows import PythonRows, RowsFromPython, take_rows
 from framework.build.text.labels import IGNORED
@@ -28,6 +23,7 @@ from framework.memory.ledger import Plan
 from framework.run.checkpoints.checkpoint import load_best
 from framework.run.checkpoints.export import export, recasts
 from framework.run.checkpoints.resume import check_allowed
+from framework.run.completions import complete
 from framework.run.hooks import Hooks
 from framework.run.oom.retry import attempts
 from framework.run.oom.smaller_batches import TRAIN
@@ -296,25 +292,9 @@ def _sample(session: Session) -> tuple[str, str] | None:
         return None
     tokenizer, data = session.inputs.tokenizer, session.inputs.data
     row = (data.eval or data.train)[0]
-    prompt = torch.tensor([_prompt(row, session.config.longest)], device=session.assembly.place.device)
-    if hasattr(session.assembly.model, "prompt_encoder"):
-        ids = _continued(session.assembly, prompt)
-        return tokenizer.decode(prompt[0]), tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
-    model = causal_model(session.assembly.model)
-    model.eval()
-    with torch.no_grad(), session.assembly.autocast:
-        ids = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=SAMPLE_NEW_TOKENS,
-            do_sample=True,
-            temperature=0.7,
-            top_k=20,
-            use_cache=True,
-            pad_token_id=session.batches.pad_token_id,
-        )
-    model.train()
-    return tokenizer.decode(prompt[0]), tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
+    prompt = [*_prompt(row, session.config.longest)]
+    written = complete(session.assembly, prompt, SAMPLE_NEW_TOKENS, session.batches.pad_token_id, draws=True)
+    return tokenizer.decode(prompt), tokenizer.decode(written, skip_special_tokens=True)
 
 
 def _prompt(row: Row, longest: int) -> list[int]:
@@ -322,16 +302,3 @@ def _prompt(row: Row, longest: int) -> list[int]:
     asked = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
     has_prompt = 1 < asked <= longest - SAMPLE_NEW_TOKENS
     return row["input_ids"][: asked if has_prompt else SAMPLE_PROMPT_TOKENS]
-
-
-def _continued(assembly: Assembly, ids: Tensor) -> Tensor:
-    """The same for a trained prompt, token by token: peft 0.21 loses a prefix in transformers' `generate`."""
-    model = assembly.model
-    model.eval()
-    with torch.no_grad(), assembly.autocast:
-        for _ in range(SAMPLE_NEW_TOKENS):
-            scores, tokens = model(input_ids=ids, use_cache=False).logits[0, -1].float().topk(20)
-            chosen = torch.multinomial((scores / 0.7).softmax(-1), 1)
-            ids = torch.cat([ids, tokens[chosen][None]], 1)
-    model.train()
-    return ids

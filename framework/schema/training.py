@@ -21,7 +21,7 @@ from framework.schema.distillation import DistillationParams, TeacherParams
 from framework.schema.facts import FREE, NO_MEMORY, STEERING, Facts, Resume, UsedUnless, UsedWith
 from framework.schema.intervals import Interval
 from framework.schema.optimizers import Optimizer
-from framework.schema.params import Auto, Integer, Number, Params, parse_sequence
+from framework.schema.params import Auto, Integer, Number, Params, Strings, parse_sequence
 from framework.schema.preference import WITHOUT_REFERENCE, PreferenceParams
 from framework.schema.urls import NoURL
 
@@ -30,6 +30,7 @@ Count = Annotated[Integer, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 _CHECKPOINTED = UsedWith("training.enable_gradient_checkpointing")
+_WRITING = (Task.SFT, Task.PRETRAIN, Task.PREFERENCE, Task.DISTILLATION)
 _SCHEDULE = "training.lr_scheduler_type"
 _OF_TOKENS = UsedWith("training.task", (Task.SFT, Task.PRETRAIN), refused=True)
 _OF_TOKENS_OR_CLASSES = UsedWith("training.task", (Task.SFT, Task.PRETRAIN, Task.CLASSIFICATION), refused=True)
@@ -233,6 +234,14 @@ class TrainingParams(Params):
     """Write a checkpoint before the first step, too. Costs disk."""
     save_total_limit: Annotated[Positive, FREE] = 2
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    sample_prompts: Annotated[
+        Strings, Facts(resume=Resume.FREE), UsedWith("training.task", _WRITING, refused=True)
+    ] = ()
+    """Prompts that the model completes at each evaluation, always with its likeliest token: in the progress, in
+    `samples.jsonl` of the run folder and in trackers that take text. A user's turn where the training rows are chats.
+    Costs a forward pass of one row of `model.model_max_length` tokens with its keys and values, which plans have."""
+    sample_new_tokens: Annotated[Positive, FREE, UsedUnless("training.sample_prompts", ((),))] = 64
+    """Tokens of such a completion at most; with its prompt it has to be within `model.model_max_length`."""
     best_metric: Annotated[str | None, FREE] = None
     """Metric of the evaluations by which the best checkpoint is kept next to the newest, such as `eval_loss` or
     `accuracy`. Whenever it improves, a checkpoint is written. Costs the disk of one more."""

@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import load_file
 
 from framework.errors import RequestError
-from framework.run import session as session_module
 from framework.run.best import Best
 from framework.run.checkpoints.checkpoint import checkpoints
+from framework.run.held_out import HeldOut
 from framework.run.trainer import train
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.intervals import is_due, steps_between
 from framework.schema.metrics import METRICS
-from framework.schema.rules.save import best_conflicts
+from framework.schema.rules.evaluation import best_conflicts
 from framework.schema.training import TrainingParams
 from tests.tiny import LLAMA
 
@@ -50,7 +50,7 @@ def told(monkeypatch):
 
     def tell(losses, start=0):
         left = iter(losses[start:])
-        monkeypatch.setattr(session_module, "evaluate", lambda *_: {"eval_loss": next(left), "perplexity": 1.0})
+        monkeypatch.setattr(HeldOut, "evaluate", lambda _: {"eval_loss": next(left), "perplexity": 1.0})
 
     return tell
 

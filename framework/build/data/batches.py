@@ -273,10 +273,12 @@ def eval_batches(
     world: int = 1,
     padding_free: bool = False,
     multiple: int = 1,
+    chosen: Sequence[int] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Every row once, in order; each rank gets the same number of batches."""
+    """Every row once, or those that are `chosen`, in order; each rank gets the same number of batches."""
     batches = MicroBatches(rows, pad_token_id, padding_free, multiple)
-    return (batches[share] for share in shares(range(len(rows)), per_device, world, rank))
+    numbers = range(len(rows)) if chosen is None else chosen
+    return (batches[share] for share in shares(numbers, per_device, world, rank))
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def read_prompts(
         raise RequestError([Problem(KEY, message, expected=f"one of: {wanted}", nearest=meant)])
 
     def encode(rows: Sequence[StoredRow]) -> list[Encoded | str]:
-        return [_prompt(row, tokenizer, most) for row in rows]
+        return [encode_prompt(row, tokenizer, most) for row in rows]
 
     return _encoded(path, _stored(path, choose, source), encode)
 
@@ -229,7 +229,8 @@ def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise RequestError([Problem(KEY, message, expected=expected)])
 
 
-def _prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None) -> Encoded | str:
+def encode_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int | None) -> Encoded | str:
+    """What a stored row asks a model to go on from, of at most `most` tokens; or why there is no such thing."""
     asked: Any = row_question(row, tokenizer)
     if asked is None:
         return "there is nothing to go on from"

@@ -1,7 +1,7 @@
 """The rows of a run: read, rendered, tokenised, fitted to the length limit, checked and counted."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import cast
 
@@ -55,10 +55,14 @@ class Data:
     train: Rows | Packs
     eval: Rows | Packs | None
     report: DataReport
+    form: RowFormat
+    """Form of the first training source."""
     targets: Targets | None = None
     """What the rows' labels mean, where they have them."""
     stream: Stream | None = None
     """All training rows, where they are streamed; `train` are then those of its first block."""
+    eval_sets: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Numbers of the `eval` rows of each named set; empty where they have no names."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def prepare_data(
         held_out, eval_report = _arrange(fitted.eval, eval_report, config)
     notes = (*fitted.notes, *([kept] if kept else []))
     report = DataReport(fitted.sources, train_report, eval_report, notes, fitted.warnings)
-    return Data(train, held_out, report, fitted.targets)
+    return Data(train, held_out, report, RowFormat(fitted.form), fitted.targets)
 
 
 def _fit(
@@ -129,7 +133,9 @@ def _fit(
     warnings = (*warnings, *_cautions(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     notes = _padding_note(tokenizer)
-    return Fitted(train, train_report, kept, held_out, eval_report, descriptions, warnings, notes, encoding.targets)
+    form = str(splits.sources[0].form)
+    said = (descriptions, warnings, notes)
+    return Fitted(train, train_report, kept, held_out, eval_report, form, *said, encoding.targets)
 
 
 def _prepare_stream(
@@ -150,7 +156,7 @@ def _prepare_stream(
     warnings = (*warnings, *_cautions(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     report = DataReport(descriptions, train_report, eval_report, _padding_note(tokenizer), warnings)
-    return Data(train, held_out, report, encoding.targets, stream)
+    return Data(train, held_out, report, splits.sources[0].form, encoding.targets, stream)
 
 
 def _encoding(

@@ -57,6 +57,8 @@ class Fitted:
     """Training rows of each source."""
     eval: Rows | None
     eval_report: SplitReport | None
+    form: str
+    """Of the first training source."""
     sources: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
@@ -87,6 +89,7 @@ class RowCache:
                 kept=tuple(document["kept"]),
                 eval=_load(self.folder, "eval") if document["eval_report"] else None,
                 eval_report=_report(document["eval_report"]) if document["eval_report"] else None,
+                form=document["form"],
                 sources=tuple(document["sources"]),
                 warnings=tuple(document["warnings"]),
                 notes=(*document["notes"], f"rows read from the cache: {self.folder}"),
@@ -217,6 +220,7 @@ class _Said:
     train_report: SplitReport
     kept: tuple[int, ...]
     eval_report: SplitReport | None
+    form: str
     sources: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]

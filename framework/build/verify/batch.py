@@ -23,7 +23,7 @@ def read_eval_batches(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
     """Rows per batch of the evaluation before the first step, when there was one."""
     if step.eval_batches:
         asked, found = assembly.config.eval_rows, max(r for r, _ in step.eval_batches)
-        said = asked if found < asked and len(step.eval_batches) == 1 else found
+        said = asked if found < asked and len(step.eval_batches) <= step.eval_sets else found
         source = f"batches of the first evaluation: {_shapes(step.eval_batches)}"
         yield Reading("training.per_device_eval_batch_size", str(asked), str(said), source)
 

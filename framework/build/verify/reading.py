@@ -29,6 +29,8 @@ class FirstStep:
 
     micro_batches: tuple[tuple[int, int], ...]
     eval_batches: tuple[tuple[int, int], ...] = ()
+    eval_sets: int = 1
+    """Named sets of rows that these are of."""
     began: int = 1
     number: int = 1
     documents: tuple[tuple[tuple[int, ...], ...], ...] = ()

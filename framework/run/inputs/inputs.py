@@ -6,6 +6,7 @@ from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from framework.build.data.prepare import Data, prepare_data, training_texts
+from framework.build.data.sample_prompts import encode_sample_prompts
 from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.loading.teacher import refuse_other_words
 from framework.build.model.heads import fit_head, pad_like
@@ -28,6 +29,8 @@ class Inputs:
     architecture: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     data: Data
+    sample_prompts: tuple[tuple[int, ...], ...] = ()
+    """Tokens of `training.sample_prompts`."""
     from_python: FromPython = TASKS_OWN
 
 
@@ -46,7 +49,8 @@ def read_inputs(config: TrainingConfig, given: RowsFromPython = NO_ROWS, console
         config = with_labels(config, data.targets)
         fit_head(config, architecture)
         pad_like(architecture, tokenizer)
-    return Inputs(config, architecture, tokenizer, data)
+    prompts = encode_sample_prompts(config, tokenizer, data.form) if config.training.sample_prompts else ()
+    return Inputs(config, architecture, tokenizer, data, prompts)
 
 
 def with_labels(config: TrainingConfig, targets: Targets | None) -> TrainingConfig:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a log that cannot be written never ends a run. Loads no torch."""
+"""`metrics.jsonl` and `samples.jsonl`: a log that cannot be written never ends a run. Loads no torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from framework.run.record.files import append_line, replace_file
 from framework.schema.plural import counted
 
-FILE = "metrics.jsonl"
+FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class MetricsLog:
@@ -17,8 +17,8 @@ class MetricsLog:
     `say` is told once when lines begin to wait, and once when they are written.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._file, self._say = folder / FILE, say
+    def __init__(self, folder: Path, say: Callable[[str], None], name: str = FILE) -> None:
+        self._file, self._say = folder / name, say
         self._waiting: list[str] = []
 
     def append(self, values: Mapping[str, Any]) -> None:
@@ -40,10 +40,12 @@ class MetricsLog:
         if elsewhere is not None:
             try:
                 elsewhere.mkdir(parents=True, exist_ok=True)
-                replace_file(elsewhere / FILE, "".join(f"{line}\n" for line in self._waiting))
+                replace_file(elsewhere / self._file.name, "".join(f"{line}\n" for line in self._waiting))
             except OSError as error:
                 return self._say(f"{lost}, nor to {elsewhere}: {error.strerror}")
-            return self._say(f"warning   the last {counted(count, 'line')} of {self._file} are in {elsewhere / FILE}")
+            return self._say(
+                f"warning   the last {counted(count, 'line')} of {self._file} are in {elsewhere / self._file.name}"
+            )
         self._say(lost)
 
     def _flush(self) -> OSError | None:

@@ -26,6 +26,7 @@ from framework.run.record.files import replace_file
 from framework.run.record.layout import FINAL, PARTS, UNFINISHED, checkpoints
 from framework.run.record.lock import refuse_taken
 from framework.run.record.metrics_log import FILE as METRICS
+from framework.run.record.metrics_log import SAMPLES
 from framework.run.record.overwrite import ENVIRONMENT, overwrite_problems, read_environment
 from framework.run.record.revision import describe_revision
 from framework.schema.config import TrainingConfig
@@ -47,6 +48,7 @@ _OURS = (
     ENVIRONMENT,
     "environment-until-step-*.json",
     METRICS,
+    SAMPLES,
     "memory.json",
     BEST,
     *(name for files in _STOPS.values() for name in files),
@@ -139,10 +141,11 @@ class RunFolder:
 
         With `is_last` nothing is left to train but the evaluation behind that step comes again: its line goes too.
         """
-        file = self.path / METRICS
-        lines = file.read_bytes().splitlines() if file.exists() else []
-        kept = [line.decode() for line in lines if _is_kept(line, step, is_last)]
-        _replace(file, "".join(f"{line}\n" for line in kept))
+        for file in (self.path / METRICS, self.path / SAMPLES):
+            lines = file.read_bytes().splitlines() if file.exists() else []
+            kept = [line.decode() for line in lines if _is_kept(line, step, is_last)]
+            if lines or file.name == METRICS:
+                _replace(file, "".join(f"{line}\n" for line in kept))
 
     def set_stops_aside(self, step: int) -> None:
         """Have the reports of stops say in their names at which step that was: the run goes on from `step`.
@@ -159,7 +162,7 @@ def _is_kept(line: bytes, step: int, is_last: bool) -> bool:
     """Whether a line of `metrics.jsonl` is whole and of a step that is not made again."""
     try:
         values = json.loads(line.decode())
-        comes_again = is_last and "eval_loss" in values and values["step"] == step
+        comes_again = is_last and ("eval_loss" in values or "completion" in values) and values["step"] == step
         return float(values["step"]) <= step and not comes_again
     except (ValueError, TypeError, KeyError):
         return False

@@ -29,6 +29,7 @@ from framework.memory.planning import CARDS_A_MACHINE, make_plan
 from framework.memory.rehearsal import Rehearsal
 from framework.memory.resolve import describe_float16
 from framework.memory.trace import Kind, Space, Trace
+from framework.run.completions import completion_step
 from framework.run.evaluate import evaluate
 from framework.run.rehearsal.fake_device import pretend
 from framework.run.rehearsal.footprint import read_footprint, state_space, state_tensors
@@ -195,6 +196,11 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
     before = len(marks) - 1
     if config.data.eval or config.data.eval_fraction:
         evaluate(assembly, [make_batch(assembly, config.eval_rows)], observe)
+        observe("end")
+    if config.training.sample_prompts:
+        completion_step(
+            assembly, torch.zeros((1, config.longest), dtype=torch.int64, device=assembly.place.device), observe
+        )
         observe("end")
     evaluated = len(marks) - 1
     _step(tracker, assembly, observe)

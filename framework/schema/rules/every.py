@@ -18,6 +18,7 @@ from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.context import context_conflicts
 from framework.schema.rules.data import data_conflicts
 from framework.schema.rules.device import cache_conflicts, streamed_base_conflicts
+from framework.schema.rules.evaluation import best_conflicts, sample_conflicts
 from framework.schema.rules.liger import find_liger_conflicts
 from framework.schema.rules.model import model_conflicts, remote_code_conflicts, tokenizer_conflicts
 from framework.schema.rules.on_oom import survival_conflicts
@@ -32,7 +33,7 @@ from framework.schema.rules.precision import (
 )
 from framework.schema.rules.ranks import ranks_conflicts
 from framework.schema.rules.recompute import compile_conflicts, recompute_conflicts, recorded_conflicts
-from framework.schema.rules.save import best_conflicts, save_conflicts
+from framework.schema.rules.save import save_conflicts
 from framework.schema.rules.sharding import sharding_conflicts
 from framework.schema.rules.task import task_conflicts
 from framework.schema.rules.tensor import tensor_conflicts
@@ -107,6 +108,7 @@ RULES = (
     survival_conflicts,
     save_conflicts,
     best_conflicts,
+    sample_conflicts,
     ranks_conflicts,
     context_conflicts,
     tensor_conflicts,

@@ -1,0 +1,77 @@
+"""Evaluations of a run: its held-out rows, as a whole and by named sets."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from framework.activity import doing
+from framework.build.data.batches import eval_batches, rows_and_tokens
+from framework.build.data.documents import on_device, pinned
+from framework.build.losses.loss import Batch
+from framework.run.evaluate import Abandoned, add_up, sum_up, until_asked
+from framework.run.inputs.training_batches import TrainingBatches
+from framework.run.oom.failure import RetriedRun
+from framework.run.oom.retry import attempts
+from framework.run.oom.smaller_batches import EVAL
+from framework.run.ranks.signals import Interrupt
+from framework.run.record.progress import ProgressLine
+
+
+class EvaluatedRun(RetriedRun, Protocol):
+    """What an evaluation needs of the run."""
+
+    batches: TrainingBatches
+    progress: ProgressLine
+    interrupt: Interrupt
+
+
+class HeldOut:
+    """The evaluation of a run's held-out rows. `shapes` are rows and tokens of the batches of the latest one."""
+
+    def __init__(self, run: EvaluatedRun) -> None:
+        self._run = run
+        self.shapes: list[tuple[int, int]] = []
+
+    def evaluate(self) -> dict[str, float] | None:
+        """`eval_loss` and the task's metrics over all held-out rows, then those of each named set as `METRIC/NAME`.
+        None without such rows, and where the run was asked to end meanwhile."""
+        run = self._run
+        if run.inputs.data.eval is None:
+            return None
+        try:
+            for attempt in attempts(run, EVAL):
+                with attempt, doing(f"evaluating after step {run.step}"):
+                    values = self._evaluated()
+        except Abandoned:
+            run.progress.say(f"step {run.step}/{run.progress.total}  evaluation left out, as the run was asked to end")
+            return None
+        return values
+
+    def _evaluated(self) -> dict[str, float]:
+        run, rows = self._run, self._run.inputs.data.eval
+        assert rows is not None
+        self.shapes.clear()
+        sets = run.inputs.data.eval_sets or {"": range(len(rows))}
+        sums = {name: sum_up(run.assembly, self._batches(chosen), run.meter.observe) for name, chosen in sets.items()}
+        objective = run.assembly.objective
+        values = objective.metrics(add_up(sums.values()))
+        named = ((name, objective.metrics(own)) for name, own in sums.items() if name)
+        return values | {f"{metric}/{name}": value for name, own in named for metric, value in own.items()}
+
+    def _batches(self, chosen: Sequence[int]) -> Iterator[Batch]:
+        run, config = self._run, self._run.config
+        ranks, sharing = run.assembly.ranks, config.sharing
+        rows, device = run.inputs.data.eval, run.assembly.place.device
+        assert rows is not None
+        made = eval_batches(
+            rows,
+            config.eval_rows,
+            run.batches.pad_token_id,
+            ranks.rank // sharing,
+            ranks.world // sharing,
+            config.data.padding_free,
+            config.padded(1),
+            chosen,
+        )
+        for batch in until_asked(made, run.interrupt) if ranks.world == 1 else made:  # others would wait
+            self.shapes.append(rows_and_tokens(config, batch))
+            yield on_device(device, pinned(device, batch))
