@@ -17,7 +17,7 @@ def complete(assembly: Assembly, prompt: list[int], new_tokens: int, pad_token_i
         with torch.no_grad(), assembly.autocast:
             if hasattr(model, "prompt_encoder"):
                 return _token_by_token(assembly, ids, new_tokens, draws)
-            written = causal_model(model).generate(  # type: ignore[operator]
+            written = causal_model(model).generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=new_tokens,
