@@ -25,6 +25,7 @@ from framework.build.levers.streamed_base import StreamedBase, loading_place
 from framework.build.loading.model import build_model
 from framework.build.loading.sharded import ShardLoader, await_weights
 from framework.build.losses.loss import Batch, Observe
+from framework.build.model.embedding_noise import add_embedding_noise
 from framework.build.model.fingerprint import fingerprint
 from framework.build.model.freeze import Frozen, freeze
 from framework.build.optimizer import build_optimizer
@@ -198,6 +199,7 @@ def assemble(
     adapter = _adapted(config, built, loaded_at, autocast is not None, lost)
     model: nn.Module = built if adapter is None else adapter.model
     frozen_model = FirstAdapter(model) if config.has_first_adapter else frozen_model
+    add_embedding_noise(config.training.neftune_noise_alpha, model)
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if config.model.offload_frozen_base is True else None

@@ -6,8 +6,8 @@ from typing import TypeAlias
 from torch import Tensor
 
 from framework.build.assembly import Assembly
+from framework.build.averages import averaged
 from framework.build.losses.loss import Batch, Observe
-from framework.build.optimizers.schedule_free import averaged
 from framework.run.ranks.signals import Interrupt
 from framework.run.step import eval_step
 
@@ -46,7 +46,7 @@ def sum_up(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> Su
     assembly.model.eval()
     total: dict[str, Tensor] = {}
     try:
-        with averaged(assembly.optimizer):
+        with averaged(assembly):
             for batch in batches:
                 for name, value in eval_step(assembly, batch, observe).items():
                     total[name] = total.get(name, 0) + value.double().cpu()

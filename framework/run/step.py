@@ -17,6 +17,7 @@ from framework.build.optimizers.clipping import clip_gradients, gradient_norms
 from framework.build.optimizers.found_inf import forget_skipped_steps, found_inf_of, takes_found_inf
 from framework.build.optimizers.groups import RATE_FACTOR
 from framework.build.optimizers.parameter_wise import ParameterWise
+from framework.build.optimizers.weights_average import average_follows
 from framework.build.tasks import Precomputed, reference_of
 from framework.errors import NonFinite
 from framework.schema.plural import counted
@@ -102,8 +103,8 @@ def launch_step(
     """
     micro_batches = [assembly.part_of(batch) for batch in micro_batches]
     terms = _terms(assembly, micro_batches)
-    rate = _set_rate(assembly, step)
-    in_backward = assembly.config.training.optimizer_in_backward is True
+    rate, training = _set_rate(assembly, step), assembly.config.training
+    in_backward = training.optimizer_in_backward is True
     if in_backward:
         before_update()
     updates = _updates_in_backward(assembly) if in_backward else contextlib.nullcontext()
@@ -113,16 +114,18 @@ def launch_step(
         assembly.buckets.add_up()
     observe("optimizer_step")
     assembly.loss_scale.scaler.unscale_(assembly.optimizer)
-    norms = [squares.sqrt()] if squares is not None else _clip(assembly, assembly.config.training.max_grad_norm)
+    norms = [squares.sqrt()] if squares is not None else _clip(assembly, training.max_grad_norm)
     figures = _figures(assembly, micro_batches, total, terms, norms)
     del norms
     known = _read(assembly, figures, step, rate) if in_backward or waits_for_figures(assembly) else None
+    found_inf = None
     if known is None:
         found_inf = found_inf_of(assembly.optimizer, assembly.place.device)
         torch.maximum(found_inf, figures.isfinite().all().logical_not(), out=found_inf)
     if not in_backward and not (known is not None and known.skipped):
         before_update()  # the scaler's own step would wait for the device once more to learn the same
-        assembly.optimizer.step()
+        with average_follows(training, assembly.optimizer, assembly.trained, assembly.place, found_inf):
+            assembly.optimizer.step()
         assembly.loss_scale.scaler.update()
     assembly.drop_gradients()
     observe("end")

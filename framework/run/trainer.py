@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from framework.activity import doing, now
+from framework.build.averages import averaged
 from framework.build.data.report import cautions
 from framework.build.data.rows import Row
 from framework.build.data.streamed_batches import StreamedBatches
@@ -269,7 +270,8 @@ def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
 
     def write() -> str:
         try:
-            samples.append(_sample(session))  # before the export, which takes an adapted model apart
+            with averaged(session.assembly):
+                samples.append(_sample(session))  # before the export, which takes an adapted model apart
         finally:
             export(session.assembly, tokenizer, folder.path / name, base, fallback)
         return "written"

@@ -119,6 +119,17 @@ class OptimizerOffload(Choice):
         return {"cpu": "host", "disk": "nvme"}
 
 
+class EmaDevice(Choice):
+    """Where the moving average of the weights is."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+    @classmethod
+    def other_spellings(cls) -> dict[str, str]:
+        return {"cpu": "host", "cuda": "device", "gpu": "device"}
+
+
 class MixedPrecision(Choice):
     """The dtype that autocast computes in."""
 

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 from framework.schema.choices import (
     CheckpointingPolicy,
     CompileScope,
+    EmaDevice,
     Fp8,
     MixedPrecision,
     OnOutOfMemory,
@@ -102,6 +103,18 @@ class TrainingParams(Params):
     """Coefficient of the z-loss, the square of the logarithm of the softmax's denominator of each supervised token,
     which keeps logits from drifting (PaLM has 1e-4); evaluation leaves it out. No memory with `model.chunked_loss`,
     else two tensors like the float32 logits."""
+    neftune_noise_alpha: Annotated[Annotated[Number, Field(gt=0)] | None, Facts(resume=Resume.STEERING)] = None
+    """NEFTune: uniform noise of at most alpha / sqrt(tokens of a row x width) on the input embeddings, in training
+    alone (5 to 15 are usual). For a moment two more tensors like the embeddings of a micro batch."""
+    ema_decay: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    """Keep an exponential moving average of the trained weights, which follows each step by 1 - decay (0.999 is
+    usual). 4 bytes a trained weight; checkpoints have it too."""
+    ema_device: Annotated[EmaDevice, UsedUnless("training.ema_decay", (None,))] = EmaDevice.DEVICE
+    """Where the average is: `device`, next to the weights, or in `host` memory, which takes its bytes off the device
+    and costs a copy of the trained weights over the link in each step."""
+    export_ema: Annotated[bool, STEERING, UsedUnless("training.ema_decay", (None,))] = True
+    """Evaluate and export the average; false: the last weights, and the average is in checkpoints alone. An evaluation
+    keeps the trained weights next to it, in the memory that gradients leave free."""
     max_steps: Annotated[Positive | None, STEERING] = None
     """Optimizer steps to make; wins over `num_train_epochs`. No memory."""
     num_train_epochs: Annotated[Number, Field(gt=0), STEERING, UsedWith("training.max_steps", (None,))] = 3.0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from framework.build.levers.pinned import pinning
+from framework.build.optimizers.weights_average import AVERAGE
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
 
@@ -82,7 +83,7 @@ class ParameterWise(torch.optim.Optimizer):
         """Update one parameter."""
         if self.store is not None:
             for key, value in self.state[parameter].items():
-                if is_large(value):
+                if moves(key, value):
                     self.state[parameter][key] = value.to(parameter.device, non_blocking=True)
         self.parts[parameter].step()
         self.stepped.add(parameter)
@@ -95,7 +96,7 @@ class ParameterWise(torch.optim.Optimizer):
             return
         state, held = self.state[parameter], self.held[parameter]
         for key, value in state.items():
-            if not is_large(value):
+            if not moves(key, value):
                 continue
             if key not in held:
                 held[key] = self.store.hold(value, f"{self._numbers[parameter]}-{key}")
@@ -109,6 +110,7 @@ class ParameterWise(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
 
-def is_large(value: Any) -> bool:
-    """Whether a state is worth moving; the count of steps and the like stay."""
-    return isinstance(value, Tensor) and value.dim() > 0
+def moves(key: str, value: Any) -> bool:
+    """Whether a state is offloaded. The count of steps and the like stay, and the average of the weights has a place of
+    its own."""
+    return isinstance(value, Tensor) and value.dim() > 0 and key != AVERAGE

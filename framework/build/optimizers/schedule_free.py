@@ -1,7 +1,5 @@
 """Schedule-free AdamW: an average of the weights instead of a decaying rate, used by evaluation and export."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,30 +45,13 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def take_average(optimizer: torch.optim.Optimizer) -> None:
-    """Put the averaged weights in the model for good. Nothing happens for an optimizer that keeps no average."""
+def take_schedule_free_average(optimizer: torch.optim.Optimizer) -> None:
+    """Put the averaged weights in the model for good. Nothing happens for an optimizer that keeps no such average."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             z = optimizer.state.get(parameter, {}).get("z")
             if z is not None:
                 parameter.lerp_(z.to(parameter.device), 1 - 1 / group["betas"][0])
-
-
-@contextlib.contextmanager
-def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within the block the model holds the averaged weights; afterwards, bit for bit, those it trains.
-
-    The copy kept meanwhile takes the room that the gradients leave free between two steps.
-    """
-    held = [parameter for parameter, state in optimizer.state.items() if "z" in state]
-    trained = [parameter.detach().clone() for parameter in held]
-    try:
-        take_average(optimizer)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, weights in zip(held, trained, strict=True):
-                parameter.copy_(weights)
 
 
 def _make(training: TrainingParams, groups: Groups, trained: Trained) -> ScheduleFreeAdamW:

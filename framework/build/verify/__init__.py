@@ -39,7 +39,13 @@ from framework.build.verify.frozen_models import (
 )
 from framework.build.verify.head import read_head
 from framework.build.verify.liger import read_liger_kernels
-from framework.build.verify.loss import read_chunked_loss, read_loss_terms, read_own_loss, read_router_loss
+from framework.build.verify.loss import (
+    read_chunked_loss,
+    read_embedding_noise,
+    read_loss_terms,
+    read_own_loss,
+    read_router_loss,
+)
 from framework.build.verify.offloaded_base import read_offloaded_base, read_offloaded_base_again
 from framework.build.verify.optimizer import (
     read_offloaded_states,
@@ -48,6 +54,7 @@ from framework.build.verify.optimizer import (
     read_optimizer_states,
     read_parameter_groups,
     read_rounding,
+    read_weights_average,
 )
 from framework.build.verify.products import read_float8_products
 from framework.build.verify.reading import FirstStep, Reading, table
@@ -112,6 +119,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "liger_kernels": read_liger_kernels,
     "chunked_loss": read_chunked_loss,
     "loss_terms": read_loss_terms,
+    "embedding_noise": read_embedding_noise,
     "router_loss": read_router_loss,
     "own_loss": read_own_loss,
     "isolation": read_isolation,
@@ -132,13 +140,14 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "prefetch": read_prefetch,
     "adapter_saved_modules": _of_adapter("read_adapter_saved_modules"),
 }
-"""Before step 1, in the order of the printed table. `head`, `parameters`, `keeping_blocks`, `router_loss`, `own_loss`,
-`reference`, `teacher` and `first_adapter` are no levers: they are said for every run they are about; `isolation` is of
-every lever that puts several documents in a row."""
+"""Before step 1, in the order of the printed table. `head`, `parameters`, `parameter_groups`, `keeping_blocks`,
+`loss_terms`, `embedding_noise`, `router_loss`, `own_loss`, `reference`, `teacher` and `first_adapter` are no levers:
+they are said for every run they are about; `isolation` is of every lever that puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,
     "offloaded_states": read_offloaded_states,
+    "weights_average": read_weights_average,
     "offloaded_activations": read_offloaded_activations,
     "micro_batches": read_micro_batches,
     "eval_batches": read_eval_batches,

@@ -23,6 +23,7 @@ from framework.build.losses.loss import (
 )
 from framework.build.losses.router_loss import KEY, RouterLoss, has_routers, load_balancing_loss, router_coefficient
 from framework.build.losses.token_losses import PLAIN, LossTerms
+from framework.build.model.embedding_noise import embedding_noise
 from framework.build.model.parts import causal_model
 from framework.build.tasks.next_token import NextToken
 from framework.build.tasks.rows import OneClass
@@ -128,6 +129,14 @@ def _added(objective: NextToken, wanted: LossTerms, model: nn.Module, batch: Bat
         for share in (wanted.smoothing, 0.0)
     )
     return float(added), float(smoothed - plain + wanted.z_loss * scores.logsumexp(1).square().sum())
+
+
+def read_embedding_noise(assembly: Assembly) -> Iterator[Reading]:
+    """NEFTune: the noise that the input embeddings give in training."""
+    asked, found = assembly.config.training.neftune_noise_alpha, embedding_noise(assembly.model)
+    if asked is not None or found:
+        said = " and ".join(f"{noise.alpha:g}" for noise in found) or "no noise"
+        yield Reading("training.neftune_noise_alpha", f"{asked or 0:g}", said, "hooks of the input embeddings")
 
 
 def read_own_loss(assembly: Assembly) -> Iterator[Reading]:

@@ -12,10 +12,12 @@ from framework.build.optimizers.any_precision import AnyPrecisionAdamW
 from framework.build.optimizers.groups import RATE_FACTOR, decays
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.optimizers.matrices import matrix_parameters
-from framework.build.optimizers.parameter_wise import ParameterWise, is_large
+from framework.build.optimizers.parameter_wise import ParameterWise, moves
 from framework.build.optimizers.row import Looked, State, made_of, rows_beside
+from framework.build.optimizers.weights_average import AVERAGE
+from framework.build.ranks import local_part
 from framework.build.verify.reading import FirstStep, Reading
-from framework.schema.choices import OptimizerOffload, Rounding
+from framework.schema.choices import EmaDevice, OptimizerOffload, Rounding
 from framework.schema.optimizers import Optimizer
 from framework.schema.plural import counted
 
@@ -96,6 +98,8 @@ def read_optimizer_states(assembly: Assembly, step: FirstStep) -> Iterator[Readi
     size = 0
     for parameter in assembly.trained:
         for name, value in assembly.optimizer.state.get(parameter, {}).items():
+            if name == AVERAGE:
+                continue
             for inner, tensor in parts_of(value):
                 size += tensor.numel() * tensor.element_size()
                 if tensor.dim():
@@ -127,13 +131,29 @@ def _read_groups(optimizer: torch.optim.Optimizer) -> Reading:
     return Reading("optimizer states kept", asked, found, "param_groups after a step; a checkpoint has states alone")
 
 
+def read_weights_average(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
+    """Of how many trained tensors there is a moving average, and where it is."""
+    training, optimizer = assembly.config.training, assembly.optimizer
+    if training.ema_decay is None:
+        return
+    found = [optimizer.state.get(parameter, {}).get(AVERAGE) for parameter in assembly.trained]
+    kept = [average for average in found if average is not None]
+    on_host = sum(average.device.type == "cpu" for average in kept)
+    is_there = "host" if assembly.place.kind != "cpu" and on_host else "device"
+    wanted = EmaDevice.DEVICE if assembly.place.kind == "cpu" else training.ema_device
+    asked = f"{training.ema_decay:g} on the {wanted}, of {counted(len(found), 'tensor')}"
+    size = sum(local_part(average).nbytes for average in kept)
+    had = f"{training.ema_decay:g} on the {is_there}, of {counted(len(kept), 'tensor')}"
+    yield Reading("training.ema_decay", asked, had, f"averages kept with the states, {size:,} bytes")
+
+
 def read_offloaded_states(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
     """Where the states are after a step."""
     asked, optimizer = assembly.config.training.optimizer_offload, assembly.optimizer
     held = away = 0
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if is_large(value):
+            if moves(name, value):
                 held += 1
                 away += isinstance(optimizer, ParameterWise) and optimizer.held[parameter].get(name) is value
     found = (

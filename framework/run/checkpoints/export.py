@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from framework.build.assembly import Assembly
+from framework.build.averages import take_average
 from framework.build.loading.bases import weights_digest
 from framework.build.model.parts import causal_model
 from framework.build.model_folder import weight_files
-from framework.build.optimizers.schedule_free import take_average
 from framework.compose.own_adapter import BASE_RECORD
 from framework.errors import SaveFailed
 from framework.run.checkpoints.checkpoint import written_aside
@@ -50,7 +50,7 @@ def export(
     is over. Raises SaveFailed when the folder cannot be written or does not read back, also where `fallback` then
     could.
     """
-    take_average(assembly.optimizer)
+    take_average(assembly)
     if assembly.streamed is not None:
         assembly.streamed.dissolve(assembly.model)
     dtype, write = _prepared(assembly, tokenizer, base)

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from framework.build.assembly import Assembly
 from framework.build.optimizers.low_bit import parts_of
 from framework.build.optimizers.parameter_wise import ParameterWise
+from framework.build.optimizers.weights_average import AVERAGE
+from framework.schema.choices import EmaDevice
 
 SEPARATOR = "::"
 """Between a parameter's name and that of its state."""
@@ -50,16 +52,19 @@ def restore_state(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[
                 state[key] = optimizer._new_buffer(parameter, key == "exp_avg")  # type: ignore[attr-defined]
             getattr(state[key], inner[0]).copy_(value)
         else:
-            state[key] = placed(optimizer, parameter, key, value)
+            state[key] = placed(assembly, parameter, key, value)
     if isinstance(optimizer, ParameterWise):
         for stateful in list(optimizer.state):
             optimizer.stow(stateful)
 
 
-def placed(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Any) -> Any:
+def placed(assembly: Assembly, parameter: nn.Parameter, key: str, value: Any) -> Any:
     """A state on the device it belongs to."""
+    optimizer = assembly.optimizer
     if not isinstance(value, Tensor):
         return value
+    if key == AVERAGE and assembly.config.training.ema_device is EmaDevice.HOST:
+        return value.cpu()
     if key in ("state1", "state2"):  # bitsandbytes decides by size whether a state is paged
         part = optimizer.parts[parameter] if isinstance(optimizer, ParameterWise) else optimizer
         buffer: Tensor = part.get_state_buffer(parameter, dtype=value.dtype)  # type: ignore[attr-defined]

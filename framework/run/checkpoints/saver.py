@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from framework.build.assembly import Assembly
-from framework.build.optimizers.schedule_free import ScheduleFreeAdamW
+from framework.build.averages import is_averaged
 from framework.errors import SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.best import FILE, Best
@@ -87,11 +87,11 @@ class Saving:
             self.finish()
 
     def _can_go_on(self) -> bool:
-        """Whether the last checkpoint can be written while what follows runs: an evaluation, where a schedule-free
-        optimizer changes weights, perhaps the way back to the best ones, and an export, which needs as much again at
-        most of host memory and disk."""
+        """Whether the last checkpoint can be written while what follows runs: an evaluation, for which averaged weights
+        take the place of the trained ones, perhaps the way back to the best ones, and an export, which needs as much
+        again at most of host memory and disk."""
         assembly = self._session.assembly
-        is_changed = isinstance(assembly.optimizer, ScheduleFreeAdamW) or self._session.best.is_kept
+        is_changed = is_averaged(assembly) or self._session.best.is_kept
         if assembly.ranks.world > 1 or is_changed:
             return False
         held = (*trained_state(assembly.model).values(), *state_tensors(assembly))

@@ -147,7 +147,7 @@ def load_parts(checkpoint: Path, assembly: Assembly, numbers: Mapping[str, Any])
     for path, value in {**states, **numbers}.items():
         name, key = path.split(SEPARATOR)
         parameter = named[name]
-        assembly.optimizer.state[parameter][key] = placed(assembly.optimizer, parameter, key, value)
+        assembly.optimizer.state[parameter][key] = placed(assembly, parameter, key, value)
 
 
 def _empty_states(assembly: Assembly, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from framework.build.assembly import Assembly
+from framework.build.averages import take_average
 from framework.build.model.parts import causal_model
-from framework.build.optimizers.schedule_free import take_average
 from framework.build.ranks import whole
 from framework.errors import SaveFailed
 from framework.run.checkpoints.checkpoint import written_aside
@@ -44,7 +44,7 @@ def export_sharded(
     Returns the dtype written. Raises SaveFailed on the first rank when the folder cannot be written, also where
     `fallback` then could.
     """
-    take_average(assembly.optimizer)
+    take_average(assembly)
     failure = _written(assembly, tokenizer, target, base)
     if fallback is not None and _has_failed(assembly, failure):
         second = _written(assembly, tokenizer, fallback, base)

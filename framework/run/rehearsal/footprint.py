@@ -13,12 +13,13 @@ from framework.build.levers.streamed_base import SLOTS
 from framework.build.loading.sharded import is_sent, needs_whole_model
 from framework.build.model.parts import causal_model
 from framework.build.optimizers.low_bit import is_managed, parts_of
+from framework.build.optimizers.weights_average import AVERAGE
 from framework.build.ranks import local_part
 from framework.build.tasks import WithFirstAdapter, WithoutAdapter, reference_of
 from framework.memory.rehearsal import Footprint
 from framework.memory.trace import Space
 from framework.run.trained_parameters import trained_state
-from framework.schema.choices import OptimizerOffload
+from framework.schema.choices import EmaDevice, OptimizerOffload
 
 
 def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
@@ -40,13 +41,26 @@ def frozen_model_tensors(assembly: Assembly) -> list[torch.Tensor]:
 
 
 def state_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """The optimizer's state tensors, which exist after its first step."""
-    states = assembly.optimizer.state.values()
-    return [tensor for state in states for value in state.values() for _, tensor in parts_of(value)]
+    """The optimizer's state tensors, which exist after its first step, and the average of the weights."""
+    return [tensor for tensor, _ in placed_states(assembly)]
 
 
-def state_space(assembly: Assembly, tensor: torch.Tensor) -> Space:
-    """Where a state tensor stays between two steps."""
+def placed_states(assembly: Assembly) -> list[tuple[torch.Tensor, Space]]:
+    """The same, with where each stays between two steps."""
+    return [
+        (tensor, _average_space(assembly) if key == AVERAGE else _state_space(assembly, tensor))
+        for state in assembly.optimizer.state.values()
+        for key, value in state.items()
+        for _, tensor in parts_of(value)
+    ]
+
+
+def _average_space(assembly: Assembly) -> Space:
+    is_away = assembly.config.training.ema_device is EmaDevice.HOST and assembly.place.kind != "cpu"
+    return Space.HOST if is_away or assembly.config.fsdp.is_on_host else Space.DEVICE
+
+
+def _state_space(assembly: Assembly, tensor: torch.Tensor) -> Space:
     if is_managed(tensor):
         return Space.MANAGED
     if assembly.config.fsdp.is_on_host:
@@ -63,14 +77,15 @@ def read_footprint(assembly: Assembly) -> Footprint:
     homes, on_cpu = assembly.streamed.homes if assembly.streamed is not None else [], assembly.place.kind == "cpu"
     offloads, held = assembly.config.fsdp.is_on_host, held_tensors(assembly)
     trained_products, frozen_products = count_product_weights(assembly.model)
+    states = placed_states(assembly)
     return Footprint(
         total_parameters=sum(counts.values()),
         trainable_parameters=sum(counts[name] for name, item in named.items() if item.requires_grad),
         weight_sizes=() if offloads else _sizes([*held, *(homes if on_cpu else [])]),
         home_sizes=() if on_cpu else _sizes([*homes, *(held if offloads else [])]),
         trained_sizes=_sizes(trained_state(assembly.model).values()),
-        state_sizes=_sizes(state_tensors(assembly)),
-        state_spaces=tuple(state_space(assembly, tensor) for tensor in state_tensors(assembly)),
+        state_sizes=_sizes(tensor for tensor, _ in states),
+        state_spaces=tuple(space for _, space in states),
         export_bytes=_export_bytes(assembly, counts),
         trained_products=trained_products,
         frozen_products=frozen_products,

@@ -32,7 +32,7 @@ from framework.memory.trace import Kind, Space, Trace
 from framework.run.completions import completion_step
 from framework.run.evaluate import evaluate
 from framework.run.rehearsal.fake_device import pretend
-from framework.run.rehearsal.footprint import read_footprint, state_space, state_tensors
+from framework.run.rehearsal.footprint import placed_states, read_footprint, state_tensors
 from framework.run.rehearsal.load_trace import record_load
 from framework.run.rehearsal.tracker import Tracker
 from framework.run.step import keep_nothing, reference_step, train_step
@@ -238,8 +238,8 @@ def _copied(tracker: Tracker, tensors: Iterable[torch.Tensor], kind: Kind, place
 
 
 def _claim_states(tracker: Tracker, assembly: Assembly) -> None:
-    for tensor in state_tensors(assembly):
-        if (space := state_space(assembly, tensor)) is Space.DEVICE:
+    for tensor, space in placed_states(assembly):
+        if space is Space.DEVICE:
             tracker.claim([tensor], Kind.OPTIMIZER)
         else:
             tracker.claim_elsewhere(tensor, Kind.OPTIMIZER, space)

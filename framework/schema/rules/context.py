@@ -39,6 +39,9 @@ def _of_rows(config: TrainingConfig) -> Iterator[Conflict]:
         if getattr(config.data, name) is True:
             message = "several documents in a row that devices share are not kept separately"
             yield Conflict((_RING, f"data.{name}"), message, f"{name}: false, or sdpa")
+    if training.neftune_noise_alpha is not None:
+        message = "the size of the noise follows from whole rows, and each device has a part of them"
+        yield Conflict(("training.neftune_noise_alpha", _RING), message, "unset, or sdpa")
     if training.use_peft and ADAPTERS[config.peft.peft_method].is_prompt:
         message = "tokens before the row would stand before each device's part of it"
         yield Conflict((_RING, "peft.peft_method"), message, "lora, or sdpa")

@@ -22,7 +22,12 @@ from framework.schema.rules.evaluation import best_conflicts, sample_conflicts
 from framework.schema.rules.liger import find_liger_conflicts
 from framework.schema.rules.model import model_conflicts, remote_code_conflicts, tokenizer_conflicts
 from framework.schema.rules.on_oom import survival_conflicts
-from framework.schema.rules.optimizer import matrix_conflicts, optimizer_conflicts, update_conflicts
+from framework.schema.rules.optimizer import (
+    average_conflicts,
+    matrix_conflicts,
+    optimizer_conflicts,
+    update_conflicts,
+)
 from framework.schema.rules.precision import (
     card_conflicts,
     fp8_conflicts,
@@ -97,6 +102,7 @@ RULES = (
     optimizer_conflicts,
     matrix_conflicts,
     update_conflicts,
+    average_conflicts,
     cache_conflicts,
     padding_conflicts,
     compile_conflicts,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import MixedPrecision, OptimizerOffload, PeftMethod, Scheduler, TorchDtype
+from framework.schema.choices import EmaDevice, MixedPrecision, OptimizerOffload, PeftMethod, Scheduler, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.optimizers import Optimizer, facts_of
 from framework.schema.rules.conflict import Conflict
@@ -80,6 +80,23 @@ def update_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if offload is OptimizerOffload.NVME and not training.optimizer_offload_folder:
         keys = ("training.optimizer_offload_folder", "training.optimizer_offload")
         yield Conflict(keys, "nvme needs a folder on that disk", "a folder, or optimizer_offload: host")
+
+
+def average_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """A moving average of weights that are averaged already, change in backward, or are split."""
+    training, key = config.training, "training.ema_decay"
+    if training.ema_decay is None:
+        return
+    if training.optimizer is Optimizer.SCHEDULE_FREE_ADAMW:
+        message = "schedule_free_adamw evaluates and exports an average of its own"
+        yield Conflict((key, "training.optimizer"), message, "unset, or adamw_torch_fused")
+    if training.optimizer_in_backward is True:
+        message = "the average follows a whole update, and weights are updated one by one in backward"
+        yield Conflict((key, "training.optimizer_in_backward"), message, "unset, or optimizer_in_backward: false")
+    if training.ema_device is EmaDevice.HOST and (config.fsdp.is_sharded or config.fsdp.tensor_parallel_size > 1):
+        other = "fsdp.enable_fsdp" if config.fsdp.is_sharded else "fsdp.tensor_parallel_size"
+        message = "the average of weights in parts is in parts, next to them"
+        yield Conflict(("training.ema_device", other), message, "device")
 
 
 def _accumulation(config: TrainingConfig) -> int:

@@ -145,7 +145,7 @@ GOLDEN_PARAMETERS = (26784, 26784)
 GOLDEN_PHASES = {
     "load": 56832,
     "forward": 68066304,
-    "loss": 68329984,
+    "loss": 68264448,
     "backward": 68393472,
     "optimizer_step": 67363328,
     "save": 67288576,
@@ -165,6 +165,24 @@ def test_a_mixed_list_of_cards_is_planned_for_the_smallest() -> None:
     assert made.batch.accumulation == alone.batch.accumulation == 2
     assert made.peak.device_bytes == alone.peak.device_bytes + NCCL_BYTES
     assert any("equal shares on 3 devices" in said and "40gb is the limit" in said for said in made.assumptions)
+
+
+def test_a_moving_average_costs_4_bytes_a_weight_on_the_device_or_on_the_host_with_a_copy_a_step() -> None:
+    shape, text = layers(TINYLLAMA, 2), {"train": [{"path": "python_stdlib"}], "eval_fraction": 0.1}
+    plain, near, away = (
+        plan(shape, 64, training=asked, model=PURE_BF16, data=text)
+        for asked in ({}, {"ema_decay": 0.9}, {"ema_decay": 0.9, "ema_device": "host"})
+    )
+    average = pytest.approx(4 * plain.trainable_parameters, rel=0.02)
+    assert near.peak.terms.optimizer - plain.peak.terms.optimizer == average
+    assert away.peak.terms.optimizer == plain.peak.terms.optimizer
+    assert away.host_bytes - plain.host_bytes == average
+    assert near.disk_bytes - plain.disk_bytes == 4 * plain.trainable_parameters, "in the checkpoint"
+    evals = [next(phase.allocated_bytes for phase in made.phases if phase.name == "eval") for made in (plain, near)]
+    assert evals[1] - evals[0] == pytest.approx(6 * plain.trainable_parameters, rel=0.02), "and the weights meanwhile"
+    assert plain.step is not None
+    assert away.step is not None
+    assert away.step.seconds > plain.step.seconds, "by the copies, as far as nothing runs next to them"
 
 
 def test_states_on_the_host_cost_two_copies_over_the_link_a_step() -> None:

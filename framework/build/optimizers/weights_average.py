@@ -1,0 +1,63 @@
+"""`training.ema_decay`: an exponential moving average of the trained weights, kept with the optimizer's states.
+
+As a state it is saved, resumed and counted as the others are. It is float32 (a step of 1 - decay would round away in
+half precision), and starts from the weights before the first update.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from framework.build.place import Place
+from framework.build.ranks import local_part
+from framework.schema.choices import EmaDevice
+from framework.schema.training import TrainingParams
+
+AVERAGE = "weights_average"
+"""Name of the state."""
+
+
+@contextlib.contextmanager
+def average_follows(
+    training: TrainingParams,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    place: Place,
+    found_inf: Tensor | None,
+) -> Iterator[None]:
+    """Around an update: afterwards a = decay a + (1 - decay) w, of every trained weight.
+
+    `found_inf`: where the update reads on the device whether it may change anything, the scalar that it reads; then
+    the average stays as well.
+    """
+    if training.ema_decay is None:
+        yield
+        return
+    on_host = training.ema_device is EmaDevice.HOST and place.kind != "cpu"
+    known = [optimizer.state[parameter].get(AVERAGE) for parameter in parameters]
+    averages = [
+        _start(parameter, on_host, place) if average is None else average
+        for parameter, average in zip(parameters, known, strict=True)
+    ]
+    yield
+    share = torch.full((), 1 - training.ema_decay, device=place.device)
+    if found_inf is not None:
+        share = share * (1 - found_inf)
+    for parameter, average in zip(parameters, averages, strict=True):
+        optimizer.state[parameter][AVERAGE] = average  # after the update: optimizers make their states where none is
+        weights, held = local_part(parameter.detach()), local_part(average)
+        if on_host and place.rehearsed:
+            held.copy_(weights)  # over the link; of the average there is one element, in the host's name
+        else:
+            held.lerp_(weights.to(held.device, held.dtype), share.to(held.device, held.dtype))
+
+
+def _start(parameter: nn.Parameter, on_host: bool, place: Place) -> Tensor:
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    if not on_host:
+        return parameter.detach().to(dtype, copy=True)
+    if place.rehearsed:
+        return torch.zeros((), dtype=dtype, device="cpu").expand(parameter.shape)
+    return local_part(parameter.detach()).to("cpu", dtype, copy=True)
