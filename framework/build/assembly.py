@@ -185,8 +185,7 @@ def assemble(
     context = share_rows(config, ranks)
     tensor, ranks = _sharing_matrices(config, place, ranks)
     built, new_weights, loaded_at, shard_loader = _loaded(config, architecture, place, ranks, autocast)
-    is_drawn = config.training.use_peft and not config.model.load_pretrained_weights and not place.rehearsed
-    drawn = f"{fingerprint(built.parameters()):016x}" if is_drawn and shard_loader is None else None
+    drawn = _drawn(config, built) if shard_loader is None and not place.rehearsed else None
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
     frozen_model = build_frozen_model(config, built, place, autocast)
     lost = _pack(config, built, loaded_at, ranks) if quantized else {}
@@ -243,6 +242,12 @@ def _loaded(
         return shard_loader.model, shard_loader.new, shard_loader.place, shard_loader
     loaded_at = loading_place(place) if config.model.offload_frozen_base is True else place
     return *build_model(config, architecture, loaded_at, autocast), loaded_at, None
+
+
+def _drawn(config: TrainingConfig, built: PreTrainedModel) -> str | None:
+    """The fingerprint of a base that has no files, next to which an adapter is trained."""
+    is_drawn = config.training.use_peft and not config.model.load_pretrained_weights
+    return f"{fingerprint(built.parameters()):016x}" if is_drawn else None
 
 
 def _adapted(

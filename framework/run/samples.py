@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from framework.build.assembly import Assembly
-from framework.build.optimizers.schedule_free import averaged
+from framework.build.averages import averaged
 from framework.run.completions import complete
 from framework.run.inputs.inputs import Inputs
 from framework.run.inputs.training_batches import TrainingBatches
@@ -44,7 +44,7 @@ class Samples:
         run, texts = self._run, dict[str, str]()
         if self._log is None or not run.inputs.sample_prompts:
             return
-        with averaged(run.assembly.optimizer):
+        with averaged(run.assembly):
             for number, (asked, ids) in enumerate(
                 zip(run.config.training.sample_prompts, run.inputs.sample_prompts, strict=True), 1
             ):
