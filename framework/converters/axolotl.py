@@ -72,10 +72,10 @@ def _plugins(t: Translation) -> None:
     for plugin in t.source.strings("plugins"):
         if "cut_cross_entropy" in plugin:
             t.put("model.chunked_loss", True, "plugins", comment="the logits are never built, as with its plugin")
-        elif "liger" not in plugin:
+        elif not any(name in plugin.lower() for name in ("liger", "swanlab")):
             t.leave("plugins", Why.ABSENT, f"of {plugin.rpartition('.')[2]}")
     if t.is_open("plugins"):
-        t.leave("plugins", Why.DEFAULT, "Liger is switched on by its keys")
+        t.leave("plugins", Why.DEFAULT, "what it adds is switched on by its keys")
 
 
 def _adapter(t: Translation) -> None:
@@ -178,16 +178,17 @@ def _recording(t: Translation) -> None:
     for key, ours in {"eval_steps": "training.eval_steps", "save_steps": "training.save_steps"}.items():
         if source.number(key):
             t.carry(key, ours)
-    tracked = {
-        "wandb": [key for key in ("wandb_project", "use_wandb") if source.get(key)],
-        "mlflow": [key for key in ("mlflow_tracking_uri", "mlflow_experiment_name", "use_mlflow") if source.get(key)],
-        "tensorboard": [key for key in ("use_tensorboard",) if source.get(key)],
-    }
-    used = [tracker for tracker, keys in tracked.items() if keys]
+    _trackers(t)
+
+
+def _trackers(t: Translation) -> None:
+    """Trackers by the keys that ask for one; the first that is named names the project and the run."""
+    used: dict[str, list[str]] = {}
+    for tracker, (asking, project, run) in table("axolotl")["trackers"].items():
+        if keys := [key for key in asking.split() if t.source.get(key)]:
+            used[tracker] = keys
+            for theirs, ours in {project: "training.tracker_project", run: "training.run_name"}.items():
+                if ours not in t.entries:
+                    t.carry(theirs, ours)
     if used:
-        t.put("training.trackers", used, *(key for keys in tracked.values() for key in keys))
-    named = next((key for key in ("wandb_name", "wandb_project") if source.get(key)), "")
-    if named:
-        t.carry(named, "training.run_name")
-    if named == "wandb_name":
-        t.leave("wandb_project", Why.ABSENT, "trackers take training.run_name for the project too")
+        t.put("training.trackers", list(used), *(key for keys in used.values() for key in keys))

@@ -66,7 +66,6 @@ def _schedule_end(t: Translation) -> None:
 def _adapter(t: Translation) -> None:
     source = t.source
     if source.get("training.use_peft") is not True:
-        t.leave("peft", Why.DEFAULT, "there is no adapter: training.use_peft is off")
         return
     apply(t, table("oumi")["adapter"], TOOL)
     names = source.get("peft.lora_target_modules")

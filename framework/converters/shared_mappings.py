@@ -5,7 +5,7 @@ from typing import Any
 
 from framework.converters.tables import table
 from framework.converters.translation import Translation, Why
-from framework.schema.choices import Attention, Scheduler
+from framework.schema.choices import Attention, Scheduler, Tracker
 from framework.schema.optimizers import Optimizer
 
 OTHER_KERNEL = {"xformers": "sdpa's memory-efficient kernel is that of xformers"}
@@ -79,15 +79,16 @@ def carry_attention(t: Translation, key: str) -> None:
 
 def carry_trackers(t: Translation, key: str) -> None:
     """`report_to`: one tracker or several."""
+    known = {str(tracker): str(tracker) for tracker in Tracker} | Tracker.other_spellings()
     names = [name.lower() for name in t.source.strings(key)]
-    ours = [name for name in names if name in ("wandb", "tensorboard", "mlflow")]
+    ours = [known[name] for name in names if name in known]
     if ours:
         t.put("training.trackers", ours, key)
     elif names in ([], ["none"]):
         t.leave(key, Why.DEFAULT, "metrics.jsonl alone")
     for name in names:
-        if name not in (*ours, "none"):
-            t.leave(key, Why.ABSENT, f"of {name}: trackers are wandb, tensorboard and mlflow")
+        if name not in (*known, "none"):
+            t.leave(key, Why.ABSENT, f"of {name}: trackers are {', '.join(Tracker)}")
 
 
 def carry_deepspeed_file(t: Translation, key: str) -> None:

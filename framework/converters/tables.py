@@ -7,6 +7,7 @@ A table has, at its top and in groups that hold under a condition (`adapter`, `s
   is any other. Ours is a value, `{value:, comment:}`, or a reason why it is not carried, `{default: text}`, with theirs
   for `{value}`. `nothing` stands for our key where only reasons follow.
 - `defaults`: their key -> ours -> the value it has there where none is written.
+- `switches`: section -> the key that turns it on; what stands there while that is not true asks for nothing.
 - `left`: reason (a name of `Why`) -> text -> keys, in one string.
 
 At the top, `refused` lists what makes a file none of ours. Whatever else a table holds, its tool's module reads.
@@ -69,6 +70,10 @@ def apply(t: Translation, rows: Mapping[str, Any], tool: str) -> None:
 
 def leave(t: Translation, rows: Mapping[str, Any], section: str = "") -> None:
     """Gives the reasons of `left` for the values that nothing has become of; the keys are those inside `section`."""
+    for part, switch in rows.get("switches", {}).items():
+        if t.source.get(switch) is not True:
+            for key in filter(t.is_open, list(t.source.below(part))):
+                t.leave(key, Why.DEFAULT, f"off: {switch} is not true")
     for why, texts in rows["left"].items():
         for text, keys in texts.items():
             for name in keys.split():

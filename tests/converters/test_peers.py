@@ -1,5 +1,6 @@
 """The training files of other tools as they publish them: each is converted or refused, and no value of one is lost."""
 
+import os
 import re
 from collections import Counter
 from functools import cache
@@ -15,14 +16,16 @@ from framework.converters.source import Source
 from framework.converters.translation import Why
 from framework.errors import RequestError
 
-PEERS = Path("/work/shared/peers")
+PEERS = Path(os.environ.get("TUNESMITH_PEERS", "peers"))
 TOOLS = {
     "oumi": (92, 64), "axolotl": (136, 106), "llamafactory": (34, 22), "torchtune": (93, 86), "litgpt": (33, 33),
 }  # fmt: skip
-"""Folder -> its files, and how many of them are recipes of ours."""
+"""Folder of `TUNESMITH_PEERS` -> its files, and how many of them are recipes of ours."""
 NOT_OURS = ("not ours for now", "trains nothing", "generates")
 
-pytestmark = pytest.mark.skipif(not PEERS.is_dir(), reason="the files of other tools are not on this machine")
+pytestmark = pytest.mark.skipif(
+    not PEERS.is_dir(), reason="TUNESMITH_PEERS names no folder with the files of other tools"
+)
 
 
 def files(tool: str) -> list[Path]:

@@ -168,14 +168,28 @@ def test_rows_held_out_by_number(converted) -> None:
     assert recipe["data"]["train"] == [{"path": "c/d", "format": "alpaca", "split": "train[200:]"}]
 
 
-def test_names_for_trackers_of_axolotl(converted) -> None:
-    """The project of a tracker is our run_name."""
-    found, recipe = converted("base_model: a/b\nwandb_project: letters\n")
+def test_trackers_of_axolotl_their_project_and_the_name_of_the_run(converted) -> None:
+    _, recipe = converted("base_model: a/b\nwandb_project: letters\nwandb_name: first\n")
     assert recipe["training"]["trackers"] == ["wandb"]
-    assert recipe["training"]["run_name"] == "letters"
-    found, recipe = converted("base_model: a/b\nwandb_project: letters\nwandb_name: first\n")
+    assert recipe["training"]["tracker_project"] == "letters"
     assert recipe["training"]["run_name"] == "first"
-    assert reasons(found, "wandb_project") == [(Why.ABSENT, "trackers take training.run_name for the project too")]
+    _, recipe = converted("base_model: a/b\nwandb_project:\nuse_swanlab: true\nswanlab_project: letters\n")
+    assert recipe["training"]["trackers"] == ["swanlab"]
+    assert recipe["training"]["tracker_project"] == "letters"
+
+
+@pytest.mark.parametrize("enabled", ["false", "null", "true"])
+def test_what_a_switch_turns_off_asks_for_nothing(enabled, converted) -> None:
+    found, _ = converted(f"{TORCHTUNE}profiler: {{enabled: {enabled}, wait_steps: 5}}\n")
+    (why,) = (why for why, _ in reasons(found, "profiler.wait_steps"))
+    assert why is (Why.ABSENT if enabled == "true" else Why.DEFAULT)
+
+
+def test_an_adapter_that_is_trained_on(converted) -> None:
+    _, recipe = converted(AXOLOTL + "lora_model_dir: runs/first\npeft_layers_to_transform: [0, 1]\n")
+    assert (recipe["peft"]["adapter_path"], recipe["peft"]["layers_to_transform"]) == ("runs/first", [0, 1])
+    _, recipe = converted(LLAMA_FACTORY + "adapter_name_or_path: saves/sft\nlabel_smoothing_factor: 0.1\n")
+    assert recipe["peft"]["adapter_path"] == "saves/sft"
 
 
 def test_texts_that_are_too_long(converted) -> None:
@@ -206,7 +220,7 @@ def test_llama_factory(converted) -> None:
     assert recipe["peft"] == {"lora_r": 16, "lora_alpha": 32, "lora_target_modules": ["all-linear"]}
     assert recipe["fsdp"] == {"enable_fsdp": True}
     assert recipe["data"]["train"] == [{"path": "data/dpo_en_demo.json", "split": "train[:500]"}]
-    assert reasons(found, "do_train")[0][0] is Why.ABSENT
+    assert reasons(found, "do_train")[0][0] is Why.DEFAULT
 
 
 def test_oumi(converted) -> None:
