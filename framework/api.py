@@ -88,6 +88,7 @@ def train(
     on_save: Callable[[Path], None] | None = None,
     objective: "Callable[[Objective], Objective] | None" = None,
     optimizer: "Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None" = None,
+    metrics: Mapping[str, Callable[[Any, Any], float]] | None = None,
 ) -> "RunResult":
     """Train what a config asks for and return where it is.
 
@@ -103,12 +104,14 @@ def train(
         on_save: called with the folder of each checkpoint, once it is complete.
         objective: given the task's own objective, returns the one to train with.
         optimizer: given parameter groups with `lr` and `weight_decay`, returns the optimizer, as torch's classes do.
+        metrics: functions of the model and its tokenizer by name, called at each evaluation; each returns a number, of
+            which more is better, logged as `python/NAME`. `training.best_metric` may name it so.
 
-    Hooks are called in the main process alone. When one raises, the run saves, ends after its step, and the exception
-    goes on to the caller. The plan has the task's own objective and `training.optimizer`, whatever is given here: that
-    is said, and is among its warnings. A resumed run takes the same two again. Where torchrun has started several
-    processes, each calls this with the same arguments: they train together. Raises RequestError, DoesNotFit,
-    VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
+    Hooks are called in the main process alone, metrics in each, where the main one's numbers count. When one raises,
+    the run saves, ends after its step, and the exception goes on to the caller. The plan has the task's own objective
+    and `training.optimizer`, whatever is given here: that is said, and is among its warnings. A resumed run takes the
+    same two again. Where torchrun has started several processes, each calls this with the same arguments: they train
+    together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
     require_versions()
     from framework.build.from_python import FromPython
@@ -128,7 +131,7 @@ def train(
         train_rows=train_rows,
         eval_rows=eval_rows,
         hooks=Hooks(on_step, on_eval, on_save),
-        from_python=FromPython(objective, optimizer),
+        from_python=FromPython(objective, optimizer, metrics or {}),
     )
 
 

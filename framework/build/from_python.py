@@ -1,7 +1,7 @@
-"""A loss and an optimizer that a program hands over, which YAML never names."""
+"""A loss, an optimizer and metrics that a program hands over, which YAML never names."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -10,19 +10,24 @@ from framework.build.tasks.objective import Objective
 from framework.errors import Problem, RequestError
 from framework.schema.choices import OptimizerOffload, Task
 from framework.schema.config import TrainingConfig
+from framework.schema.metrics import FROM_PYTHON
 
 MakeObjective: TypeAlias = Callable[[Objective], Objective]
 """Given the objective of the task, returns the one that is trained with."""
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Given parameter groups with their `lr` and `weight_decay`, returns an optimizer: one of torch's classes is such."""
+MakeMetric: TypeAlias = Callable[[Any, Any], float]
+"""Given the model, in eval mode and without gradients, and its tokenizer, returns a number; more is better."""
 
 
 @dataclass(frozen=True)
 class FromPython:
-    """An objective and an optimizer in place of the task's own and of `training.optimizer`."""
+    """An objective and an optimizer in place of the task's own and of `training.optimizer`, and further metrics."""
 
     objective: MakeObjective | None = None
     optimizer: MakeOptimizer | None = None
+    metrics: Mapping[str, MakeMetric] = field(default_factory=dict)
+    """By name; `python/NAME` in what evaluations report."""
 
     @property
     def names(self) -> dict[str, str]:
@@ -34,6 +39,8 @@ class FromPython:
         """A line for each part that a plan of the config does not know, with the key that is not used."""
         if self.objective is not None:
             yield f"objective {_name(self.objective)} from Python: the plan has the loss of the task instead"
+        if self.metrics:
+            yield f"metrics {', '.join(self.metrics)} from Python: what they allocate is not in the plan"
         if self.optimizer is not None:
             key = f"training.optimizer={config.training.optimizer}"
             yield f"optimizer {_name(self.optimizer)} from Python: the plan has {key} instead, which is not used"
@@ -59,6 +66,11 @@ class FromPython:
             problems.append(Problem("training.optimizer_in_backward", "needs a built-in optimizer", expected="false"))
         if self.optimizer is not None and training.optimizer_offload is not OptimizerOffload.NONE:
             problems.append(Problem("training.optimizer_offload", "needs a built-in optimizer", expected="none"))
+        best = training.best_metric or ""
+        if best.startswith(FROM_PYTHON) and best.removeprefix(FROM_PYTHON) not in self.metrics:
+            message = f"is a metric from Python, and {', '.join(self.metrics) or 'none'} is given"
+            expected = "train(config, metrics={name: function})"
+            problems.append(Problem("training.best_metric", message, expected=expected))
         if problems:
             raise RequestError(problems)
 

@@ -12,6 +12,7 @@ from itertools import starmap
 from pathlib import Path as File
 
 from framework.compose import shipped
+from framework.compose.eval_sets import EVAL, listed
 from framework.compose.origins import Node, Origin, leaves, node_of
 from framework.compose.overrides import Choice, Words
 from framework.compose.paths import exists
@@ -215,6 +216,7 @@ def _named_card(
 
 def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
     """The tree without what the schema has no place for; each such key is a problem where it stands."""
+    node = listed(node) if path == EVAL else node
     if key.is_list and node.sequence is not None and key.children:
         return Node(
             [_known(item, replace(key, is_list=False), (*path, i), problems) for i, item in enumerate(node.sequence)],

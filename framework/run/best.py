@@ -41,7 +41,7 @@ class Best:
             message = f"the evaluation has no {self.metric}"
             raise RequestError([Problem("training.best_metric", message, expected=f"one of {', '.join(values)}")])
         value = values[self.metric]
-        lower = self.metric in LOWER_IS_BETTER
+        lower = self.metric.partition("/")[0] in LOWER_IS_BETTER
         if (self.step is None and value == value) or (value < self.value if lower else value > self.value):
             self.step, self.value, self.since = step, value, 0
             return True

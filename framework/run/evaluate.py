@@ -10,6 +10,7 @@ from framework.build.averages import averaged
 from framework.build.losses.loss import Batch, Observe
 from framework.run.ranks.signals import Interrupt
 from framework.run.step import eval_step
+from framework.schema.metrics import FROM_PYTHON
 
 Sums: TypeAlias = Mapping[str, Tensor]
 """What an objective's `metrics` takes."""
@@ -18,8 +19,13 @@ MOST_METRICS = 6
 
 
 def format_losses(values: Mapping[str, float]) -> str:
-    """An evaluation in a line: the loss, and the first of the task's metrics."""
-    rest = (f"{name.replace('_', ' ')} {value:.4f}" for name, value in list(values.items())[1:MOST_METRICS])
+    """An evaluation in a line: the loss, the first of the task's metrics, and the loss of each named set."""
+    of_all = [(name.replace("_", " "), value) for name, value in values.items() if "/" not in name][1:MOST_METRICS]
+    of_sets, own = (
+        [(name.removeprefix(prefix), value) for name, value in values.items() if name.startswith(prefix)]
+        for prefix in ("eval_loss/", FROM_PYTHON)
+    )
+    rest = (f"{name} {value:.4f}" for name, value in (*of_all, *of_sets, *own))
     return "  ".join([f"eval loss {values['eval_loss']:.4f}", *rest])
 
 

@@ -1,19 +1,25 @@
 """Evaluations of a run: its held-out rows, as a whole and by named sets."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Protocol
+
+import torch
 
 from framework.activity import doing
 from framework.build.data.batches import eval_batches, rows_and_tokens
 from framework.build.data.documents import on_device, pinned
 from framework.build.losses.loss import Batch
+from framework.build.optimizers.schedule_free import averaged
 from framework.run.evaluate import Abandoned, add_up, sum_up, until_asked
+from framework.run.hooks import Hooks
 from framework.run.inputs.training_batches import TrainingBatches
 from framework.run.oom.failure import RetriedRun
 from framework.run.oom.retry import attempts
 from framework.run.oom.smaller_batches import EVAL
 from framework.run.ranks.signals import Interrupt
 from framework.run.record.progress import ProgressLine
+from framework.schema.metrics import FROM_PYTHON
 
 
 class EvaluatedRun(RetriedRun, Protocol):
@@ -22,6 +28,7 @@ class EvaluatedRun(RetriedRun, Protocol):
     batches: TrainingBatches
     progress: ProgressLine
     interrupt: Interrupt
+    hooks: Hooks
 
 
 class HeldOut:
@@ -30,6 +37,7 @@ class HeldOut:
     def __init__(self, run: EvaluatedRun) -> None:
         self._run = run
         self.shapes: list[tuple[int, int]] = []
+        self._count = 0
 
     def evaluate(self) -> dict[str, float] | None:
         """`eval_loss` and the task's metrics over all held-out rows, then those of each named set as `METRIC/NAME`.
@@ -44,7 +52,34 @@ class HeldOut:
         except Abandoned:
             run.progress.say(f"step {run.step}/{run.progress.total}  evaluation left out, as the run was asked to end")
             return None
-        return values
+        return values | self._from_python()
+
+    def _from_python(self) -> dict[str, float]:
+        """The metrics of a program, on all ranks as the main one found them. One that raises ends the run as a hook
+        that raises does, and the others are not called any more."""
+        run, found = self._run, dict[str, float]()
+        given, assembly = run.inputs.from_python.metrics, run.assembly
+        if not given or run.hooks.failure is not None:
+            return {}
+        device = assembly.place.device
+        assembly.model.eval()
+        try:
+            with (
+                torch.no_grad(),
+                assembly.autocast,
+                averaged(assembly.optimizer),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+            ):
+                for name, metric in given.items():
+                    found[f"{FROM_PYTHON}{name}"] = float(metric(assembly.model, run.inputs.tokenizer))
+        except Exception as error:  # of any kind
+            run.hooks.failure = error
+        finally:
+            assembly.model.train()
+        self._count += 1
+        told = run.coordinator.shared(f"metrics/{self._count}", lambda: json.dumps(found))
+        shared: dict[str, float] = json.loads(told)
+        return shared
 
     def _evaluated(self) -> dict[str, float]:
         run, rows = self._run, self._run.inputs.data.eval

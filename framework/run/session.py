@@ -461,7 +461,8 @@ class Session:
         if self._samples is not None:
             self._samples.write()
         self._clock = time.perf_counter()
-        return self.step > 0 and self.best.take(self.step, values)
+        has_failed = self.hooks.failure is not None and self.best.metric not in values
+        return self.step > 0 and not has_failed and self.best.take(self.step, values)
 
     def save(self, beside: bool = False, is_last: bool = False) -> None:
         """A checkpoint of the step just made, as `Saving.save` has it. Raises SaveFailed."""

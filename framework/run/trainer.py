@@ -122,7 +122,7 @@ def train(
 
 def _telling(planner: Planner | None, from_python: FromPython) -> Planner | None:
     """The planner, whose plans warn of what they do not know."""
-    if planner is None or not from_python.names:
+    if planner is None or not (from_python.names or from_python.metrics):
         return planner
 
     def plan(config: TrainingConfig) -> Plan:

@@ -30,6 +30,8 @@ class DatasetParams(Params):
     """Shape of the rows (docs/data.md). Unset: detected from the columns, and printed."""
     columns: FrozenMapping = FrozenMapping()
     """Our name -> the file's column, where they differ: `{text: body}`."""
+    eval_set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    """Of `data.eval`: the named set that the source belongs to. `eval: {code: [..], chat: [..]}` says the same."""
     digest: str | None = None
     """What rows from Python add up to, written into the run's config; with it, other rows are refused."""
 
@@ -52,7 +54,8 @@ class DataParams(Params):
     train: Annotated[Datasets, NO_MEMORY] = ()
     """Sources to learn from."""
     eval: Datasets = ()
-    """Sources to evaluate on."""
+    """Sources to evaluate on. A mapping of names to lists makes named sets: `eval_loss` and the other metrics are of
+    all of them, `eval_loss/NAME` of one."""
     mixing: Annotated[Mixing, NO_MEMORY] = Mixing.CONCATENATE
     """How several training sources become an epoch. `concatenate`: all rows of all. The others draw the source of each
     row by `weight`: `first_exhausted` stops when one source has given all its rows, so others lose some;

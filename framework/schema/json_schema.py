@@ -21,6 +21,8 @@ _NUMBER = {"type": "string", "pattern": r"^[+-]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][
 def recipe_schema(presets: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """JSON Schema of a recipe. `presets` holds the shipped choices of each group; a path stands for any other."""
     schema: dict[str, Any] = _loosened(TrainingConfig.model_json_schema())
+    sources = schema["$defs"]["DataParams"]["properties"]["eval"]["anyOf"]
+    sources.append({"type": "object", "additionalProperties": sources[0]})  # named sets
     groups = {
         group: {
             "anyOf": [{"enum": list(names)}, {"type": ["string", "array", "null"]}],

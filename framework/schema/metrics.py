@@ -2,6 +2,8 @@
 
 from framework.schema.choices import Task
 
+FROM_PYTHON = "python/"
+"""Before the names of metrics that a program hands over."""
 LOWER_IS_BETTER = frozenset({"eval_loss", "perplexity", "router_loss", "divergence", "mse", "mae"})
 """Of all others more is better."""
 

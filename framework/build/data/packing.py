@@ -49,19 +49,20 @@ class Packs(Sequence[Row]):
         return np.add.reduceat(self.rows.lengths[self.members], self.offsets[:-1])
 
 
-def pack(rows: Rows, limit: int, seed: int) -> Packs:
-    """Packs of at most `limit` tokens, which no row is longer than. A function of rows, limit and seed alone.
+def pack(rows: Rows, limit: int, seed: int, among: npt.NDArray[np.int64] | None = None) -> Packs:
+    """Packs of at most `limit` tokens, which no row is longer than; of the rows `among` all. A function of rows, limit
+    and seed alone.
 
     The seed decides which of several rows of the same length goes first, so that neighbours in a file do not stay
     neighbours.
     """
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_ORDER_STREAM,))))
-    shuffled = generator.permutation(len(rows))
+    shuffled = generator.permutation(np.arange(len(rows)) if among is None else among)
     longest_first = shuffled[np.argsort(-rows.lengths[shuffled], kind="stable")]
     packs = best_fit(rows.lengths, longest_first.tolist(), limit)
     offsets = np.zeros(len(packs) + 1, np.int64)
     np.cumsum([len(members) for members in packs], out=offsets[1:])
-    return Packs(rows, np.fromiter(_joined(packs), np.int64, len(rows)), offsets)
+    return Packs(rows, np.fromiter(_joined(packs), np.int64, len(shuffled)), offsets)
 
 
 def best_fit(lengths: npt.NDArray[np.int64], order: Sequence[int], limit: int) -> list[list[int]]:

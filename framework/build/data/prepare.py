@@ -10,6 +10,7 @@ import numpy.typing as npt
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from framework.build.data.eval_sets import EvalSets, find_sets, pack_sets
 from framework.build.data.mixing import mixture, shares_of
 from framework.build.data.packing import Packs, pack
 from framework.build.data.report import (
@@ -104,12 +105,10 @@ def prepare_data(
         fitted = _fit(config, tokenizer, vocab_size, given, console)
         kept = cache.write(fitted)
     train, train_report = _arrange(fitted.train, fitted.train_report, config, fitted.kept)
-    held_out, eval_report = cast(Rows | Packs | None, fitted.eval), fitted.eval_report
-    if fitted.eval is not None and eval_report is not None:
-        held_out, eval_report = _arrange(fitted.eval, eval_report, config)
+    held_out, eval_report, sets = _arrange_held_out(fitted.eval, fitted.eval_report, config, fitted.eval_kept)
     notes = (*fitted.notes, *([kept] if kept else []))
     report = DataReport(fitted.sources, train_report, eval_report, notes, fitted.warnings)
-    return Data(train, held_out, report, RowFormat(fitted.form), fitted.targets)
+    return Data(train, held_out, report, RowFormat(fitted.form), fitted.targets, eval_sets=sets)
 
 
 def _fit(
@@ -121,21 +120,28 @@ def _fit(
 ) -> Fitted:
     """Read, check, tokenise and fit all rows."""
     splits = read_splits(config, given)
-    of_train, of_eval = splits.unread
     encoding, warnings = _encoding(splits, config, tokenizer)
     policy = _policy(config, vocab_size)
     train, train_report, kept = _prepare_split(splits.train, "train", encoding, policy, config, splits.counts, console)
-    held_out, eval_report = None, None
-    if splits.eval is not None:
-        held_out, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
-        eval_report = replace(eval_report, unread=of_eval)
-    train_report = replace(train_report, unread=of_train)
+    held_out, eval_report, eval_kept = _fit_held_out(splits, encoding, policy, config)
+    train_report = replace(train_report, unread=splits.unread[0])
     warnings = (*warnings, *_cautions(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     notes = _padding_note(tokenizer)
     form = str(splits.sources[0].form)
     said = (descriptions, warnings, notes)
-    return Fitted(train, train_report, kept, held_out, eval_report, form, *said, encoding.targets)
+    return Fitted(train, train_report, kept, held_out, eval_report, eval_kept, form, *said, encoding.targets)
+
+
+def _fit_held_out(
+    splits: Splits, encoding: Encoding, policy: RowPolicy, config: TrainingConfig
+) -> tuple[Rows | None, SplitReport | None, tuple[int, ...]]:
+    """The held-out rows, if there are any, and how many are kept of each source."""
+    if splits.eval is None:
+        return None, None, ()
+    counts = [len(source.dataset) for source in splits.sources[len(splits.counts) :]]  # none of rows held out
+    rows, report, kept = _prepare_split(splits.eval, "eval", encoding, policy, config, counts)
+    return rows, replace(report, unread=splits.unread[1]), kept
 
 
 def _prepare_stream(
@@ -148,15 +154,12 @@ def _prepare_stream(
     data, seed, policy = config.data, config.training.seed, _policy(config, vocab_size)
     stream = Stream(opened, encoding, policy, seed, data.shuffle_buffer, data.packing, data.mixing)
     train, train_report = _first_block(stream, config)
-    held_out, eval_report = cast(Rows | Packs | None, None), None
-    if splits.eval is not None:
-        rows, eval_report, _ = _prepare_split(splits.eval, "eval", encoding, policy, config)
-        eval_report = replace(eval_report, unread=splits.unread[1])
-        held_out, eval_report = _arrange(rows, eval_report, config)
+    fitted, eval_report, kept = _fit_held_out(splits, encoding, policy, config)
+    held_out, eval_report, sets = _arrange_held_out(fitted, eval_report, config, kept)
     warnings = (*warnings, *_cautions(train_report, eval_report))
     descriptions = tuple(source.description for source in splits.sources)
     report = DataReport(descriptions, train_report, eval_report, _padding_note(tokenizer), warnings)
-    return Data(train, held_out, report, splits.sources[0].form, encoding.targets, stream)
+    return Data(train, held_out, report, splits.sources[0].form, encoding.targets, stream, sets)
 
 
 def _encoding(
@@ -334,6 +337,19 @@ def _arrange(
         described = tuple(map(Drawn, paths, shares_of(data.train), kept, drawn, epochs))
         report = replace(report, mixture=described, mixing=str(data.mixing))
     return arranged, report
+
+
+def _arrange_held_out(
+    rows: Rows | None, report: SplitReport | None, config: TrainingConfig, kept: Sequence[int]
+) -> tuple[Rows | Packs | None, SplitReport | None, EvalSets]:
+    """The held-out rows as they are evaluated on, and their named sets, none of which shares a pack with another."""
+    if rows is None or report is None:
+        return None, None, {}
+    sets = find_sets(config.data.eval, kept)
+    if not sets or not config.data.packing:
+        return *_arrange(rows, report, config), sets
+    packs, sets = pack_sets(rows, sets, report.limit, config.training.seed)
+    return packs, replace(report, packs=len(packs), packed_tokens=int(rows.lengths.sum())), sets
 
 
 def _epochs(config: TrainingConfig, rows: int) -> float:

@@ -57,6 +57,8 @@ class Fitted:
     """Training rows of each source."""
     eval: Rows | None
     eval_report: SplitReport | None
+    eval_kept: tuple[int, ...]
+    """Those to evaluate on; none where they were held out of the training rows."""
     form: str
     """Of the first training source."""
     sources: tuple[str, ...]
@@ -89,6 +91,7 @@ class RowCache:
                 kept=tuple(document["kept"]),
                 eval=_load(self.folder, "eval") if document["eval_report"] else None,
                 eval_report=_report(document["eval_report"]) if document["eval_report"] else None,
+                eval_kept=tuple(document["eval_kept"]),
                 form=document["form"],
                 sources=tuple(document["sources"]),
                 warnings=tuple(document["warnings"]),
@@ -220,6 +223,7 @@ class _Said:
     train_report: SplitReport
     kept: tuple[int, ...]
     eval_report: SplitReport | None
+    eval_kept: tuple[int, ...]
     form: str
     sources: tuple[str, ...]
     warnings: tuple[str, ...]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from framework.schema.config import TrainingConfig
-from framework.schema.metrics import METRICS
+from framework.schema.metrics import FROM_PYTHON, METRICS
 from framework.schema.rules.conflict import Conflict
 
 
@@ -18,14 +18,31 @@ def best_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     ]
     if asked and training.eval_steps is None:
         yield Conflict((asked[0], "training.eval_steps"), "needs evaluations to compare", "training.eval_steps=epoch")
-    known = METRICS[training.task]
-    if training.best_metric is not None and training.best_metric not in known:
-        close = get_close_matches(training.best_metric, known, 1)
-        message = f"an evaluation of {training.task} has no {training.best_metric}"
+    names = dict.fromkeys(source.eval_set for source in config.data.eval if source.eval_set)
+    known = [*METRICS[training.task], *(f"{metric}/{name}" for metric in METRICS[training.task] for name in names)]
+    best = training.best_metric
+    if best is not None and best not in known and not best.startswith(FROM_PYTHON):
+        close = get_close_matches(best, known, 1)
+        message = f"an evaluation of {training.task} has no {best}"
         yield Conflict(("training.best_metric", "training.task"), message, close[0] if close else ", ".join(known))
     if training.export_best and training.best_metric is None:
         keys = ("training.export_best", "training.best_metric")
         yield Conflict(keys, "does not say which is the best", "training.best_metric=eval_loss")
+
+
+def eval_set_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Names of sets: of all sources to evaluate on or of none, those of a set next to each other."""
+    data = config.data
+    for index, source in enumerate(data.train):
+        if source.eval_set is not None:
+            yield Conflict((f"data.train[{index}].eval_set",), "names a set to evaluate on", "data.eval, or no name")
+    names = [source.eval_set for source in data.eval]
+    changes = [name for index, name in enumerate(names) if index == 0 or name != names[index - 1]]
+    if any(names) and not all(names):
+        key = f"data.eval[{names.index(None)}].eval_set"
+        yield Conflict((key,), "other sources are of named sets, and this one is of none", "a name for each")
+    elif len(changes) > len({*changes}):
+        yield Conflict(("data.eval",), "sources of a set stand apart", "`eval: {NAME: [its sources], ...}`")
 
 
 def sample_conflicts(config: TrainingConfig) -> Iterator[Conflict]:

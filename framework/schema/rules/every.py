@@ -18,7 +18,7 @@ from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.context import context_conflicts
 from framework.schema.rules.data import data_conflicts
 from framework.schema.rules.device import cache_conflicts, streamed_base_conflicts
-from framework.schema.rules.evaluation import best_conflicts, sample_conflicts
+from framework.schema.rules.evaluation import best_conflicts, eval_set_conflicts, sample_conflicts
 from framework.schema.rules.liger import find_liger_conflicts
 from framework.schema.rules.model import model_conflicts, remote_code_conflicts, tokenizer_conflicts
 from framework.schema.rules.on_oom import survival_conflicts
@@ -114,6 +114,7 @@ RULES = (
     survival_conflicts,
     save_conflicts,
     best_conflicts,
+    eval_set_conflicts,
     sample_conflicts,
     ranks_conflicts,
     context_conflicts,
