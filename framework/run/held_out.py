@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 
 from framework.activity import doing
+from framework.build.averages import averaged
 from framework.build.data.batches import eval_batches, rows_and_tokens
 from framework.build.data.documents import on_device, pinned
 from framework.build.losses.loss import Batch
-from framework.build.optimizers.schedule_free import averaged
 from framework.run.evaluate import Abandoned, add_up, sum_up, until_asked
 from framework.run.hooks import Hooks
 from framework.run.inputs.training_batches import TrainingBatches
@@ -67,7 +67,7 @@ class HeldOut:
             with (
                 torch.no_grad(),
                 assembly.autocast,
-                averaged(assembly.optimizer),
+                averaged(assembly),
                 torch.random.fork_rng([device] if device.type == "cuda" else []),
             ):
                 for name, metric in given.items():
