@@ -107,6 +107,8 @@ def run(*words: str, codes: Sequence[int] = (0, 2), writes: Sequence[Path] = ())
     compiler = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")  # torch makes it when first imported
     places = [Path(place).absolute() for place in (*writes, os.environ["XDG_CACHE_HOME"], os.devnull, compiler)]
     changed = [path for path in changed if path != tempfile.gettempdir()]  # a file there that has no name
+    modules = [f"{entry}{os.sep}" for entry in sys.path if entry]  # whose bytecode Python keeps next to them
+    changed = [path for path in changed if "__pycache__" not in path or not path.startswith((*modules,))]
     stray = [path for path in changed if not any(Path(path).is_relative_to(place) for place in places)]
     assert not stray, (words, stray)
     return done

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from framework.memory.explain.causes import Cause, Repair
@@ -101,6 +102,7 @@ def touches(key: str, phase: str | None) -> bool:
     return phase not in TERMS or bool(TERMS[phase] & set(row.shrinks))
 
 
+@cache
 def _general(phase: str | None) -> tuple[Move, ...]:
     """For a text alone: what is known to shrink the phase's terms, those that change no result first."""
     found = []
