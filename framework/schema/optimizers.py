@@ -5,7 +5,7 @@ may be sharded, and which rules speak of it. No torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from framework.schema.choices import Choice
@@ -76,11 +76,8 @@ class OptimizerFacts:
     shards: Shards = Shards.ELEMENTS
     of_matrices: bool = False
     """Whether it treats matrices of the blocks separately, and all else as AdamW does."""
-
-    @property
-    def keeps_rule(self) -> bool:
-        """Whether its update rule is AdamW's, whatever the dtype of its states."""
-        return not self.changes.startswith("another optimizer")
+    rule: str = "adamw"
+    """Optimizers of one update rule differ in the dtype of their states and in where these are."""
 
     @property
     def projects(self) -> bool:
@@ -92,27 +89,46 @@ class OptimizerFacts:
         return "rounding" in self.keys
 
 
-def _low_bit(package: str, time: str, changes: str, hardware: str, keys: tuple[str, ...] = _ADAM) -> OptimizerFacts:
-    return OptimizerFacts("low_bit", keys, time, changes, hardware, package, Shards.CODED)
+def _low_bit(package: str, time: str, changes: str, hardware: str) -> OptimizerFacts:
+    return OptimizerFacts("low_bit", _ADAM, time, changes, hardware, package, Shards.CODED)
+
+
+def _lion_8bit(time: str, hardware: str) -> OptimizerFacts:
+    changes = "another optimizer: signs of 8-bit codes"
+    return replace(_low_bit("bitsandbytes", time, changes, hardware), keys=_BETAS, rule="lion")
 
 
 FACTS: Mapping[Optimizer, OptimizerFacts] = {
     Optimizer.ADAMW_TORCH_FUSED: OptimizerFacts("of_torch"),
     Optimizer.ADAMW_TORCH: OptimizerFacts("of_torch", time="-3.8 % tokens/s (1B); H100, 2026-11"),
     Optimizer.SGD: OptimizerFacts(
-        "of_torch", ("sgd_momentum",), "+4.0 % tokens/s (1B); H100, 2026-11", "another optimizer: no momentum"
+        "of_torch",
+        ("sgd_momentum",),
+        "+4.0 % tokens/s (1B); H100, 2026-11",
+        "another optimizer: no momentum",
+        rule="sgd",
     ),
     Optimizer.ADAFACTOR: OptimizerFacts(
-        "of_torch", (), "-19.6 % tokens/s (1B); H100, 2026-11", "another optimizer: factored", shards=Shards.WHOLE
+        "of_torch",
+        (),
+        "-19.6 % tokens/s (1B); H100, 2026-11",
+        "another optimizer: factored",
+        shards=Shards.WHOLE,
+        rule="adafactor",
     ),
     Optimizer.SCHEDULE_FREE_ADAMW: OptimizerFacts(
-        "schedule_free", _ADAM, "-5.5 % tokens/s (1B); H200, 2026-11", "another optimizer: averaged weights"
+        "schedule_free",
+        _ADAM,
+        "-5.5 % tokens/s (1B); H200, 2026-11",
+        "another optimizer: averaged weights",
+        rule="schedule_free",
     ),
     Optimizer.SOPHIA: OptimizerFacts(
         "sophia",
         (*_BETAS, "sophia_rho", "sophia_hessian_steps"),
         "-1.8 % tokens/s (1B); H200, 2026-11",
         "another optimizer: clipped by curvature",
+        rule="sophia",
     ),
     Optimizer.MUON: OptimizerFacts(
         "muon",
@@ -121,6 +137,7 @@ FACTS: Mapping[Optimizer, OptimizerFacts] = {
         "another optimizer: orthogonal updates of matrices",
         shards=Shards.GATHERED,
         of_matrices=True,
+        rule="muon",
     ),
     Optimizer.GALORE_ADAMW: OptimizerFacts(
         "low_rank",
@@ -129,6 +146,7 @@ FACTS: Mapping[Optimizer, OptimizerFacts] = {
         "another optimizer: low-rank moments",
         shards=Shards.WHOLE,
         of_matrices=True,
+        rule="galore",
     ),
     Optimizer.APOLLO_ADAMW: OptimizerFacts(
         "low_rank",
@@ -137,14 +155,13 @@ FACTS: Mapping[Optimizer, OptimizerFacts] = {
         "another optimizer: scaled by low-rank moments",
         shards=Shards.WHOLE,
         of_matrices=True,
+        rule="apollo",
     ),
-    Optimizer.LION: OptimizerFacts("lion", _BETAS, "-0.2 % tokens/s (1B); H200, 2026-11", "another optimizer: signs"),
-    Optimizer.LION_8BIT: _low_bit(
-        "bitsandbytes", "-12.3 % tokens/s (1B); H200, 2026-11", "another optimizer: signs of 8-bit codes", "", _BETAS
+    Optimizer.LION: OptimizerFacts(
+        "lion", _BETAS, "-0.2 % tokens/s (1B); H200, 2026-11", "another optimizer: signs", rule="lion"
     ),
-    Optimizer.PAGED_LION_8BIT: _low_bit(
-        "bitsandbytes", "-14.9 % tokens/s (1B); H200, 2026-11", "another optimizer: signs of codes", "cuda", _BETAS
-    ),
+    Optimizer.LION_8BIT: _lion_8bit("-12.3 % tokens/s (1B); H200, 2026-11", ""),
+    Optimizer.PAGED_LION_8BIT: _lion_8bit("-14.9 % tokens/s (1B); H200, 2026-11", "cuda"),
     Optimizer.ANYPRECISION_ADAMW: OptimizerFacts(
         "any_precision_rows",
         (*_ADAM, "rounding"),
@@ -177,9 +194,10 @@ two processes), torchao's states are not tried, and the scales of ours, one for 
 
 
 def serves_states_of(choice: Optimizer, other: Optimizer) -> bool:
-    """Whether an optimizer goes on with the states of another as that one would, but for rounding."""
+    """Whether an optimizer goes on with the states of another as that one would, but for rounding: those in full serve
+    every optimizer of their rule, codes those of their package."""
     one, two = FACTS[choice], FACTS[other]
-    return one.module == two.module and not (one.changes or two.changes)
+    return (one.rule, one.changes) == (two.rule, two.changes) and (not one.changes or one.package == two.package)
 
 
 def facts_of(choice: Optimizer | Auto) -> OptimizerFacts:

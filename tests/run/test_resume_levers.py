@@ -9,11 +9,13 @@ from framework.errors import RequestError
 from framework.memory.explain.proposals import propose
 from framework.memory.levers import LEVERS
 from framework.run.checkpoints.resume import check_allowed, check_resume, resume_with
+from framework.schema.optimizers import FACTS, Optimizer
 from tests.run.test_preference_run import config as preference
 from tests.run.test_preference_run import files  # noqa: F401
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
 from tests.tiny import LLAMA, tiny_config
 
+H100 = {"name": "h100_80gb", "capability": "9.0", "usable_bytes": 80 << 30}
 STEPS = {"max_steps": 6, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
 LORA = {"lora_target_modules": ["all-linear"]}
 SETTINGS = [
@@ -28,6 +30,13 @@ SETTINGS = [
     ("data.padding_free", True),
     ("data.pad_to_multiple_of", 16),
 ]
+
+
+@pytest.fixture
+def all_packages(monkeypatch):
+    """Every package that an optimizer comes from counts as installed."""
+    for module in ("requirements", "explain.proposals"):
+        monkeypatch.setattr(f"framework.memory.{module}.is_installed", lambda name: True)
 
 
 def with_key(made, key, value):
@@ -108,11 +117,32 @@ def test_every_exact_lever_is_allowed_and_no_other_fact_says_so():
     assert len(caught.value.problems) == len(inexact)
 
 
-def test_what_explain_calls_exact_goes_with_a_resume():
-    """Each with `--allow` for the keys that it types; but paged optimizers, whose states have other names."""
-    run = tiny_config(gpu={"name": "h100_80gb", "capability": "9.0", "usable_bytes": 80 << 30})
-    found = [proposal for proposal in propose(run) if proposal.exact and "paged" not in proposal.override]
-    assert len(found) > 6
+@pytest.mark.usefixtures("all_packages")
+@pytest.mark.parametrize("optimizer", Optimizer)
+def test_what_explain_calls_exact_goes_with_a_resume(optimizer):
+    """Each with `--allow` for the keys that it types, whichever optimizer the run has."""
+    pure = {"torch_dtype_str": "bfloat16"} if FACTS[optimizer].keeps_small_updates else {}
+    run = tiny_config(gpu=H100, model=pure, training={"optimizer": optimizer})
+    found = [proposal for proposal in propose(run) if proposal.exact]
+    assert len(found) > 5
     for proposal in found:
         keys = [word.partition("=")[0] for word in proposal.override.split()]
         assert check_resume(run.model_dump(mode="json"), proposal.config, keys), proposal.override
+
+
+@pytest.mark.usefixtures("all_packages")
+@pytest.mark.parametrize(
+    ("optimizer", "proposed"),
+    [
+        ("adamw_torch", {"adamw_torch_fused": True, "paged_adamw_32bit": True, "adamw_8bit": False}),
+        ("paged_adamw_8bit", {"adamw_8bit": True, "adamw_torch": False, "adamw_torchao_8bit": False}),
+        ("lion", {"lion_8bit": False, "paged_lion_8bit": False}),
+        ("paged_lion_8bit", {"lion_8bit": True, "lion": False}),
+        ("muon", {}),
+    ],
+)
+def test_optimizers_of_the_same_rule_are_proposed_and_said_to_be_exact_with_the_same_states(optimizer, proposed):
+    run = tiny_config(gpu=H100, training={"optimizer": optimizer})
+    found = {item.config.training.optimizer: item.exact for item in propose(run) if item.key == "training.optimizer"}
+    assert proposed.items() <= found.items()
+    assert {FACTS[other].rule for other in found} <= {FACTS[Optimizer(optimizer)].rule}

@@ -132,7 +132,8 @@ def _settings(row: Lever, phase: str | None) -> tuple[Setting, ...]:
     if OPTIMIZER in row.settings[0].beside:
         return ()  # a detail of one optimizer
     if row.key == OPTIMIZER:
-        others = (item for item in row.settings[2:] if FACTS[item.value].keeps_rule and not item.beside)
+        rule = FACTS[row.settings[0].value].rule
+        others = (item for item in row.settings[2:] if FACTS[item.value].rule == rule and not item.beside)
         return (row.settings[0], *others) if phase == "optimizer_step" else tuple(others)
     if row.key in (BATCH, EVAL_BATCH):
         return row.settings[-1:]

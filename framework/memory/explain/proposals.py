@@ -9,7 +9,7 @@ from framework.memory.levers import LEVERS, Lever, Setting, word
 from framework.memory.requirements import is_installed, suits
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import value_of
-from framework.schema.optimizers import FACTS
+from framework.schema.optimizers import FACTS, Optimizer, serves_states_of
 
 BATCH = "training.per_device_train_batch_size"
 EVAL_BATCH = "training.per_device_eval_batch_size"
@@ -60,8 +60,15 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
             continue
         shown = {"training.global_batch_size": config.batch.global_size} if row.key == BATCH else changes
         override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **shown}.items())
-        exact = not setting.changes and (row.key == BATCH or not changes)
+        exact = _goes_on(row, setting, config) and (row.key == BATCH or not changes)
         yield Proposal(row.key, override, costs_of(setting), exact, changed, row.shrinks)
+
+
+def _goes_on(row: Lever, setting: Setting, config: TrainingConfig) -> bool:
+    """Whether a setting leaves the results of this config, so that a checkpoint of it goes on with it."""
+    if row.key == OPTIMIZER:
+        return serves_states_of(Optimizer(setting.value), Optimizer(config.training.optimizer))
+    return not setting.changes
 
 
 def is_detail(key: str, beside: Mapping[str, Any]) -> bool:
@@ -77,7 +84,8 @@ def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
         return tuple(Setting(size, like.time, like.changes, like.hardware, like.package) for size in sizes)
     plain = row.settings[0]
     if row.key == OPTIMIZER:
-        return tuple(item for item in row.settings if item.value != value and FACTS[item.value].keeps_rule)
+        rule = FACTS[value].rule
+        return tuple(item for item in row.settings if item.value != value and FACTS[item.value].rule == rule)
     return row.settings[1:2] if word(value) == word(plain.value) else ()
 
 

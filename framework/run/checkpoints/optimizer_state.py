@@ -1,5 +1,6 @@
 """An optimizer's states as plain named tensors and numbers, and back, wherever the optimizer keeps them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from framework.build.optimizers.low_bit import parts_of
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.optimizers.weights_average import AVERAGE
 from framework.schema.choices import EmaDevice
+from framework.schema.optimizers import facts_of
 
 SEPARATOR = "::"
 """Between a parameter's name and that of its state."""
+_MOMENTS = (("exp_avg", "state1"), ("exp_avg_sq", "state2"))
+"""Names of torch's AdamW and of bitsandbytes'."""
 
 
 def flat_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -43,9 +47,9 @@ def flat_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def restore_state(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
     """Put what `flat_state` gave back into the optimizer. Its own states, if it has any, are replaced."""
     parameters, optimizer = dict(assembly.model.named_parameters()), assembly.optimizer
-    for path in (*tensors, *numbers):
+    for path, value in renamed(assembly, {**tensors, **numbers}).items():
         name, key, *inner = path.split(SEPARATOR)
-        parameter, value = parameters[name], tensors.get(path, numbers.get(path))
+        parameter = parameters[name]
         state = optimizer.state[parameter]
         if inner:
             if key not in state:
@@ -56,6 +60,28 @@ def restore_state(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[
     if isinstance(optimizer, ParameterWise):
         for stateful in list(optimizer.state):
             optimizer.stow(stateful)
+
+
+def renamed(assembly: Assembly, states: Mapping[str, Any]) -> dict[str, Any]:
+    """States by path, those of an AdamW with full states as the AdamW with full states that is built keeps them.
+
+    torch's moments have the dtype of the weights and a counter that is a tensor, bitsandbytes' are float32.
+    """
+    facts = facts_of(assembly.config.training.optimizer)
+    renames = dict(_MOMENTS if facts.package else map(reversed, _MOMENTS))
+    if facts.changes or not any(path.split(SEPARATOR)[1] in renames for path in states):
+        return dict(states)
+    parameters, found = dict(assembly.model.named_parameters()), dict[str, Any]()
+    for path, value in states.items():
+        name, key = path.split(SEPARATOR)
+        dtype = torch.float32 if facts.package else parameters[name].dtype
+        if key == "step":
+            found[path] = int(value) if facts.package else torch.tensor(float(value))
+        elif key in renames:
+            found[f"{name}{SEPARATOR}{renames[key]}"] = value.to(dtype)
+        else:
+            found[path] = value
+    return found
 
 
 def placed(assembly: Assembly, parameter: nn.Parameter, key: str, value: Any) -> Any:

@@ -39,7 +39,7 @@ from torch.futures import Future
 from framework.build.assembly import Assembly
 from framework.build.ranks import whole
 from framework.errors import Problem, RequestError, SaveFailed
-from framework.run.checkpoints.optimizer_state import SEPARATOR, placed
+from framework.run.checkpoints.optimizer_state import SEPARATOR, placed, renamed
 from framework.run.checkpoints.read_back import save_verified, told
 from framework.run.ranks.coordinator import WAIT
 from framework.run.record.layout import PARTS
@@ -144,7 +144,7 @@ def load_parts(checkpoint: Path, assembly: Assembly, numbers: Mapping[str, Any])
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as asked
         load(target, storage_reader=reader, no_dist=not assembly.is_in_parts)
-    for path, value in {**states, **numbers}.items():
+    for path, value in renamed(assembly, {**states, **numbers}).items():
         name, key = path.split(SEPARATOR)
         parameter = named[name]
         assembly.optimizer.state[parameter][key] = placed(assembly, parameter, key, value)

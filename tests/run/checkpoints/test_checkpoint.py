@@ -1,11 +1,13 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from framework.build.optimizers.low_bit import LOW_BIT
 from framework.build.ranks import Ranks
 from framework.errors import RequestError, SaveFailed
 from framework.run.checkpoints import read_back as module
@@ -22,7 +24,8 @@ from framework.run.checkpoints.checkpoint import (
 from framework.run.checkpoints.read_back import verify_tensors
 from framework.run.rng import dumped
 from framework.run.step import train_step
-from tests.optimizers import BF16, ON_CPU, WIDE, eager, training  # noqa: F401
+from framework.schema.optimizers import Optimizer
+from tests.optimizers import BF16, ON_CPU, WIDE, eager, needs, training  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -81,6 +84,37 @@ def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
     assert steps(resumed, 4, 5) == expected
     for (name, a), (_, b) in zip(straight.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.fixture
+def unpaged(monkeypatch):
+    """The class of `paged_adamw_32bit` without pages, which only a card has."""
+    row = LOW_BIT[Optimizer.PAGED_ADAMW_32BIT]
+    monkeypatch.setitem(LOW_BIT, Optimizer.PAGED_ADAMW_32BIT, replace(row, name="AdamW32bit", paged=False))
+
+
+@needs("bitsandbytes")
+@pytest.mark.usefixtures("unpaged")
+@pytest.mark.parametrize("more", [{}, {"optimizer_in_backward": True, "max_grad_norm": 0.0}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("one", "other"), [("adamw_torch", "paged_adamw_32bit"), ("paged_adamw_32bit", "adamw_torch")])
+def test_an_adamw_of_full_states_goes_on_with_those_of_another(tmp_path, one, other, dtype, more):
+    """The moments and the count of steps are the same numbers, of torch in the dtype of the weights."""
+    precision = {"torch_dtype_str": dtype}
+    configs = [tiny_config(LLAMA, training=training(name, **more), model=precision) for name in (one, other)]
+    straight, resumed = map(tiny_assembly, configs)
+    steps(straight, 1, 3)
+    load_checkpoint(save_checkpoint(tmp_path, contents_of(straight, 3), keep=2), resumed)
+    names = {"adamw_torch": ("exp_avg", "exp_avg_sq"), "paged_adamw_32bit": ("state1", "state2")}
+    kind = torch.float32 if other.startswith("paged") else getattr(torch, dtype)
+    for parameter, built in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        before, state = straight.optimizer.state[parameter], resumed.optimizer.state[built]
+        assert state.keys() == {"step", *names[other]}
+        assert float(state["step"]) == float(before["step"]) == 3
+        for was, now in zip(names[one], names[other], strict=True):
+            assert state[now].dtype is kind
+            assert torch.equal(state[now], before[was].to(kind))
+    assert steps(resumed, 4, 5) == pytest.approx(steps(straight, 4, 5), rel={"float32": 1e-6, "bfloat16": 1e-2}[dtype])
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
