@@ -67,6 +67,13 @@ def test_a_misspelt_key_is_told_even_where_its_section_is_switched_off(write):
     assert problems["peft.rank"].nearest == "peft.lora_r"
 
 
+def test_a_section_of_a_section_that_is_written_empty_has_its_place(write):
+    (problem,) = check_request(
+        write("defaults: [{model: qwen3_0.6b}]\nmodel:\n  tokenizer: {}\n"), ["gpu=cpu"]
+    ).problems
+    assert (problem.key, problem.where) == ("model.tokenizer", "r.yaml:3")
+
+
 def test_missing_files_show_the_written_and_the_absolute_path_to_verbs_that_need_them(write):
     recipe = write("model: {model_name: ./gone}\ndata: {train: [{path: no/rows.jsonl}, {path: user/set}]}\n")
     assert not report(recipe)[0]

@@ -93,11 +93,10 @@ def _collect(tree: Any, found: list[str]) -> None:
 def _find(reference: str, whole: Mapping[str, Any]) -> object:
     value: Any = whole
     for part in reference.split("."):
-        inside = dict(enumerate(value)) if isinstance(value, list) else value
-        key = int(part) if isinstance(value, list) and part.isdecimal() else part
-        if not isinstance(inside, dict) or key not in inside:
+        inside = {str(index): item for index, item in enumerate(value)} if isinstance(value, list) else value
+        if not isinstance(inside, dict) or part not in inside:
             raise ValueError(f"`${{{reference}}}` refers to a key that does not exist")
-        value = inside[key]
+        value = inside[part]
     if isinstance(value, dict | list):
         raise ValueError(f"`${{{reference}}}` refers to a whole section or list; refer to one value")
     return value

@@ -118,6 +118,8 @@ def draft(
     if world not in (None, config.gpu.count) and "gpu.count" not in invalid:
         problems.append(_other_world(config.gpu.count, int(world or 0), place(("gpu", "count"))))
     origins = {dotted(path): _origin(layers, path) for path, _ in values(config)}
+    empty = {dotted(path): node for layer in layers for path, node in leaves(layer.tree) if node.mapping == {}}
+    origins |= {key: node.origin for key, node in empty.items() if "." in key}  # `tokenizer: {}`: all is default in it
     if not _is_referred_to(layers, MICRO_BATCH):
         config, derived = with_derived(config, origins)
         origins |= derived

@@ -89,7 +89,7 @@ def _sharding(t: Translation) -> None:
         offload = offload or source.text("deepspeed.offload_param.device") == "cpu"
         devices = [f"deepspeed.offload_{what}.device" for what in ("optimizer", "param")]
         of = ["deepspeed.enable_deepspeed", "deepspeed.zero_stage", *(devices if offload else [])]
-        carry_stage(t, int(stage) if stage.isdecimal() else 0, offload, *of)
+        carry_stage(t, int(stage) if stage in ("1", "2", "3") else 0, offload, *of)
         word = source.text("deepspeed.precision")
         if word in ("bf16", "fp16"):
             comment = "DeepSpeed keeps float32 masters"

@@ -18,6 +18,7 @@ from framework.build.losses.loss import full_loss, ignore_phases, model_inputs
 from framework.build.model.heads import answers
 from framework.build.model.parts import causal_model
 from framework.build.resolve_model import settle
+from framework.build.text.classes import size_of
 from framework.build.text.labels import Encoded
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
@@ -124,7 +125,7 @@ def _labels(saved_model: SavedModel) -> DataParams:
         message = f"{saved_model.folder / MODEL_FILE} has no names of classes: its id2label is {names!r}"
         raise RequestError([Problem("RUN", message, expected='{"0": name, "1": name, ...}')])
     several = settings.get("problem_type") == "multi_label_classification"
-    labels = tuple(names[key] for key in sorted(names, key=int))
+    labels = tuple(names[key] for key in sorted(names, key=size_of))
     return DataParams(labels=labels, multi_label=several if saved_model.task is Task.CLASSIFICATION else None)
 
 

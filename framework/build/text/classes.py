@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from unicodedata import decimal
 
 import numpy as np
 import numpy.typing as npt
@@ -131,7 +132,13 @@ def _is_no_class(label: object) -> bool:
 def _sorted(names: set[str]) -> tuple[str, ...]:
     """Numbers by size, all else by name; `1` and `01` are of one size, and their order must not be the set's."""
     by_name = sorted(names)
-    return tuple(sorted(by_name, key=int) if all(map(str.isdecimal, names)) else by_name)
+    return tuple(sorted(by_name, key=size_of) if all(map(str.isdecimal, names)) else by_name)
+
+
+def size_of(number: str) -> tuple[int, str]:
+    """Decimal digits of any script by the size of their number, which Python does not read where there are too many."""
+    digits = "".join(str(decimal(digit)) for digit in number).lstrip("0")
+    return len(digits), digits
 
 
 def _parsed(labels: Iterable[str | None]) -> Iterator[object]:

@@ -33,6 +33,8 @@ _SHARDED = "fsdp.enable_fsdp"
 """Needs several cards; how many there are is not known from a text, and one card alone is the default."""
 _DETAILS = ("model.sdpa_backend",)
 """Levers whose plain setting nobody has by default."""
+_MOST_DIGITS = 20
+"""Of a size; a plan that is damaged may have more than Python reads."""
 _GROWING = "training.allocator.expandable_segments=true"
 
 
@@ -69,7 +71,7 @@ def rank_moves(
 
 def _was_tried(override: str, reached: Mapping[str, int]) -> bool:
     key, _, value = override.partition(" ")[0].partition("=")
-    return key in reached and value.isdecimal() and int(value) >= reached[key]
+    return key in reached and value.isdecimal() and len(value) < _MOST_DIGITS and int(value) >= reached[key]
 
 
 def _moves(plan: SavedPlan | None, phase: str | None, cause: Cause) -> tuple[Move, ...]:

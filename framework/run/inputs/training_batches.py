@@ -6,8 +6,10 @@ from typing import Any, TypeAlias
 from framework.build.data.batches import GlobalBatches
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.text.tokenizer import padding_id
+from framework.errors import Problem, RequestError
 from framework.run.inputs.inputs import Inputs
 from framework.schema.config import TrainingConfig
+from framework.schema.rules.save import last_save_conflicts
 
 TrainingBatches: TypeAlias = GlobalBatches | StreamedBatches
 
@@ -44,11 +46,19 @@ def training_batches(
 
 
 def total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
-    """Optimizer steps of the run: `max_steps`, else the epochs' worth, at least one."""
+    """Optimizer steps of the run: `max_steps`, else the epochs' worth, at least one.
+
+    Raises RequestError where something asked for has no effect in so many.
+    """
     training = config.training
     if training.max_steps is not None or isinstance(batches, StreamedBatches):
-        return training.max_steps or 1
-    return max(1, round(training.num_train_epochs * batches.steps_per_epoch))
+        total = training.max_steps or 1
+    else:
+        total = max(1, round(training.num_train_epochs * batches.steps_per_epoch))
+    found = last_save_conflicts(config, total)
+    if problems := [Problem(each.keys[0], each.message, expected=each.expected) for each in found]:
+        raise RequestError(problems)
+    return total
 
 
 def stream_state(batches: TrainingBatches, step: int) -> dict[str, Any] | None:

@@ -9,9 +9,12 @@ from framework.build.loading.bases import check_all_weights
 from framework.build.place import rehearsal_place
 from framework.build.resolve_model import settle
 from framework.errors import Problem, RequestError
+from framework.memory.installed import detect
 from framework.memory.search.free_keys import opened
-from framework.run.inputs.inputs import read_rows_for, read_tokenizer, with_labels
+from framework.run.inputs.inputs import Inputs, read_rows_for, read_tokenizer, with_labels
+from framework.run.inputs.training_batches import total_steps, training_batches
 from framework.run.planning.plan_pool import plan_in_subprocess
+from framework.run.record.run_folder import unusable_folders
 from framework.schema.choices import Attention, CheckpointingPolicy
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
@@ -61,10 +64,13 @@ def inspect(config: TrainingConfig) -> Findings:
             tokenizer = attempt(lambda: read_tokenizer(config, architecture))
             if tokenizer is not None:
                 data = attempt(lambda: read_rows_for(config, architecture, tokenizer))
+            if tokenizer is not None and data is not None:
+                inputs = Inputs(config, architecture, tokenizer, data)
+                attempt(lambda: _refuse_for_rows(inputs))
+    is_here = config.gpu.name in ("cpu", detect())
+    (problems if is_here else cautions).extend(unusable_folders(config))
     if data is None:
         return Findings(tuple(dict.fromkeys(problems)), tuple(cautions), "no rows")
-    if config.training.task.is_of_rows:
-        attempt(lambda: with_labels(config, data.targets))
     read = data.report.train.read
     rows = (
         f"the first {counted(read, 'row')} of a stream"
@@ -75,6 +81,13 @@ def inspect(config: TrainingConfig) -> Findings:
     said = [*data.report.warnings, *([f"not read: {', '.join(unread)}"] if unread else [])]
     warnings = (Problem("data.train", warning) for warning in said)
     return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
+
+
+def _refuse_for_rows(inputs: Inputs) -> None:
+    """Raises RequestError for labels that leave nothing to learn, and for what has no effect in so many steps."""
+    if inputs.config.training.task.is_of_rows:
+        with_labels(inputs.config, inputs.data.targets)
+    total_steps(inputs.config, training_batches(inputs.config, inputs, None))
 
 
 def _refuse_for_ranks(config: TrainingConfig, assembly: Assembly) -> None:

@@ -1,6 +1,7 @@
 """The run folder: where it is, what is already in it, and the files that say what happened."""
 
 import contextlib
+import errno
 import fnmatch
 import json
 import os
@@ -29,6 +30,7 @@ from framework.run.record.metrics_log import FILE as METRICS
 from framework.run.record.metrics_log import SAMPLES
 from framework.run.record.overwrite import ENVIRONMENT, overwrite_problems, read_environment
 from framework.run.record.revision import describe_revision
+from framework.schema.choices import OptimizerOffload
 from framework.schema.config import TrainingConfig
 from framework.text import to_yaml
 
@@ -65,6 +67,8 @@ _PACKAGES = (
     *("tunesmith", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
     *("numpy", "triton", "bitsandbytes", "torchao", "liger-kernel"),
 )
+_LONGEST = 4096 - 300
+"""Bytes of a folder's path: Linux takes 4096, and names within run folders, trackers' too, have a third of the rest."""
 _OF_A_START = ("date", "command")
 """What `environment.json` says that is another one at each start."""
 
@@ -205,21 +209,47 @@ def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool
     written = config.training.output_dir
     folder = RunFolder(Path(written) if written else default_path(name, resume, overwrite))
     folder = replace(folder, fallback=fallback_of(config, folder.path))
-    try:
-        taken = folder.held()
-    except (OSError, ValueError) as error:  # too long, a file in its way, a zero byte
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"{str(folder.path)[:200]} cannot be a folder: {reason}"
-        raise RequestError([Problem("training.output_dir", message, expected="a folder")]) from None
-    if found := [*_special(folder.path), *(_special(folder.fallback) if folder.fallback is not None else ())]:
-        message = f"{folder.path} has in it what is no regular file, and no run made: {', '.join(found)}"
-        raise RequestError([Problem("training.output_dir", message, expected="another folder, or to remove it")])
+    if unusable := unusable_folders(config, folder.path):
+        raise RequestError(unusable)
     refuse_taken(folder.path)
-    if problems := [*folder_problems(config, folder.path, taken, resume, overwrite)]:
+    if problems := [*folder_problems(config, folder.path, folder.held(), resume, overwrite)]:
         raise RequestError(problems)
     if resume and folder.newest() is None:
         raise RequestError([_nothing_to_resume(folder.path.absolute())])
     return folder
+
+
+def unusable_folders(config: TrainingConfig, path: Path | None = None) -> tuple[Problem, ...]:
+    """What keeps a run from writing to its folders, whatever is in them: `path` or what the config says, and those that
+    take what finds no room there. Makes nothing."""
+    training = config.training
+    path = path or Path(training.output_dir or "runs")
+    found = [_unusable("training.output_dir", path, path)]
+    if (fallback := fallback_of(config, path)) is not None:
+        found.append(_unusable("training.fallback_dir", fallback, fallback.parent))
+    if training.optimizer_offload is OptimizerOffload.NVME:
+        offload = Path(training.optimizer_offload_folder or ".")
+        found.append(_unusable("training.optimizer_offload_folder", offload, offload))
+    return tuple(problem for problem in found if problem is not None)
+
+
+def _unusable(key: str, folder: Path, named: Path) -> Problem | None:
+    there = folder.absolute()
+    try:
+        held(folder)
+        if len(os.fsencode(there)) > _LONGEST:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        nearest = next(place for place in (there, *there.parents) if os.path.lexists(place))
+        if not nearest.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a link on the way leads nowhere")
+    except (OSError, ValueError) as error:  # too long, a file in its way, a link to itself, a zero byte
+        reason = getattr(error, "strerror", None) or str(error)
+        return Problem(key, f"{str(named)[:200]} cannot be a folder: {reason}", expected="a folder")
+    if found := _special(folder):
+        message = f"{folder} has in it what is no regular file, and no run made: {', '.join(found)}"
+        return Problem(key, message, expected="another folder, or to remove it")
+    is_ours = os.access(nearest, os.W_OK | os.X_OK)
+    return None if is_ours else _unwritable(key, named.absolute(), os.strerror(errno.EACCES))
 
 
 def fallback_of(config: TrainingConfig, folder: Path) -> Path | None:
@@ -268,8 +298,12 @@ def make_writable(folder: Path, key: str, meant: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        message = f"{meant} cannot be made or written to: {error.strerror}"
-        raise RequestError([Problem(key, message, expected="a folder where files can be written")]) from None
+        raise RequestError([_unwritable(key, meant, str(error.strerror))]) from None
+
+
+def _unwritable(key: str, folder: Path, reason: str) -> Problem:
+    message = f"{folder} cannot be made or written to: {reason}"
+    return Problem(key, message, expected="a folder where files can be written")
 
 
 def default_path(name: str, resume: bool, overwrite: bool) -> Path:

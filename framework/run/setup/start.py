@@ -34,7 +34,7 @@ from framework.run.checkpoints.checkpoint import load_checkpoint, read_state, re
 from framework.run.checkpoints.resume import check_resume
 from framework.run.inputs.inputs import Inputs, read_inputs
 from framework.run.inputs.same_rows import check_adapters_base, check_read, moved, needed_models, read_digests
-from framework.run.inputs.training_batches import TrainingBatches, total_steps, training_batches
+from framework.run.inputs.training_batches import total_steps, training_batches
 from framework.run.oom.report import PlannedRun, Watch, explained_failures
 from framework.run.oom.smaller_batches import remembered
 from framework.run.planning.capacity import require_capacity, too_large
@@ -55,7 +55,6 @@ from framework.run.setup.host_memory import HostWatch, describe_load
 from framework.run.setup.reference_answers import ask_before_resuming
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.save import last_save_conflicts
 
 
 def open_session(
@@ -78,6 +77,8 @@ def open_session(
     """
     check_trackers(config)
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
+    with coordinator.phase("looking at the run folder"):
+        folder = find_folder(coordinator, config, name, resume, overwrite)
     with coordinator.phase("reading rows and planning"):
         console = TerminalConsole(stderr=True, quiet=quiet or not coordinator.ranks.is_main)
         inputs, plan = _read_and_plan(config, planner if coordinator.ranks.is_main else None, given, console)
@@ -86,7 +87,7 @@ def open_session(
         raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was loaded.")
     with coordinator.phase("loading the model"):
         inputs = replace(inputs, from_python=from_python)
-        session = _build(inputs, plan, name, resume, overwrite, allow, quiet, coordinator)
+        session = _build(inputs, plan, folder, resume, allow, quiet, coordinator)
     session.planner = planner
     if plan is not None and not plan.fits:
         session.progress.say(f"warning   {too_large(plan)} training.on_oom=shrink tries it nevertheless")
@@ -113,23 +114,21 @@ def _read_and_plan(
 def _build(
     inputs: Inputs,
     plan: Plan | None,
-    name: str,
+    folder: RunFolder,
     resume: bool,
-    overwrite: bool,
     allow: Sequence[str],
     quiet: bool,
     coordinator: Coordinator,
 ) -> Session:
     """The session around what was read and planned."""
     config = inputs.config
-    folder = find_folder(coordinator, config, name, resume, overwrite)
     _require_room(plan, folder, config, coordinator)
     unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
     read = read_digests(inputs) | inputs.from_python.names
     origin = _origin_of(folder, config, read, allow) if resume else _fresh(config, read, allow)
     config = origin.config
     batches = training_batches(config, inputs, origin.state, coordinator.ranks.rank)
-    total = _total_steps(config, batches)
+    total = total_steps(config, batches)
     agree(coordinator, digest(inputs, total))  # before the first collective, which starts the device
     meter = Meter(place := real_place(_start_device(config, coordinator)))
     watch = Watch(meter)
@@ -222,15 +221,6 @@ def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any
         raise RequestError(problems)
     changes += folder.moved_versions()
     return _Origin(config, newest, state, repairs, changes)
-
-
-def _total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
-    """Optimizer steps of the run. Raises RequestError where something asked for has no effect in so many."""
-    total = total_steps(config, batches)
-    found = last_save_conflicts(config, total)
-    if problems := [Problem(each.keys[0], each.message, expected=each.expected) for each in found]:
-        raise RequestError(problems)
-    return total
 
 
 def _require_room(plan: Plan | None, folder: RunFolder, config: TrainingConfig, coordinator: Coordinator) -> None:

@@ -21,6 +21,8 @@ def texts(labels: Sequence[object]) -> list[str]:
 
 def test_numbers_of_one_size_have_an_order_that_is_not_the_sets() -> None:
     assert find_classes(texts(["10", "1", "001", "2", "01"]), None).names == ("001", "01", "1", "2", "10")
+    longest = "9" * 5000
+    assert find_classes(texts([longest, "\u0663", "10", "2"]), None).names == ("2", "\u0663", "10", longest)
 
 
 def test_a_number_stands_for_a_class_by_its_place_unless_classes_are_numbers() -> None:

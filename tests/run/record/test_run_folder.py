@@ -1,6 +1,8 @@
 """The run folder's files: cut short, or not writable."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +10,7 @@ from framework.errors import RequestError, SaveFailed
 from framework.memory.explain.evidence import earlier_reports
 from framework.run.record.layout import checkpoints
 from framework.run.record.overwrite import remove
-from framework.run.record.run_folder import PAGE, RunFolder, held, make, open_folder
+from framework.run.record.run_folder import PAGE, RunFolder, held, make, open_folder, unusable_folders
 from tests.tiny import tiny_config
 
 
@@ -98,12 +100,47 @@ def test_a_resume_under_other_versions_keeps_both_records_and_says_what_moved(tm
     assert json.loads((tmp_path / "environment.json").read_text())["packages"] == first["packages"]
 
 
-@pytest.mark.parametrize("written", ["x" * 5000, "a/" * 2500, "a\0b"])
-def test_what_cannot_be_a_folder_is_the_requests_fault(tmp_path, monkeypatch, written):
+LINES = {"output_dir": {}, "fallback_dir": {}, "optimizer_offload_folder": {"optimizer_offload": "nvme"}}
+UNUSABLE = {
+    "too long": ("x" * 5000, "File name too long"),
+    "too deep": ("a/" * 2500, "File name too long"),
+    "no room for the names in it": ("a/" * 1890, "File name too long"),
+    "a zero byte": ("a\0b", "null byte"),
+    "a file": ("file", "Not a directory"),
+    "below a file": ("file/a/b", "Not a directory"),
+    "a link to itself": ("loop", "symbolic links"),
+    "below it": ("loop/a", "symbolic links"),
+    "a link to nothing": ("dangling", "leads nowhere"),
+    "below that": ("dangling/a", "leads nowhere"),
+    "a FIFO in it": ("odd", "no regular file"),
+    "not ours": ("sealed/a/b", "cannot be made or written to: Permission denied"),
+}
+
+
+@pytest.mark.parametrize("key", LINES)
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_cannot_be_a_folder_is_refused_by_check_and_before_anything_is_read(tmp_path, monkeypatch, name, key):
     monkeypatch.chdir(tmp_path)
-    for key in ("output_dir", "fallback_dir"):
-        with pytest.raises(RequestError, match="cannot be a folder"):
-            open_folder(tiny_config(training={"output_dir": "ok", key: written}), "r", resume=False, overwrite=False)
+    Path("file").touch()
+    Path("loop").symlink_to("loop")
+    Path("dangling").symlink_to("nowhere")
+    Path("odd").mkdir()
+    os.mkfifo("odd/config.yaml")
+    Path("sealed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: Path(path).name != "sealed")  # root may write anywhere
+    written, reason = UNUSABLE[name]
+    if key == "fallback_dir" and name == "a FIFO in it":
+        written = "file"  # the run has a folder of its own in that one
+        reason = "Not a directory"
+    before = {*tmp_path.rglob("*")}
+    config = tiny_config(training={"output_dir": "fine", **LINES[key], key: written})
+    with pytest.raises(RequestError) as caught:
+        open_folder(config, "r", resume=False, overwrite=False)
+    (problem,) = caught.value.problems
+    assert problem.key == f"training.{key}"
+    assert reason in problem.message
+    assert unusable_folders(config) == caught.value.problems
+    assert {*tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize("stray", ["step-abcdefgh", "step-0000001", "notes", "step-00000004.txt"])
