@@ -38,7 +38,7 @@ FOUND = {
         "arrange_blocks", "modules_to_compile", "require_torchao", "convert_products", "refuse_unknown_to_liger",
         "use_liger_kernels", "_refuse_other_activation", "_refuse_cast_experts", "__init__",
     },
-    "framework/build/optimizers": {"matrix_parameters"},
+    "framework/build/optimizers": {"matrix_parameters", "_refuse_patterns"},
     "framework/run/rehearsal": {"attend", "record", "_refuse_idle_policy"},
     "framework/run/inputs": {"read_inputs", "with_labels", "read_tokenizer", "total_steps"},
     "framework/run/record": {"open_folder", "make_writable", "check_trackers"},
@@ -53,6 +53,7 @@ OF_THE_START = {
     "_mapped": "how much the disk of training.optimizer_offload_folder has free",
     "trackers.__init__": "the account and the server of a tracker",
     **dict.fromkeys(("check_read", "_read", "_sums", "_told", "_origin_of"), "the run that --resume goes on with"),
+    "check_adapters_base": "a digest of the weights of the base",
     **dict.fromkeys(
         ("find_folder", "_look_again", "remove", "_require_free", "_taken"), "other processes, --overwrite"
     ),
