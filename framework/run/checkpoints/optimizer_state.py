@@ -68,7 +68,7 @@ def renamed(assembly: Assembly, states: Mapping[str, Any]) -> dict[str, Any]:
     torch's moments have the dtype of the weights and a counter that is a tensor, bitsandbytes' are float32.
     """
     facts = facts_of(assembly.config.training.optimizer)
-    renames = dict(_MOMENTS if facts.package else map(reversed, _MOMENTS))
+    renames = dict(_MOMENTS) if facts.package else {theirs: own for own, theirs in _MOMENTS}
     if facts.changes or not any(path.split(SEPARATOR)[1] in renames for path in states):
         return dict(states)
     parameters, found = dict(assembly.model.named_parameters()), dict[str, Any]()
