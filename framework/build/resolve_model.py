@@ -7,6 +7,7 @@ from framework.build.loading.document_isolation import refuse_leaks
 from framework.build.loading.model import read_architecture
 from framework.build.loading.teacher import read_teacher
 from framework.build.loading.token_mixing import refuse_mixing
+from framework.build.loading.vocabulary import fit_vocabulary
 from framework.build.losses.router_loss import refuse_other_terms
 from framework.build.model.heads import refuse_without_attention
 from framework.errors import Problem, RequestError
@@ -28,7 +29,7 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     """
     architecture = read_architecture(config)
     settings = architecture.get_text_config().to_dict()
-    resolved = resolve(config, settings)
+    resolved = fit_vocabulary(resolve(config, settings), architecture)
     length, positions = resolved.model.model_max_length, position_count(settings)
     found = find_derived_conflicts(resolved)
     if isinstance(length, int) and positions is not None and not scales_positions(settings):

@@ -51,7 +51,6 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "alora_invocation_tokens": (None,),
     "use_qalora": (None, False),
-    "trainable_token_indices": (None,),
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
     "projection_prng_key": (None, 0),
     "encoder_hidden_size": (None,),
@@ -68,42 +67,70 @@ def with_own_adapter(layers: list[Layer], problems: list[Problem], warnings: lis
     if path is None or not isinstance(path.value, str) or not path.value or (use is not None and use.value is False):
         return layers
     found = find_adapter(path.value)
-    if isinstance(found, Problem):
-        problems.append(replace(found, where=path.origin.place))
+    refused = [found] if isinstance(found, Problem) else list(_refusals(*found))
+    if refused or isinstance(found, Problem):
+        problems.extend(replace(problem, where=path.origin.place) for problem in refused)
         return layers
     folder, config = found
-    refused = [
-        Problem(
-            dotted(KEY), f"{folder / ADAPTER_FILE} has {name}: {config[name]}", path.origin.place, "an adapter without"
-        )
-        for name, plain in _PLAIN.items()
-        if config.get(name) not in plain
-    ]
-    if method_of(config) is None:
-        message = f"{folder / ADAPTER_FILE} is of the kind {config.get('peft_type')}"
-        known = ", ".join(sorted(set(_METHODS.values())))
-        refused.append(Problem(dotted(KEY), message, path.origin.place, f"one of: {known}"))
-    if refused:
-        problems.extend(refused)
-        return layers
     own = dict(_own(config))
     kept = [replace(layer, tree=_without_presets(layer.tree, own)) for layer in layers]
+    problems.extend(_differences(kept, own, folder))
+    sections: dict[str, Any] = {"peft": own, "training": {"use_peft": True}}
+    model = _base_and_tokenizer(layers, folder, config)
+    if "model_name" not in model:
+        warnings.extend(_other_base(layers, folder, config))
+    sections |= {"model": model} if model else {}
+    return [Layer(0, node_of(sections, Origin("default", str(folder / ADAPTER_FILE)))), *kept]
+
+
+def _refusals(folder: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """What of an adapter is not trained here."""
+    file = folder / ADAPTER_FILE
+    for name, plain in _PLAIN.items():
+        if config.get(name) not in plain:
+            yield Problem(dotted(KEY), f"{file} has {name}: {config[name]}", expected="an adapter without")
+    if method_of(config) is None:
+        known = ", ".join(sorted(set(_METHODS.values())))
+        yield Problem(dotted(KEY), f"{file} is of the kind {config.get('peft_type')}", expected=f"one of: {known}")
+    try:
+        _token_rows(config)
+    except (TypeError, ValueError) as error:
+        yield Problem(dotted(KEY), f"{file} has trainable_token_indices that are not trained here: {error}")
+
+
+def _differences(layers: list[Layer], own: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
+    """A problem for each value that is written and is another in the adapter."""
     for name, value in own.items():
-        written = highest(kept, ("peft", name))
+        written = highest(layers, ("peft", name))
         is_compared = name not in ("lora_target_modules", *_FREE.values())
         if written is not None and is_compared and not _same(written.plain(), value):
             message = f"is {written.plain()}, and the adapter in {folder} has {value}"
-            problems.append(Problem(f"peft.{name}", message, written.origin.place, "unset: the adapter decides"))
-    sections: dict[str, Any] = {"peft": own, "training": {"use_peft": True}}
+            yield Problem(f"peft.{name}", message, written.origin.place, "unset: the adapter decides")
+
+
+def _base_and_tokenizer(layers: list[Layer], folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The adapter's base where no model is written, and the tokenizer that was saved with it where none is."""
+    base, found = config.get("base_model_name_or_path"), dict[str, str]()
+    if isinstance(base, str) and base and not _writes(layers, "model_name", "architecture"):
+        found["model_name"] = base
+    if (folder / "tokenizer_config.json").exists() and not _writes(layers, "tokenizer_name", "tokenizer"):
+        found["tokenizer_name"] = str(folder)
+    return found
+
+
+def _writes(layers: list[Layer], *names: str) -> bool:
+    return any(highest(layers, ("model", name)) is not None for name in names)
+
+
+def _other_base(layers: list[Layer], folder: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """A warning where the model has another name than the adapter's base, of which nothing else was recorded."""
     model, base = highest(layers, ("model", "model_name")), config.get("base_model_name_or_path")
-    if isinstance(base, str) and base and model is None and highest(layers, ("model", "architecture")) is None:
-        sections["model"] = {"model_name": base}
-    elif isinstance(base, str) and base and not (folder / BASE_RECORD).exists() and not _is_same_model(model, base):
-        is_named = f"is {model.value}" if model is not None else "is unset"
-        message = f"{is_named}, and the adapter in {folder} was trained on {base}"
-        place = model.origin.place if model is not None else None
-        warnings.append(Problem("model.model_name", message, place, base))
-    return [Layer(0, node_of(sections, Origin("default", str(folder / ADAPTER_FILE)))), *kept]
+    if not isinstance(base, str) or not base or (folder / BASE_RECORD).exists() or _is_same_model(model, base):
+        return
+    is_named = f"is {model.value}" if model is not None else "is unset"
+    place = model.origin.place if model is not None else None
+    message = f"{is_named}, and the adapter in {folder} was trained on {base}"
+    yield Problem("model.model_name", message, place, base)
 
 
 def find_adapter(written: str) -> tuple[Path, dict[str, Any]] | Problem:
@@ -136,6 +163,16 @@ def find_adapter(written: str) -> tuple[Path, dict[str, Any]] | Problem:
     return file.parent, config
 
 
+def _token_rows(config: Mapping[str, Any]) -> list[int] | None:
+    """The rows that it trains in each matrix that has some; None where there are none. Raises ValueError where those
+    of two matrices differ."""
+    written = config.get("trainable_token_indices")
+    lists = [*written.values()] if isinstance(written, dict) else [written] if written else []
+    if any(sorted(rows) != sorted(lists[0]) for rows in lists):
+        raise ValueError("other rows of the embedding than of the head")
+    return sorted(lists[0]) if lists else None
+
+
 def method_of(config: Mapping[str, Any]) -> PeftMethod | None:
     """The kind of adapter that peft's config is of, as far as we train it."""
     method = _METHODS.get(str(config.get("peft_type")))
@@ -155,6 +192,8 @@ def _own(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         value = config.get(name)
         if value:
             yield key, sorted(value) if isinstance(value, list) else [value]
+    if rows := _token_rows(config):
+        yield "trainable_token_indices", rows
     modules, stacked = config.get("target_modules"), config.get("target_parameters") or []
     if isinstance(modules, str) and not stacked:
         yield "lora_target_modules", modules

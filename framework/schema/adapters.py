@@ -7,7 +7,7 @@ from framework.schema.choices import PeftMethod
 
 _PLACED = ("lora_target_modules", "lora_exclude_modules", "layers_to_transform")
 _DRAWN = (*_PLACED, "lora_r", "lora_dropout")
-_FACTORS = (*_DRAWN, "lora_alpha", "lora_plus_lr_ratio", "rank_pattern", "alpha_pattern")
+_FACTORS = (*_DRAWN, "lora_alpha", "lora_plus_lr_ratio", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class AdapterFacts:
     """Whether it takes its start out of the base: without the adapter the model is not what it was before training."""
     is_cut: bool = False
     """Whether it is a product of two matrices, of which one can be cut as the weight next to them is."""
+
+    @property
+    def trains_tokens(self) -> bool:
+        """Whether it can train single rows of the embedding: what peft calls LoRA, whatever its start."""
+        return self.has_factors
 
     @property
     def is_prompt(self) -> bool:

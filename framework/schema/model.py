@@ -16,6 +16,12 @@ _TRAINED = UsedWith(
     "an adapter leaves the whole model frozen; peft.lora_target_modules says where it is",
 )
 
+_PRETRAINED = UsedWith(
+    "model.load_pretrained_weights",
+    because="random weights have no rows to start new ones from: model.architecture.vocab_size is their number",
+    refused=True,
+)
+
 
 class TokenizerTraining(Params):
     """A tokenizer built on the training text instead of a downloaded one."""
@@ -68,6 +74,13 @@ class ModelParams(Params):
     """Hub id or folder of the tokenizer. Unset: the model's."""
     tokenizer: Annotated[TokenizerTraining | None, NO_MEMORY] = None
     """Build a tokenizer on the training text: `{train: bpe, vocab_size: 4096}`."""
+    added_tokens: Annotated[Strings, _PRETRAINED] = ()
+    """Tokens that are added to the tokenizer, one id each. Their rows of the embedding, and of a head of its own, start
+    as the mean of the tokens that spelled them, in rows to spare or in new ones: hidden size x dtype bytes each, with
+    gradients and states where they are trained."""
+    resize_embeddings: Annotated[bool | Positive, _PRETRAINED] = False
+    """Give embedding and head as many rows as the tokenizer has tokens where it has more; a number: rounded up to a
+    multiple of it. What new rows cost is said at `added_tokens`, for which it is done anyway."""
     chat_template: Annotated[str | None, NO_MEMORY] = None
     """Jinja template of a chat: `chatml`, `gemma`, `llama3`, `mistral` or `plain`, a path to a file, or its text. Saved
     with the tokenizer. Unset: the tokenizer's own."""

@@ -48,6 +48,10 @@ class PeftParams(Params):
     """`lora_alpha` of some targets, in the same way. No memory."""
     lora_modules_to_save: Strings = ()
     """Modules trained in full and saved next to the adapter. Cost full gradients and states."""
+    trainable_token_indices: Layers | None = None
+    """Ids of tokens whose rows of the embedding, and of a head of its own, are trained and saved with the adapter. They
+    cost their rows, and a copy of each matrix in forward; the loss is over all logits at once where they are the head's
+    too. Unset: those of `model.added_tokens`; [] trains none."""
     num_virtual_tokens: Positive = 20
     """Trained tokens before each row (`prefix`: keys and values of every layer; `prompt`: embeddings)."""
     adapter_dtype: TorchDtype | None = None

@@ -17,6 +17,7 @@ from peft import (
     get_peft_model_state_dict,
 )
 from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -219,8 +220,23 @@ def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place:
         use_dora=method is PeftMethod.DORA,
         # without values there is nothing to decompose, and the shapes are the same
         init_lora_weights=True if place.rehearsed else MOVES_WEIGHTS.get(method, True),
+        trainable_token_indices=_token_rows(params, model),
         ensure_weight_tying=bool(saved) and ties_any(model, saved or []),
     )
+
+
+def _token_rows(params: PeftParams, model: PreTrainedModel) -> dict[str, list[int]] | None:
+    """The trained rows of the embedding, and of a head of its own, by the name of each."""
+    if not params.trainable_token_indices:
+        return None
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if ends[1] is None or ends[1].weight is ends[0].weight:
+        ends = ends[:1]  # which peft ties a tied head to
+    rows = sorted(set(params.trainable_token_indices))
+    if rows[-1] >= (size := ends[0].weight.shape[0]):
+        message = f"{rows[-1]} is no token of this model"
+        raise RequestError([Problem("peft.trainable_token_indices", message, expected=f"ids from 0 to {size - 1}")])
+    return {name: rows for name, module in model.named_modules() if any(module is end for end in ends)}
 
 
 def _feedforward(model: PreTrainedModel, names: list[str]) -> list[str]:
@@ -299,7 +315,11 @@ def ties_any(model: PreTrainedModel, names: list[str]) -> bool:
 def adapter_kind(adapter: Adapter) -> str:
     """The kind of adapter that the built layers are, by our name for it."""
     model = adapter.model
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer)
+    ]
     config = getattr(model, "peft_config", {}).get("default")
     if not layers or config is None:
         return "no adapter"

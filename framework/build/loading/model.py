@@ -24,6 +24,7 @@ from framework.build.loading.config_values import (
     refuse_unreadable_values,
 )
 from framework.build.loading.unmatched import Unmatched, refuse_untied, sort_unmatched
+from framework.build.loading.vocabulary import as_stored, changes_rows, fill_rows, rows_for
 from framework.build.model.heads import fit_head, model_class, read_by_model
 from framework.build.model_folder import (
     CONFIG_FILE,
@@ -265,6 +266,8 @@ def _pretrained(
     loses_first = config.training.use_peft and config.peft.q_lora and packed is None  # packed from the host, later
     device = torch.device("cpu") if loses_first else place.device
     loaded, unmatched = _loaded(config, architecture, dtype, attention, device, packed)
+    if changes_rows(config.model):
+        fill_rows(loaded, config, architecture.get_text_config().vocab_size)
     return loaded, unmatched.new
 
 
@@ -284,6 +287,12 @@ def check_weights(config: TrainingConfig, architecture: PretrainedConfig) -> tup
     return unmatched.left_over
 
 
+def embedding_rows(config: TrainingConfig) -> tuple[int, int]:
+    """Rows of the embedding in the checkpoint, and in the model that is built of it."""
+    stored: int = read_architecture(config).get_text_config().vocab_size
+    return stored, rows_for(config.model, stored) if changes_rows(config.model) else stored
+
+
 def _loaded(
     config: TrainingConfig,
     architecture: PretrainedConfig,
@@ -296,6 +305,8 @@ def _loaded(
     if (folder := local_folder(name)) is not None:
         require_model(folder, key)
         weight_files(folder, key)
+    if changes_rows(config.model):
+        architecture = as_stored(architecture, embedding_rows(config)[0])
     try:
         with unreported():
             model, info = model_class(config.training.task).from_pretrained(

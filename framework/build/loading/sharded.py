@@ -25,6 +25,7 @@ from transformers.core_model_loading import WeightConverter
 from framework.build.adapters.quantize import is_packed, refuse_other_packing
 from framework.build.hub import UNLOADABLE, one_line
 from framework.build.loading.model import build_model
+from framework.build.loading.vocabulary import changes_rows
 from framework.build.model.heads import is_new
 from framework.build.model_folder import checkpoint_files, local_folder, weight_files
 from framework.build.optimizers.seeds import mixed
@@ -54,7 +55,7 @@ def await_weights(
 def needs_whole_model(config: TrainingConfig) -> bool:
     """Whether something is made of the whole model's values before it is split: it is then loaded on every host."""
     peft = config.peft
-    copies = bool(peft.lora_modules_to_save) or config.training.task.is_of_rows
+    copies = bool(peft.lora_modules_to_save) or bool(peft.trainable_token_indices) or config.training.task.is_of_rows
     return config.training.use_peft and (not ADAPTERS[peft.peft_method].has_own_start or copies)
 
 
@@ -63,6 +64,8 @@ def is_sent(config: TrainingConfig, model: nn.Module) -> bool:
     transformers joins tensors of this model, or a folder that is here has other names."""
     if not config.model.load_pretrained_weights:
         return False
+    if changes_rows(config.model):
+        return True
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     if any(isinstance(transform, WeightConverter) for transform in transforms):
         return True
@@ -185,7 +188,7 @@ class ShardLoader:
         wanted = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
         absent = [name for name in wanted if name not in stored]
         same = all(_shape(stored[name], name) == wanted[name] for name in wanted if name in stored)
-        if files and same and all(is_new(self.model, name) for name in absent):
+        if files and same and not changes_rows(self._config.model) and all(is_new(self.model, name) for name in absent):
             self.new = tuple(sorted(absent))
             return lambda name, tensor: _read(stored.get(name), name, tensor)
         return self._sent_by_first(architecture, ranks)

@@ -1,6 +1,7 @@
 """The tokenizer: loaded, or built on the training text; with the chat template that the recipe asks for."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -8,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from framework.build.hub import cached_models, hub_host, hub_is_reachable, leave_to_run_code, nearest, one_line
 from framework.build.model_folder import local_folder, missing_folder, read_object, require_readable
+from framework.build.text.added_tokens import Vocabulary, add_tokens
 from framework.build.text.chat import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
@@ -38,7 +40,8 @@ def build_tokenizer(config: TrainingConfig, texts: Iterable[str]) -> PreTrainedT
     """
     model = config.model
     if model.tokenizer is None:
-        tokenizer = _load_tokenizer(model)
+        tokenizer = load_tokenizer(model)
+        add_tokens(tokenizer, model.added_tokens)
     elif model.tokenizer_name is not None:
         message = "is set, and model.tokenizer asks to build one; only one of them can be had"
         raise RequestError([Problem("model.tokenizer_name", message)])
@@ -47,6 +50,17 @@ def build_tokenizer(config: TrainingConfig, texts: Iterable[str]) -> PreTrainedT
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(model.chat_template)
     return tokenizer
+
+
+def vocabulary_of(model: ModelParams) -> Vocabulary:
+    """What the tokenizer of a config comes to with its added tokens. Raises RequestError as `build_tokenizer` does."""
+    read = ("model_name", "tokenizer_name", "added_tokens", "trust_remote_code", "model_revision")
+    return _vocabulary(ModelParams(**{name: getattr(model, name) for name in read}))
+
+
+@lru_cache(8)
+def _vocabulary(model: ModelParams) -> Vocabulary:
+    return add_tokens(load_tokenizer(model), model.added_tokens)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -98,7 +112,8 @@ def _first_characters(texts: Iterable[str], limit: int) -> list[str]:
     return taken
 
 
-def _load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
+    """The tokenizer as it was saved. Raises RequestError where there is none, or it is damaged."""
     key = "model.tokenizer_name" if model.tokenizer_name is not None else "model.model_name"
     name = model.tokenizer_name or model.model_name
     if name is None:

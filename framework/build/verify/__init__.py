@@ -60,6 +60,7 @@ from framework.build.verify.products import read_float8_products
 from framework.build.verify.reading import FirstStep, Reading, table
 from framework.build.verify.sharding import read_offloaded_shards, read_prefetch, read_sharding
 from framework.build.verify.shared_matrices import read_shared_matrices
+from framework.build.verify.vocabulary import read_trained_tokens, read_vocabulary
 from framework.build.verify.weights import (
     read_autocast,
     read_float32_products,
@@ -100,6 +101,7 @@ def _of_adapter(name: str) -> Callable[[Assembly], Iterable[Reading]]:
 READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "allocator_settings": read_allocator_settings,
     "head": read_head,
+    "vocabulary": read_vocabulary,
     "parameters": read_parameters,
     "weight_dtypes": read_weight_dtypes,
     "autocast": read_autocast,
@@ -129,6 +131,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "offloaded_base": read_offloaded_base,
     "adapter": _of_adapter("read_adapter"),
     "first_adapter": _of_adapter("read_first_adapter"),
+    "trained_tokens": read_trained_tokens,
     "adapter_rank": _of_adapter("read_adapter_rank"),
     "adapter_targets": _of_adapter("read_adapter_targets"),
     "adapter_dropout": _of_adapter("read_adapter_dropout"),
@@ -140,9 +143,8 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "prefetch": read_prefetch,
     "adapter_saved_modules": _of_adapter("read_adapter_saved_modules"),
 }
-"""Before step 1, in the order of the printed table. `head`, `parameters`, `parameter_groups`, `keeping_blocks`,
-`loss_terms`, `embedding_noise`, `router_loss`, `own_loss`, `reference`, `teacher` and `first_adapter` are no levers:
-they are said for every run they are about; `isolation` is of every lever that puts several documents in a row."""
+"""Before step 1, in the order of the printed table. Those without a row of the levers table are said for every run that
+they are about; `isolation` is of every lever that puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
     "optimizer_states": read_optimizer_states,

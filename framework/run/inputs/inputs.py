@@ -91,7 +91,8 @@ def read_tokenizer(
         message = (
             f"the tokenizer has {counted(len(tokenizer), 'token')}, the model only {counted(vocabulary, 'embedding')}"
         )
-        raise RequestError([Problem("model.tokenizer_name", message, expected="the tokenizer of this model")])
+        expected = "the tokenizer of this model, or model.resize_embeddings: true"
+        raise RequestError([Problem("model.tokenizer_name", message, expected=expected)])
     if config.training.teacher is not None and config.training.teacher.model_name is not None:
         refuse_other_words(config, tokenizer)
     return tokenizer

@@ -15,9 +15,10 @@ from framework.build.adapters.quantize import packed_state, weight_count
 from framework.build.assembly import Assembly
 from framework.build.levers.float8_base import HELD
 from framework.build.levers.streamed_base import StreamedBase
-from framework.build.loading.model import is_packed_when_loaded
+from framework.build.loading.model import embedding_rows, is_packed_when_loaded
 from framework.build.loading.sharded import needs_whole_model
-from framework.build.model.parts import ends_of, transformer_blocks
+from framework.build.loading.vocabulary import changes_rows, token_matrices
+from framework.build.model.parts import causal_model, ends_of, transformer_blocks
 from framework.build.ranks import local_part
 from framework.memory.trace import Kind, Space
 from framework.run.rehearsal.footprint import frozen_model_tensors, held_tensors, whole_bytes
@@ -129,6 +130,16 @@ def _read_checkpoint(tracker: Tracker, assembly: Assembly, held: Sequence[Tensor
         capacity = assembly.config.gpu.capacity_bytes
         limit = capacity - SPARED_BY_WARMUP if capacity is not None else sum(sizes)
         _pass(tracker, max(0, min(sum(sizes), limit)), Space.DEVICE)
+    _resize(tracker, assembly)
+
+
+def _resize(tracker: Tracker, assembly: Assembly) -> None:
+    """An embedding of another length is made next to the one that was read, and so is a head, one after the other."""
+    if not changes_rows(assembly.config.model):
+        return
+    (stored, rows), matrix = embedding_rows(assembly.config), token_matrices(causal_model(assembly.model))[0]
+    if stored != rows:
+        _pass(tracker, matrix.numel() // rows * stored * matrix.element_size(), Space.DEVICE)
 
 
 def _pass(tracker: Tracker, size: int, space: Space) -> None:

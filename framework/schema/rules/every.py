@@ -43,6 +43,7 @@ from framework.schema.rules.sharding import sharding_conflicts
 from framework.schema.rules.task import task_conflicts
 from framework.schema.rules.tensor import tensor_conflicts
 from framework.schema.rules.unused import unused_key_conflicts
+from framework.schema.rules.vocabulary import vocabulary_conflicts
 
 
 @dataclass(frozen=True)
@@ -134,5 +135,6 @@ RULES = (
     adapter_conflicts,
     row_conflicts,
     _finite,
+    vocabulary_conflicts,
     unused_key_conflicts,
 )
