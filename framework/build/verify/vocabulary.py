@@ -46,6 +46,6 @@ def read_trained_tokens(assembly: Assembly) -> Iterator[Reading]:
         name: module for name, module in assembly.model.named_modules() if isinstance(module, TrainableTokensLayer)
     }
     held = {tuple(layer.token_indices["default"]) for layer in layers.values()}
-    found = ", ".join(map(str, *held)) if len(held) == 1 else f"{len(held)} lists"
+    found = ", ".join(map(str, *held)) if len(held) == 1 else counted(len(held), "list")
     names = ", ".join(name.removeprefix("base_model.model.").removesuffix(".token_adapter") for name in layers)
     yield Reading("peft.trainable_token_indices", ", ".join(map(str, sorted(set(asked)))), found, f"rows of {names}")
