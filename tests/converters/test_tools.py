@@ -188,8 +188,10 @@ def test_what_a_switch_turns_off_asks_for_nothing(enabled, converted) -> None:
 def test_an_adapter_that_is_trained_on(converted) -> None:
     _, recipe = converted(AXOLOTL + "lora_model_dir: runs/first\npeft_layers_to_transform: [0, 1]\n")
     assert (recipe["peft"]["adapter_path"], recipe["peft"]["layers_to_transform"]) == ("runs/first", [0, 1])
-    _, recipe = converted(LLAMA_FACTORY + "adapter_name_or_path: saves/sft\nlabel_smoothing_factor: 0.1\n")
+    _, recipe = converted(LLAMA_FACTORY + "adapter_name_or_path: saves/sft\n")
     assert recipe["peft"]["adapter_path"] == "saves/sft"
+    _, recipe = converted(LLAMA_FACTORY.replace("stage: dpo", "stage: sft") + "neftune_noise_alpha: 5\n")
+    assert recipe["training"]["neftune_noise_alpha"] == 5
 
 
 def test_texts_that_are_too_long(converted) -> None:
