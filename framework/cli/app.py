@@ -21,6 +21,7 @@ from framework.cli.merge import merge
 from framework.cli.plan import plan
 from framework.cli.predict import predict
 from framework.cli.printing import print_text
+from framework.cli.push import push
 from framework.cli.report import report
 from framework.errors import Interrupted
 from framework.versions import require_versions
@@ -83,7 +84,7 @@ def _with_versions(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 app.command()(work.train)  # which says itself what was saved, with few frames between the command and the step
-_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, init, merge, predict, doctor)
+_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, init, merge, predict, push, doctor)
 _LIGHT: tuple[Callable[..., Any], ...] = (explain, report, look.show, diff, levers, convert)
 for _verb in (*map(_with_versions, _LOADING), *_LIGHT):
     app.command()(_told(_verb))

@@ -7,7 +7,14 @@ from itertools import pairwise
 
 _TAKE_KEYS = ("train", "plan", "fit", "check", "data", "show", "diff")
 """Verbs that compose a recipe."""
-_OTHER_VERBS = {"version": "--version", "help": "--help", "generate": "predict", "infer": "predict", "export": "merge"}
+_OTHER_VERBS = {
+    "version": "--version",
+    "help": "--help",
+    "generate": "predict",
+    "infer": "predict",
+    "upload": "push",
+    "publish": "push",
+}
 """What other tools call it -> what it is here."""
 _RECIPE = ("-c", "--config", "--recipe", "--config-file", "--config_file", "--config-name")
 _PRESETS = ("--config-path", "--config_dir", "--configdir")

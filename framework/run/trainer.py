@@ -32,6 +32,8 @@ from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.ranks.coordinator import process_group, require_world
 from framework.run.ranks.signals import BEFORE_ALL, announced_interrupt, watched_interrupt
 from framework.run.record.layout import FINAL, UNFINISHED, step_of
+from framework.run.record.model_card import Trained, write_card
+from framework.run.record.overwrite import read_environment
 from framework.run.record.predicted_and_measured import last_line
 from framework.run.result import RunResult
 from framework.run.session import Planner, Session
@@ -41,6 +43,7 @@ from framework.run.setup.reference_answers import know_reference
 from framework.run.setup.start import begin, open_session
 from framework.run.step import launch_step
 from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import PeftSaveMode
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
 
@@ -247,9 +250,33 @@ def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
         session.progress.say(f"saves     {session.saving.writer}")
     failure = _saving_failure(session) if recasts(session.assembly) else ""
     sample = _exported(session)
+    _write_card(session, memory)
     if failure := failure or _saving_failure(session):
         raise _exported_instead(session, failure, FINAL)
     return memory, sample
+
+
+def _write_card(session: Session, memory: dict[str, Any]) -> None:
+    """The model card of what was exported, wherever that is. One that cannot be written is said."""
+    folder, best = session.folder, session.best
+    exported = best.step if session.config.training.export_best and best.step is not None else session.step
+    places = [place / FINAL for place in (folder.path, folder.fallback) if place is not None]
+    written = [place for place in places if place.is_dir()] if folder.is_written else []
+    has_adapter = session.assembly.adapter is not None and session.config.peft.peft_save_mode is not PeftSaveMode.MERGED
+    trained = Trained(
+        session.config,
+        session.inputs.data.report,
+        exported,
+        [values for values in session.evals if values["step"] <= exported],
+        memory,
+        read_environment(folder.path),
+        has_adapter,
+    )
+    for place in written[:1]:
+        try:
+            write_card(place, trained)
+        except SaveFailed as error:
+            session.progress.say(f"warning   {error}")
 
 
 def _saving_failure(session: Session) -> str:

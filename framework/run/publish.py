@@ -1,0 +1,97 @@
+"""`tunesmith push`: an export goes to a Hugging Face hub, its model card with it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.build.hub import one_line
+from framework.errors import Problem, RequestError
+from framework.run.checkpoints.trained_model import find_saved_model
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_LOGIN = "`hf auth login`, or HF_TOKEN with leave to write"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was sent, or would be: `files` are names and bytes."""
+
+    folder: Path
+    repository: str
+    url: str
+    is_private: bool
+    files: tuple[tuple[str, int], ...]
+    is_sent: bool
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(size for _, size in self.files)
+
+
+def push(
+    source: Path, repository: str, *, public: bool = False, dry_run: bool = False, endpoint: str | None = None
+) -> Pushed:
+    """Send the trained model of a run, or of a folder, to `owner/name`: made when it is not there, private unless
+    `public`. With `dry_run` nothing is sent and no hub is asked.
+
+    `endpoint` is the hub's address, else huggingface_hub's own (HF_ENDPOINT). Raises RequestError for a folder without
+    a model, a name that no repository can have, one that is there and public where that was not asked for, and where
+    the hub refuses or does not answer.
+    """
+    folder = find_saved_model(source, trusts_code=True).folder
+    files = tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in _files(folder))
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+        if repository.count("/") != 1:
+            raise HFValidationError("it names no owner")
+    except HFValidationError as error:
+        message = f"{repository} is no name of a repository: {error}"
+        raise RequestError([Problem("REPOSITORY", message, expected="owner/name")]) from None
+    address = (endpoint or constants.ENDPOINT).rstrip("/")
+    pushed = Pushed(folder, repository, f"{address}/{repository}", not public, files, is_sent=not dry_run)
+    if not dry_run:
+        _send(HfApi(endpoint=address), pushed)
+    return pushed
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+
+
+def _send(api: "HfApi", pushed: Pushed) -> None:
+    """Raises RequestError."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    # the client's own for a file that does not arrive, and those of whichever HTTP library this version of it uses
+    no_answer = (OSError, RuntimeError, HfHubHTTPError.__mro__[1])
+    try:
+        if pushed.is_private and api.repo_exists(pushed.repository) and not api.repo_info(pushed.repository).private:
+            message = f"{pushed.url} is there and public"
+            raise RequestError([Problem("REPOSITORY", message, expected="--public, or another name")])
+        api.create_repo(pushed.repository, private=pushed.is_private, exist_ok=True)
+        api.upload_folder(
+            repo_id=pushed.repository,
+            folder_path=pushed.folder,
+            allow_patterns=[name for name, _ in pushed.files],
+            commit_message="tunesmith push",
+        )
+    except LocalTokenNotFoundError:
+        raise RequestError([Problem("REPOSITORY", "nobody is logged in", expected=_LOGIN)]) from None
+    except HfHubHTTPError as error:
+        code = error.response.status_code if error.response is not None else "?"
+        expected = _LOGIN if code in (401, 403, 404) else None
+        reason = error.server_message or str(error).partition("\n")[0]
+        message = f"{pushed.url} was refused ({code}): {reason}"
+        raise RequestError([Problem("REPOSITORY", message, expected=expected)]) from None
+    except no_answer as error:
+        message = f"{pushed.url} does not answer: {one_line(error)}"
+        raise RequestError(
+            [Problem("REPOSITORY", message, expected="a hub that is reachable, or --endpoint")]
+        ) from None

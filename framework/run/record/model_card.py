@@ -1,0 +1,168 @@
+"""The model card of an export: `README.md` with what the model was made of, its figures, and its memory as planned."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from framework.build.data.report import DataReport, SplitReport
+from framework.build.model.heads import model_class
+from framework.build.sources.find_files import is_local
+from framework.errors import SaveFailed
+from framework.memory.units import size
+from framework.run.record.files import replace_file
+from framework.schema.choices import Task
+from framework.schema.config import TrainingConfig
+from framework.text import dump
+
+FILE = "README.md"
+_PIPELINES = {
+    Task.CLASSIFICATION: "text-classification",
+    Task.REGRESSION: "text-classification",
+    Task.REWARD: "text-classification",
+}
+"""The hub's word for what a model is for, where it is not `text-generation`."""
+_OF_MACHINE = {"training": ("output_dir", "fallback_dir"), "gpu": ()}
+"""Keys that the recipe in a card is without, by section; without any named the section is."""
+PACKAGES = ("tunesmith", "torch", "transformers", "peft")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a card tells of a run: resolved config, rows, evaluations in order, `memory.json`, `environment.json`."""
+
+    config: TrainingConfig
+    report: DataReport
+    steps: int
+    evals: Sequence[Mapping[str, float]]
+    memory: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    has_adapter: bool
+    """Whether the export is an adapter, whose base is elsewhere."""
+
+
+def write_card(folder: Path, trained: Trained) -> None:
+    """Write the card of an export. Raises SaveFailed."""
+    try:
+        replace_file(folder / FILE, model_card(trained, folder.parent.name))
+    except OSError as error:
+        raise SaveFailed(f"{folder / FILE} could not be written: {error.strerror}. The model next to it is.") from error
+
+
+def model_card(trained: Trained, title: str) -> str:
+    """The card as Markdown. Of paths on this machine it has the last part alone."""
+    config = trained.config
+    front = yaml.safe_dump(_front(trained), sort_keys=False, allow_unicode=True)
+    parts = [f"---\n{front}---\n\n# {title}\n", _summary(trained)]
+    parts += [_section("Use", _usage(trained)), _section("Data", "\n".join(_data(trained)))]
+    if trained.evals:
+        parts.append(_section("Evaluation", "\n".join(_evaluation(trained.evals))))
+    parts.append(_section("Memory", "\n".join(_memory(trained.memory))))
+    parts.append(_section("Recipe", f"```yaml\n{dump(_recipe(config))}```"))
+    return "\n".join(parts)
+
+
+def _front(trained: Trained) -> dict[str, Any]:
+    """What the hub reads: library, task, base, data sets, tags."""
+    config = trained.config
+    base, sources = config.model.model_name, [source.path for source in config.data.train]
+    method = [str(config.peft.peft_method)] if config.training.use_peft else []
+    front: dict[str, Any] = {"library_name": "peft" if trained.has_adapter else "transformers"}
+    front["pipeline_tag"] = _PIPELINES.get(config.training.task, "text-generation")
+    if base is not None and not _is_path(base) and config.model.load_pretrained_weights:
+        front["base_model"] = base
+    if hub := [path for path in dict.fromkeys(sources) if not is_local(path) and "/" in path]:
+        front["datasets"] = hub
+    return {**front, "tags": ["tunesmith", str(config.training.task), *method]}
+
+
+def _summary(trained: Trained) -> str:
+    config = trained.config
+    what = f"{config.peft.peft_method} adapter" if config.training.use_peft else "model"
+    name = config.model.model_name
+    base = f" of {_last(name)}" if name is not None and config.model.load_pretrained_weights else ""
+    packages = trained.environment.get("packages") or {}
+    made = ", ".join(f"{package} {packages[package]}" for package in PACKAGES if packages.get(package))
+    return f"A {what}{base}, trained for {config.training.task} in {trained.steps} steps with {made}.\n"
+
+
+def _usage(trained: Trained) -> str:
+    loader = model_class(trained.config.training.task).__name__
+    if trained.has_adapter:
+        loader = f"AutoPeft{loader.removeprefix('Auto')}"
+    library = "peft" if trained.has_adapter else "transformers"
+    return f'```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained("PATH_OR_ID")\n```'
+
+
+def _data(trained: Trained) -> Iterator[str]:
+    data, report = trained.config.data, trained.report
+    yield "| | source | split | format |\n| --- | --- | --- | --- |"
+    for name, sources in (("training", data.train), ("evaluation", data.eval)):
+        for source in sources:
+            cells = (source.eval_set or name, _last(source.path), source.split, str(source.format or "detected"))
+            yield f"| {' | '.join(map(_cell, cells))} |"
+    yield ""
+    for name, split in (("Training", report.train), ("Evaluation", report.eval)):
+        if split is not None:
+            yield f"{name}: {_rows(split)}."
+
+
+def _rows(split: SplitReport) -> str:
+    seen = f" ({split.stream})" if split.stream else ""
+    return f"{split.kept:,} rows{seen} of at most {split.limit:,} tokens, {split.supervised:,} tokens supervised"
+
+
+def _evaluation(evals: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    first, last = evals[0], evals[-1]
+    yield f"| | step {first['step']:.0f} | step {last['step']:.0f} |\n| --- | ---: | ---: |"
+    for name, value in last.items():
+        if name != "step":
+            yield f"| {_cell(name)} | {first.get(name, float('nan')):.4f} | {value:.4f} |"
+
+
+def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
+    measured, predicted = memory["measured"], memory["predicted"]
+    device = measured.get("device_name") or "CPU"
+    yield f"On {device} ({measured['counter']}).\n\n| peak | planned | measured |\n| --- | ---: | ---: |"
+    for name in ("allocated", "reserved"):
+        key = f"{name}_bytes"
+        planned = size(predicted["peak"][key]) if predicted is not None else "not planned"
+        yield f"| {name} | {planned} | {size(measured[key] - measured['baseline_bytes'])} |"
+
+
+def _recipe(config: TrainingConfig) -> dict[str, Any]:
+    """What differs from the defaults, without what is of this machine."""
+    document: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
+    for section, names in _OF_MACHINE.items():
+        kept = {key: value for key, value in document.pop(section, {}).items() if key not in names}
+        document |= {section: kept} if kept and names else {}
+    return {section: _without_folders(values) for section, values in document.items()}
+
+
+def _without_folders(value: Any) -> Any:
+    """A value with the last parts of the absolute paths in it."""
+    if isinstance(value, Mapping):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(item) for item in value]
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _is_path(name: str) -> bool:
+    return os.path.isabs(name) or Path(name).exists()
+
+
+def _last(name: str) -> str:
+    """A hub id as it is, of a path its last part."""
+    return Path(name).name if _is_path(name) else name
