@@ -50,7 +50,7 @@ class Hub(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            hub.repos.setdefault(name, asked.get("private"))
+            hub.repos.setdefault(name, asked.get("private", asked.get("visibility") == "private"))
             self.answer({"url": f"{hub.address}/{name}"})
         elif "/preupload/" in self.path:
             files = json.loads(body)["files"]
