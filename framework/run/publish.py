@@ -45,7 +45,7 @@ def push(
     files = tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in _files(folder))
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repository)
@@ -70,7 +70,8 @@ def _send(api: "HfApi", pushed: Pushed) -> None:
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     # the client's own for a file that does not arrive, and those of whichever HTTP library this version of it uses
-    no_answer = (OSError, RuntimeError, HfHubHTTPError.__mro__[1])
+    base: type[BaseException] = HfHubHTTPError.__mro__[1]
+    no_answer = (OSError, RuntimeError, base)
     try:
         if pushed.is_private and api.repo_exists(pushed.repository) and not api.repo_info(pushed.repository).private:
             message = f"{pushed.url} is there and public"

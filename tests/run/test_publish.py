@@ -123,7 +123,7 @@ def test_public_is_asked_for_and_a_public_one_is_not_written_to_by_accident(hub,
     push(final, "me/open", public=True, endpoint=hub.address)
     assert hub.repos == {"me/open": False}
     hub.files.clear()
-    with pytest.raises(RequestError, match=r"is there and public.*--public"):
+    with pytest.raises(RequestError, match=r"(?s)is there and public.*--public"):
         push(final, "me/open", endpoint=hub.address)
     assert hub.files == {}
 
