@@ -15,6 +15,7 @@ from framework.memory.resolve import resolve
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
+from framework.schema.rope import has_limit
 from framework.schema.rules.every import find_derived_conflicts
 from framework.schema.rules.model import too_long
 
@@ -32,7 +33,8 @@ def settle(config: TrainingConfig) -> tuple[TrainingConfig, PretrainedConfig]:
     resolved = fit_vocabulary(resolve(config, settings), architecture)
     length, positions = resolved.model.model_max_length, position_count(settings)
     found = find_derived_conflicts(resolved)
-    if isinstance(length, int) and positions is not None and not scales_positions(settings):
+    is_limit = not scales_positions(settings) or has_limit(resolved.model.rope_scaling)
+    if isinstance(length, int) and positions is not None and is_limit:
         found = list(too_long(resolved, length, positions)) or found
     derived = [Problem(item.keys[0], item.message, expected=item.expected) for item in found]
     if derived:

@@ -28,11 +28,15 @@ _MEANT = {
 
 
 def validate(
-    written: Mapping[str, Any], place: Callable[[Path], str | None], problems: list[Problem]
+    written: Mapping[str, Any],
+    place: Callable[[Path], str | None],
+    problems: list[Problem],
+    told: frozenset[Path] = frozenset(),
 ) -> tuple[TrainingConfig, frozenset[str]]:
     """The config of all valid keys, and the dotted keys that were left out because they are not valid.
 
-    One problem for each bad value. A bad value inside a list or mapping takes the whole key with it.
+    One problem for each bad value. A bad value inside a list or mapping takes the whole key with it, and one that a
+    section cannot do without the section. `told` are the places of bad values that were left out before.
     """
     try:
         return TrainingConfig.model_validate(written), frozenset()
@@ -41,12 +45,13 @@ def validate(
             _path(dict(detail), written): dict(detail) for detail in reversed(error.errors(include_url=False))
         }
     for path, detail in list(reversed(complaints.items()))[:MAX_PROBLEMS]:
-        problems.append(_problem(path, detail, place(path)))
-    bad = {up_to_list(path) for path in complaints}
+        if path not in told:
+            problems.append(_problem(path, detail, place(path)))
+    bad = {up_to_list(path[:-1] if item["type"] == "missing" else path) for path, item in complaints.items()}
     rest: Mapping[str, Any] = written
     for path in bad:
         rest = _without(rest, path)
-    config, more = validate(rest, place, problems)
+    config, more = validate(rest, place, problems, told | complaints.keys())
     return config, more | {dotted(path) for path in bad}
 
 

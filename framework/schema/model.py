@@ -7,6 +7,7 @@ from pydantic import Field
 from framework.schema.choices import Attention, SdpaBackend, TorchDtype
 from framework.schema.facts import NO_MEMORY, UsedUnless, UsedWith
 from framework.schema.params import Auto, FrozenMapping, Integer, Params, Strings
+from framework.schema.rope import RopeScaling
 from framework.schema.training import Count, Positive
 from framework.schema.urls import NoURL
 
@@ -60,6 +61,8 @@ class ModelParams(Params):
     distillation."""
     model_max_length: Positive | Auto | None = None
     """Longest row in tokens. Activations grow in proportion. Unset: the smaller of 2048 and the model's positions."""
+    rope_scaling: RopeScaling | None = None
+    """Stretch rotary positions for rows longer than the model was trained on: `{rope_type: yarn, factor: 4}`."""
     offload_frozen_base: bool | Auto = False
     """Keep the blocks' frozen weights in host memory (pinned on a GPU) and two blocks of them at a time on the device,
     so that a model larger than the card can be adapted. Costs host memory and one copy of the blocks over the link in

@@ -46,7 +46,7 @@ def test_no_key_has_two_rows_and_no_reader_is_idle():
     always = {"head", "parameters", "keeping_blocks", "optimizer_states", "isolation"}
     always |= {"reference", "teacher", "router_loss", "own_loss", "first_adapter"}
     always |= {"parameter_groups", "loss_terms", "embedding_noise", "weights_average"}
-    always |= {"vocabulary", "trained_tokens"}
+    always |= {"vocabulary", "trained_tokens", "rope_scaling"}
     assert {*READERS, *FIRST_STEP_READERS} - always == named
 
 

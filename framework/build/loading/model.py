@@ -23,6 +23,7 @@ from framework.build.loading.config_values import (
     refuse_impossible_values,
     refuse_unreadable_values,
 )
+from framework.build.loading.rope import scale_positions
 from framework.build.loading.unmatched import Unmatched, refuse_untied, sort_unmatched
 from framework.build.loading.vocabulary import as_stored, changes_rows, fill_rows, rows_for
 from framework.build.model.heads import fit_head, model_class, read_by_model
@@ -47,8 +48,9 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
     """The Hugging Face config: that of `model.model_name`, with what `model.architecture` says of it laid over; or
     `model.architecture` alone, where it is a whole one of a hub model, or there are no weights to load.
 
-    The head is that of the task. Raises RequestError when neither gives one, a written key is unknown to the config
-    class, its dtype is none to compute in, or the model cannot do this task.
+    The head is that of the task, and positions are stretched as `model.rope_scaling` says. Raises RequestError when
+    neither gives one, a written key is unknown to the config class, its dtype is none to compute in, or the model
+    cannot do this task.
     """
     model = config.model
     written = model.architecture.thaw() if model.architecture is not None else {}
@@ -62,6 +64,7 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
         architecture.vocab_size = model.tokenizer.vocab_size
         # else generation would stop at whatever token has the id that the family's own tokenizer ends with
         architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
+    scale_positions(model, architecture)
     refuse_impossible_values(architecture, f"the config.json of {model.model_name!r}", "model.model_name", written)
     _refuse_dtype(architecture, config)
     fit_head(config, architecture)

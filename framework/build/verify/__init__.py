@@ -58,6 +58,7 @@ from framework.build.verify.optimizer import (
 )
 from framework.build.verify.products import read_float8_products
 from framework.build.verify.reading import FirstStep, Reading, table
+from framework.build.verify.rope import read_rope_scaling
 from framework.build.verify.sharding import read_offloaded_shards, read_prefetch, read_sharding
 from framework.build.verify.shared_matrices import read_shared_matrices
 from framework.build.verify.vocabulary import read_trained_tokens, read_vocabulary
@@ -124,6 +125,7 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "embedding_noise": read_embedding_noise,
     "router_loss": read_router_loss,
     "own_loss": read_own_loss,
+    "rope_scaling": read_rope_scaling,
     "isolation": read_isolation,
     "reference": read_reference,
     "teacher": read_teacher,

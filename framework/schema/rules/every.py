@@ -20,7 +20,7 @@ from framework.schema.rules.data import data_conflicts
 from framework.schema.rules.device import cache_conflicts, streamed_base_conflicts
 from framework.schema.rules.evaluation import best_conflicts, eval_set_conflicts, sample_conflicts
 from framework.schema.rules.liger import find_liger_conflicts
-from framework.schema.rules.model import model_conflicts, remote_code_conflicts, tokenizer_conflicts
+from framework.schema.rules.model import model_conflicts, remote_code_conflicts, rope_conflicts, tokenizer_conflicts
 from framework.schema.rules.on_oom import survival_conflicts
 from framework.schema.rules.optimizer import (
     average_conflicts,
@@ -136,5 +136,6 @@ RULES = (
     row_conflicts,
     _finite,
     vocabulary_conflicts,
+    rope_conflicts,
     unused_key_conflicts,
 )

@@ -1,10 +1,12 @@
 """Model, length of its rows, and tokenizer."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from framework.schema.architecture import position_count, scales_positions
 from framework.schema.config import TrainingConfig
+from framework.schema.rope import OWN_KEYS
 from framework.schema.rules.conflict import Conflict
 
 
@@ -21,8 +23,23 @@ def model_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("model.load_pretrained_weights", "model.architecture"), message, "model.architecture or model=")
     written: Mapping[str, Any] = architecture or {}
     positions, length = position_count(written), model.model_max_length
-    if positions and isinstance(length, int) and not scales_positions(written):
+    if positions and isinstance(length, int) and not scales_positions(written) and model.rope_scaling is None:
         yield from too_long(config, length, positions)
+
+
+def rope_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Positions that are stretched twice, and keys that belong to another kind of it."""
+    scaling, written = config.model.rope_scaling, config.model.architecture or {}
+    if scaling is None:
+        return
+    if scales_positions(written):
+        keys = ("model.rope_scaling", "model.architecture")
+        yield Conflict(keys, "positions are stretched in both", "one of the two")
+    for kind, names in OWN_KEYS.items():
+        for name in names:
+            if getattr(scaling, name) is not None and kind is not scaling.rope_type:
+                message = f"is read by {kind}, and rope_type is {scaling.rope_type}"
+                yield Conflict((f"model.rope_scaling.{name}", "model.rope_scaling.rope_type"), message, "unset")
 
 
 def remote_code_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
@@ -43,8 +60,13 @@ def too_long(config: TrainingConfig, length: int, positions: int) -> Iterator[Co
     """Rows of `length` tokens, and what they are padded to, against the positions that a model has."""
     padded = config.padded(length)
     if length > positions:
-        message = f"{length} tokens are more than the model's {positions} positions, and no rope scaling is set"
-        yield Conflict(("model.model_max_length", "model.architecture"), message, f"at most {positions}")
+        scaling = config.model.rope_scaling
+        factor = scaling.factor if scaling is not None else 1
+        why = f"stretched {factor:g} times" if scaling is not None else "and no rope scaling is set"
+        message = f"{length} tokens are more than the model's {positions} positions, {why}"
+        stretch = f"model.rope_scaling={{rope_type: yarn, factor: {math.ceil(factor * length / positions)}}}"
+        expected = f"at most {positions}; or {stretch}, where they are rotary"
+        yield Conflict(("model.model_max_length", "model.architecture"), message, expected)
     elif padded > positions:
         multiple = config.padded(1)
         message = f"rows of {length} tokens are padded to {padded}, more than the model's {positions} positions"
