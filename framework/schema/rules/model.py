@@ -29,7 +29,8 @@ def model_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 
 def rope_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Positions that are stretched twice, and keys that belong to another kind of it."""
-    scaling, written = config.model.rope_scaling, config.model.architecture or {}
+    scaling = config.model.rope_scaling
+    written: Mapping[str, Any] = config.model.architecture or {}
     if scaling is None:
         return
     if scales_positions(written):
