@@ -4,12 +4,15 @@ from torch import Tensor, nn
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that training may have changed: all of a model, but only the trained ones next to an adapter."""
+    """Tensors that training may have changed: all of a model, but only the trained ones next to an adapter.
+
+    LoRA's A matrices are among them also where they are frozen: they were drawn, or found from rows, for this run.
+    """
     adapted = hasattr(model, "peft_config")
     parameters = {
         name: parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad or not adapted
+        if parameter.requires_grad or not adapted or ".lora_A." in name
     }
     kept = set() if adapted else set(model.state_dict())
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in kept}

@@ -18,7 +18,7 @@ from framework.build.refuse import refuse_impossible
 from framework.build.sources.python_rows import PythonRows, RowsFromPython, take_rows
 from framework.build.text.labels import IGNORED
 from framework.build.verify import table, verify_unmoved
-from framework.build.verify.fingerprints import take_fingerprints
+from framework.build.verify.fingerprints import Fingerprints, take_fingerprints
 from framework.errors import SaveFailed
 from framework.memory.ledger import Plan
 from framework.run.checkpoints.checkpoint import load_best
@@ -37,6 +37,7 @@ from framework.run.record.overwrite import read_environment
 from framework.run.record.predicted_and_measured import last_line
 from framework.run.result import RunResult
 from framework.run.session import Planner, Session
+from framework.run.setup.adapter_start import start_from_rows
 from framework.run.setup.agreement import decided_by_main
 from framework.run.setup.longest_rows import try_longest_rows
 from framework.run.setup.reference_answers import know_reference
@@ -99,10 +100,7 @@ def train(
         with announced_interrupt(partial(_left, session)):
             begin(session, overwrite)
             with session.running():
-                know_reference(session)
-                before = take_fingerprints(session.assembly)
-                with doing("trying the longest rows"):
-                    try_longest_rows(session)
+                before = _prepared(session)
                 session.start()
                 now(f"the first step{', which compiles' if config.training.compile is True else ''}")
                 with watched_interrupt() as session.interrupt:
@@ -121,6 +119,16 @@ def train(
                     finished = _finish(session)
         session.hooks.raise_failure(f"the run is complete in {session.folder.path}")  # of the last step or its save
         return finished
+
+
+def _prepared(session: Session) -> Fingerprints | None:
+    """What is done between the files of a run and its first step; the fingerprints of what training must not move."""
+    start_from_rows(session)
+    know_reference(session)
+    before = take_fingerprints(session.assembly)
+    with doing("trying the longest rows"):
+        try_longest_rows(session)
+    return before
 
 
 def _telling(planner: Planner | None, from_python: FromPython) -> Planner | None:

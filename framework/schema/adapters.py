@@ -7,7 +7,9 @@ from framework.schema.choices import PeftMethod
 
 _PLACED = ("lora_target_modules", "lora_exclude_modules", "layers_to_transform")
 _DRAWN = (*_PLACED, "lora_r", "lora_dropout")
-_FACTORS = (*_DRAWN, "lora_alpha", "lora_plus_lr_ratio", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+_OF_MATRICES = ("lora_alpha", "lora_plus_lr_ratio", "rank_pattern", "alpha_pattern", "lora_freeze_a")
+_FACTORS = (*_DRAWN, *_OF_MATRICES, "trainable_token_indices")
+_STARTED = (*_FACTORS, "lora_init")
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,15 @@ class AdapterFacts:
 
 
 ADAPTERS: Mapping[PeftMethod, AdapterFacts] = {
-    PeftMethod.LORA: AdapterFacts(has_own_start=True, is_cut=True),
-    PeftMethod.RSLORA: AdapterFacts(has_own_start=True, is_cut=True),
-    PeftMethod.DORA: AdapterFacts(),
+    PeftMethod.LORA: AdapterFacts(_STARTED, has_own_start=True, is_cut=True),
+    PeftMethod.RSLORA: AdapterFacts(_STARTED, has_own_start=True, is_cut=True),
+    PeftMethod.DORA: AdapterFacts(_STARTED),
     PeftMethod.PISSA: AdapterFacts(moves_base=True),
     PeftMethod.OLORA: AdapterFacts(moves_base=True),
     PeftMethod.LOFTQ: AdapterFacts(moves_base=True),
     PeftMethod.VERA: AdapterFacts(_DRAWN),
     PeftMethod.IA3: AdapterFacts(_PLACED, has_own_start=True),
+    PeftMethod.OFT: AdapterFacts((*_PLACED, "oft_block_size")),
     PeftMethod.PREFIX: AdapterFacts(("num_virtual_tokens",)),
     PeftMethod.PROMPT: AdapterFacts(("num_virtual_tokens",)),
 }

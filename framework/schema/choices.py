@@ -259,8 +259,17 @@ class PeftMethod(Choice):
     LOFTQ = "loftq"
     VERA = "vera"
     IA3 = "ia3"
+    OFT = "oft"
     PREFIX = "prefix"
     PROMPT = "prompt"
+
+
+class LoraInit(Choice):
+    """Where LoRA's A matrices start; B starts at 0."""
+
+    KAIMING = "kaiming"
+    GAUSSIAN = "gaussian"
+    EVA = "eva"
 
 
 class PeftSaveMode(Choice):

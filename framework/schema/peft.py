@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from framework.schema.choices import PeftMethod, PeftSaveMode, Quantization, TorchDtype
+from framework.schema.choices import LoraInit, PeftMethod, PeftSaveMode, Quantization, TorchDtype
 from framework.schema.facts import NO_MEMORY, Facts, Resume, UsedWith
 from framework.schema.params import FrozenMapping, Integer, Number, Params, Strings, parse_sequence
 from framework.schema.training import Count, Positive
@@ -25,7 +25,8 @@ class PeftParams(Params):
     device, unless `training.preference.precompute_reference` asks it once."""
     peft_method: PeftMethod = PeftMethod.LORA
     """Kind of adapter. `pissa` and `olora` move a part of the base's weights into the adapter, `loftq` starts it from
-    what quantisation loses, `vera` and `ia3` train vectors alone, `prefix` and `prompt` train tokens before the row."""
+    what quantisation loses, `vera` and `ia3` train vectors alone, `oft` rotates the inputs of the adapted modules,
+    `prefix` and `prompt` train tokens before the row."""
     lora_r: Positive = 8
     """Rank: trained parameters grow in proportion (rank x (in + out) per adapted matrix). VeRA's is of matrices that
     all layers share and nobody trains: 256 is usual there."""
@@ -33,6 +34,16 @@ class PeftParams(Params):
     """Scale: the update is multiplied by alpha / rank. No memory."""
     lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout before the adapter. Above 0 it keeps one more copy of each adapted input, plus a mask."""
+    lora_init: Annotated[LoraInit, UsedWith("peft.adapter_path", (None,))] = LoraInit.KAIMING
+    """Where the A matrices start: `kaiming` (uniform), `gaussian` (of standard deviation 1 / rank), or `eva`, the
+    principal components of the adapted modules' inputs on training rows, which takes forward passes before the first
+    step and, for a moment, float32 copies of one module's inputs. No memory later."""
+    lora_freeze_a: bool = False
+    """LoRA-FA: the A matrices stay as they start. Saves their gradients and states, and the inputs that they keep for
+    backward."""
+    oft_block_size: Annotated[Integer, Field(ge=2)] = 32
+    """Width of the blocks that `oft` rotates, a divisor of each adapted input: block x (block - 1) / 2 trained
+    parameters for each. Each adapted module keeps its input in the adapter's dtype, before and after the rotation."""
     lora_plus_lr_ratio: Annotated[Annotated[Number, Field(gt=0)] | None, NO_MEMORY] = None
     """LoRA+: the B matrices learn at this many times the learning rate (16 is usual). No memory."""
     lora_target_modules: Strings | str | None = None

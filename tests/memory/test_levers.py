@@ -47,6 +47,7 @@ def test_no_key_has_two_rows_and_no_reader_is_idle():
     always |= {"reference", "teacher", "router_loss", "own_loss", "first_adapter"}
     always |= {"parameter_groups", "loss_terms", "embedding_noise", "weights_average"}
     always |= {"vocabulary", "trained_tokens", "rope_scaling"}
+    always |= {"adapter_start", "rotated_blocks"}
     assert {*READERS, *FIRST_STEP_READERS} - always == named
 
 

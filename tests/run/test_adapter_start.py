@@ -22,7 +22,7 @@ from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
 METHODS = [method for method in PeftMethod if method is not PeftMethod.LOFTQ]  # which needs packed weights
 SAVED = ("lora", "dora")
-UNSHARDED = (PeftMethod.VERA,)
+UNSHARDED = (PeftMethod.VERA, PeftMethod.OFT)
 """Refused next to shards, or not split alike."""
 
 

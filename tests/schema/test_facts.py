@@ -68,6 +68,7 @@ def test_an_adapter_reads_the_keys_of_its_row_and_others_are_warned_about(method
     others |= {"lora_target_modules": ["q_proj"], "num_virtual_tokens": 3, "lora_exclude_modules": ["k_proj"]}
     others |= {"layers_to_transform": [0], "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 4}}
     others |= {"trainable_token_indices": [5]}
+    others |= {"lora_init": "gaussian", "lora_freeze_a": True, "oft_block_size": 16}
     assert others.keys() == {key for facts in ADAPTERS.values() for key in facts.keys}
     for key, value in others.items():
         found = unused(training={"use_peft": True}, peft={"peft_method": str(method), key: value})

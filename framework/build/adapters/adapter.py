@@ -1,5 +1,6 @@
 """`peft` becomes an adapter on the frozen model."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ import torch
 from peft import (
     IA3Config,
     LoraConfig,
+    OFTConfig,
     PeftConfig,
     PeftModel,
     PrefixTuningConfig,
@@ -26,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from framework.build.adapters.first_adapter import load_first_adapter
 from framework.build.adapters.products import compute_in_input_dtype, norm_by_rows
 from framework.build.adapters.quantize import Factors, is_packed
-from framework.build.adapters.start import drawn_for, start_layers
+from framework.build.adapters.start import drawn_for, start_layers, start_word
 from framework.build.adapters.target_patterns import Targets
 from framework.build.adapters.targets import KEY, find_targets, modules_within
 from framework.build.dtypes import TORCH_DTYPES
@@ -39,7 +41,7 @@ from framework.schema.choices import PeftMethod, TorchDtype
 from framework.schema.peft import PeftParams
 
 """Kinds that are tokens before the row and touch no module."""
-NEVER_TIE = (PeftMethod.VERA, PeftMethod.IA3)
+NEVER_TIE = (PeftMethod.VERA, PeftMethod.IA3, PeftMethod.OFT)
 """Kinds that peft trains whole modules of a shared weight apart beside; of the others it trains them as one."""
 MOVES_WEIGHTS = {PeftMethod.PISSA: "pissa_niter_16", PeftMethod.OLORA: "olora"}
 """Kinds that take their start out of the base's weights, with peft's word for it. 16 iterations of the fast singular
@@ -114,7 +116,11 @@ def attach_adapter(
             parameter.data = parameter.data.to(dtype)
     if ADAPTERS[params.peft_method].has_own_start:
         layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)]
-        start_layers([(name, layer) for name, layer in layers if not _is_on_meta(layer)], seed, place)
+        drawn = [(name, layer) for name, layer in layers if not _is_on_meta(layer)]
+        start_layers(drawn, seed, place, params)
+    if params.lora_freeze_a and ADAPTERS[params.peft_method].has_factors:
+        for name, parameter in adapted.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and ".lora_A." not in name)
     if params.peft_method is PeftMethod.VERA:
         _cast_projections(adapted, adapter_dtype(params, model))
     compute_in_input_dtype(adapted)
@@ -196,6 +202,14 @@ def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place:
             modules_to_save=saved,
             fan_in_fan_out=transposed,
         )
+    if method is PeftMethod.OFT:
+        _check_blocks(params.oft_block_size, model, named)
+        return OFTConfig(
+            task_type=kind,
+            oft_block_size=params.oft_block_size,
+            target_modules=named,
+            modules_to_save=saved,
+        )
     if method is PeftMethod.VERA:
         return VeraConfig(
             task_type=kind,
@@ -219,7 +233,7 @@ def _config(params: PeftParams, model: PreTrainedModel, targets: Targets, place:
         use_rslora=method is PeftMethod.RSLORA,
         use_dora=method is PeftMethod.DORA,
         # without values there is nothing to decompose, and the shapes are the same
-        init_lora_weights=True if place.rehearsed else MOVES_WEIGHTS.get(method, True),
+        init_lora_weights=True if place.rehearsed else MOVES_WEIGHTS.get(method, start_word(params)),
         trainable_token_indices=_token_rows(params, model),
         ensure_weight_tying=bool(saved) and ties_any(model, saved or []),
     )
@@ -237,6 +251,22 @@ def _token_rows(params: PeftParams, model: PreTrainedModel) -> dict[str, list[in
         message = f"{rows[-1]} is no token of this model"
         raise RequestError([Problem("peft.trainable_token_indices", message, expected=f"ids from 0 to {size - 1}")])
     return {name: rows for name, module in model.named_modules() if any(module is end for end in ends)}
+
+
+def _check_blocks(size: int, model: PreTrainedModel, names: list[str]) -> None:
+    """Raises RequestError for a size that does not divide the input of a target, where peft would take another."""
+    modules = {name: model.get_submodule(name) for name in names}
+    widths = {
+        name: module.embedding_dim if isinstance(module, nn.Embedding) else getattr(module, "in_features", size)
+        for name, module in modules.items()
+    }
+    odd = next((name for name, width in widths.items() if width % size), None)
+    if odd is not None:
+        common = math.gcd(*widths.values())
+        fitting = ", ".join(str(block) for block in (8, 16, 32, 64, 128) if common % block == 0)
+        message = f"{size} does not divide the {widths[odd]} inputs of {odd}"
+        expected = fitting or f"a divisor of {common}"
+        raise RequestError([Problem("peft.oft_block_size", message, expected=expected)])
 
 
 def _feedforward(model: PreTrainedModel, names: list[str]) -> list[str]:

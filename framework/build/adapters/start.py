@@ -12,6 +12,9 @@ from torch import nn
 
 from framework.build.optimizers.seeds import mixed
 from framework.build.place import Place
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import LoraInit
+from framework.schema.peft import PeftParams
 
 
 @contextmanager
@@ -23,12 +26,19 @@ def drawn_for(name: str, seed: int, place: Place) -> Iterator[None]:
         yield
 
 
-def start_layers(layers: Iterable[tuple[str, nn.Module]], seed: int, place: Place) -> None:
+def start_word(params: PeftParams) -> str | bool:
+    """peft's word for how LoRA's A matrices are drawn; those of EVA are found later, when there are rows."""
+    is_gaussian = "lora_init" in ADAPTERS[params.peft_method].keys and params.lora_init is LoraInit.GAUSSIAN
+    return "gaussian" if is_gaussian else True
+
+
+def start_layers(layers: Iterable[tuple[str, nn.Module]], seed: int, place: Place, params: PeftParams) -> None:
     """Draw what peft's layers start from that have values of their own. The names are those in the base model."""
+    word = start_word(params)
     for name, module in layers:
         if isinstance(module, LoraLayer):
             with drawn_for(name, seed, place), torch.no_grad():
-                module.reset_lora_parameters("default", True)
+                module.reset_lora_parameters("default", word)
         elif isinstance(module, IA3Layer):
             with torch.no_grad():  # to ones
                 module.reset_ia3_parameters("default")

@@ -110,6 +110,7 @@ def _by_expression(
 def _default(params: PeftParams, model: PreTrainedModel) -> tuple[str, ...]:
     tables = {
         PeftMethod.IA3: constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
+        PeftMethod.OFT: constants.TRANSFORMERS_MODELS_TO_OFT_TARGET_MODULES_MAPPING,
         PeftMethod.VERA: constants.TRANSFORMERS_MODELS_TO_VERA_TARGET_MODULES_MAPPING,
     }
     table = tables.get(params.peft_method, constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
@@ -174,7 +175,7 @@ def _unreachable(params: PeftParams) -> str | None:
 
 def _renamed_experts(params: PeftParams, model: PreTrainedModel) -> dict[str, str]:
     """Names that experts had before transformers 5 stacked them, which peft translates: old name -> stacked weight."""
-    if params.peft_method in (PeftMethod.VERA, PeftMethod.IA3) or not stacked_experts(model):
+    if params.peft_method in (PeftMethod.VERA, PeftMethod.IA3, PeftMethod.OFT) or not stacked_experts(model):
         return {}
     pattern = _MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
     return {old: new for old, new in _MOE_TARGET_MODULE_MAPPING.get(pattern, {}).items() if old != "gate"}

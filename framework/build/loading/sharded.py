@@ -169,7 +169,7 @@ class ShardLoader:
 
             layers = [(names.get(id(module), ""), module) for module in unit.modules()]
             started = [(name, layer) for name, layer in layers if not adapted.isdisjoint(layer.parameters())]
-            start_layers(started, self._config.training.seed, self._place)
+            start_layers(started, self._config.training.seed, self._place, self._config.peft)
             if self._config.peft.adapter_path is not None:
                 self._take_first_adapter(self._config.peft.adapter_path, started)
 

@@ -19,7 +19,13 @@ from framework.build.optimizers.groups import RATE_FACTOR, rate_and_decay
 from framework.build.ranks import local_part
 from framework.build.verify.adapter_coverage import coverage_line
 from framework.build.verify.reading import Reading
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import LoraInit
 from framework.schema.plural import counted
+
+SPREAD_CLOSE = 0.2
+"""Logarithm of the ratio of two standard deviations that are the same: of 32 numbers, as tiny matrices have, they are
+uncertain by an eighth."""
 
 
 def _adapted(assembly: Assembly) -> list[tuple[str, Any]]:
@@ -122,6 +128,47 @@ def read_faster_matrices(assembly: Assembly) -> Iterator[Reading]:
     }
     found = ", ".join(f"{factor:g}" for factor in sorted(factors))
     yield Reading("peft.lora_plus_lr_ratio", f"{asked:g}", found, f"groups of {len(matrices)} B matrices")
+
+
+def read_adapter_start(assembly: Assembly) -> Iterator[Reading]:
+    """How LoRA's A matrices were drawn, by their standard deviation; those of EVA are found when there are rows."""
+    peft, layers = assembly.config.peft, [layer for layer in _lora(assembly) if "default" in layer.lora_A]
+    matrices = [local_part(layer.lora_A["default"].weight.detach()).float() for layer in layers]
+    is_drawn = peft.lora_init is not LoraInit.EVA and peft.adapter_path is None
+    if "lora_init" not in ADAPTERS[peft.peft_method].keys or not is_drawn or not matrices:
+        return
+    spreads = {
+        LoraInit.GAUSSIAN: [1 / layer.r["default"] for layer in layers],
+        LoraInit.KAIMING: [(3 * matrix.shape[1]) ** -0.5 for matrix in matrices],
+    }
+    found = torch.stack([matrix.square().mean().sqrt() for matrix in matrices])
+    apart = {choice: (found.cpu() / torch.tensor(spread)).log().mean().abs() for choice, spread in spreads.items()}
+    nearest = min(spreads, key=lambda choice: (float(apart[choice]), choice is not peft.lora_init))
+    is_alike = apart[LoraInit(peft.lora_init)] < SPREAD_CLOSE
+    said = peft.lora_init if is_alike else nearest
+    yield Reading(
+        "peft.lora_init",
+        str(peft.lora_init),
+        str(said),
+        f"spread of {counted(len(matrices), 'A matrix', 'A matrices')}",
+    )
+
+
+def read_frozen_factors(assembly: Assembly) -> Iterator[Reading]:
+    """LoRA-FA: how many A matrices are not trained."""
+    named = [item for name, item in assembly.model.named_parameters() if ".lora_A." in name]
+    frozen = sum(not item.requires_grad for item in named)
+    if named and (assembly.config.peft.lora_freeze_a or frozen):
+        asked = len(named) if assembly.config.peft.lora_freeze_a else 0
+        yield Reading("peft.lora_freeze_a", f"{asked} of {len(named)}", f"{frozen} of {len(named)}", "A matrices")
+
+
+def read_rotated_blocks(assembly: Assembly) -> Iterator[Reading]:
+    """OFT: the width of the blocks in every adapted module."""
+    sizes = Counter(size for _, layer in _adapted(assembly) for size in getattr(layer, "oft_block_size", {}).values())
+    if sizes:
+        asked = Counter({assembly.config.peft.oft_block_size: sizes.total()})
+        yield Reading("peft.oft_block_size", _counts(asked), _counts(sizes), counted(sizes.total(), "adapted module"))
 
 
 def read_quantized(assembly: Assembly) -> Iterator[Reading]:

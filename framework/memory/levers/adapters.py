@@ -48,6 +48,7 @@ ADAPTERS = (
             ),
             Setting("vera", "-0.6 % tokens/s (1B); H200, 2026-11", "trains vectors alone"),
             Setting("ia3", "-5.8 % tokens/s (1B); H200, 2026-11", "trains vectors alone"),
+            Setting("oft", "not measured", "rotates the inputs of the adapted matrices"),
             Setting("prompt", "+6.3 % tokens/s (1B); H200, 2026-11", "trains tokens before the row"),
             Setting("prefix", "-8.7 % tokens/s (1B); H200, 2026-11", "trains tokens before the row"),
             Setting("dora", "-9.9 % tokens/s (1B); H200, 2026-11", "learns lengths"),
@@ -102,6 +103,13 @@ ADAPTERS = (
         ("weights",),
         "quantized",
         "Scales of the 4-bit blocks in 8 bits: 0.37 bits a weight less.",
+    ),
+    Lever(
+        "peft.lora_freeze_a",
+        (Setting(False), Setting(True, "not measured", "the A matrices are not trained")),
+        ("activations", "gradients", "optimizer"),
+        "frozen_factors",
+        "LoRA-FA: the A matrices stay as drawn, without gradients and states, and keep no inputs for backward.",
     ),
     Lever(
         "peft.lora_plus_lr_ratio",

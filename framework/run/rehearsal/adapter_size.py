@@ -33,7 +33,10 @@ def adapter_export_bytes(assembly: Assembly, adapter: Adapter, counts: Mapping[s
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    named = {name: assembly.as_part(name, tensor) for name, tensor in tensors.items()}
+    unwritten = {
+        f"{prefix}.{name}" for prefix, module in model.named_modules() for name in module._non_persistent_buffers_set
+    }
+    named = {name: assembly.as_part(name, tensor) for name, tensor in tensors.items() if name not in unwritten}
     written = dict(adapter_state(model, named))
     if mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL:
         base = map(local_part, (*frozen.values(), *scale_tensors(model)))

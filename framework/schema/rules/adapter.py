@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import PeftMethod, PeftSaveMode, TorchDtype
+from framework.schema.choices import LoraInit, PeftMethod, PeftSaveMode, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
@@ -41,6 +41,10 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
         if on_head and not ADAPTERS[method].is_prompt and config.model.chunked_loss not in (None, False, "auto"):
             message = f"the chunked loss multiplies by the head itself, without what {on_head[0]} trains next to it"
             yield Conflict((f"peft.{name}", "model.chunked_loss"), message, "chunked_loss: false, or not the head")
+    yield from _start_conflicts(config)
+    if method is PeftMethod.OFT and (training.compile is True or config.fsdp.is_sharded):
+        other = "training.compile" if training.compile is True else "fsdp.enable_fsdp"
+        yield Conflict((key, other), "oft's rotations are not tried there", "lora, or false")
     if ADAPTERS[method].is_prompt and peft.peft_save_mode is PeftSaveMode.MERGED:
         message = f"a {method} is tokens before the row: there is nothing to add to the weights"
         yield Conflict((key, "peft.peft_save_mode"), message, "adapter_only or adapter_and_base_model")
@@ -66,3 +70,21 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if method in (PeftMethod.PISSA, PeftMethod.OLORA) and peft.q_lora:
         message = f"{method} moves a part of each weight into the adapter, which a quantised weight cannot lose exactly"
         yield Conflict((key, "peft.q_lora"), message, "lora or loftq")
+
+
+def _start_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Where LoRA's A matrices start from rows, or stay as they are."""
+    peft, training = config.peft, config.training
+    if peft.lora_freeze_a and config.fsdp.tensor_parallel_size > 1:
+        keys = ("peft.lora_freeze_a", "fsdp.tensor_parallel_size")
+        yield Conflict(keys, "frozen factors of matrices that devices share are not tried", "false")
+    if "lora_init" not in ADAPTERS[peft.peft_method].keys or peft.lora_init is not LoraInit.EVA:
+        return
+    key = "peft.lora_init"
+    if config.gpu.count > 1:
+        yield Conflict((key, "gpu.count"), "eva looks at the rows of one device", "gaussian, or gpu.count: 1")
+    if config.data.streaming:
+        yield Conflict((key, "data.streaming"), "eva looks at rows before the first step", "gaussian, or false")
+    if training.compile is True:
+        message = "eva looks at the inputs of modules inside of compiled regions"
+        yield Conflict((key, "training.compile"), message, "gaussian, or compile: false")

@@ -23,7 +23,7 @@ MOE = {
 }
 TIED = {**LLAMA, "tie_word_embeddings": True}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-METHODS = ("lora", "rslora", "dora", "pissa", "olora", "vera", "ia3", "prefix", "prompt")
+METHODS = ("lora", "rslora", "dora", "pissa", "olora", "vera", "ia3", "oft", "prefix", "prompt")
 
 
 def adapted(method="lora", architecture=LLAMA, training=(), model=(), **peft):

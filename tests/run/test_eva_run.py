@@ -1,0 +1,61 @@
+"""`peft.lora_init: eva` in a run: the A matrices are the principal components of their modules' inputs."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from framework.errors import RequestError
+from framework.run.checkpoints.checkpoint import checkpoints
+from framework.run.trainer import train
+from tests.run.test_best import config
+
+PEFT = {
+    "lora_init": "eva",
+    "lora_r": 4,
+    "lora_target_modules": ["q_proj", "down_proj"],
+    "peft_save_mode": "adapter_and_base_model",
+}
+
+
+def asked(folder, peft=PEFT, **training):
+    made = config(
+        folder, use_peft=True, eval_steps=None, save_first=True, max_steps=2, per_device_train_batch_size=10, **training
+    )
+    return type(made).model_validate({**made.model_dump(exclude_unset=True), "peft": peft})
+
+
+def inputs_of(model, name, ids):
+    seen = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    with torch.no_grad():
+        model(input_ids=ids)
+    handle.remove()
+    return seen[0]
+
+
+def test_the_first_checkpoint_has_the_principal_components(tmp_path, monkeypatch):
+    from framework.run.setup import adapter_start
+
+    looked = []
+    batches = adapter_start._batches
+    monkeypatch.setattr(adapter_start, "_batches", lambda session: looked.extend(batches(session)) or looked[:1])
+    folder = train(asked(tmp_path), planner=None, quiet=True).folder
+    start = load_file(checkpoints(folder)[0] / "model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(folder / "final" / "base_model")
+    ids, counted = looked[0]["input_ids"], looked[0]["labels"] != -100
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        given = inputs_of(base, name, ids)[counted].double()
+        centered = given - given.mean(0)
+        components = torch.linalg.svd(centered, full_matrices=False).Vh[:4]
+        found = start[f"base_model.model.{name}.lora_A.default.weight"].double()
+        torch.testing.assert_close(found @ found.T, torch.eye(4).double(), rtol=0, atol=1e-3)
+        assert (found @ components.T).norm() ** 2 > 3.9, f"{name}: the same space of four dimensions"
+    assert json.loads((folder / "final" / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_rows_with_fewer_tokens_than_the_rank_are_refused(tmp_path):
+    with pytest.raises(RequestError, match="no micro batch has as many supervised tokens as the rank"):
+        train(asked(tmp_path, {**PEFT, "lora_r": 200}), planner=None, quiet=True)
