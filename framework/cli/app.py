@@ -14,6 +14,7 @@ from framework.cli.data import data
 from framework.cli.diff import diff
 from framework.cli.doctor import doctor
 from framework.cli.explain import explain
+from framework.cli.export import export
 from framework.cli.fit import fit
 from framework.cli.init import init
 from framework.cli.levers import levers
@@ -84,7 +85,7 @@ def _with_versions(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 app.command()(work.train)  # which says itself what was saved, with few frames between the command and the step
-_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, init, merge, predict, push, doctor)
+_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, init, merge, predict, push, export, doctor)
 _LIGHT: tuple[Callable[..., Any], ...] = (explain, report, look.show, diff, levers, convert)
 for _verb in (*map(_with_versions, _LOADING), *_LIGHT):
     app.command()(_told(_verb))

@@ -11,6 +11,7 @@ PACKAGES = (
     "comet_ml",
     "datasets",
     "flash-attn",
+    "gguf",
     "hydra-core",
     "liger-kernel",
     "mlflow",

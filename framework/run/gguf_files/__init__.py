@@ -1,0 +1,1 @@
+"""Models as GGUF files, for llama.cpp and Ollama."""

@@ -1,0 +1,293 @@
+"""`tunesmith export --gguf`: a plain model as one GGUF file for llama.cpp and Ollama, read back after writing."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, PretrainedConfig
+
+from framework.build.model_folder import weight_files
+from framework.errors import Problem, RequestError, SaveFailed
+from framework.run.checkpoints.trained_model import MERGED_FOLDER, find_saved_model
+from framework.run.gguf_files.vocabulary import Vocabulary, read_vocabulary
+from framework.run.record.files import aside_of, discard, replace_file
+from framework.run.record.run_folder import make_writable
+from framework.schema.choices import Choice
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+
+class GgufKind(Choice):
+    """How a GGUF file holds its matrices; vectors are float32."""
+
+    F16 = "f16"
+    Q8_0 = "q8_0"
+
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Model types that are written, which llama.cpp calls the same."""
+_ROTATED = "llama"
+"""The family whose queries and keys llama.cpp keeps in another order of rows."""
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""transformers' names -> llama.cpp's, within a block those without its number."""
+_BLOCK = 32
+"""Numbers that share a scale in Q8_0: rows of another multiple stay float16."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A GGUF file, its Modelfile, and how many tensors are of which type."""
+
+    file: Path
+    modelfile: Path
+    kinds: dict[str, int]
+    bytes: int
+
+
+def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exported:
+    """Write the model of a run, or of a folder, as `output` (else `gguf/RUN-KIND.gguf` in `source`) and a Modelfile.
+
+    One tensor is in memory at a time. Raises RequestError for an adapter that was not merged, an architecture or a
+    tokenizer that is not known, and a file that is there; SaveFailed where it cannot be written, or does not read back.
+    """
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        message = "the package gguf is not installed"
+        raise RequestError([Problem("--gguf", message, expected="pip install gguf")]) from None
+    folder = _plain(source)
+    config = _read_config(folder)
+    target = output or source / "gguf" / f"{source.absolute().name}-{kind}.gguf"
+    if target.exists():
+        raise RequestError([Problem("--output", f"{target} is already there", expected="a file that is not")])
+    vocabulary = read_vocabulary(folder, config.vocab_size)
+    tensors = [*_tensors(folder, config)]
+    make_writable(target.parent, "--output", target)
+    aside = aside_of(target)
+    try:
+        _write(aside, folder, config, vocabulary, tensors, kind)
+        kinds = _read_back(aside, tensors, config, kind)
+        aside.rename(target)
+        modelfile = target.with_name("Modelfile")
+        replace_file(modelfile, _modelfile(target, config, vocabulary))
+    except OSError as error:
+        raise SaveFailed(f"{target} could not be written: {error.strerror or error}") from error
+    finally:
+        discard(aside)
+    return Exported(target, modelfile, kinds, target.stat().st_size)
+
+
+def _plain(source: Path) -> Path:
+    """The folder of the plain model. Raises RequestError for an adapter that was not merged."""
+    merged = source / MERGED_FOLDER
+    saved = find_saved_model(merged if merged.is_dir() else source)
+    if saved.adapter_kind is not None:
+        message = f"{saved.folder} is an adapter, and a GGUF file holds a whole model"
+        raise RequestError([Problem("RUN", message, expected=f"tunesmith merge {source}, and this again")])
+    return saved.folder
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    """The model's config. Raises RequestError for what is not written."""
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    problems = list[Problem]()
+    if config.model_type not in FAMILIES:
+        message = f"{folder} is a {config.model_type}, which is not written as GGUF"
+        problems.append(Problem("RUN", message, expected=", ".join(FAMILIES)))
+    elif config.architectures and not config.architectures[0].endswith("ForCausalLM"):
+        problems.append(Problem("RUN", f"{folder} is a {config.architectures[0]}", expected="a model that writes"))
+    elif (rope := config.rope_parameters["rope_type"]) not in ("default", "llama3"):
+        problems.append(Problem("RUN", f"{folder} has positions of the kind {rope}", expected="default or llama3"))
+    elif getattr(config, "use_sliding_window", False):
+        problems.append(Problem("RUN", f"{folder} attends within a sliding window", expected="a model without"))
+    elif config.hidden_act != "silu":
+        problems.append(Problem("RUN", f"{folder} has the activation {config.hidden_act}", expected="silu"))
+    if problems:
+        raise RequestError(problems)
+    found: PretrainedConfig = config
+    return found
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor to write: where it is read, and its name there."""
+
+    name: str
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+
+    def held_as(self, kind: GgufKind) -> str:
+        """GGML's name of the type that it is stored in."""
+        if len(self.shape) < 2:
+            return "F32"
+        return "Q8_0" if kind is GgufKind.Q8_0 and self.shape[-1] % _BLOCK == 0 else "F16"
+
+    def read(self, config: Any) -> Array:
+        """Its numbers, float32, as llama.cpp orders them."""
+        with safe_open(self.file, framework="pt") as opened:
+            tensor: Array = opened.get_tensor(self.key).to(torch.float32).numpy()
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        count = heads.get(self.name.split(".")[-2]) if config.model_type == _ROTATED else None
+        if count is None:
+            return tensor
+        halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
+        ordered: Array = halves.swapaxes(1, 2).reshape(tensor.shape)
+        return ordered
+
+
+def _tensors(folder: Path, config: Any) -> Iterator[_Tensor]:
+    """Every tensor of a model, in the order of its blocks. Raises RequestError for one that llama.cpp has no name
+    for."""
+    found, unknown = list[_Tensor](), list[str]()
+    for file in weight_files(folder, "RUN"):
+        with safe_open(file, framework="pt") as opened:
+            keys = opened.keys()
+            for key in keys:
+                if key == "lm_head.weight" and config.tie_word_embeddings:
+                    continue
+                name = _name(key)
+                shape = tuple(opened.get_slice(key).get_shape())
+                found += [_Tensor(name, file, key, shape)] if name is not None else []
+                unknown += [key] if name is None else []
+    if unknown:
+        message = f"{folder} has weights that llama.cpp's {config.model_type} has not: {', '.join(unknown[:3])}"
+        raise RequestError([Problem("RUN", message)])
+    yield from sorted(
+        found, key=lambda tensor: [int(part) if part.isdigit() else -1 for part in tensor.name.split(".")]
+    )
+
+
+def _name(key: str) -> str | None:
+    """llama.cpp's name of a weight; None where it has none."""
+    within = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", key)
+    if within:
+        number, module, part = within.groups()
+        return f"blk.{number}.{_NAMES[module]}.{part}" if module in _NAMES else None
+    module, _, part = key.rpartition(".")
+    return f"{_NAMES[module]}.{part}" if module in _NAMES else None
+
+
+def _write(
+    file: Path, folder: Path, config: Any, vocabulary: Vocabulary, tensors: list[_Tensor], kind: GgufKind
+) -> None:
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+    from gguf.quants import quantize
+
+    writer = GGUFWriter(file, config.model_type, use_temp_file=True)  # else it holds all tensors
+    writer.add_name(folder.absolute().parent.name)
+    writer.add_file_type(LlamaFileType.MOSTLY_F16 if kind is GgufKind.F16 else LlamaFileType.MOSTLY_Q8_0)
+    _add_shape(writer, config)
+    _add_vocabulary(writer, vocabulary)
+    if config.rope_parameters["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _rope_factors(config))
+    for tensor in tensors:
+        held = GGMLQuantizationType[tensor.held_as(kind)]
+        writer.add_tensor(tensor.name, quantize(tensor.read(config), held), raw_dtype=held)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_shape(writer: "GGUFWriter", config: Any) -> None:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _add_vocabulary(writer: "GGUFWriter", vocabulary: Vocabulary) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(vocabulary.split)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    writer.add_token_merges(vocabulary.merges)
+    writer.add_add_bos_token(vocabulary.adds_start)
+    for name, index in vocabulary.special.items():
+        getattr(writer, f"add_{name}_token_id")(index)
+    if vocabulary.template:
+        writer.add_chat_template(vocabulary.template)
+
+
+def _rope_factors(config: Any) -> Array:
+    """What llama.cpp divides each frequency by: Llama 3's stretched positions, as transformers computes them."""
+    rope: dict[str, float] = config.rope_parameters
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head, 2) / head)
+    turns = rope["original_max_position_embeddings"] / waves
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    factors: Array = (1 / ((1 - share) / rope["factor"] + share)).astype(np.float32)
+    return factors
+
+
+def _read_back(file: Path, tensors: list[_Tensor], config: Any, kind: GgufKind) -> dict[str, int]:
+    """How many tensors are of which type. Raises SaveFailed where a tensor of the file is not the model's."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    read = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    counts: dict[str, int] = {}
+    for tensor in tensors:
+        found, expected = read.get(tensor.name), tensor.read(config)
+        told = dequantize(found.data, found.tensor_type).reshape(expected.shape) if found is not None else None
+        if told is None or not np.all(np.abs(told - expected) <= _rounding(expected, tensor.held_as(kind))):
+            raise SaveFailed(f"{file}: {tensor.name} does not read back as it was written")
+        assert found is not None
+        counts[found.tensor_type.name] = counts.get(found.tensor_type.name, 0) + 1
+    return counts
+
+
+def _rounding(values: Array, held: str) -> Array:
+    """How far a value that was stored may be off: half a step of its type."""
+    if held == "F32":
+        return np.zeros_like(values)
+    if held == "F16":
+        return np.abs(values) * 2.0**-11 + 2.0**-25
+    blocks = np.abs(values.reshape(-1, _BLOCK)).max(1, keepdims=True)
+    return np.broadcast_to(blocks / 127 * 0.51 + blocks * 2.0**-10, (len(blocks), _BLOCK)).reshape(values.shape)
+
+
+def _modelfile(file: Path, config: Any, vocabulary: Vocabulary) -> str:
+    """What `ollama create` reads. It knows most templates of chats by the one in the file."""
+    lines = [f"FROM ./{file.name}", f"PARAMETER num_ctx {config.max_position_embeddings}"]
+    if "eos" in vocabulary.special:
+        lines.append(f"PARAMETER stop {json.dumps(vocabulary.tokens[vocabulary.special['eos']])}")
+    if vocabulary.template is None:
+        lines.append('TEMPLATE "{{ .Prompt }}"')
+    return "\n".join(lines) + "\n"
