@@ -196,7 +196,9 @@ def _named_card(
 ) -> list[Layer]:
     """The facts of a card that `gpu.name` names and no preset was chosen for. A card of one's own has facts next to its
     name; one without any, and the name of another card than the one that was chosen, are problems."""
-    word, place = str(name.value), name.origin.place
+    if not isinstance(name.value, str):
+        return []  # which the schema refuses
+    word, place = name.value, name.origin.place
     is_known = word in shipped.presets("gpu") or card_of_size(word) is not None
     if chosen is not None and (is_known and word not in chosen.names):
         message = f"names another card than gpu={','.join(chosen.names)}, whose facts are planned with"
@@ -236,8 +238,10 @@ def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
         elif child.value is None and not path:
             continue  # a section with nothing under it writes nothing
         elif below.children and not below.is_list and child.mapping is None and child.value is not None:
+            is_preset = not path and name in shipped.GROUPS and child.value in [*shipped.presets(name)]
+            nearest = f"defaults: [{{{name}: {child.value}}}]" if is_preset else None
             message = f"cannot be {shown(child.plain())}"
-            problems.append(Problem(dotted(here), message, child.origin.place, below.expected))
+            problems.append(Problem(dotted(here), message, child.origin.place, below.expected, nearest))
         else:
             inside[name] = _known(child, below, here, problems)
     return Node(inside, node.origin)

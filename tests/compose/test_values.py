@@ -64,6 +64,18 @@ def test_a_wrong_value_is_told_with_key_line_and_what_was_expected(write, sectio
     assert expected in problem.expected
 
 
+@pytest.mark.parametrize(("section", "preset"), [("gpu", "h100_80gb"), ("model", "qwen3_0.6b"), ("peft", "lora")])
+def test_a_preset_in_place_of_a_section_is_told_where_it_goes(write, section, preset):
+    (problem,) = problems_of(write(f"{section}: {preset}\n")).values()
+    assert (problem.key, problem.nearest) == (section, f"defaults: [{{{section}: {preset}}}]")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("null", "null"), ("[a]", "['a']"), ("3", "3"), ("{a: b}", "{'a': 'b'}")])
+def test_a_card_that_is_no_name_is_told_as_it_was_written(write, name, shown):
+    (problem,) = problems_of(write(f"gpu: {{name: {name}}}\n")).values()
+    assert (problem.key, problem.message) == ("gpu.name", f"cannot be {shown}")
+
+
 def test_an_unknown_item_of_a_list_is_not_told_to_be_a_list(write):
     problem = problems_of(write("training: {trackers: [neptune]}\n"))["training.trackers[0]"]
     assert problem.nearest is None

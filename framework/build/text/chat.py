@@ -386,6 +386,10 @@ def _doubts(template: Template, chat: Chat) -> dict[str, str]:
         )
     if chat.tools and whole == template.render(replace(chat, tools=())):
         found["tools"] = "the template does not write the `tools` of the rows; the model is not told of them"
+    if any(message.get("name") and message["role"] not in ("tool", "function") for message in chat.messages):
+        nameless = tuple({key: value for key, value in message.items() if key != "name"} for message in chat.messages)
+        if whole == template.render(replace(chat, messages=nameless)):
+            found["name"] = "the template does not write the `name` of turns; the model is not told who speaks"
     return found
 
 

@@ -236,6 +236,9 @@ def test_what_a_template_leaves_out_is_told(tokenizer_of: TokenizerOf) -> None:
     with_tools = Chat(TURNS.messages, TOOLS)
     (warning,) = check_chat(tokenizer_of("chatml"), [with_tools])
     assert "does not write the `tools`" in warning
+    speakers = Chat([{**message, "name": "Ann"} for message in TURNS.messages])
+    (warning,) = check_chat(tokenizer_of("chatml"), [speakers])
+    assert "does not write the `name` of turns" in warning
     thinking = Chat([user("two?"), answer("Four.", thinking="Easy.")])
     for name, lost in (("chatml", {Remark.LOST_THOUGHT}), ("harmony", set()), ("qwen3", set())):
         (row,) = encode_chats(tokenizer_of(name), [thinking])
