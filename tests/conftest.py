@@ -1,5 +1,6 @@
 """A writer of recipes in a folder of their own, where the command is then "typed"."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -8,15 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import ADDRESS, forked
+from tests.forks import ADDRESS, forked, serving
 
 Write = Callable[..., Path]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All workers of a session share one process that forks."""
+    if not hasattr(config, "workerinput"):
+        ended = contextlib.ExitStack()
+        ended.enter_context(serving())
+        config.add_cleanup(ended.close)
+
+
+gc.disable()  # while everything is imported, of which nothing is garbage
 
 
 def pytest_collection_finish() -> None:
     """What was imported stays, so collections need not walk it: a run collects after each step that it undoes."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,9 +51,9 @@ def _short_runs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked(_own_caches: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _forked(_own_caches: None) -> Iterator[None]:
     """Python processes are forked, not started."""
-    with forked(tmp_path_factory.mktemp("forks")):
+    with forked():
         yield
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -47,7 +48,7 @@ _CARDS = ("/dev/nvidiactl", "/dev/kfd")
 """On a machine with cards bitsandbytes and Inductor start CUDA as they are imported, which no fork survives."""
 _Started = subprocess.Popen
 _environment: dict[str, str] = {}
-"""That of the process that forks."""
+"""That of the process that forks, but for what is read late."""
 
 
 class _Popen(_Started):  # type: ignore[type-arg]
@@ -127,25 +128,34 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 @contextlib.contextmanager
-def forked(folder: Path) -> Iterator[None]:
-    """Fork Python processes that are started inside, on Linux and where there is no card. What they are forked from
-    imports nothing before the first."""
+def serving() -> Iterator[None]:
+    """Have a process that forks, on Linux and where there is no card, for this process and those that it starts. It
+    imports nothing before it is first asked."""
     if not hasattr(os, "pidfd_open") or any(map(os.path.exists, _CARDS)):
         yield
         return
-    address = str(folder / "forks")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.forks import serve; serve()"
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        address = f"{folder}/forks"
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(address)
+            door.listen(64)
+            command, kept = [sys.executable, "-P", "-c", code, str(door.fileno())], [door.fileno()]
+            server = _Started(command, stdin=subprocess.PIPE, pass_fds=kept)
+        with server:
+            patch.setenv(ADDRESS, address)
+            yield
+            server.kill()
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[None]:
+    """Fork Python processes that are started inside, where there is a process that does."""
     _environment.update(os.environ)
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind(address)
-        door.listen(64)
-        command, kept = [sys.executable, "-P", "-c", code, str(door.fileno())], [door.fileno()]
-        server = _Started(command, stdin=subprocess.PIPE, pass_fds=kept)
-    with server, pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ADDRESS, address)
-        patch.setattr(subprocess, "Popen", _Popen)
+    with pytest.MonkeyPatch.context() as patch:
+        if ADDRESS in os.environ:
+            patch.setattr(subprocess, "Popen", _Popen)
         yield
-        server.kill()
 
 
 def serve() -> None:
@@ -232,6 +242,8 @@ def _become(asked: Mapping[str, Any], filters: list[Any]) -> None:
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["environment"])
+    _environment.clear()
+    _environment.update(asked["environment"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115

@@ -8,6 +8,7 @@ import pytest
 from framework.build.loading.model import read_architecture
 from framework.checks import PLAN, check
 from framework.memory.cards import read_card
+from tests.grids import slow
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -22,7 +23,7 @@ def script(name):
 TASKS = script("tasks_card")
 
 
-@pytest.mark.parametrize("tiny", [True, False])
+@pytest.mark.parametrize("tiny", [True, slow(False)])
 @pytest.mark.parametrize("row", TASKS.ROWS)
 def test_each_task_is_asked_for_as_it_may_be(row, tiny, monkeypatch):
     monkeypatch.setattr(TASKS, "detect", lambda: "h100_80gb")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_train import RECIPE
+from tests.grids import slow
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft")
@@ -40,13 +41,13 @@ def command(*words: str) -> str:
     [
         ("import framework", (*HEAVY, *COMPOSE, "pydantic", "typer", "yaml")),
         (command("--help"), (*HEAVY, *COMPOSE)),
-        (command("train", "--help"), (*HEAVY, *COMPOSE)),
-        (command("plan", "--help"), (*HEAVY, *COMPOSE)),
-        (command("list", "gpus"), HEAVY),
+        slow(command("train", "--help"), (*HEAVY, *COMPOSE)),
+        slow(command("plan", "--help"), (*HEAVY, *COMPOSE)),
+        slow(command("list", "gpus"), HEAVY),
         (command("schema"), HEAVY),
-        (command("levers"), HEAVY),
+        slow(command("levers"), HEAVY),
         (command("show", "quickstart"), HEAVY),
-        (command("diff", "quickstart", "quickstart", "gpu=24gb"), HEAVY),
+        slow(command("diff", "quickstart", "quickstart", "gpu=24gb"), HEAVY),
         (command("check", "quickstart", "--quick"), HEAVY),
         (command("convert", "recipes/quickstart.yaml"), HEAVY),
         (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),

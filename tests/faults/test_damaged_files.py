@@ -27,7 +27,7 @@ def spoil(folder, dice):
     return file
 
 
-@pytest.mark.parametrize("number", throws(4, 600, "damaged runs"))
+@pytest.mark.parametrize("number", throws(2, 600, "damaged runs"))
 def test_a_run_with_a_damaged_file_goes_on_as_it_was_or_not_at_all(whole, tmp_path, number):
     """Damage that a resume survives, such as a space more in its config, leaves the weights bit for bit."""
     dice = random.Random(number)
@@ -52,7 +52,7 @@ def saved(tmp_path_factory):
     return save_model(folder / "one"), folder / "several"
 
 
-@pytest.mark.parametrize("number", throws(3, 600, "damaged models"))
+@pytest.mark.parametrize("number", throws(1, 600, "damaged models"))
 def test_a_model_with_a_damaged_file_is_read_or_refused(saved, tmp_path, number):
     dice = random.Random(number)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "hello", "completion": "world"}\n' * 4)

@@ -31,7 +31,7 @@ def spoiled(dice):
     return damaged(text, dice)
 
 
-@drawn(2375, 38_000)
+@drawn(500, 38_000)
 def test_a_damaged_log_is_explained_or_of_no_known_kind(dice):
     with in_time(), contextlib.suppress(RequestError):
         explained = explain_evidence(Evidence(spoiled(dice).decode(errors="replace")))
@@ -39,7 +39,7 @@ def test_a_damaged_log_is_explained_or_of_no_known_kind(dice):
         assert json.dumps(explained.to_json(), allow_nan=False)
 
 
-@drawn(100, 2000)
+@drawn(20, 2000)
 def test_a_damaged_log_through_the_command(log, dice):
     log.write_bytes(spoiled(dice))
     run("explain", str(log), *dice.choice([(), ("--json",)]))

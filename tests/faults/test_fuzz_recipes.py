@@ -189,7 +189,7 @@ def file(tmp_path_factory):
         yield Path("mutant.yaml")
 
 
-@drawn(25, 14_000)
+@drawn(12, 14_000)
 def test_a_mutated_recipe_is_accepted_or_each_problem_has_its_place(file, dice):
     file.write_bytes(mutated(dice))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -206,7 +206,7 @@ WHOLE_REQUEST = {"model.model_name", "model.load_pretrained_weights", "training.
 """Keys whose absence is the problem, so that there is no line to point to."""
 
 
-@drawn(10, 1000)
+@drawn(5, 1000)
 def test_a_mutated_recipe_is_shown_and_planned_for_or_refused(file, dice):
     file.write_bytes(mutated(dice))
     run(

@@ -92,7 +92,7 @@ def drawn_file(folder, dice):
     return file, task
 
 
-@drawn(300, 9500)
+@drawn(100, 9500)
 def test_rows_are_taken_or_refused(folder, tokenizer, dice):
     file, task = drawn_file(folder, dice)
     config = TrainingConfig.model_validate(request(file, task, dice))

@@ -43,7 +43,7 @@ def spoiled(name, data, dice):
     return damaged(data, dice)
 
 
-@drawn(150, 20_000)
+@drawn(40, 20_000)
 def test_a_damaged_file_of_a_run(whole, dice):
     folder, files = whole
     name = dice.choice(NAMES)

@@ -1,6 +1,8 @@
 """An adapter starts from the same numbers on one process and on several, split or not; all in one start of two."""
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from framework.build.ranks import Ranks
 from framework.build.verify import verify
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
+from tests.grids import chosen, to_make
 from tests.sharded import on_two, settings, sharded, trained, weights
 from tests.tiny import LLAMA, tiny_assembly, tiny_config
 
 METHODS = [method for method in PeftMethod if method is not PeftMethod.LOFTQ]  # which needs packed weights
 SAVED = ("lora", "dora")
+QUICK = (PeftMethod.LORA, PeftMethod.PISSA, PeftMethod.PROMPT)
 UNSHARDED = (PeftMethod.VERA, PeftMethod.OFT)
 """Refused next to shards, or not split alike."""
 
@@ -43,9 +47,9 @@ def start_of(assembly: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in weights(assembly).items() if name in names}
 
 
-def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
+def look(methods: Sequence[PeftMethod], ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for method in METHODS:
+    for method in methods:
         for shards in (True, False):
             torch.manual_seed(1000 + ranks.rank)  # what else was drawn does not matter
             config = adapted(2, folder, str(method), shards)
@@ -66,7 +70,7 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("start")
     base: AutoModelForCausalLM = tiny_assembly(tiny_config()).model
     base.save_pretrained(folder / "base")
@@ -77,7 +81,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         for parameter in model.parameters():
             parameter.data += torch.randn_like(parameter) * (0.1 if parameter.requires_grad else 0)
         model.save_pretrained(folder / f"saved-{method}")
-    return folder, on_two(look, folder)[0]
+    return folder, on_two(partial(look, to_make(request, QUICK, METHODS)), folder)[0]
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
@@ -92,7 +96,7 @@ def test_shards_go_on_from_a_saved_adapter(ran, method):
 
 
 @pytest.mark.parametrize("shards", [True, False], ids=["shards", "copies"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", chosen(QUICK, METHODS))
 def test_it_starts_and_learns_as_one_process_does(ran, method, shards):
     folder, found = ran
     one = sharded(adapted(1, folder, str(method), shards=False), Ranks())

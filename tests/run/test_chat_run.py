@@ -27,6 +27,7 @@ from framework.run.checkpoints.trained_model import find_saved_model, load_model
 from framework.run.inputs.inputs import read_inputs
 from framework.run.inputs.training_batches import TrainingBatches, training_batches
 from framework.schema.config import TrainingConfig
+from tests.grids import first, thinned
 from tests.tiny import LLAMA
 
 CHATS = [
@@ -135,8 +136,13 @@ def _epoch(batches: TrainingBatches) -> list[MicroBatch]:
     return [micro_batch for _ in range(batches.steps_per_epoch) for micro_batch in next(started)]
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True}, {"padding_free": True}, {"group_by_length": True}])
-@pytest.mark.parametrize("steps", [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 1}])
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    thinned(
+        [{}, {"packing": True}, {"padding_free": True}, {"group_by_length": True}],
+        [{"gradient_accumulation_steps": 4}, {"per_device_train_batch_size": 1}],
+    ),
+)
 def test_no_micro_batch_has_nothing_to_learn(options: dict[str, Any], steps: dict[str, int], tmp_path: Path) -> None:
     """Rows whose answer is cut off are never in a batch, nor in one of an accumulated step."""
     long = {"role": "user", "content": "What is two and two? " * 40}
@@ -181,7 +187,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-@pytest.mark.parametrize("mode", [None, "adapter_only", "adapter_and_base_model", "merged"])
+@pytest.mark.parametrize("mode", first(2, [None, "adapter_only", "adapter_and_base_model", "merged"]))
 def test_generation_stops_at_the_token_that_answers_learn_to_end_with(mode: str | None, base: Path) -> None:
     """Not at the base's end token alone, which no answer has."""
     some = config(base.parent, [{"messages": chat} for chat in CHATS]).model_dump()

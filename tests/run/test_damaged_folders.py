@@ -19,6 +19,7 @@ from framework.run.planning.model_checks import inspect
 from framework.run.predict import Request, predict
 from framework.schema.config import TrainingConfig
 from tests.folders import change_config, save_model, split_weights
+from tests.grids import first, thinned
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 MORE = ("special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja")
@@ -102,16 +103,14 @@ def problems_of(base):
     return found
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("damage", "name"), thinned(DAMAGES, FILES))
 def test_a_damaged_file_is_named(base, name, damage):
     DAMAGES[damage](base / name)
     found = problems_of(base)
     assert any(name in said or (name.startswith("tokenizer") and "tokenizer" in said) for said in found), found
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize(("damage", "name"), thinned(DAMAGES, MORE))
 def test_a_damaged_file_that_a_folder_may_have(base, name, damage):
     (base / name).write_text("{}")
     DAMAGES[damage](base / name)
@@ -125,7 +124,10 @@ def test_a_damaged_index_is_named(base, damage):
     assert any(INDEX in said for said in problems_of(base))
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in VALUES.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [case for key, values in VALUES.items() for case in first(2, [(key, value) for value in values])],
+)
 def test_a_value_that_the_config_cannot_have_is_no_fault_of_ours(base, key, value):
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, key: value}))
@@ -180,8 +182,7 @@ def test_a_value_that_an_adapter_cannot_have(adapted, tmp_path, key, value):
             action()
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize(("damage", "name"), thinned(DAMAGES, ["adapter_config.json", "adapter_model.safetensors"]))
 def test_a_damaged_file_of_an_adapter_is_named(adapted, tmp_path, name, damage):
     folder = shutil.copytree(adapted, tmp_path / "adapter")
     DAMAGES[damage](folder / name)

@@ -16,6 +16,7 @@ from framework.run.planning.measure import synthetic_batches
 from framework.run.rehearsal.footprint import held_tensors, state_tensors
 from framework.run.rehearsal.rehearse import rehearse
 from framework.run.step import train_step
+from tests.grids import first
 from tests.run.cpu_memory import peak_bytes
 from tests.run.test_trainer import config as pretrain_config
 from tests.run.test_trainer import final_weights, interrupt_after, metrics, same, train
@@ -59,7 +60,7 @@ def config(corpus, folder, teacher, teaching=None, asks_for=None, **training):
     return asked.model_copy(update={"model": type(asked.model)(**model)})
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("divergence", first(1, ["forward_kl", "reverse_kl", "jsd"]))
 def test_the_student_comes_closer_to_the_teacher(corpus, tmp_path, teacher, divergence, capfd):
     asked = config(corpus, tmp_path / "run", teacher, distillation={"divergence": divergence, "alpha": 1.0})
     result = train(asked, quiet=False)
@@ -128,7 +129,7 @@ def test_chunks_leave_neither_models_logits_whole():
         assert terms(chunked, phase).logits_and_loss < 0.3 * terms(whole, phase).logits_and_loss, phase
 
 
-@pytest.mark.parametrize(("bits", "kind"), [(4, "4-bit nf4"), (8, "8-bit")])
+@pytest.mark.parametrize(("bits", "kind"), first(1, [(4, "4-bit nf4"), (8, "8-bit")]))
 def test_a_packed_teacher_teaches_is_read_back_and_stays_as_it_was(corpus, tmp_path, teacher, bits, kind, capfd):
     pytest.importorskip("bitsandbytes")
     asked = config(corpus, tmp_path / "run", teacher, {"bits": bits}, distillation={"alpha": 1.0})
@@ -170,7 +171,7 @@ def test_the_plan_of_a_packed_teacher_holds_what_its_layers_take():
         assert found.step_peak.allocated_bytes < planned().step_peak.allocated_bytes
 
 
-@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("bits", first(2, [None, 4, 8]))
 def test_the_plan_of_a_packed_teacher_is_what_the_step_takes(bits):
     pytest.importorskip("bitsandbytes")
     wide = {**LLAMA, "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 512}

@@ -25,6 +25,7 @@ from framework.run.record.layout import checkpoints
 from framework.run.record.lock import only_run
 from framework.run.record.run_folder import fallback_of
 from framework.run.setup import start as opening
+from tests.grids import first
 from tests.run.test_trainer import config, corpus, final_weights, metrics, same, straight, train  # noqa: F401
 from tests.tiny import LLAMA
 
@@ -107,7 +108,7 @@ def test_checkpoints_go_elsewhere_and_the_run_goes_on_from_there(corpus, straigh
     assert not checkpoints(kept)  # else a later --resume would go on from them
 
 
-@pytest.mark.parametrize("mode", ["adapter_only", "adapter_and_base_model", "merged"])
+@pytest.mark.parametrize("mode", first(1, ["adapter_only", "adapter_and_base_model", "merged"]))
 def test_the_export_goes_elsewhere_whole(corpus, tmp_path, monkeypatch, mode):  # noqa: F811
     training = {"max_steps": 1, "use_peft": True, "fallback_dir": str(tmp_path / "other")}
     peft = {**LORA, "peft_save_mode": mode}
@@ -145,7 +146,7 @@ def killing(monkeypatch, often):
     return killed
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", first(1, [1, 2]))
 def test_a_killed_worker_is_started_again_and_nothing_changes(
     corpus,  # noqa: F811
     straight,  # noqa: F811

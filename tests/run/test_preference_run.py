@@ -11,6 +11,7 @@ from framework.run import trainer
 from framework.run.checkpoints.checkpoint import checkpoints
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
+from tests.grids import slow, thinned
 from tests.run.test_trainer import final_weights, interrupt_after, metrics, same, train
 from tests.tiny import LLAMA
 
@@ -69,8 +70,7 @@ def short_sample(monkeypatch):
     monkeypatch.setattr(trainer, "SAMPLE_NEW_TOKENS", 1)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("adapted", "loss"), thinned({"full": False, "lora": True}, LOSSES))
 def test_lower_case_is_learnt(files, tmp_path, loss, adapted):
     stronger = {"beta": 1.0} if loss == "orpo" else {}
     result = train(config(files, tmp_path / "run", loss, adapted=adapted, **stronger))
@@ -87,7 +87,7 @@ def test_lower_case_is_learnt(files, tmp_path, loss, adapted):
     assert set(metrics(tmp_path / "run", unit).values()) == {8, 6}
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "asked once", "kto asked once"])
+@pytest.mark.parametrize("kind", ["lora", "asked once", slow("full"), slow("kto asked once")])
 def test_a_resumed_run_is_the_straight_one(files, tmp_path, monkeypatch, kind):
     def asked(name):
         once = {"precompute_reference": True} if "once" in kind else {}
@@ -104,7 +104,7 @@ def test_a_resumed_run_is_the_straight_one(files, tmp_path, monkeypatch, kind):
         assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "straight"))
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapted", [False, slow(True)], ids=["full", "lora"])
 def test_a_reference_asked_once_is_the_reference(files, tmp_path, adapted, capfd):
     train(config(files, tmp_path / "each", adapted=adapted))
     train(config(files, tmp_path / "once", adapted=adapted, precompute_reference=True), quiet=False)
@@ -115,7 +115,7 @@ def test_a_reference_asked_once_is_the_reference(files, tmp_path, adapted, capfd
     assert (tmp_path / "once" / "reference.safetensors").exists()
 
 
-@pytest.mark.parametrize("method", ["pissa", "olora"])
+@pytest.mark.parametrize("method", ["pissa", slow("olora")])
 def test_an_adapter_that_moves_the_base_starts_at_the_model_as_it_was(files, tmp_path, method):
     asked = config(files, tmp_path / "run", adapted=True, precompute_reference=True, training={"max_steps": 4})
     moving = asked.peft.model_copy(update={"peft_method": PeftMethod(method)})

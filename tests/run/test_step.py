@@ -4,6 +4,7 @@ import torch
 from framework.build.data.batches import collate
 from framework.errors import NonFinite
 from framework.run.step import train_step
+from tests.grids import thinned
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 
 
@@ -97,9 +98,12 @@ def test_a_non_finite_step_leaves_the_weights_alone(what):
 
 
 @pytest.mark.parametrize(
-    "precision", [("float32", "none"), ("float32", "bf16"), ("float32", "fp16"), ("bfloat16", "none")]
+    ("precision", "optimizer"),
+    thinned(
+        [("float32", "none"), ("float32", "bf16"), ("float32", "fp16"), ("bfloat16", "none")],
+        ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"],
+    ),
 )
-@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 def test_every_precision_and_optimizer_learns(precision, optimizer):
     dtype, autocast = precision
     rate = {"sgd": 0.5, "adafactor": 1e-2}.get(optimizer, 1e-2)
@@ -113,9 +117,10 @@ def test_every_precision_and_optimizer_learns(precision, optimizer):
     assert {p.dtype for p in assembly.trained} == {getattr(torch, dtype)}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp16"])
-@pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("attention", "dtype", "architecture"),
+    thinned(["sdpa", "eager"], ["float32", "bfloat16", "fp16"], {"llama": LLAMA, "gpt2": GPT2}),
+)
 def test_padding_changes_nothing(architecture, dtype, attention):
     """Rows of 3 and 12 tokens in one padded batch, against each row alone; everything finite."""
     config = tiny_config(

@@ -22,6 +22,7 @@ from framework.run.checkpoints.checkpoint import checkpoints
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.setup import start as opening
 from framework.schema.config import TrainingConfig
+from tests.grids import chosen, first, slow
 from tests.tiny import GPT2, LLAMA
 
 ROWS = 40
@@ -101,7 +102,7 @@ def straight(corpus, tmp_path_factory):
     return metrics(folder), final_weights(folder), folder
 
 
-@pytest.mark.parametrize("step", range(1, 12))
+@pytest.mark.parametrize("step", chosen((4, 9), range(1, 12)))
 def test_resuming_at_any_step_is_exact(corpus, straight, tmp_path, monkeypatch, step):
     """Stopped after each step of 12, mid-epoch and at its edge; the same losses, the same weights bit for bit."""
     losses, weights, _ = straight
@@ -122,7 +123,7 @@ def test_workers_do_not_change_what_is_learnt(corpus, straight, tmp_path):
     assert same(final_weights(tmp_path / "run"), straight[1])
 
 
-@pytest.mark.parametrize(("micro", "total"), [(4, 4), (1, 4)])
+@pytest.mark.parametrize(("micro", "total"), first(1, [(4, 4), (1, 4)]))
 def test_the_split_into_micro_batches_does_not_change_what_is_learnt(corpus, tmp_path, micro, total):
     plain = {**GPT2, "resid_pdrop": 0.0}
     sizes = {"per_device_train_batch_size": micro, "global_batch_size": total}
@@ -290,7 +291,7 @@ def test_the_config_of_a_run_that_goes_on_is_what_it_trains_and_earlier_ones_sta
 STREAM = {"streaming": True, "shuffle_buffer": 16, "eval_fraction": 0.0}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, slow(1)])
 def test_a_stream_goes_on_where_it_stood(corpus, tmp_path, workers):
     def run(name, steps):
         training = {"max_steps": steps, "lr_scheduler_type": "constant"}
@@ -366,7 +367,7 @@ def test_skipped_steps_of_float16_are_counted_and_resumed(corpus, tmp_path, monk
     assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "straight"))
 
 
-@pytest.mark.parametrize(("save", "evaluate", "keep"), [(5, 4, 2), (3, 5, 1), (1, 7, 3)])
+@pytest.mark.parametrize(("save", "evaluate", "keep"), first(2, [(5, 4, 2), (3, 5, 1), (1, 7, 3)]))
 def test_retention_holds_with_any_pair_of_intervals(corpus, tmp_path, save, evaluate, keep):
     """Save and evaluation intervals that are not multiples of one another."""
     intervals = {"save_steps": save, "eval_steps": evaluate, "save_total_limit": keep}

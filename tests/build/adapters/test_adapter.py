@@ -11,6 +11,7 @@ from framework.errors import RequestError
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
+from tests.grids import chosen, first, slow
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 
 MOE = {
@@ -23,7 +24,9 @@ MOE = {
 }
 TIED = {**LLAMA, "tie_word_embeddings": True}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-METHODS = ("lora", "rslora", "dora", "pissa", "olora", "vera", "ia3", "oft", "prefix", "prompt")
+METHODS = ("lora", "rslora", "dora", "pissa", "olora", "vera", "oft", "ia3", "prefix", "prompt")
+UNLIKE = chosen(("lora", "dora", "ia3", "prompt"), METHODS)
+"""One of each kind of update in the quick suite."""
 
 
 def adapted(method="lora", architecture=LLAMA, training=(), model=(), **peft):
@@ -55,7 +58,7 @@ def test_each_kind_trains_from_where_the_base_stands_and_is_read_back(method):
     assert all("original_module" not in name for name, p in assembly.model.named_parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", UNLIKE)
 def test_the_plan_counts_what_is_built(method):
     config = adapted(method)
     footprint = record(config).footprint
@@ -66,7 +69,7 @@ def test_the_plan_counts_what_is_built(method):
     assert sum(footprint.trained_sizes) == 4 * sum(trained)
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "pissa", "vera", "ia3"])
+@pytest.mark.parametrize("method", first(2, ["lora", "dora", "pissa", "vera", "ia3"]))
 def test_conv1d_layers_are_linear_layers(method):
     assembly = tiny_assembly(adapted(method, GPT2))
     verify(assembly)
@@ -151,9 +154,9 @@ def test_all_linear_reaches_the_experts(architecture):
     [
         ({"lora_target_modules": ["q_proj", "v_proj"]}, "experts are at 0 %; [all-linear] or experts.down_proj"),
         ({"lora_dropout": 0.1}, "peft.lora_dropout=0"),
-        ({"method": "dora"}, "peft.peft_method=lora"),
-        ({"method": "vera"}, "peft.peft_method=lora"),
         ({"method": "ia3"}, "peft.peft_method=lora"),
+        slow({"method": "dora"}, "peft.peft_method=lora"),
+        slow({"method": "vera"}, "peft.peft_method=lora"),
     ],
 )
 def test_experts_left_out_are_said_with_the_setting_that_reaches_them(peft, said):
@@ -205,7 +208,7 @@ def test_matrices_that_never_moved_are_said():
     assert not describe_save_dtypes(assembly)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "prefix"])
+@pytest.mark.parametrize("method", chosen(("lora", "dora", "prompt"), [name for name in METHODS if name != "prefix"]))
 def test_checkpointing_changes_no_loss(method):
     plain = steps(tiny_assembly(adapted(method)), 3)
     recomputed = steps(tiny_assembly(adapted(method, training={"enable_gradient_checkpointing": True})), 3)
@@ -222,10 +225,8 @@ def test_a_prefix_is_not_recomputed():
         refuse_impossible(config, "one")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", chosen(("lora", "vera"), METHODS[:-2]))
 def test_whole_modules_beside_the_adapter(method):
-    if method in ("prefix", "prompt"):
-        return
     assembly = tiny_assembly(adapted(method, lora_modules_to_save=["lm_head"]))
     verify(assembly)
     assert coverage(assembly.model)["head"] == 1

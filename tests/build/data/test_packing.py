@@ -19,6 +19,7 @@ from framework.build.verify import verify
 from framework.errors import RequestError, VerificationFailed
 from framework.run.step import train_step
 from framework.schema.config import Batch
+from tests.grids import thinned
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config
 
 LIMIT = 32
@@ -132,8 +133,7 @@ class TestBatches:
         assert sorted(row for step in range(epoch) for row in batches().rows_of(step)) == list(range(60))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("attention", "family"), thinned(["eager", "sdpa"], list(FAMILIES)))
 def test_a_packed_row_has_the_loss_of_its_documents(family: str, attention: str) -> None:
     """Row by row to 1e-4 in float32, for documents first, in the middle and last, long, short and of one token."""
     if attention == "sdpa" and family in NO_SDPA:
@@ -156,9 +156,9 @@ def test_a_packed_row_has_the_loss_of_its_documents(family: str, attention: str)
             assert float(together) == pytest.approx(float(sum(alone)), rel=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [False, 8])
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "checkpointed", "chunk"), thinned(["llama", "gemma3_text", "gpt2"], [False, True], [8, False])
+)
 def test_a_packed_step_is_the_unpacked_step(family: str, chunk: bool | int, checkpointed: bool) -> None:
     """Loss, gradient norm and weights after it; the loss is the mean over all supervised tokens either way."""
     lengths = (9, 12, 1, 10, 20, 11, 31, 3)

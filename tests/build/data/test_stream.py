@@ -21,6 +21,7 @@ from framework.build.text.chat import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import Batch, TrainingConfig
 from framework.schema.rules.every import Needs, find_conflicts
+from tests.grids import slow
 
 STEP = Batch(3, 2, 1)
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -384,7 +385,7 @@ class TestAccount:
         short, long = {"prompt": "a ", "completion": "b"}, {"prompt": "word " * 36, "completion": "b"}
         return write_rows("pairs.jsonl", [short] * 1500 + [long] * 3000)
 
-    @pytest.mark.parametrize(("buffer", "workers"), [(1000, 0), pytest.param(1000, 1, marks=pytest.mark.slow), (16, 0)])
+    @pytest.mark.parametrize(("buffer", "workers"), [(1000, 0), slow(1000, 1), slow(16, 0)])
     def test_blocks_of_which_nothing_is_kept_are_counted(
         self, buffer: int, workers: int, rows: str, tokenizer: PreTrainedTokenizerFast
     ) -> None:
@@ -410,14 +411,15 @@ class TestAccount:
         with pytest.raises(RequestError, match=r"66\.7% of the supervised tokens"):
             prepared(held, tokenizer)
 
+    @pytest.mark.parametrize("stops", [(130, 378), slow((0,))])
     def test_a_run_that_is_resumed_has_the_account_of_the_whole(
-        self, rows: str, tokenizer: PreTrainedTokenizerFast
+        self, stops: tuple[int, ...], rows: str, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         data = prepared(config(rows, truncation="drop", shuffle_buffer=100), tokenizer)
         straight = batches(data, Batch(4, 1, 1))
         states = {}
         for step, _ in enumerate(islice(straight.start(0), 380)):
-            if step in (0, 130, 378):
+            if step in stops:
                 states[step] = json.loads(json.dumps(straight.state_at(step)))
         for step in states:
             fresh = batches(data, Batch(4, 1, 1))

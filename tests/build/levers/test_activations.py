@@ -17,7 +17,7 @@ from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, s
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from tests.build.adapters.test_adapter import MOE
-from tests.grids import thinned
+from tests.grids import slow, thinned
 from tests.run.reference import H100
 from tests.tiny import GEMMA2, GPT2, LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 
@@ -77,15 +77,19 @@ def test_three_steps_are_the_same(lever: dict[str, Any], beside: dict[str, Any])
     same(trained(assembly), plainly(beside))
 
 
-@pytest.mark.parametrize("architecture", [GPT2, GEMMA2, MOE], ids=lambda a: a["model_type"])
-@pytest.mark.parametrize("lever", [LEVERS["matmuls"], LEVERS["reentrant"]], ids=["matmuls", "reentrant"])
+@pytest.mark.parametrize(
+    ("architecture", "lever"),
+    thinned([GPT2, GEMMA2, MOE], {"matmuls": LEVERS["matmuls"], "reentrant": LEVERS["reentrant"]}),
+)
 def test_other_families_are_the_same(lever: dict[str, Any], architecture: dict[str, Any]) -> None:
     assembly = tiny_assembly(config(lever, architecture))
     verify(assembly)
     same(trained(assembly, 2), trained(tiny_assembly(config({}, architecture)), 2))
 
 
-@pytest.mark.parametrize("lever", [LEVERS["every"], LEVERS["matmuls"], LEVERS["reentrant"]], ids=["2", "mm", "re"])
+@pytest.mark.parametrize(
+    "lever", [LEVERS["every"], slow(LEVERS["matmuls"]), slow(LEVERS["reentrant"])], ids=["2", "mm", "re"]
+)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(lever: dict[str, Any], tmp_path: Any) -> None:
     straight = trained(tiny_assembly(config(lever)), 4)
     first = tiny_assembly(config(lever))

@@ -36,7 +36,7 @@ from tests.build.levers.test_activations import (
     same,
     trained,
 )
-from tests.grids import thinned
+from tests.grids import slow, thinned
 from tests.tiny import GEMMA2, GPT2, split, tiny_assembly, unequal_rows
 
 OFF = {"activation_offload": True}
@@ -57,7 +57,7 @@ def test_three_steps_are_the_same(lever: dict[str, Any], beside: dict[str, Any])
     assert offloading(assembly.model)[0].moved_bytes > 0
 
 
-@pytest.mark.parametrize("architecture", [GPT2, GEMMA2, MOE], ids=lambda a: a["model_type"])
+@pytest.mark.parametrize("architecture", [MOE, slow(GPT2), slow(GEMMA2)], ids=lambda a: a["model_type"])
 def test_other_families_are_the_same(architecture: dict[str, Any]) -> None:
     same(
         trained(tiny_assembly(config(OFF, architecture)), 2),

@@ -139,8 +139,7 @@ def test_a_model_without_blocks_is_refused(monkeypatch):
         tiny_assembly(config())
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("architecture", [DEEP, DEEP_GPT2], ids=lambda a: a["model_type"])
+@pytest.mark.parametrize(("checkpointing", "architecture"), thinned([False, True], {"llama": DEEP, "gpt2": DEEP_GPT2}))
 def test_a_block_computes_on_its_slot_in_forward_and_in_backward(architecture, checkpointing):
     """On the CPU a weight at home would give the same numbers; on a card it is on the wrong device."""
     made = tiny_assembly(config(architecture, training={"enable_gradient_checkpointing": checkpointing}))

@@ -14,6 +14,7 @@ from framework.run.evaluate import evaluate
 from framework.run.planning.model_checks import inspect
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
+from tests.grids import thinned
 from tests.tiny import LLAMA, split, tiny_assembly, tiny_config, unequal_rows
 
 EXPERTS = {
@@ -48,8 +49,7 @@ def own_loss(assembly, batch):
         return assembly.model(**batch, use_cache=False)
 
 
-@pytest.mark.parametrize("chunk", [False, 5])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(("chunk", "family"), thinned([False, 5], EXPERTS))
 def test_the_loss_is_that_of_transformers_on_the_same_rows(family, chunk):
     assembly = tiny_assembly(config({**LLAMA, **EXPERTS[family], **ASKED}, model={"chunked_loss": chunk}))
     batch = padded_rows()

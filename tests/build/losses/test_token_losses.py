@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from framework.build.losses.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
 from framework.build.losses.token_losses import LossTerms, token_losses
+from tests.grids import thinned
 
 PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Half the last bit of what is between 1 and 2, and a little more in sums."""
@@ -48,8 +49,7 @@ def test_losses_hits_and_scaled_gradients_written_over_the_logits(dtype):
     assert not found[[2, 7]].any()
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 11, 64])
-@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("chunk", "with_bias"), thinned([1, 4, 11, 64], [True, False]))
 def test_chunks_give_the_gradients_of_whole_logits(chunk, with_bias):
     made = problem()
     asked = [tensor.requires_grad_() for tensor in made[:3]]

@@ -12,6 +12,7 @@ from framework.build.verify.probe import Operators, Seen
 from framework.errors import RequestError, VerificationFailed
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
+from tests.grids import thinned
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128}
@@ -21,9 +22,9 @@ def reading(assembly, key):
     return next((item for item in verify(assembly) if item.key == key), None)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("architecture", [LLAMA, GPT2, BLOOM], ids=lambda a: a["model_type"])
+@pytest.mark.parametrize(
+    ("padded", "attention", "architecture"), thinned([False, True], ["eager", "sdpa"], [LLAMA, GPT2, BLOOM])
+)
 def test_no_mask_reaches_the_model(architecture, attention, padded, monkeypatch):
     """In train and eval, nor does torch's attention see one: it runs as causal."""
     if architecture is BLOOM and attention == "sdpa":

@@ -15,6 +15,7 @@ from framework.build.verify import verify
 from framework.build.verify.adapter_coverage import coverage
 from framework.errors import RequestError
 from framework.schema.config import TrainingConfig
+from tests.grids import thinned
 from tests.tiny import BERT, GPT2, LLAMA, MODERNBERT, tiny_assembly, tiny_config
 
 CPU = real_place(torch.device("cpu"))
@@ -36,8 +37,7 @@ def reading(assembly: Assembly, key: str):
     return next(item for item in verify(assembly) if item.key == key)
 
 
-@pytest.mark.parametrize("architecture", [BERT, MODERNBERT, LLAMA, GPT2], ids=lambda item: item["model_type"])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("architecture", "adapted"), thinned([BERT, MODERNBERT, LLAMA, GPT2], [False, True]))
 def test_the_task_builds_a_model_with_a_head_for_its_classes(architecture, adapted):
     peft = {"lora_target_modules": ["all-linear"]} if adapted else {}
     assembly = tiny_assembly(classifier(architecture, training={"use_peft": adapted}, peft=peft))

@@ -8,7 +8,7 @@ import torch
 from framework.build.verify import FirstStep, verify, verify_first_step
 from framework.errors import RequestError, VerificationFailed
 from framework.run.step import train_step
-from tests.grids import thinned
+from tests.grids import chosen, thinned
 from tests.optimizers import BF16, ON_CPU, WIDE, eager, training  # noqa: F401
 from tests.tiny import tiny_assembly, tiny_config, unequal_rows
 
@@ -39,7 +39,10 @@ def test_the_loss_falls_and_everything_is_read_back(optimizer, dtype):
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("optimizer", "lever"), thinned(ON_CPU, LEVERS))
+@pytest.mark.parametrize(
+    ("optimizer", "lever"),
+    chosen(("adamw_torch_fused", "adafactor", "muon", "schedule_free_adamw"), thinned(ON_CPU, LEVERS)),
+)
 def test_updates_in_backward_and_states_on_the_host_learn_the_same(optimizer, lever):
     """Exact for what treats each parameter by itself; refused pairs are in tests/schema/rules/test_optimizer.py."""
     low_bit = "bit" in optimizer

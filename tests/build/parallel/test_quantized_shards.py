@@ -1,6 +1,8 @@
 """A base in 4 bits, split over two processes, is trained on on as on one; all in one start of the two."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from framework.run.checkpoints.sharded_export import export_sharded
 from framework.run.rehearsal.rehearse import record, rehearse
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
+from tests.grids import chosen, slow, to_make
 from tests.run.ranks.test_sharded import saved, tokenizer
 from tests.sharded import on_two, settings, sharded, trained, weights
 from tests.tiny import GPT2, LLAMA, pairs, split_pairs, tiny_assembly
@@ -48,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pure": ("llama", PURE),
     "mixed": ("llama", {**MIXED, "peft": NESTED}),
 }
+QUICK = ("full", "nested, zero2", "transposed", "pure", "mixed")
 EXACT = [name for name in CASES if name not in ("pure", "mixed")]
 
 
@@ -90,10 +94,10 @@ def gathered_bytes(assembly: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
+def look(cases: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     torch._foreach_copy_ = copy_as_cuda_does
-    for name in CASES:
+    for name in cases:
         own = Ranks(ranks.rank, ranks.world, 0, 1) if name.startswith("hybrid") else ranks
         assembly = sharded(case(name, 2, folder), own)
         readings = {reading.key: [reading.found, reading.source] for reading in verify(assembly)}
@@ -127,14 +131,16 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("packed")
     for name, architecture in MODELS.items():
         config = settings(1, architecture)
         torch.manual_seed(1)
         model, _ = build_model(config, read_architecture(config), real_place(torch.device("cpu")))
         model.save_pretrained(folder / name)
-    return folder, on_two(look, folder)
+    return folder, on_two(partial(look, to_make(request, QUICK, CASES)), folder)
 
 
 def alone(name: str, folder: Path) -> Any:
@@ -147,7 +153,7 @@ def alone(name: str, folder: Path) -> Any:
     return assembly
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", chosen(QUICK, EXACT))
 def test_two_halves_of_a_packed_base_teach_what_one_whole_does(name, found):
     folder, ranks = found
     assembly = alone(name, folder)
@@ -162,7 +168,7 @@ def test_two_halves_of_a_packed_base_teach_what_one_whole_does(name, found):
         torch.testing.assert_close(own[key].detach(), tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["pure", "mixed"])
+@pytest.mark.parametrize("name", [slow("pure"), "mixed"])
 def test_in_half_precision_losses_agree_to_its_rounding(name, found):
     folder, ranks = found
     losses, _ = trained(alone(name, folder))
@@ -170,8 +176,8 @@ def test_in_half_precision_losses_agree_to_its_rounding(name, found):
     assert losses[-1] < losses[0] - 0.05
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", chosen(QUICK, CASES))
+@pytest.mark.parametrize("rank", [slow(0), 1])
 def test_bytes_of_numbers_and_scales_go_through_gathering_as_they_were_packed(name, rank, found):
     """Those too that are no number in half precision."""
     folder, _ = found
@@ -201,7 +207,7 @@ def test_what_is_split_and_stored_as_what_is_read_back(found):
     assert read["fsdp.enable_fsdp"][0] == "1/2 of the weights"
 
 
-@pytest.mark.parametrize("name", ["nested, zero2", "transposed", "mixed"])
+@pytest.mark.parametrize("name", [slow("nested, zero2"), "transposed", "mixed"])
 def test_the_plan_holds_what_a_rank_is_given(name, found):
     folder, ranks = found
     rehearsal = record(case(name, 2, folder))

@@ -3,6 +3,8 @@
 import itertools
 import logging
 import weakref
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from framework.build.verify import verify
 from framework.errors import RequestError
 from framework.run.step import eval_step
 from framework.schema.config import TrainingConfig
+from tests.grids import chosen, to_make
 from tests.sharded import on_two, settings, sharded, trained, weights
 from tests.tiny import LLAMA, tiny_assembly, unequal_rows
 
@@ -40,6 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "muon": ("llama", {"training": {"optimizer": "muon"}}),
 }
 MODELS = {"llama": LLAMA, "tied": TIED, "experts": EXPERTS}
+QUICK = ("full", "zero2", "hybrid", "early", "tied, in chunks", "renamed")
 
 
 def case(name: str, world: int, folder: Path) -> TrainingConfig:
@@ -48,19 +52,19 @@ def case(name: str, world: int, folder: Path) -> TrainingConfig:
     return settings(world, MODELS[kind], **{**sections, "model": model})
 
 
-def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
+def look(cases: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"complaints": []}
     torchs = logging.Handler()
     torchs.emit = lambda record: found["complaints"].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torch.distributed.fsdp.fully_shard").addHandler(torchs)
-    for name in CASES:
+    for name in cases:
         own = Ranks(ranks.rank, ranks.world, 0, 1) if name == "hybrid" else ranks
         assembly = sharded(case(name, 2, folder), own)
         assert assembly.sharding is not None
         whole_size = sum(parameter.numel() for parameter in assembly.model.parameters())
         held = sum(local_part(parameter).numel() for parameter in assembly.model.parameters())
         readings = {reading.key: reading.found for reading in verify(assembly) if reading.key.startswith("fsdp.")}
-        if name == "in chunks":  # a pass without backward leaves nothing behind
+        if "in chunks" in name:  # a pass without backward leaves nothing behind
             eval_step(assembly, unequal_rows())
             assembly.sharding.free_gathered()
         losses, norms = trained(assembly)
@@ -91,14 +95,14 @@ def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("sharded")
     for name, architecture in MODELS.items():
         config = settings(1, architecture)
         torch.manual_seed(1)
         model, _ = build_model(config, read_architecture(config), real_place(torch.device("cpu")))
         model.save_pretrained(folder / name)
-    return folder, on_two(look, folder)[0]
+    return folder, on_two(partial(look, to_make(request, QUICK, CASES)), folder)[0]
 
 
 def test_a_cut_file_of_weights_is_named(tmp_path):
@@ -112,7 +116,7 @@ def test_a_cut_file_of_weights_is_named(tmp_path):
         is_sent(config, model)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", chosen(QUICK, CASES))
 def test_two_halves_learn_what_one_whole_does(name, found):
     folder, here = found
     alone = tiny_assembly(case(name, 1, folder))

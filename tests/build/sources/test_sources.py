@@ -21,6 +21,7 @@ from framework.build.sources.sources import join_sources, open_source, read_sour
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
 from framework.schema.data import DatasetParams
+from tests.grids import slow
 
 WriteRows = Callable[..., str]
 
@@ -266,7 +267,7 @@ class TestRefusals:
         (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
         assert texts(str(tmp_path)) == texts(str(tmp_path / "*.jsonl")) == ["x"]
 
-    @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("stride", [11, slow(1)])
     @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
     def test_damaged_offsets_are_told_and_not_followed(self, name: str, stride: int, tmp_path: Path) -> None:
         table, path = pa.table({"text": ["a" * 40, "b" * 40, "c" * 40]}), tmp_path / name
@@ -451,7 +452,7 @@ class TestCompressed:
         assert texts(str(tmp_path / f"{name}.{kind}")) == ["one", "two"]
         assert texts(str(tmp_path)) == texts(str(tmp_path / f"*.{kind}")) == ["one", "two"]
 
-    @pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+    @pytest.mark.parametrize("kind", ["gz", "zst", slow("bz2"), slow("xz")])
     def test_cut_short_is_told_with_the_row(self, kind: str, tmp_path: Path) -> None:
         content = "".join(json.dumps({"text": hashlib.md5(b"%d" % row).hexdigest()}) + "\n" for row in range(30_000))
         path = tmp_path / f"a.jsonl.{kind}"

@@ -66,9 +66,7 @@ def moved(assembly, batch, steps=3):
     return assembly
 
 
-@pytest.mark.parametrize("chunk", [False, 7])
-@pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("chunk", "architecture", "loss"), thinned([False, 7], {"llama": LLAMA, "gpt2": GPT2}, LOSSES))
 def test_the_loss_is_the_published_one(loss, architecture, chunk):
     """After three steps, when policy and reference differ; 1e-5 of the value."""
     batch, beta = batch_of(loss), {"simpo": 2.0, "orpo": 0.3}.get(loss, 0.2)

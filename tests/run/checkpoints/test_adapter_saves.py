@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.checkpoints.export import export
 from framework.run.step import train_step
-from tests.build.adapters.test_adapter import METHODS, MIXTRAL, MOE, adapted, steps
+from tests.build.adapters.test_adapter import METHODS, MIXTRAL, MOE, UNLIKE, adapted, steps
+from tests.grids import first, slow, thinned
 from tests.tiny import GPT2, LLAMA, split, tiny_assembly, unequal_rows
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
+MODES = ["adapter_only", "adapter_and_base_model", "merged"]
 TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
 IDS = unequal_rows()["input_ids"][:2]
 
@@ -39,8 +41,7 @@ def close(found, expected):
     assert (found - expected).abs().max() <= 1e-5 * max(1, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("architecture", [LLAMA, GPT2], ids=lambda a: a["model_type"])
+@pytest.mark.parametrize(("method", "architecture"), thinned(METHODS, {"llama": LLAMA, "gpt2": GPT2}))
 def test_an_adapter_alone_goes_on_the_original_base(method, architecture, tmp_path):
     if method in ("olora", "oft") and architecture is GPT2:
         pytest.skip("refused: see test_olora_on_conv1d_is_refused, test_what_oft_cannot_be_on_is_refused")
@@ -51,14 +52,14 @@ def test_an_adapter_alone_goes_on_the_original_base(method, architecture, tmp_pa
         assert not [name for name in stored.keys() if "_orig_mod" in name or "base_layer" in name]  # noqa: SIM118
 
 
-@pytest.mark.parametrize("architecture", [MOE, MIXTRAL], ids=lambda a: a["model_type"])
+@pytest.mark.parametrize("architecture", first(1, [MOE, MIXTRAL]), ids=lambda a: a["model_type"])
 def test_adapted_experts_are_saved(architecture, tmp_path):
     assembly, expected, base = trained(adapted(architecture=architecture))
     export(assembly, TOKENIZER, tmp_path / "final")
     close(logits(PeftModel.from_pretrained(base, tmp_path / "final")), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", UNLIKE)
 def test_an_adapter_goes_on_the_base_saved_beside_it(method, tmp_path):
     assembly, expected, _ = trained(adapted(method, peft_save_mode="adapter_and_base_model"))
     export(assembly, TOKENIZER, tmp_path / "final")
@@ -70,8 +71,11 @@ def test_an_adapter_goes_on_the_base_saved_beside_it(method, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "architecture"),
-    [(name, LLAMA) for name in METHODS if name not in ("prefix", "prompt")]
-    + [("lora", GPT2), ("dora", GPT2), ("lora", MOE), ("lora", MIXTRAL)],
+    [
+        *[(name, LLAMA) for name in ("lora", "dora", "pissa", "vera", "ia3", "oft")],
+        *[("dora", GPT2), ("lora", MOE), slow("lora", GPT2), slow("lora", MIXTRAL)],
+        *[slow(name, LLAMA) for name in ("rslora", "olora")],
+    ],
 )
 def test_a_merged_model_is_a_plain_one(method, architecture, tmp_path):
     assembly, expected, _ = trained(adapted(method, architecture, peft_save_mode="merged"))
@@ -84,9 +88,9 @@ def test_a_merged_model_is_a_plain_one(method, architecture, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's, where the test loads
-@pytest.mark.parametrize("mode", ["adapter_only", "adapter_and_base_model", "merged"])
-@pytest.mark.parametrize("method", ["lora", "vera", "ia3", "oft"])
-@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens"]], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "method", "modules"), thinned(MODES, ["lora", "vera", "ia3", "oft"], [["lm_head"], ["embed_tokens"]])
+)
 def test_a_trained_head_of_tied_embeddings(mode, method, modules, tmp_path):
     config = adapted(method, TIED, peft_save_mode=mode, lora_modules_to_save=modules)
     assembly, expected, base = trained(config)
@@ -107,8 +111,9 @@ def test_a_trained_head_of_tied_embeddings(mode, method, modules, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # peft's, where the test loads
-@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=str)
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize(
+    ("method", "targets"), thinned(["lora", "dora"], [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+)
 def test_an_update_of_one_of_two_that_share_a_weight_reaches_it_alone(method, targets, tmp_path):
     """Added into the shared weight it would change the other of the two as well."""
     assembly, expected, _ = trained(adapted(method, TIED, peft_save_mode="merged", lora_target_modules=targets))
@@ -118,9 +123,9 @@ def test_an_update_of_one_of_two_that_share_a_weight_reaches_it_alone(method, ta
     close(logits(model), expected)
 
 
-@pytest.mark.parametrize("mode", ["adapter_only", "adapter_and_base_model", "merged"])
-@pytest.mark.parametrize("modules", [["mlp"], ["norm", "lm_head"]], ids=str)
-@pytest.mark.parametrize("method", ["lora", "vera", "ia3", "oft"])
+@pytest.mark.parametrize(
+    ("method", "modules", "mode"), thinned(["lora", "vera", "ia3", "oft"], [["mlp"], ["norm", "lm_head"]], MODES)
+)
 def test_modules_trained_whole_of_any_size(method, modules, mode, tmp_path):
     assembly, expected, base = trained(adapted(method, peft_save_mode=mode, lora_modules_to_save=modules))
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -136,7 +141,7 @@ def test_modules_trained_whole_of_any_size(method, modules, mode, tmp_path):
     close(logits(model), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", UNLIKE)
 def test_a_resumed_adapter_goes_on_as_if_it_had_not_stopped(method, tmp_path):
     config = adapted(method, lora_plus_lr_ratio=4 if method == "lora" else None)
     straight = tiny_assembly(config)

@@ -30,6 +30,7 @@ from framework.run.step import train_step
 from framework.schema.choices import StateDictType
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.every import Needs, find_conflicts
+from tests.grids import thinned
 from tests.run.ranks.test_sharded import parsed
 from tests.run.several import ROOT, ended, start
 from tests.run.test_trainer import config, corpus, final_weights, interrupt_after, metrics, same, train  # noqa: F401
@@ -53,8 +54,13 @@ def live(assembly):
     return (*assembly.trained, *state_tensors(assembly))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "adafactor", "schedule_free_adamw"])
-@pytest.mark.parametrize(("architecture", "sections"), [(DROPOUT, {}), (LLAMA, ADAPTED)], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    ("architecture", "sections", "optimizer"),
+    thinned(
+        [pytest.param(DROPOUT, {}, id="all"), pytest.param(LLAMA, ADAPTED, id="lora")],
+        ["adamw_torch_fused", "schedule_free_adamw"],
+    ),
+)
 def test_what_is_written_beside_steps_is_byte_for_byte_what_is_written_before_them(
     tmp_path, optimizer, architecture, sections
 ):

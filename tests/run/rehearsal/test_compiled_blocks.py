@@ -48,6 +48,7 @@ def test_a_measured_compiled_run(row: dict[str, Any], write: Any) -> None:
     assert compiled_blocks.PLANNED in plan.assumptions
 
 
+@pytest.mark.slow
 def test_a_compiled_step_with_a_chunked_loss_takes_what_an_h200_took(write: Any) -> None:
     """17.130 GiB, torch 2.11, transformers 5.17 (benchmarks/results/token_losses_h200.json)."""
     changes = ["model.model_max_length=2048", "model.chunked_loss=true"]

@@ -13,6 +13,7 @@ from framework.memory.planning import make_plan
 from framework.memory.trace import Kind, Space
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
+from tests.grids import first
 from tests.run.reference import H100
 from tests.tiny import LLAMA
 
@@ -108,7 +109,7 @@ def test_a_base_that_stays_on_the_host_is_there_once_and_a_block(checkpoint) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", first(1, ["bfloat16", "float32"]))
 def test_weights_for_a_card_pass_through_the_host(checkpoint, dtype) -> None:
     """CUDA's own host memory comes on top, so that the bound is loose: far from the weights' size twice."""
     found = loaded(checkpoint, dtype, device="cuda")

@@ -15,6 +15,7 @@ from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.rehearsal.rehearse import record, rehearse
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
+from tests.grids import thinned
 from tests.run.reference import H100
 from tests.tiny import GEMMA2, GPT2, LLAMA, tiny_config
 
@@ -25,17 +26,18 @@ def plan(architecture: dict[str, Any] = LLAMA, **sections: Any) -> Plan:
     return make_plan(record(tiny_config(architecture, gpu=H100, **sections)))
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, GPT2, GEMMA2], ids=lambda a: str(a["model_type"]))
 @pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"training": {"mixed_precision_dtype": "bf16", "optimizer": "adamw_torch_fused"}},
-        {"training": {"enable_gradient_checkpointing": True, "global_batch_size": 16}},
-        {"model": {"chunked_loss": 16}},
-        {"training": {"optimizer": "adafactor"}, "model": {"freeze_layers": ("layers.0", "h.0")[:1]}},
-    ],
-    ids=lambda s: str(s),
+    ("architecture", "sections"),
+    thinned(
+        [GEMMA2, LLAMA, GPT2],
+        [
+            {},
+            {"training": {"mixed_precision_dtype": "bf16", "optimizer": "adamw_torch_fused"}},
+            {"training": {"enable_gradient_checkpointing": True, "global_batch_size": 16}},
+            {"model": {"chunked_loss": 16}},
+            {"training": {"optimizer": "adafactor"}, "model": {"freeze_layers": ("layers.0", "h.0")[:1]}},
+        ],
+    ),
 )
 def test_terms_add_up_to_what_the_driver_sees(architecture: dict[str, Any], sections: dict[str, Any]) -> None:
     if "freeze_layers" in sections.get("model", {}) and architecture is GPT2:

@@ -10,6 +10,7 @@ from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
 from framework.run.rehearsal.rehearse import record
 from framework.schema.gpu import GPUParams
+from tests.grids import first, thinned
 from tests.run.reference import H100
 from tests.tiny import LLAMA, tiny_config
 
@@ -40,8 +41,7 @@ def ran_as(made: Plan) -> list[str]:
     return [line.removeprefix("attention runs as ") for line in made.assumptions if line.startswith("attention runs")]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("backend", ["cudnn", "flash", "math"])
+@pytest.mark.parametrize(("checkpointed", "backend"), thinned([False, True], ["cudnn", "flash", "math"]))
 def test_the_plan_follows_the_chosen_kernel(backend: str, checkpointed: bool) -> None:
     training = {"enable_gradient_checkpointing": checkpointed, "mixed_precision_dtype": "bf16"}
     made = plan(model={"sdpa_backend": backend}, training=training)
@@ -64,7 +64,9 @@ def test_a_kernel_that_cannot_serve_the_model_is_refused_with_one_that_can(card:
     assert caught.value.problems[0].expected == f"{'cudnn' if card is H100 else 'math'}, or leave it unset"
 
 
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"])
+@pytest.mark.parametrize(
+    "kernel", first(2, ["flash_attention_2", "flex_attention", "flash_attention_3", "flash_attention_4"])
+)
 def test_kernels_of_other_packages_are_planned_without_them(kernel: str) -> None:
     made, flash = plan(model={"attn_implementation": kernel}), plan(model={"sdpa_backend": "flash"})
     assert made.step_peak.allocated_bytes == flash.step_peak.allocated_bytes
