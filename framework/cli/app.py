@@ -13,6 +13,7 @@ from framework.cli.convert import convert
 from framework.cli.data import data
 from framework.cli.diff import diff
 from framework.cli.doctor import doctor
+from framework.cli.evaluate import evaluate
 from framework.cli.explain import explain
 from framework.cli.export import export
 from framework.cli.fit import fit
@@ -85,7 +86,8 @@ def _with_versions(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 app.command()(work.train)  # which says itself what was saved, with few frames between the command and the step
-_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, init, merge, predict, push, export, doctor)
+_OF_RUNS: tuple[Callable[..., Any], ...] = (merge, predict, evaluate, push, export)
+_LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, init, *_OF_RUNS, doctor)
 _LIGHT: tuple[Callable[..., Any], ...] = (explain, report, look.show, diff, levers, convert)
 for _verb in (*map(_with_versions, _LOADING), *_LIGHT):
     app.command()(_told(_verb))

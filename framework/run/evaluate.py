@@ -8,6 +8,7 @@ from torch import Tensor
 from framework.build.assembly import Assembly
 from framework.build.averages import averaged
 from framework.build.losses.loss import Batch, Observe
+from framework.build.tasks.objective import Objective
 from framework.run.ranks.signals import Interrupt
 from framework.run.step import eval_step
 from framework.schema.metrics import FROM_PYTHON
@@ -74,3 +75,10 @@ def add_up(sums: Iterable[Sums]) -> Sums:
         for name, value in own.items():
             total[name] = total.get(name, 0) + value
     return total
+
+
+def metrics_of_sets(objective: Objective, sums: Mapping[str, Sums]) -> dict[str, float]:
+    """`eval_loss` and the task's metrics over all rows, then those of each set that has a name, as `METRIC/NAME`."""
+    named = ((name, objective.metrics(own)) for name, own in sums.items() if name)
+    own = {f"{metric}/{name}": value for name, values in named for metric, value in values.items()}
+    return objective.metrics(add_up(sums.values())) | own

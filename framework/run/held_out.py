@@ -11,7 +11,7 @@ from framework.build.averages import averaged
 from framework.build.data.batches import eval_batches, rows_and_tokens
 from framework.build.data.documents import on_device, pinned
 from framework.build.losses.loss import Batch
-from framework.run.evaluate import Abandoned, add_up, sum_up, until_asked
+from framework.run.evaluate import Abandoned, metrics_of_sets, sum_up, until_asked
 from framework.run.hooks import Hooks
 from framework.run.inputs.training_batches import TrainingBatches
 from framework.run.oom.failure import RetriedRun
@@ -87,10 +87,7 @@ class HeldOut:
         self.shapes.clear()
         sets = run.inputs.data.eval_sets or {"": range(len(rows))}
         sums = {name: sum_up(run.assembly, self._batches(chosen), run.meter.observe) for name, chosen in sets.items()}
-        objective = run.assembly.objective
-        values = objective.metrics(add_up(sums.values()))
-        named = ((name, objective.metrics(own)) for name, own in sums.items() if name)
-        return values | {f"{metric}/{name}": value for name, own in named for metric, value in own.items()}
+        return metrics_of_sets(run.assembly.objective, sums)
 
     def _batches(self, chosen: Sequence[int]) -> Iterator[Batch]:
         run, config = self._run, self._run.config

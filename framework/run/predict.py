@@ -75,7 +75,7 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     request = request or Request()
     disable_progress_bar()  # results go to a pipe, and a bar is none of them
     saved_model = find_saved_model(source, request.trusts_code, request.allow)
-    config = _reading(saved_model)
+    config = reading_config(saved_model)
     tokenizer = saved_model.tokenizer
     task = config.training.task
     _refuse(saved_model, task, request)
@@ -98,7 +98,7 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     return _in_order(rows, _completing(asked, new_tokens), MOST_TOKENS, new_tokens)
 
 
-def _reading(saved_model: SavedModel) -> TrainingConfig:
+def reading_config(saved_model: SavedModel) -> TrainingConfig:
     """The run's config, about the model that came of it; of a folder alone, what its files say."""
     config = saved_model.config
     if saved_model.adapter_kind is not None:

@@ -1,0 +1,136 @@
+"""`tunesmith evaluate`: a trained model on its run's own held-out rows, on a file, or on tasks of lm-eval."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from framework.activity import doing
+from framework.build.data.batches import eval_batches
+from framework.build.data.documents import on_device
+from framework.build.data.prepare import Data, prepare_data
+from framework.build.dtypes import autocast_dtype
+from framework.build.model.parts import causal_model
+from framework.build.tasks import build_objective
+from framework.build.text.tokenizer import padding_id
+from framework.errors import Problem, RequestError
+from framework.run.checkpoints.trained_model import SavedModel, find_saved_model, load_model
+from framework.run.evaluate import Sums, add_up
+from framework.run.held_out import metrics_of_sets
+from framework.run.predict import reading_config
+from framework.schema.choices import Task
+from framework.schema.config import TrainingConfig
+from framework.schema.data import DatasetParams
+
+_COMPARED = (Task.PREFERENCE, Task.DISTILLATION)
+"""Tasks whose loss is measured against another model, which the export is without."""
+_AS_THEY_ARE: dict[str, Any] = {"packing": False, "padding_free": False, "streaming": False, "group_by_length": False}
+"""How rows are put together changes no loss, and a model that was loaded plainly is not prepared for it."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a model was found to do: `metrics` over `rows` rows, whose loss is a mean over `terms` of a `unit`."""
+
+    metrics: dict[str, float]
+    rows: int
+    terms: int
+    unit: str
+
+
+def evaluate_saved(
+    source: Path, file: str | None = None, trusts_code: bool = False, allow: Sequence[str] = ()
+) -> Evaluated:
+    """The loss and the task's metrics of the trained model in `source`: on the rows that its run held out, or on those
+    of `file`, read as the run read its own.
+
+    Computed as the run evaluates, from the exported weights: the same numbers where these are of the dtype that was
+    trained. Raises RequestError for a folder without a model, a task whose loss needs another model, rows that cannot
+    be read, and a run without held-out rows.
+    """
+    disable_progress_bar()
+    saved = find_saved_model(source, trusts_code, allow)
+    config = _config(saved, file)
+    tokenizer = saved.tokenizer
+    model = load_model(saved)
+    vocabulary = causal_model(model).config.get_text_config().vocab_size
+    data = prepare_data(config, tokenizer, vocabulary)
+    if data.eval is None:
+        message = f"the run of {saved.folder} has held out no rows"
+        raise RequestError([Problem("FILE", message, expected="a file of rows")])
+    objective = build_objective(config, model, None)
+    sets = data.eval_sets or {"": range(len(data.eval))}
+    sums = {name: _sums(config, model, objective, data, chosen, padding_id(tokenizer)) for name, chosen in sets.items()}
+    terms = int(add_up(sums.values())["terms"])
+    return Evaluated(metrics_of_sets(objective, sums), len(data.eval), terms, objective.unit)
+
+
+def _config(saved: SavedModel, file: str | None) -> TrainingConfig:
+    """How the rows are read. Raises RequestError where that is not known, or the task is measured otherwise."""
+    run = saved.config
+    if run is None and file is None:
+        message = f"{saved.folder} is no export of a run, which would say what rows were held out"
+        raise RequestError([Problem("FILE", message, expected="a file of rows, or a run folder")])
+    if saved.task in _COMPARED:
+        message = f"the loss of {saved.task} is measured against another model, which the export is without"
+        raise RequestError([Problem("RUN", message, expected="`tunesmith predict RUN FILE --score`")])
+    config = reading_config(saved)
+    data: dict[str, Any] = dict(_AS_THEY_ARE)
+    if file is not None:
+        first = next(iter((*config.data.eval, *config.data.train)), DatasetParams(path=file))
+        rows = (DatasetParams(path=file, columns=first.columns, format=first.format),)
+        data |= {"train": rows, "eval": rows, "eval_fraction": 0.0}
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
+
+
+def _sums(
+    config: TrainingConfig, model: Any, objective: Any, data: Data, chosen: Sequence[int], pad_token_id: int
+) -> Sums:
+    """What the objective adds up over some of the held-out rows."""
+    device, dtype = causal_model(model).get_input_embeddings().weight.device, autocast_dtype(config.training)
+    autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
+    assert data.eval is not None
+    made = eval_batches(data.eval, config.eval_rows, pad_token_id, multiple=config.padded(1), chosen=chosen)
+    with torch.no_grad(), autocast, doing("evaluating"):
+        found = [
+            {name: value.double().cpu() for name, value in objective.sums(model, on_device(device, batch)).items()}
+            for batch in made
+        ]
+    return add_up(found)
+
+
+def evaluate_tasks(
+    source: Path, tasks: Sequence[str], limit: int | None, trusts_code: bool = False, allow: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """The figures of lm-eval for each of its tasks, by name. `limit` is the number of rows of each task, unset all.
+
+    Raises RequestError where lm-eval is not installed, and for a task that it has not.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise RequestError([Problem("--tasks", "lm-eval is not installed", expected="pip install lm-eval")]) from None
+    saved = find_saved_model(source, trusts_code, allow)
+    if saved.task.is_of_rows:
+        message = f"a model of the task {saved.task} writes nothing, and lm-eval asks for texts"
+        raise RequestError([Problem("--tasks", message, expected="evaluate without --tasks")])
+    manager = TaskManager()
+    known: Sequence[str] = manager.all_tasks
+    problems = [
+        Problem("--tasks", f"lm-eval has no task {task}", nearest=next(iter(get_close_matches(task, known, 1)), None))
+        for task in tasks
+        if task not in known
+    ]
+    if problems:
+        raise RequestError(problems)
+    model = HFLM(pretrained=load_model(saved), tokenizer=saved.tokenizer, batch_size="auto")
+    found = lm_eval.simple_evaluate(model=model, tasks=[*tasks], limit=limit, task_manager=manager)
+    results: Mapping[str, Mapping[str, Any]] = found["results"]
+    return {task: dict(figures) for task, figures in results.items()}
