@@ -20,8 +20,7 @@ from framework.build.tasks import build_objective
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
 from framework.run.checkpoints.trained_model import SavedModel, find_saved_model, load_model
-from framework.run.evaluate import Sums, add_up
-from framework.run.held_out import metrics_of_sets
+from framework.run.evaluate import Sums, add_up, metrics_of_sets
 from framework.run.predict import reading_config
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
