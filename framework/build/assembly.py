@@ -26,6 +26,7 @@ from framework.build.loading.model import build_model
 from framework.build.loading.sharded import ShardLoader, await_weights
 from framework.build.losses.loss import Batch, Observe
 from framework.build.model.embedding_noise import add_embedding_noise
+from framework.build.model.experts import ExpertLoad, watch_experts
 from framework.build.model.fingerprint import fingerprint
 from framework.build.model.freeze import Frozen, freeze
 from framework.build.optimizer import build_optimizer
@@ -87,6 +88,8 @@ class Assembly:
     tensor: "TensorParallel | None" = None
     """The ranks that share this one's matrices."""
     from_python: FromPython = TASKS_OWN
+    experts: ExpertLoad | None = None
+    """How evenly the routers of a mixture of experts send tokens to them."""
 
     def loss_of(self, batch: Batch, observe: Observe) -> Tensor:
         """Sum of the losses of the batch's terms, a float32 scalar, through whatever wraps the model."""
@@ -182,8 +185,7 @@ def assemble(
     if quantized:
         require_bitsandbytes("peft.q_lora", "false (LoRA on a base in bfloat16)")
     autocast = autocast_dtype(config.training)
-    context = share_rows(config, ranks)
-    tensor, ranks = _sharing_matrices(config, place, ranks)
+    context, (tensor, ranks) = share_rows(config, ranks), _sharing_matrices(config, place, ranks)
     built, new_weights, loaded_at, shard_loader = _loaded(config, architecture, place, ranks, autocast)
     drawn = _drawn(config, built) if shard_loader is None and not place.rehearsed else None
     export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
@@ -226,6 +228,7 @@ def assemble(
         context=context,
         tensor=tensor,
         from_python=from_python,
+        experts=watch_experts(config, model, place),
     )
 
 

@@ -427,6 +427,8 @@ class Session:
             values |= self._look_at_moved(self._moved_elements)
         if self.config.training.on_oom is OnOutOfMemory.SHRINK:
             values["per_device_train_batch_size"] = self.config.batch.per_device
+        if result.busiest_expert is not None:
+            values["busiest_expert_share"] = result.busiest_expert
         scale = self.assembly.loss_scale
         if scale.enabled:
             values |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped}

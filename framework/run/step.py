@@ -35,6 +35,8 @@ class StepResult:
     learning_rate: float
     tokens: int
     terms: int
+    busiest_expert: float | None = None
+    """Share of the choices of routers that went to the busiest expert; None without a mixture of experts."""
     skipped: bool = False
     """Whether float16 gradients overflowed, so that the weights stayed and the loss scale was lowered."""
 
@@ -105,6 +107,8 @@ def launch_step(
     terms = _terms(assembly, micro_batches)
     rate, training = _set_rate(assembly, step), assembly.config.training
     in_backward = training.optimizer_in_backward is True
+    if assembly.experts is not None:
+        assembly.experts.forget()
     if in_backward:
         before_update()
     updates = _updates_in_backward(assembly) if in_backward else contextlib.nullcontext()
@@ -146,9 +150,11 @@ def waits_for_figures(assembly: Assembly) -> bool:
 def _figures(
     assembly: Assembly, micro_batches: Sequence[Batch], total: Tensor, terms: Tensor, norms: Sequence[Tensor]
 ) -> Tensor:
-    """Loss, tokens and terms of all ranks, and `norms`: a float64 vector on the device, which is not waited for."""
+    """Loss, tokens and terms of all ranks, the share of the busiest expert (0 without experts), and `norms`: a float64
+    vector on the device, which is not waited for."""
     tokens = torch.full((), sum(batch["input_ids"].numel() for batch in micro_batches), device=total.device)
-    known = torch.stack([part.double() for part in (total, tokens, terms)])
+    busiest = torch.zeros_like(total) if assembly.experts is None else assembly.experts.busiest_share(assembly.ranks)
+    known = torch.stack([part.double() for part in (total, tokens, terms, busiest)])
     figures = torch.cat([known, torch.stack(list(norms)).to(known)])  # offloaded gradients are on the host
     assembly.ranks.sum(figures[:2])
     return figures
@@ -156,11 +162,11 @@ def _figures(
 
 def _read(assembly: Assembly, figures: Tensor, step: int, rate: float) -> StepResult:
     """Wait for the figures of a step. Raises NonFinite unless they are finite or float16's scaler skips the step."""
-    loss, tokens, terms, norm, *each = figures.tolist()
+    loss, tokens, terms, busiest, norm, *each = figures.tolist()
     skipped = _finite(loss) and not _finite(norm) and assembly.loss_scale.skip()
     if not skipped and not (_finite(loss) and _finite(norm)):
         raise NonFinite(_non_finite_report(assembly, loss, norm, step, terms, each))
-    return StepResult(loss, norm, rate, int(tokens), int(terms), skipped)
+    return StepResult(loss, norm, rate, int(tokens), int(terms), busiest or None, skipped)
 
 
 def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Observe = ignore_phases) -> None:

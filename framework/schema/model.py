@@ -70,6 +70,9 @@ class ModelParams(Params):
     freeze_layers: Annotated[Strings, _TRAINED] = ()
     """Modules that are not trained, by name or glob (`layers.1` is not `layers.10`); `embeddings` means all of them.
     Saves their gradients and states."""
+    freeze_router: Annotated[bool, _TRAINED] = False
+    """The routers of a mixture of experts are not trained, so that tokens keep going where they went. Saves their
+    gradients and states."""
     freeze_first_blocks: Annotated[Count, _TRAINED] = 0
     """The first n transformer blocks are not trained. With `freeze_layers: [embeddings]` next to it they keep no
     activations either."""

@@ -1,4 +1,4 @@
-"""`model.freeze_layers` and `model.freeze_first_blocks`: which parameters are not trained."""
+"""`model.freeze_layers`, `freeze_router` and `freeze_first_blocks`: which parameters are not trained."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from framework.build.model.experts import routers
 from framework.build.model.parts import transformer_blocks
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
@@ -45,9 +46,10 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def freeze(params: ModelParams, model: PreTrainedModel) -> tuple[Frozen, ...]:
-    """Switch off the gradients of every parameter that a pattern matches or that is in the first blocks.
+    """Switch off the gradients of every parameter that a pattern matches, or that is a router's or in the first blocks.
 
-    Raises RequestError naming each pattern that matches nothing, or when nothing is left to train.
+    Raises RequestError naming each pattern that matches nothing, for a model without routers, or when nothing is left
+    to train.
     """
     found, problems = [], []
     if params.freeze_first_blocks:
@@ -58,6 +60,12 @@ def freeze(params: ModelParams, model: PreTrainedModel) -> tuple[Frozen, ...]:
         inside = {id(parameter) for block in blocks[:count] for parameter in block.parameters()}
         names = [name for name, parameter in model.named_parameters() if id(parameter) in inside]
         found.append(_freeze("model.freeze_first_blocks", f"first {counted(count, 'block')}", names, model))
+    if params.freeze_router:
+        parts = [(name, part) for name, module in routers(model).items() for part, _ in module.named_parameters()]
+        if not parts:
+            message = f"{model.config.model_type} has no routers"
+            problems.append(Problem("model.freeze_router", message, expected="false"))
+        found.append(_freeze("model.freeze_router", "the routers", [f"{name}.{part}" for name, part in parts], model))
     for index, pattern in enumerate(params.freeze_layers):
         key = f"model.freeze_layers[{index}]"
         names = [name for name, _ in model.named_parameters() if matches(pattern, name)]

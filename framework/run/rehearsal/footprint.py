@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from framework.build.adapters.quantize import packed_state, scale_tensors, weight_count
 from framework.build.assembly import Assembly
 from framework.build.levers.streamed_base import SLOTS
 from framework.build.loading.sharded import is_sent, needs_whole_model
+from framework.build.model.experts import chosen_and_available
 from framework.build.model.parts import causal_model
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.optimizers.weights_average import AVERAGE
@@ -166,20 +166,12 @@ def count_product_weights(model: nn.Module) -> tuple[int, int]:
 
     An embedding is looked up, not multiplied, unless it is also the head. Of a mixture's experts a token meets some.
     """
-    share = _expert_share(causal_model(model).config.get_text_config())
+    chosen, available = chosen_and_available(causal_model(model).config.get_text_config()) or (1, 1)
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
     counts = {True: 0, False: 0}
     for parameter in model.parameters():
         if id(parameter) in multiplied:
             counts[parameter.requires_grad] += weight_count(parameter)
         elif parameter.dim() == 3:  # the experts of one layer, stacked
-            counts[parameter.requires_grad] += int(parameter.numel() * share)
+            counts[parameter.requires_grad] += int(parameter.numel() * (chosen / available))
     return counts[True], counts[False]
-
-
-def _expert_share(config: PretrainedConfig) -> float:
-    """Share of the experts that one token meets."""
-    chosen: int | None = getattr(config, "num_experts_per_tok", None)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    available = next((count for name in names if (count := getattr(config, name, None))), None)
-    return float(chosen / available) if chosen and available else 1.0

@@ -8,6 +8,8 @@ import torch
 from framework.build.verify import verify
 from framework.build.verify.adapter_coverage import coverage, describe_save_dtypes
 from framework.errors import RequestError
+from framework.memory.planning import make_plan
+from framework.run.rehearsal.footprint import state_tensors
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
@@ -147,6 +149,21 @@ def test_all_linear_reaches_the_experts(architecture):
     assert not assembly.adapter.cautions
     losses = steps(assembly, 4)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("architecture", "width"), [(MOE, 16), (MIXTRAL, 64)])
+def test_the_plan_of_adapted_experts_is_what_is_built(architecture, width):
+    """Each expert has factors of rank 8: of gate and up together, 32 to twice its width, and of down, back again."""
+    config = adapted(architecture=architecture)
+    made, assembly = make_plan(record(config)), tiny_assembly(config)
+    trained = {name: item.numel() for name, item in assembly.model.named_parameters() if item.requires_grad}
+    of_experts = sum(count for name, count in trained.items() if ".experts." in name)
+    assert of_experts == 2 * 4 * 8 * ((32 + 2 * width) + (width + 32))
+    assert made.trainable_parameters == sum(trained.values())
+    steps(assembly, 1)
+    held = sum(tensor.nbytes for tensor in state_tensors(assembly) if tensor.dim())
+    assert held == 8 * sum(trained.values())
+    assert made.disk_bytes >= held + 4 * sum(trained.values())
 
 
 @pytest.mark.parametrize(
