@@ -97,16 +97,12 @@ def _able_without_cuda(card: GPUParams, call: Attention) -> Iterator[Backend]:
     yield Backend.MATH
 
 
-def _half_allowed(capability: tuple[int, int], call: Attention) -> bool:
-    return call.half_precision and (capability >= (8, 0) or not call.bfloat16)
-
-
 def _cudnn_can(capability: tuple[int, int], call: Attention) -> bool:
     limit = 256 if capability == (9, 0) else 128
     if capability[0] == 10 and (call.head_dim, call.value_dim) == (192, 128):
         limit = 192
     return (
-        _half_allowed(capability, call)
+        (call.half_precision and (capability >= (8, 0) or not call.bfloat16))
         and max(call.head_dim, call.value_dim) <= limit
         and call.head_dim % 8 == 0
         and call.value_dim % 8 == 0

@@ -128,7 +128,9 @@ def host_seconds(operation: Operation, costs: HostCosts) -> float:
     if operation.launcher is Launcher.BITSANDBYTES:
         return costs.bitsandbytes_update if operation.phase == "optimizer_step" else costs.bitsandbytes
     if not operation.bytes:
-        return _view_seconds(operation, costs)
+        if operation.phase == "backward":
+            return costs.unpack if operation.name == "detach" else costs.backward_view
+        return costs.recompute_view if operation.phase == RECOMPUTED else costs.forward_view
     if operation.launcher is Launcher.COMPILED:
         return costs.compiled
     return _torch_seconds(operation, costs) + listed + (costs.product if operation.flops else 0.0)
@@ -139,12 +141,6 @@ def _torch_seconds(operation: Operation, costs: HostCosts) -> float:
         return float(getattr(costs, operation.phase))
     is_in_place = operation.phase == "optimizer_step" and operation.name.endswith("_")
     return costs.in_place if is_in_place else costs.optimizer
-
-
-def _view_seconds(operation: Operation, costs: HostCosts) -> float:
-    if operation.phase == "backward":
-        return costs.unpack if operation.name == "detach" else costs.backward_view
-    return costs.recompute_view if operation.phase == RECOMPUTED else costs.forward_view
 
 
 _SPECIAL: Mapping[str, tuple[str, str]] = {

@@ -85,7 +85,8 @@ def column_sum(rows: int, columns: int, element_bytes: int, multiprocessors: int
         return halves if element_bytes == 4 or len(halves) == 3 else [4 * columns, *halves]
     vector = math.gcd(columns, 4)
     most = REDUCTION_THREADS // vector
-    across, along = (min(_power_below(size), most) for size in (columns // vector, rows))
+    # The largest power of two that is not above `size`
+    across, along = (min(1 << (size.bit_length() - 1), most) for size in (columns // vector, rows))
     height = min(along, most // min(across, WARP))
     width = min(across, most // height)
     each = -(-rows // height)
@@ -96,8 +97,3 @@ def column_sum(rows: int, columns: int, element_bytes: int, multiprocessors: int
         return []
     splits = max(min(-(-wanted // grid), -(-each // REDUCTION_LEAST)), -(-each // REDUCTION_MOST))
     return [4 * columns * width * vector * splits, 4 * grid] if splits > 1 else []
-
-
-def _power_below(number: int) -> int:
-    """The largest power of two that is not above `number`."""
-    return 1 << (number.bit_length() - 1)

@@ -48,7 +48,10 @@ def read_ending(run: Run) -> Ending:
     """A failure that nothing came after, else the export behind the last step, else what was left behind."""
     explanation = _failure(run)
     if explanation is not None:
-        return _failed(run, explanation)
+        kind, step = explanation.message.kind, explanation.circumstances.step
+        how = How.OUT_OF_MEMORY if kind is Kind.OUT_OF_MEMORY else How.STOPPED
+        at = f" in step {step}" if step is not None else ""
+        return Ending(how, f"{how}{at}, {_steps(run)}", _what_is_left(run), explanation)
     made = _steps(run)
     if _is_done(run):
         return Ending(How.DONE, f"done, {made}", ("The trained model is in final/ of the run folder.", *_passes(run)))
@@ -60,13 +63,6 @@ def read_ending(run: Run) -> Ending:
         return Ending(How.UNFINISHED, f"not finished, {made}", (why, *_what_is_left(run)))
     why = "Nothing in the folder tells why: it is still running, was killed, or ended in an error that it only printed."
     return Ending(How.UNFINISHED, f"not finished, {made}", (why, *_what_is_left(run)))
-
-
-def _failed(run: Run, explanation: Explanation) -> Ending:
-    kind, step = explanation.message.kind, explanation.circumstances.step
-    how = How.OUT_OF_MEMORY if kind is Kind.OUT_OF_MEMORY else How.STOPPED
-    at = f" in step {step}" if step is not None else ""
-    return Ending(how, f"{how}{at}, {_steps(run)}", _what_is_left(run), explanation)
 
 
 def _failure(run: Run) -> Explanation | None:

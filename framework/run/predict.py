@@ -193,7 +193,7 @@ def _judging(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:
     called = "reward" if asked.config.training.task is Task.REWARD else "value"
 
     def ask(rows: list[Row]) -> list[Answer]:
-        told = asked.model(**_inputs(asked, rows), use_cache=False).logits.float()
+        told = asked.model(**model_inputs(asked.model, _moved(asked, rows)), use_cache=False).logits.float()
         if kind == "regression":
             return [_numbers(names, row, called) for row in told.tolist()]
         if kind == "multi_label_classification":
@@ -232,7 +232,10 @@ def _scoring(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:
 def _completing(asked: _Asked, new_tokens: int) -> Callable[[list[Row]], list[Answer]]:
     """What the model writes, always its likeliest token, until its end token or `new_tokens`."""
     pad, tokenizer = padding_id(asked.tokenizer), asked.tokenizer
-    ends = _end_tokens(asked)
+    # Where a completion ends: the tokenizer's end token, and those that the model's own settings name
+    named = getattr(causal_model(asked.model).generation_config, "eos_token_id", None)
+    listed = named if isinstance(named, list) else [named]
+    ends = sorted({token for token in (asked.tokenizer.eos_token_id, *listed) if isinstance(token, int)})
 
     def ask(rows: list[Row]) -> list[Answer]:
         longest = max(len(row["input_ids"]) for row in rows)
@@ -255,13 +258,6 @@ def _completing(asked: _Asked, new_tokens: int) -> Callable[[list[Row]], list[An
     return ask
 
 
-def _end_tokens(asked: _Asked) -> list[int]:
-    """Where a completion ends: the tokenizer's end token, and those that the model's own settings name."""
-    named = getattr(causal_model(asked.model).generation_config, "eos_token_id", None)
-    listed = named if isinstance(named, list) else [named]
-    return sorted({token for token in (asked.tokenizer.eos_token_id, *listed) if isinstance(token, int)})
-
-
 def _completion(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Sequence[int]) -> Answer:
     end = next((at for at, token in enumerate(tokens) if token in ends), None)
     kept = tokens if end is None else tokens[:end]
@@ -275,7 +271,3 @@ def _completion(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Seq
 def _moved(asked: _Asked, rows: list[Row]) -> dict[str, Tensor]:
     batch = collate(rows, padding_id(asked.tokenizer))
     return {name: tensor.to(asked.device) for name, tensor in batch.items()}
-
-
-def _inputs(asked: _Asked, rows: list[Row]) -> dict[str, Any]:
-    return model_inputs(asked.model, _moved(asked, rows))

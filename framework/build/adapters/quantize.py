@@ -124,7 +124,9 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
                     lost[name] = _best_factors(weight.float().cpu() - dequantized(module).float().cpu(), params.lora_r)
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
-        _move_rest(model, place)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type != place.device.type and not tensor.is_meta:
+                tensor.data = tensor.data.to(place.device)
     keep_packing(model)
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line for each 8-bit product
     return lost
@@ -202,12 +204,6 @@ def _bytes_shape(weight: Tensor) -> Any:
     data = torch.empty_like(weight, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     return bnb.nn.Int8Params(data, requires_grad=False, CB=data, SCB=scales)
-
-
-def _move_rest(model: PreTrainedModel, place: Place) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != place.device.type and not tensor.is_meta:
-            tensor.data = tensor.data.to(place.device)
 
 
 def _best_factors(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,12 @@ class Sharding:
         """`function(model, *arguments)` with the weights that it needs gathered."""
         result = self.root(function, *arguments)  # type: ignore[operator]
         for end in self.ends:
-            _end_forward(end[0])
+            # What torch does once all modules of a unit have run: a loss in chunks reads the head and
+            # never calls it
+            unit = end[0]
+            unit._get_fsdp_state()._modules_to_run_forward.clear()
+            for group in parameter_groups(unit):
+                group._training_state = TrainingState.IDLE
         return result
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -172,13 +177,6 @@ def parameter_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
-
-
-def _end_forward(unit: FSDPModule) -> None:
-    """What torch does once all modules of a unit have run: a loss in chunks reads the head and never calls it."""
-    unit._get_fsdp_state()._modules_to_run_forward.clear()
-    for group in parameter_groups(unit):
-        group._training_state = TrainingState.IDLE
 
 
 def sharded_blocks(params: FSDPParams, model: nn.Module) -> list[nn.Module]:

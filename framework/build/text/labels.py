@@ -185,7 +185,12 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
     try:
         is_marked = learnt is not Supervise.ALL and template.marks_generation(chat)
         whole, spans = template.render_marked(chat) if is_marked else (template.render(chat), [])
-        _require_calls(chat, whole)
+        # Raises UnsuitedChat when a tool call is not in the rendered chat: its turn would be learnt as an
+        # empty one
+        for number, message in enumerate(chat.messages, 1):
+            for call in message.get("tool_calls", ()):
+                if call.get("function", call)["name"] not in whole:
+                    raise UnsuitedChat(f"the chat template does not write the tool call in message {number}")
         answers = _supervised_answers(chat, learnt)
         remarks = _remarks(chat, whole, answers)
         if learnt is Supervise.ALL:
@@ -236,14 +241,6 @@ def _around(spans: Sequence[Span], length: int) -> Iterator[Span]:
         at = max(at, end)
     if at < length:
         yield (at, length)
-
-
-def _require_calls(chat: Chat, whole: str) -> None:
-    """Raises UnsuitedChat when a tool call is not in the rendered chat: its turn would be learnt as an empty one."""
-    for number, message in enumerate(chat.messages, 1):
-        for call in message.get("tool_calls", ()):
-            if call.get("function", call)["name"] not in whole:
-                raise UnsuitedChat(f"the chat template does not write the tool call in message {number}")
 
 
 def _supervised_answers(chat: Chat, learnt: Supervise) -> list[int]:

@@ -92,17 +92,13 @@ def read_phase(frames: Sequence[Frame]) -> str | None:
     """
     found: str | None = None
     for frame in reversed(frames):
-        own = _phase_of(frame)
+        place = f"{frame.file.replace(chr(92), '/')} {frame.function} {frame.code}"
+        own = next((phase for phase, pattern in RULES if pattern.search(place)), None)
         if found is None:
             found = own
         elif found in _WITHIN and own in ("backward", "eval"):
             return own
     return found
-
-
-def _phase_of(frame: Frame) -> str | None:
-    place = f"{frame.file.replace(chr(92), '/')} {frame.function} {frame.code}"
-    return next((phase for phase, pattern in RULES if pattern.search(place)), None)
 
 
 def makes_states(frames: Sequence[Frame]) -> bool:

@@ -169,15 +169,11 @@ def explained_failures(watch: Watch, planned: PlannedRun | None, folder: Path | 
     except Exception as error:
         if not is_memory_failure(error):
             raise
-        raise _explained(error, watch, planned, folder) from None
-
-
-def _explained(error: Exception, watch: Watch, planned: PlannedRun | None, folder: Path | None) -> OutOfMemory:
-    circumstances = watch.circumstances()
-    text = "".join(traceback.format_exception(error))
-    kept = keep_moment(text, circumstances, watch.meter.place, folder) if folder is not None else []
-    more = [f"kept in {folder}: {', '.join(kept)}; `tunesmith explain {folder}` says this again"] if kept else []
-    return explained(text, circumstances, planned, folder, more)
+        circumstances = watch.circumstances()
+        text = "".join(traceback.format_exception(error))
+        kept = keep_moment(text, circumstances, watch.meter.place, folder) if folder is not None else []
+        more = [f"kept in {folder}: {', '.join(kept)}; `tunesmith explain {folder}` says this again"] if kept else []
+        raise explained(text, circumstances, planned, folder, more) from None
 
 
 def explained(

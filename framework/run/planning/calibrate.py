@@ -135,7 +135,10 @@ def calibrate() -> Calibration:
     card = installed_cards()[0]
     driver, others = _driver_and_use(card)
     contexts = _contexts(card, others)  # before this process has a context of its own, which torch's compiler makes
-    bare = _bare_context_bytes(others)
+    # What this process takes of the card before its first kernel next to a fill
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    bare = total - free - torch.cuda.memory_reserved() - others
     workspace = _workspace_bytes()  # the first product of this process
     return Calibration(
         device_name=torch.cuda.get_device_name(),
@@ -151,7 +154,7 @@ def calibrate() -> Calibration:
         cublas_workspace_bytes=workspace,
         total_bytes=torch.cuda.mem_get_info()[1],
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-        rates=_rates(capability_of(card.capability)),
+        rates={**_copy_rates(), **dict(_product_rates(capability_of(card.capability)))},
         product_curve=_product_curve(capability_of(card.capability)),
         host=shares_of(probe_host()),
     )
@@ -177,13 +180,6 @@ def _contexts(card: InstalledCard, others: int) -> dict[str, int]:
     return contexts
 
 
-def _bare_context_bytes(others: int) -> int:
-    """What this process takes of the card before its first kernel next to a fill."""
-    torch.zeros(1, device="cuda")
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved() - others
-
-
 def _driver_and_use(card: InstalledCard) -> tuple[str, int]:
     """Version of the driver, and bytes that are in use now."""
     command = ["nvidia-smi", f"--id={card.uuid}", "--query-gpu=driver_version,memory.used"]
@@ -206,10 +202,6 @@ def _workspace_bytes() -> int:
     before = torch.cuda.memory_allocated()
     product = left @ right
     return torch.cuda.memory_allocated() - before - product.nbytes
-
-
-def _rates(capability: tuple[int, int]) -> dict[str, float]:
-    return {**_copy_rates(), **dict(_product_rates(capability))}
 
 
 def _copy_rates() -> dict[str, float]:

@@ -97,7 +97,8 @@ def changes(differing: Iterable[str]) -> list[tuple[str, ...]]:
         part = tuple(name for name in group if any(_holds(name, key) for key in keys))
         keys = [key for key in keys if not any(_holds(name, key) for name in group)]
         found += [part] if part else []
-    return found + list(dict.fromkeys((_settable(key),) for key in keys))
+    # The section's own key around a differing value: `model.freeze_layers` for `model.freeze_layers[0]`
+    return found + list(dict.fromkeys((".".join(key.partition("[")[0].split(".")[:2]),) for key in keys))
 
 
 def with_keys(a: TrainingConfig, b: TrainingConfig, keys: Sequence[str]) -> TrainingConfig:
@@ -122,8 +123,3 @@ def with_keys(a: TrainingConfig, b: TrainingConfig, keys: Sequence[str]) -> Trai
 def _holds(name: str, key: str) -> bool:
     """Whether `key` is `name` or stands inside it."""
     return key == name or key.startswith((f"{name}.", f"{name}["))
-
-
-def _settable(key: str) -> str:
-    """The section's own key around a differing value: `model.freeze_layers` for `model.freeze_layers[0]`."""
-    return ".".join(key.partition("[")[0].split(".")[:2])

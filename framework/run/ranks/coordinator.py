@@ -100,7 +100,9 @@ class _ProcessGroup(Coordinator):
         watched: Store = self._base.clone()  # type: ignore[attr-defined]
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
         if not self.ranks.is_main:
-            _be_silent()
+            # The main rank speaks for all
+            warnings.filterwarnings("ignore")
+            logging.disable(logging.WARNING)
         self._store.set(f"{ALIVE}/{self.ranks.rank}", "")
 
     # -- together
@@ -327,12 +329,6 @@ def _is_loss(error: BaseException) -> bool:
         return False
     is_torch = isinstance(error, dist.DistError)
     return is_torch or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST))
-
-
-def _be_silent() -> None:
-    """The main rank speaks for all."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
 
 
 def _end(code: int) -> None:

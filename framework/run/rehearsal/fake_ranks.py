@@ -40,7 +40,9 @@ def pretend_ranks(card: GPUParams, world: int, tracker: Tracker, offloads: bool)
     try:
         if card.capability is not None:
             _patch_streams(patches, tracker, world)
-        _patch_units(patches, tracker)
+        # Tell the tracker when sharding is at work, so that it knows what its buffers are for
+        for name in _COMMUNICATES:
+            patches.set(FSDPParamGroup, name, _noted(getattr(FSDPParamGroup, name), tracker))
         if offloads:
             tracker.steps_on_host = True
             _patch_transfers(patches, tracker)
@@ -125,12 +127,6 @@ def _patch_streams(patches: Patches, tracker: Tracker, world: int) -> None:
     patches.set(torch, "Event", Event)
     # which a unit is asked for that was gathered for a backward that it does not take part in
     patches.set(torch.accelerator, "current_stream", answers["current_stream"])
-
-
-def _patch_units(patches: Patches, tracker: Tracker) -> None:
-    """Tell the tracker when sharding is at work, so that it knows what its buffers are for."""
-    for name in _COMMUNICATES:
-        patches.set(FSDPParamGroup, name, _noted(getattr(FSDPParamGroup, name), tracker))
 
 
 def _patch_transfers(patches: Patches, tracker: Tracker) -> None:

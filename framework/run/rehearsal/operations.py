@@ -33,6 +33,7 @@ def operations_of(
     operands = [*kernels.tensors_in(args), *(kernels.tensors_in(tuple(kwargs.values())) if kwargs else ())]
     multiplied = operands[1:] if packet is aten.addmm else operands  # what it adds to may be wider
     floating = next((tensor.dtype for tensor in multiplied if tensor.dtype.is_floating_point), None)
+    is_of_lists = packet.__name__.startswith(("_foreach_", "_fused_")) and args and isinstance(args[0], list | tuple)
     operation = Operation(
         name=packet.__name__,
         phase=phase,
@@ -41,7 +42,7 @@ def operations_of(
         dtype=_DTYPE_NAMES.get(floating, ""),
         shape=kernels.product_shape(packet, args),
         launcher=launcher,
-        tensors=_tensors(packet, args),
+        tensors=(len(args[0]) if is_of_lists else 1),
     )
     if str(packet).startswith("bitsandbytes."):
         operation = operation._replace(launcher=Launcher.BITSANDBYTES)
@@ -58,8 +59,3 @@ def operations_of(
         wait = Operation(WAIT, phase, 0, 0, "")  # the host reads where the groups end
         return [wait, *[operation] * groups]
     return [operation]
-
-
-def _tensors(packet: Any, args: tuple[Any, ...]) -> int:
-    is_of_lists = packet.__name__.startswith(("_foreach_", "_fused_")) and args and isinstance(args[0], list | tuple)
-    return len(args[0]) if is_of_lists else 1

@@ -37,18 +37,14 @@ def sharding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     yield from _gathered_dtypes(config)
 
 
-def _of_a_billion(bytes_each: int, devices: int) -> str:
-    """What the states of 1e9 trained weights take of each device."""
-    return f"{bytes_each * 1e9 / devices / (1 << 30):.1f} GiB"
-
-
 def _unsharded_optimizers(config: TrainingConfig) -> Iterator[Conflict]:
     training, key = config.training, "training.optimizer"
     choice, shards = training.optimizer, facts_of(training.optimizer).shards
     if shards is Shards.CODED:
         message = f"the states of {choice} cannot be sharded: they fail at the first step or at the save"
         pure = config.model.torch_dtype_str is TorchDtype.BFLOAT16 and not training.use_peft
-        adamw, halves = (_of_a_billion(count, config.gpu.count) for count in (4 if pure else 8, 4))
+        # What the states of 1e9 trained weights take of each device
+        adamw, halves = (f"{count * 1e9 / config.gpu.count / (1 << 30):.1f} GiB" for count in (4 if pure else 8, 4))
         works = (
             f"adamw_torch_fused ({adamw} of states a device for each 1e9 trained weights), anyprecision_adamw "
             f"({halves}, with weights in bfloat16), or fsdp.cpu_offload=true next to adamw_torch_fused ({adamw} of the "
