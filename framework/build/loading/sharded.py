@@ -187,7 +187,7 @@ class ShardLoader:
         stored = {name: tensors for tensors in opened for name in sorted(tensors.keys())}
         wanted = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
         absent = [name for name in wanted if name not in stored]
-        same = all(_shape(stored[name], name) == wanted[name] for name in wanted if name in stored)
+        same = all(tuple(stored[name].get_slice(name).get_shape()) == wanted[name] for name in wanted if name in stored)
         if files and same and not changes_rows(self._config.model) and all(is_new(self.model, name) for name in absent):
             self.new = tuple(sorted(absent))
             return lambda name, tensor: _read(stored.get(name), name, tensor)
@@ -216,10 +216,6 @@ class ShardLoader:
 
 def _is_empty(parameter: Tensor | None) -> bool:
     return parameter is not None and parameter.is_meta
-
-
-def _shape(tensors: Any, name: str) -> tuple[int, ...]:
-    return tuple(tensors.get_slice(name).get_shape())
 
 
 def _read(tensors: Any, name: str, target: Tensor) -> bool:

@@ -186,7 +186,11 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
             gradients = [parameter.grad for parameter in assembly.trained if parameter.grad is not None]
             tracker.claim(gradients, Kind.GRADIENTS)
         if phase == "end":
-            _claim_states(tracker, assembly)
+            for tensor, space in placed_states(assembly):
+                if space is Space.DEVICE:
+                    tracker.claim([tensor], Kind.OPTIMIZER)
+                else:
+                    tracker.claim_elsewhere(tensor, Kind.OPTIMIZER, space)
         tracker.observe(phase)
 
     marks, config = tracker.trace.marks, assembly.config
@@ -235,14 +239,6 @@ def _copied(tracker: Tracker, tensors: Iterable[torch.Tensor], kind: Kind, place
         for copy in copies:
             tracker.claim_elsewhere(copy, kind, Space.HOST)
     return copies
-
-
-def _claim_states(tracker: Tracker, assembly: Assembly) -> None:
-    for tensor, space in placed_states(assembly):
-        if space is Space.DEVICE:
-            tracker.claim([tensor], Kind.OPTIMIZER)
-        else:
-            tracker.claim_elsewhere(tensor, Kind.OPTIMIZER, space)
 
 
 def _step(tracker: Tracker, assembly: Assembly, observe: Observe) -> None:
