@@ -16,8 +16,8 @@ from framework.build.attention.ring_attention import in_parts
 from framework.build.dtypes import autocast_dtype
 from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.levers.activations import arrange_blocks
+from framework.build.levers.allocator import DeviceCache
 from framework.build.levers.compiled import compile_regions
-from framework.build.levers.device_cache import DeviceCache
 from framework.build.levers.float8 import convert_products
 from framework.build.levers.liger import use_liger_kernels
 from framework.build.levers.matmul_precision import choose_float32_products

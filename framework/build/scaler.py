@@ -1,10 +1,13 @@
-"""Loss scaling for float16 autocast: a loss scaled up before backward keeps gradients too small for float16."""
+"""Loss scaling for float16 autocast: a loss scaled up before backward keeps gradients too small for float16. And the
+flag `found_inf`, by which an update is left out on the device."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from framework.build.optimizers.any_precision import AnyPrecisionAdamW
 from framework.build.place import Place
 from framework.schema.choices import MixedPrecision
 from framework.schema.training import TrainingParams
@@ -60,3 +63,38 @@ def build_loss_scale(training: TrainingParams, place: Place) -> LossScale:
     # of the kind torch only asks whether CUDA is there, which a rehearsal need not have
     kind = "cpu" if place.rehearsed else place.kind
     return LossScale(torch.amp.GradScaler(kind, enabled=training.mixed_precision_dtype == MixedPrecision.FP16))
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether all parts of an optimizer read `found_inf` on the device."""
+    return all(hasattr(part, "found_inf") or _is_fused(part) for part in _parts(optimizer))
+
+
+def found_inf_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
+    """The scalar that the optimizer reads, float32 on `device`; made, as 0, when first asked for."""
+    parts = _parts(optimizer)
+    found: Tensor | None = getattr(parts[0], "found_inf", None)
+    if found is None:
+        found = torch.zeros((), device=device)
+        for part in parts:
+            part.found_inf = found  # type: ignore[attr-defined]
+    return found
+
+
+def forget_skipped_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Begin anew after steps that changed nothing: the scalar is 0, and counts on the host are those before them."""
+    for part in _parts(optimizer):
+        if isinstance(part, AnyPrecisionAdamW):
+            part.take_back_skipped_steps()
+    found: Tensor | None = getattr(_parts(optimizer)[0], "found_inf", None)
+    if found is not None:
+        found.zero_()
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    return list(getattr(optimizer, "parts", {}).values()) or [optimizer]
+
+
+def _is_fused(part: torch.optim.Optimizer) -> bool:
+    """torch sets this where `step` looks at `found_inf` by itself (torch/optim/adam.py)."""
+    return bool(getattr(part, "_step_supports_amp_scaling", False))

@@ -13,7 +13,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from framework.compose import interpolation
-from framework.compose.derived import MICRO_BATCH, with_derived
 from framework.compose.layers import Layer, gather, highest, list_warnings
 from framework.compose.origins import DEFAULT, Origin, leaves, node_of
 from framework.compose.overrides import COMMAND_LINE, parse
@@ -28,6 +27,7 @@ from framework.memory.installed import detect
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import Path, dotted, up_to_list, values
 from framework.schema.plural import counted
+from framework.schema.rules.batch import rows_of_global_batch
 
 
 @dataclass(frozen=True)
@@ -216,3 +216,20 @@ def _place(layers: Sequence[Layer], path: Path) -> str | None:
     """Where to look for the value at `path`, or for the nearest thing around it that was written."""
     found = next((found for end in range(len(path), 0, -1) if (found := highest(layers, path[:end]))), None)
     return found.origin.place if found else None
+
+
+MICRO_BATCH = "training.per_device_train_batch_size"
+
+
+def with_derived(config: TrainingConfig, origins: Mapping[str, Origin]) -> tuple[TrainingConfig, dict[str, Origin]]:
+    """The config with rows a device that a written global batch is made of, where nobody wrote how many; and the
+    origins that change. Rows that cannot be shared out equally stay as they are, for a rule to refuse."""
+    training = config.training
+    accumulation, rows = training.gradient_accumulation_steps, training.per_device_train_batch_size
+    if origins[MICRO_BATCH].kind != "default" or accumulation == "auto" or rows == "auto":
+        return config, {}
+    found = rows_of_global_batch(config, accumulation, rows)
+    if found is None or found == rows:
+        return config, {}
+    training = training.model_copy(update={MICRO_BATCH.removeprefix("training."): found})
+    return config.model_copy(update={"training": training}), {MICRO_BATCH: Origin("default", "of the global batch")}

@@ -13,6 +13,7 @@ from typing import Any
 
 from hydra import initialize
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
@@ -20,10 +21,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
+from hydra.version import VersionBase
 from omegaconf import open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from framework.compose.apart import apart
 from framework.compose.overrides import COMMAND_LINE, fault, group_of, names_folder, path_of
 from framework.compose.shipped import presets
 from framework.errors import Problem, RequestError
@@ -298,3 +299,16 @@ def _check_folders(jobs: Sequence[Job]) -> None:
         message = f"several of the {counted(len(jobs), 'run')} would write to {twice}"
         expected = "${hydra.job.num} or ${hydra.job.override_dirname} in it"
         raise RequestError([Problem("hydra.sweep.subdir", message, COMMAND_LINE, expected)])
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[Any]:
+    """A copy of Hydra's config store to write in. Works inside another Hydra application and leaves no trace."""
+    store, app, version = ConfigStore.instance(), GlobalHydra.instance(), VersionBase.instance()
+    before = store.repo, app.hydra, version.version_base, HydraConfig.instance().cfg
+    store.repo, app.hydra = dict(store.repo), None
+    try:
+        yield store
+    finally:
+        app = GlobalHydra.instance()
+        store.repo, app.hydra, version.version_base, HydraConfig.instance().cfg = before

@@ -14,10 +14,10 @@ from framework.build.assembly import Assembly
 from framework.build.levers.compiled import forget_recorded
 from framework.build.losses.loss import Batch, Observe, ignore_phases
 from framework.build.optimizers.clipping import clip_gradients, gradient_norms
-from framework.build.optimizers.found_inf import forget_skipped_steps, found_inf_of, takes_found_inf
 from framework.build.optimizers.groups import RATE_FACTOR
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.optimizers.weights_average import average_follows
+from framework.build.scaler import forget_skipped_steps, found_inf_of, takes_found_inf
 from framework.build.tasks import Precomputed, reference_of
 from framework.errors import NonFinite
 from framework.schema.plural import counted

@@ -18,8 +18,7 @@ import framework
 from framework.checks import PLAN, check_request
 from framework.cli import main
 from framework.compose.sweep import Sweep, sweep_of
-from framework.run.launch.device_locks import own_cards
-from framework.run.launch.sweep import SweptRun, worst
+from framework.run.launch.sweep import SweptRun, own_cards, worst
 from tests.cli.test_train import RECIPE, losses
 from tests.forks import ADDRESS
 
@@ -187,8 +186,8 @@ def test_runs_at_a_time_have_cards_of_their_own(monkeypatch, tmp_path):
     from framework.memory.installed import InstalledCard
 
     cards = [InstalledCard(str(number), f"GPU-{number}", "H100", 81559, "9.0", False) for number in range(3)]
-    monkeypatch.setattr("framework.run.launch.device_locks.installed_cards", lambda: cards)
-    monkeypatch.setattr("framework.run.launch.device_locks._PAUSE", 0.01)
+    monkeypatch.setattr("framework.run.launch.sweep.installed_cards", lambda: cards)
+    monkeypatch.setattr("framework.run.launch.sweep._PAUSE", 0.01)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     waited = []
     with own_cards(2, waited.append) as first, own_cards(1, waited.append) as second:

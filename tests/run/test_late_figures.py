@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.build.optimizers.found_inf import takes_found_inf
+from framework.build.scaler import takes_found_inf
 from framework.errors import NonFinite
 from framework.run import trainer
 from framework.run.step import LaunchedStep, launch_step

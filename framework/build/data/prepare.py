@@ -23,8 +23,7 @@ from framework.build.data.report import (
     merged_names,
 )
 from framework.build.data.row_cache import Fitted, RowCache
-from framework.build.data.row_progress import row_progress
-from framework.build.data.rows import Rows
+from framework.build.data.rows import Rows, row_progress
 from framework.build.data.stream import Stream, columns_of, in_parts
 from framework.build.data.truncation import RowCounts, RowPolicy
 from framework.build.sources.files import Fault

@@ -1,12 +1,17 @@
 """Tokenised rows: how they are kept, and what happens to one that is too long."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NotRequired, TypedDict, overload
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from framework.activity import drawn_by
 from framework.build.text.labels import IGNORED, Encoded
 from framework.schema.choices import Truncation
 
@@ -165,3 +170,29 @@ def _starting_row(row: Encoded, start: int, end: int) -> Encoded:
     labels = row.labels[start:end].copy()
     labels[:1] = IGNORED
     return replace(row, input_ids=row.input_ids[start:end], labels=labels)
+
+
+class RowsPerSecond(ProgressColumn):
+    """`12,345 rows/s`, over the last half minute."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} rows/s" if speed else "")
+
+
+@contextlib.contextmanager
+def row_progress(name: str, total: int, console: Console | None) -> Iterator[Callable[[int], None]]:
+    """Yields what to call with the number of rows that were just done. Shows nothing without a terminal."""
+    bar = Progress(
+        TextColumn("tokenising {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        RowsPerSecond(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=console is None or not console.is_terminal,
+        transient=True,
+    )
+    with contextlib.nullcontext() if bar.disable else drawn_by(lambda _: None), bar:
+        task = bar.add_task(name, total=total)
+        yield lambda rows: bar.advance(task, rows)

@@ -8,9 +8,11 @@ own.
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
+from framework.build.place import Place
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 from framework.schema.training import AllocatorParams
@@ -94,3 +96,23 @@ def live_settings() -> dict[str, str]:
         "max_split_size_mb": "None" if size in _UNLIMITED else str(size // _MIB),
         "garbage_collection_threshold": f"{threshold:g}" if threshold else "None",
     }
+
+
+@dataclass
+class DeviceCache:
+    """Empties the allocator's cache after every `steps`-th optimizer step (None: never); `emptied` counts the times.
+
+    The CPU has no such cache: there the times are counted and nothing else happens.
+    """
+
+    place: Place
+    steps: int | None
+    emptied: int = 0
+
+    def after_step(self, step: int) -> None:
+        """To be called when optimizer step `step`, which counts from 1, is done."""
+        if self.steps is None or step % self.steps:
+            return
+        if self.place.kind == "cuda":
+            torch.cuda.empty_cache()
+        self.emptied += 1

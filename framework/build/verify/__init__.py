@@ -12,11 +12,23 @@ from framework.build.verify.activations import (
     read_attention_kernel,
     read_checkpointed_blocks,
     read_keeping_blocks,
+    read_liger_kernels,
     read_offloaded_activations,
     read_sdpa_kernel,
 )
-from framework.build.verify.allocator import emptied_cache, read_allocator_settings, read_emptied_cache
-from framework.build.verify.batch import read_eval_batches, read_longest_row, read_micro_batches, read_padded_lengths
+from framework.build.verify.batch import (
+    emptied_cache,
+    read_allocator_settings,
+    read_emptied_cache,
+    read_eval_batches,
+    read_grouped_rows,
+    read_isolation,
+    read_longest_row,
+    read_micro_batches,
+    read_packed_rows,
+    read_padded_lengths,
+    read_rows_end_to_end,
+)
 from framework.build.verify.compiled import (
     read_compiled_regions,
     read_compiled_runs,
@@ -24,12 +36,6 @@ from framework.build.verify.compiled import (
     read_recorded_graphs,
 )
 from framework.build.verify.context import read_context
-from framework.build.verify.documents import (
-    read_grouped_rows,
-    read_isolation,
-    read_packed_rows,
-    read_rows_end_to_end,
-)
 from framework.build.verify.fingerprints import Fingerprints
 from framework.build.verify.frozen_models import (
     read_known_reference,
@@ -37,8 +43,6 @@ from framework.build.verify.frozen_models import (
     read_reference,
     read_teacher,
 )
-from framework.build.verify.head import read_head
-from framework.build.verify.liger import read_liger_kernels
 from framework.build.verify.loss import (
     read_chunked_loss,
     read_embedding_noise,
@@ -46,7 +50,6 @@ from framework.build.verify.loss import (
     read_own_loss,
     read_router_loss,
 )
-from framework.build.verify.offloaded_base import read_offloaded_base, read_offloaded_base_again
 from framework.build.verify.optimizer import (
     read_offloaded_states,
     read_optimizer,
@@ -56,16 +59,23 @@ from framework.build.verify.optimizer import (
     read_rounding,
     read_weights_average,
 )
-from framework.build.verify.products import read_float8_products
 from framework.build.verify.reading import FirstStep, Reading, table
 from framework.build.verify.rope import read_rope_scaling
-from framework.build.verify.sharding import read_offloaded_shards, read_prefetch, read_sharding
+from framework.build.verify.sharding import (
+    read_offloaded_base,
+    read_offloaded_base_again,
+    read_offloaded_shards,
+    read_prefetch,
+    read_sharding,
+)
 from framework.build.verify.shared_matrices import read_shared_matrices
 from framework.build.verify.vocabulary import read_trained_tokens, read_vocabulary
 from framework.build.verify.weights import (
     read_autocast,
+    read_float8_products,
     read_float32_products,
     read_frozen_modules,
+    read_head,
     read_parameters,
     read_weight_dtypes,
 )

@@ -1,10 +1,11 @@
-"""What the blocks really do: recomputation and attention."""
+"""The blocks as they run: recomputation, attention, and kernels of Liger."""
 
 from collections.abc import Iterator
 
 from framework.build.assembly import Assembly
 from framework.build.attention.ring_attention import NAME as RING_ATTENTION
 from framework.build.levers.activations import keeps, offloading, recomputing
+from framework.build.levers.liger import KEY, liger_kernels
 from framework.build.levers.offload import LEAST_BYTES
 from framework.build.model.convolutions import CONVOLUTIONAL
 from framework.build.model.parts import causal_model, transformer_blocks
@@ -87,3 +88,17 @@ def read_attention_kernel(assembly: Assembly) -> Iterator[Reading]:
     found = "none: convolutions" if type(config) in CONVOLUTIONAL else config._attn_implementation
     asked = assembly.config.model.attn_implementation
     yield Reading("model.attn_implementation", str(asked) if asked else None, str(found), "model.config")
+
+
+def read_liger_kernels(assembly: Assembly) -> Iterator[Reading]:
+    """n/n blocks have a kernel of Liger's; none when it was not asked for, as after a patch of the whole process."""
+    blocks = transformer_blocks(assembly.model) or [assembly.model]
+    with_kernels = sum(bool(liger_kernels(block)) for block in blocks)
+    asked = len(blocks) if assembly.config.model.enable_liger_kernel is True else 0
+    if not asked and not with_kernels:
+        return
+    kernels = sorted(liger_kernels(assembly.model).items())
+    source = ", ".join(f"{count} {name}" for name, count in kernels) or "no forward is Liger's"
+    yield Reading(
+        KEY, f"{asked}/{counted(len(blocks), 'block')}", f"{with_kernels}/{counted(len(blocks), 'block')}", source
+    )

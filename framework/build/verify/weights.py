@@ -1,7 +1,8 @@
-"""Weights: their dtypes, which are trained, and the dtype that products are computed in."""
+"""Weights: their dtypes, which are trained, the head of the task, and the dtype that products are computed in."""
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,12 +10,15 @@ from torch import nn
 from framework.build.adapters.quantize import is_packed
 from framework.build.assembly import Assembly
 from framework.build.dtypes import AUTOCAST_DTYPES, TORCH_DTYPES
-from framework.build.levers.float8_base import HELD
+from framework.build.levers.float8 import linear_layers
+from framework.build.levers.float8_base import HELD, Float8Base
 from framework.build.model.freeze import still_frozen
+from framework.build.model.heads import answers, answers_for_rows, head_modules
 from framework.build.model.parts import causal_model
 from framework.build.verify.reading import Reading
 from framework.memory.resolve import describe_float16
-from framework.schema.choices import MixedPrecision, TorchDtype
+from framework.schema.choices import Fp8, MixedPrecision, TorchDtype
+from framework.schema.plural import counted
 
 
 def read_parameters(assembly: Assembly) -> Iterator[Reading]:
@@ -112,3 +116,42 @@ def read_frozen_modules(assembly: Assembly) -> Iterator[Reading]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def read_float8_products(assembly: Assembly) -> Iterator[Reading]:
+    """The layers that multiply so, with how many scales an operand has; asked of all that could."""
+    asked = assembly.config.training.fp8
+    linear: list[Any] = [module for module in assembly.model.modules() if isinstance(module, nn.Linear)]
+    converted = [module for module in linear if type(module).__name__ == "Float8Linear"]
+    found = Counter(str(module.config.cast_config_input.scaling_granularity.value) for module in converted)
+    held = [module for module in linear if isinstance(module, Float8Base) and module.weight.dtype is HELD]
+    found.update(str(Fp8.ROWWISE if len(module.scales) > 1 else Fp8.TENSORWISE) for module in held)
+    words = [f"{kind.replace('axiswise', 'rowwise')} in {counted(count, 'layer')}" for kind, count in found.items()]
+    could = len(linear_layers(assembly.model, frozen=assembly.config.training.use_peft))
+    wanted = "none" if asked is Fp8.NONE else f"{asked} in {counted(could, 'layer')}"
+    source = f"class of {counted(len(linear), 'linear layer')}"
+    source += f"; {sum(module.weight.nbytes for module in held) / 2**30:.2f} GiB held in {HELD}" if held else ""
+    yield Reading("training.fp8", wanted, ", ".join(words) or "none", source)
+
+
+def read_head(assembly: Assembly) -> Iterator[Reading]:
+    """How many answers a task of rows has, whether all of the head is trained, and which of its weights are new."""
+    task, model = assembly.config.training.task, causal_model(assembly.model)
+    if not task.is_of_rows:
+        return
+    names = answers(assembly.config)
+    still = [
+        f"{top}.{name}"
+        for top, module in head_modules(model).items()
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad and ".original_module." not in f".{name}"
+    ]
+    frozen = assembly.frozen and all(any(name in item.names for item in assembly.frozen) for name in still)
+    asked = f"{task}, {counted(len(names), 'output')}"
+    found = f"{task}, {counted(model.config.num_labels, 'output')}" if answers_for_rows(model) else "a head of tokens"
+    if still and not frozen:
+        found += f", of which {still[0]} is not trained"
+    new = f"; new and random: {', '.join(assembly.new_weights)}" if assembly.new_weights else ""
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    trained = f"; trained in full: {', '.join(head_modules(model))}" if assembly.adapter is not None else ""
+    yield Reading("training.task", asked, found, f"{type(model).__name__}: {shown}{trained}{new}")

@@ -4,14 +4,17 @@ It is `tunesmith train` in a process of its own, so that its memory, its exit co
 of it is a file in the sweep's folder.
 """
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Any
 
 from framework.compose import draft
 from framework.compose.sweep import Job, Sweep, quoted
-from framework.run.launch.device_locks import own_cards
+from framework.memory.installed import installed_cards
 from framework.run.planning.python_process import train_command
 from framework.run.ranks.environment import launched
 from framework.run.ranks.signals import passing_signals_on
@@ -193,3 +196,46 @@ def _read(folder: Path) -> dict[str, Any]:
     last = {name: line[name] for line in lines for name in ("step", "loss", "eval_loss") if name in line}
     found = {"steps": last.get("step"), "loss": last.get("loss"), "eval_loss": last.get("eval_loss")}
     return {**found, "peak_allocated_bytes": peak}
+
+
+_PAUSE = 1.0
+
+
+@contextlib.contextmanager
+def own_cards(count: int, waits: Callable[[], None]) -> Iterator[dict[str, str]]:
+    """Environment of a process that sees `count` cards which no other run of a sweep of this user has meanwhile.
+
+    Waits until so many are free, and calls `waits` once if it has to. Empty where the machine has fewer (the run
+    itself says so) or cards in partitions. A lock goes when its process does, however that ends.
+    """
+    cards = installed_cards() if count else []
+    if not count or len(cards) < count or any(card.is_partitioned for card in cards):
+        yield {}
+        return
+    told = False
+    while True:
+        with contextlib.ExitStack() as locks:
+            held: list[str] = []
+            for card in cards:
+                if len(held) < count and _lock(card.uuid, locks):
+                    held.append(card.uuid)
+            if len(held) == count:
+                yield {"CUDA_VISIBLE_DEVICES": ",".join(held)}
+                return
+        if not told:
+            waits()
+            told = True
+        time.sleep(_PAUSE)
+
+
+def _lock(uuid: str, locks: contextlib.ExitStack) -> bool:
+    """Whether the card was free; it is then held until `locks` are left."""
+    path = Path(tempfile.gettempdir()) / f"tunesmith-{os.getuid()}-{uuid}.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return False
+    locks.callback(os.close, descriptor)
+    return True

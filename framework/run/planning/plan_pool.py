@@ -15,18 +15,18 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import IO, Any, NoReturn
 
 from framework.activity import doing
 from framework.errors import Problem, RequestError, TunesmithError
-from framework.memory.ledger import Plan
+from framework.memory.ledger import Plan, Terms
 from framework.memory.planning import make_plan
 from framework.memory.rehearsal import Rehearsal
-from framework.memory.unquantized import unquantized, without_gain
 from framework.run.planning import plan_cache
 from framework.run.planning.python_process import python_command
 from framework.run.rehearsal.block_settings import shared_rehearsal, shared_work
+from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
 from framework.versions import require_versions
@@ -339,3 +339,28 @@ def _document(config: Mapping[str, Any], memory: _Memory) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         return {"fault": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+
+def unquantized(config: TrainingConfig) -> TrainingConfig | None:
+    """The same run on a base that is not quantised; None where none is."""
+    if not (config.training.use_peft and config.peft.q_lora):
+        return None
+    changes: dict[str, object] = {"q_lora": False}
+    if config.peft.peft_method is PeftMethod.LOFTQ:  # which starts from what quantising loses
+        changes["peft_method"] = PeftMethod.LORA
+    return config.model_copy(update={"peft": config.peft.model_copy(update=changes)})
+
+
+def without_gain(quantized: Plan, plain: Plan) -> str | None:
+    """A sentence when the quantised run needs no less at its peak, with the term that took back what weights gave."""
+    ours, theirs = quantized.peak, plain.peak
+    if ours.device_bytes < theirs.device_bytes:
+        return None
+    grown = {term.name: getattr(ours.terms, term.name) - getattr(theirs.terms, term.name) for term in fields(Terms)}
+    worst = max(grown, key=lambda name: grown[name])
+    sizes = f"{_gib(ours.device_bytes)} with a quantised base, {_gib(theirs.device_bytes)} without"
+    return f"peft.q_lora saves nothing here: {sizes}; {worst.replace('_', ' ')} grew by {_gib(grown[worst])}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

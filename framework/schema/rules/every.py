@@ -11,17 +11,20 @@ from typing import Literal
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, values
 from framework.schema.rules.adapter import adapter_conflicts
-from framework.schema.rules.attention import half_precision_attention, sdpa_backend
 from framework.schema.rules.batch import batch_conflicts, padding_conflicts, row_conflicts, step_conflicts
-from framework.schema.rules.classifier import classifier_conflicts
 from framework.schema.rules.conflict import Conflict
-from framework.schema.rules.context import context_conflicts
 from framework.schema.rules.data import data_conflicts
 from framework.schema.rules.device import cache_conflicts, streamed_base_conflicts
 from framework.schema.rules.evaluation import best_conflicts, eval_set_conflicts, sample_conflicts
-from framework.schema.rules.liger import find_liger_conflicts
-from framework.schema.rules.model import model_conflicts, remote_code_conflicts, rope_conflicts, tokenizer_conflicts
-from framework.schema.rules.on_oom import survival_conflicts
+from framework.schema.rules.model import (
+    find_liger_conflicts,
+    half_precision_attention,
+    model_conflicts,
+    remote_code_conflicts,
+    rope_conflicts,
+    sdpa_backend,
+    tokenizer_conflicts,
+)
 from framework.schema.rules.optimizer import (
     average_conflicts,
     matrix_conflicts,
@@ -36,12 +39,11 @@ from framework.schema.rules.precision import (
     rounding_conflicts,
     wide_base_conflicts,
 )
-from framework.schema.rules.ranks import ranks_conflicts
 from framework.schema.rules.recompute import compile_conflicts, recompute_conflicts, recorded_conflicts
-from framework.schema.rules.save import save_conflicts
-from framework.schema.rules.sharding import sharding_conflicts
-from framework.schema.rules.task import task_conflicts
-from framework.schema.rules.tensor import tensor_conflicts
+from framework.schema.rules.save import save_conflicts, survival_conflicts
+from framework.schema.rules.sharding import ranks_conflicts, sharding_conflicts
+from framework.schema.rules.task import classifier_conflicts, task_conflicts
+from framework.schema.rules.tensor import context_conflicts, tensor_conflicts
 from framework.schema.rules.unused import unused_key_conflicts
 from framework.schema.rules.vocabulary import vocabulary_conflicts
 

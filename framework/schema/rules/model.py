@@ -1,10 +1,11 @@
-"""Model, length of its rows, and tokenizer."""
+"""Model, its attention and kernels, length of its rows, and tokenizer."""
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from framework.schema.architecture import position_count, scales_positions
+from framework.schema.choices import Attention, CheckpointingPolicy, MixedPrecision, SdpaBackend, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.rope import OWN_KEYS
 from framework.schema.rules.conflict import Conflict
@@ -89,3 +90,48 @@ def tokenizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if model.load_pretrained_weights and model.model_name is not None:
         keys = ("model.tokenizer", "model.load_pretrained_weights")
         yield Conflict(keys, "pretrained weights do not know a new tokenizer's ids", "load_pretrained_weights: false")
+
+
+def find_liger_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """They are closed to the compiler, and write over what a policy would keep."""
+    training, key = config.training, "model.enable_liger_kernel"
+    if config.model.enable_liger_kernel is not True:
+        return
+    if training.compile is True:
+        message = "the compiler fuses the same work itself, and cannot see into Liger's kernels"
+        yield Conflict((key, "training.compile"), message, "one of the two; compile=true is as fast")
+    policy = training.gradient_checkpointing_policy
+    if training.enable_gradient_checkpointing is True and policy is CheckpointingPolicy.SAVE_MATMULS:
+        message = "Liger rotates queries and keys where their products were kept: they would be rotated twice"
+        yield Conflict((key, "training.gradient_checkpointing_policy"), message, "full or save_attention")
+    if config.model.chunked_loss is False:
+        message = "its kernels are all but the loss: the logits are built in full"
+        yield Conflict(("model.chunked_loss", key), message, "true, or unset", is_warning=True)
+
+
+def sdpa_backend(config: TrainingConfig) -> Iterator[Conflict]:
+    """The kernel behind sdpa is asked for where another is."""
+    kernel, backend = config.model.attn_implementation, config.model.sdpa_backend
+    if kernel is Attention.RING_ATTENTION and backend is SdpaBackend.MATH:
+        message = "math makes all scores of a row, and does not say what parts of them are put together by"
+        yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "flash, cudnn or efficient")
+    if backend is not None and kernel not in (None, "auto", Attention.SDPA, Attention.RING_ATTENTION):
+        message = f"{backend} is a kernel of sdpa, and {kernel} is asked for"
+        yield Conflict(("model.sdpa_backend", "model.attn_implementation"), message, "attn_implementation: sdpa")
+
+
+def half_precision_attention(config: TrainingConfig) -> Iterator[Conflict]:
+    """Kernels of the flash-attention package, and those of sdpa by that name and by cuDNN on a card, compute in half
+    precision alone."""
+    if config.model.torch_dtype_str != TorchDtype.FLOAT32:
+        return
+    if config.training.mixed_precision_dtype != MixedPrecision.NONE:
+        return
+    dtypes = ("training.mixed_precision_dtype", "model.torch_dtype_str")
+    kernel, backend = config.model.attn_implementation, config.model.sdpa_backend
+    if kernel in (Attention.FLASH_ATTENTION_2, Attention.FLASH_ATTENTION_3, Attention.FLASH_ATTENTION_4):
+        message = f"{kernel} does not compute in float32"
+        yield Conflict(("model.attn_implementation", *dtypes), message, "sdpa, or bf16 or fp16 autocast")
+    if backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and config.gpu.capability is not None:
+        message = f"{backend} does not compute in float32 on a card"
+        yield Conflict(("model.sdpa_backend", *dtypes), message, "leave it unset, or bf16 or fp16 autocast")

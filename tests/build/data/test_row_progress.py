@@ -2,7 +2,7 @@ import io
 
 from rich.console import Console
 
-from framework.build.data.row_progress import row_progress
+from framework.build.data.rows import row_progress
 
 
 def shown(**options: bool) -> str:

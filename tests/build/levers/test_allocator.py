@@ -5,7 +5,7 @@ import torch
 
 from framework.build.levers import allocator
 from framework.build.levers.allocator import choose_allocator, environment_settings, live_settings
-from framework.build.verify.allocator import read_allocator_settings
+from framework.build.verify.batch import read_allocator_settings
 from framework.errors import RequestError
 from framework.schema.config import TrainingConfig
 from tests.tiny import tiny_assembly, tiny_config
@@ -83,7 +83,7 @@ def on_a_card(monkeypatch, **settings):
     from dataclasses import replace
 
     assembly = tiny_assembly(tiny_config(training={"allocator": settings}))
-    monkeypatch.setattr("framework.build.verify.allocator.live_settings", lambda: LIVE)
+    monkeypatch.setattr("framework.build.verify.batch.live_settings", lambda: LIVE)
     return replace(assembly, place=replace(assembly.place, kind="cuda"))
 
 

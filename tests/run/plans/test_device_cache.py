@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from framework.build.levers.device_cache import DeviceCache
+from framework.build.levers.allocator import DeviceCache
 from framework.build.verify import verify_emptied_cache
 from framework.errors import VerificationFailed
 from framework.memory.planning import make_plan

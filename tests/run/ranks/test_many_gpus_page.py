@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.ranks import ranks_conflicts
+from framework.schema.rules.sharding import ranks_conflicts
 
 PAGES = ("many_gpus", "clusters", "sharding", "context_and_tensor_parallel")
 DOCS = Path(__file__).parents[3] / "docs"

@@ -3,7 +3,7 @@
 import pytest
 
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.ranks import ranks_conflicts
+from framework.schema.rules.sharding import ranks_conflicts
 
 CASES = [
     ("training.optimizer_in_backward", {"training": {"optimizer_in_backward": True}}),

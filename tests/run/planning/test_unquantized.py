@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from framework.memory.ledger import Terms
-from framework.memory.unquantized import unquantized, without_gain
+from framework.run.planning.plan_pool import unquantized, without_gain
 from framework.schema.config import TrainingConfig
 
 
