@@ -66,9 +66,6 @@ def _reference(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(keys, message, "training.preference.precompute_reference=true, or lora")
 
 
-TASK = "training.task"
-
-
 def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Keys that are about the logits of tokens, and labels where no row has any."""
     yield from _labels(config)

@@ -92,7 +92,7 @@ def _of_adapters(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("peft.peft_save_mode", _SIZE), message, works)
 
 
-_RING, _SIZE = "model.attn_implementation", "fsdp.context_parallel_size"
+_RING, _CONTEXT_SIZE = "model.attn_implementation", "fsdp.context_parallel_size"
 
 
 def context_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
@@ -101,16 +101,16 @@ def context_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if config.model.attn_implementation is not Attention.RING_ATTENTION:
         if size not in (None, 1):
             message = f"{size} devices can share a row only where attention goes over all of them"
-            yield Conflict((_SIZE, _RING), message, "model.attn_implementation: ring_attention")
+            yield Conflict((_CONTEXT_SIZE, _RING), message, "model.attn_implementation: ring_attention")
         return
     if count == 1:
         message = "one device has no row to share"
         yield Conflict((_RING, "gpu.count"), message, "gpu.count of 2 or more, or --nproc; sdpa on one device")
     elif size == 1:
-        yield Conflict((_SIZE, _RING), "with groups of one device no row is shared", f"2 to {count}, or sdpa")
+        yield Conflict((_CONTEXT_SIZE, _RING), "with groups of one device no row is shared", f"2 to {count}, or sdpa")
     elif size is not None and count % size:
         fitting = [str(part) for part in range(2, count + 1) if not count % part]
-        yield Conflict((_SIZE, "gpu.count"), f"{count} devices are not groups of {size}", ", ".join(fitting))
+        yield Conflict((_CONTEXT_SIZE, "gpu.count"), f"{count} devices are not groups of {size}", ", ".join(fitting))
     yield from _of_rows(config)
 
 
