@@ -98,7 +98,7 @@ def test_presets_and_templates_are_too(refused, write):
     write(GOOD)
     fifo("card.yaml")
     assert "it is a FIFO" in refused("show", "r.yaml", "gpu=./card.yaml")
-    from framework.build.text.chat import read_template
+    from framework.build.text.named_templates import read_template
     from framework.errors import RequestError
 
     with pytest.raises(RequestError, match="cannot be read"):

@@ -9,16 +9,17 @@ from framework.schema.facts import FREE, NO_MEMORY, UsedUnless, UsedWith
 from framework.schema.params import FrozenMapping, Number, Params, parse_sequence
 from framework.schema.split import check_split
 from framework.schema.training import Count, Positive
-from framework.schema.urls import NoURL
+from framework.schema.urls import DataPath
 
 
 class DatasetParams(Params):
     """One source of rows."""
 
-    path: NoURL
+    path: DataPath
     """Local file (JSONL, JSON, CSV, text, each also as .gz, .bz2, .xz or .zst; Parquet, Arrow), a folder of them, one
-    that `save_to_disk` wrote, a glob, a hub id, `python_stdlib` or `python_docstrings`, which every Python has, or
-    `python_rows`, rows that a program hands to `framework.train`."""
+    that `save_to_disk` wrote, a glob, a URL of such files (`s3://`, `gs://`, `https://`,
+    `hf://datasets/owner/name/file`), which are fetched, a hub id, `python_stdlib` or `python_docstrings`, which every
+    Python has, or `python_rows`, rows that a program hands to `framework.train`."""
     name: str | None = None
     """Configuration of a hub dataset."""
     split: Annotated[str, AfterValidator(check_split)] = "train"
@@ -32,6 +33,9 @@ class DatasetParams(Params):
     """Our name -> the file's column, where they differ: `{text: body}`."""
     eval_set: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     """Of `data.eval`: the named set that the source belongs to. `eval: {code: [..], chat: [..]}` says the same."""
+    template: FrozenMapping | str | None = None
+    """Columns made of the row's own by Jinja, in place of them: `{prompt: "{{ question }}?", completion: ..}`, or one
+    text, which is the column `text`. A template that is one column takes its value as it is."""
     digest: str | None = None
     """What rows from Python add up to, written into the run's config; with it, other rows are refused."""
 

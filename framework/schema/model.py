@@ -88,8 +88,8 @@ class ModelParams(Params):
     """Give embedding and head as many rows as the tokenizer has tokens where it has more; a number: rounded up to a
     multiple of it. What new rows cost is said at `added_tokens`, for which it is done anyway."""
     chat_template: Annotated[str | None, NO_MEMORY] = None
-    """Jinja template of a chat: `chatml`, `gemma`, `llama3`, `mistral` or `plain`, a path to a file, or its text. Saved
-    with the tokenizer. Unset: the tokenizer's own."""
+    """Jinja template of a chat: `alpaca`, `chatml`, `gemma`, `llama3`, `mistral`, `phi3`, `plain`, `vicuna` or
+    `zephyr`, a path to a file, or its text. Saved with the tokenizer. Unset: the tokenizer's own."""
     trust_remote_code: Annotated[bool, NO_MEMORY] = False
     """Run Python code that comes with the model, said with its revision. Only for models you would also install as a
     program. Counts in a recipe and on the command line: where a run's config says it, the command line repeats it."""

@@ -1,4 +1,4 @@
-"""URLs, which no key takes: a path is on this machine, and what is on the hub goes by its id."""
+"""URLs: rows are read from them; any other path is on this machine, and what is on the hub goes by its id."""
 
 import re
 from typing import Annotated
@@ -15,20 +15,42 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def scheme_of(text: str) -> str:
+    """What stands before `://`, in lower case; empty where the text is no URL."""
+    found = _URL.match(text)
+    return found["scheme"].lower() if found else ""
+
+
 def url_problem(text: str) -> tuple[str, str] | None:
     """Why a URL is not read and what to write instead; None where the text is no URL."""
-    found = _URL.match(text)
+    if (found := data_url_problem(text)) or not is_url(text):
+        return found
+    if hub := _hub_id(text):
+        return f"{text} is a URL, and a hub id or a path is expected", hub
+    message = f"{scheme_of(text)}:// is remote storage, which is neither read nor written"
+    return message, "a local copy, a mounted folder or a hub id"
+
+
+def data_url_problem(text: str) -> tuple[str, str] | None:
+    """Why the rows of a URL are not read there, and what to write instead: a local file, or a page of the hub."""
+    found, scheme = _URL.match(text), scheme_of(text)
     if found is None:
         return None
-    scheme, rest = found["scheme"].lower(), found["rest"]
     if scheme == "file":
-        return f"{text} is a URL, and a path is expected", f"/{rest.lstrip('/')}"
-    if (scheme in ("http", "https", "hf")) and (hub := _HUB.match(rest)):
-        return f"{text} is a URL, and a hub id or a path is expected", hub["id"] or hub["data"]
-    return (
-        f"{scheme}:// is remote storage, which is neither read nor written",
-        "a local copy, a mounted folder or a hub id",
-    )
+        return f"{text} is a URL, and a path is expected", f"/{found['rest'].lstrip('/')}"
+    if "/blob/" in text and "huggingface.co" in text:
+        return f"{text} is a page about a file", text.replace("/blob/", "/resolve/", 1)
+    is_page = scheme in ("http", "https") and "/resolve/" not in text
+    is_set = scheme == "hf" and found["rest"].count("/") < 3
+    if (is_page or is_set) and (hub := _hub_id(text)):
+        return f"{text} is a URL of a whole dataset, and its hub id is expected", hub
+    return None
+
+
+def _hub_id(text: str) -> str | None:
+    found = _URL.match(text)
+    hub = _HUB.match(found["rest"]) if found and scheme_of(text) in ("http", "https", "hf") else None
+    return (hub["id"] or hub["data"]) if hub else None
 
 
 def _check_no_url(text: str) -> str:
@@ -37,5 +59,13 @@ def _check_no_url(text: str) -> str:
     return text
 
 
+def _check_data_url(text: str) -> str:
+    if problem := data_url_problem(text):
+        raise ValueError(f"{problem[0]}; expected {problem[1]}")
+    return text
+
+
 NoURL = Annotated[str, AfterValidator(_check_no_url)]
 """A path or a hub id."""
+DataPath = Annotated[str, AfterValidator(_check_data_url)]
+"""A path, a hub id or a URL of data files."""

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from framework.build.data.prepare import prepare_data
-from framework.build.text.chat import read_template
+from framework.build.text.named_templates import read_template
 from framework.build.text.tokenizer import train_tokenizer
 from framework.errors import RequestError
 from framework.schema.config import TrainingConfig

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from framework.build.hub import nearest
 from framework.build.sources.files import endings, is_read
+from framework.build.sources.remote import fetch
 from framework.errors import Problem, RequestError
 from framework.regular_files import read_regular
 from framework.schema.split import Split
-from framework.schema.urls import url_problem
+from framework.schema.urls import data_url_problem, is_url
 
 STANDARD_LIBRARY = "python_stdlib"
 """The path that means the embedded source."""
@@ -27,20 +28,20 @@ _SPLIT_SYNONYMS = {"valid": "validation", "val": "validation", "dev": "validatio
 
 
 def is_local(path: str) -> bool:
-    """Whether the path means something on this machine: it exists, or is spelled as no hub id is."""
+    """Whether the path means files: it exists here, or is spelled as no hub id is."""
     spelled = path.startswith((".", "/", "~")) or path.count("/") > 1 or glob.has_magic(path)
     return spelled or is_read(Path(path)) or Path(path).exists()
 
 
 def find_files(written: str, split: Split, key: str) -> list[Path]:
-    """The files of a path, a folder (all data files in it) or a glob; sorted. Raises RequestError when there are none.
+    """The files of a path, a folder (all data files in it), a glob or a URL, fetched here; sorted. Raises RequestError
+    when there are none.
 
     In a folder whose files are named for splits (`train.jsonl`, `data/test-00000.parquet`), only those of the split
     are meant; in one that `save_to_disk` wrote, the files that it lists.
     """
-    if url := url_problem(written):
-        message, instead = url
-        raise RequestError([Problem(key, message, expected=instead)])
+    if is_url(written):
+        return _regular(_remote(written, split, key), key)
     path = Path(written).expanduser()
     if path.is_dir():
         return _regular(_files_of(path, split, key), key)
@@ -55,6 +56,12 @@ def find_files(written: str, split: Split, key: str) -> list[Path]:
         message = f"{unread[0]} is of a kind that is not read (it ends in {''.join(unread[0].suffixes) or 'nothing'!r})"
         raise RequestError([Problem(key, message, expected=endings())])
     return _regular(found, key)
+
+
+def _remote(url: str, split: Split, key: str) -> list[Path]:
+    if problem := data_url_problem(url):
+        raise RequestError([Problem(key, problem[0], expected=problem[1])])
+    return fetch(url, key, lambda inside: _of_split(inside, Path(), split))
 
 
 def _regular(files: list[Path], key: str) -> list[Path]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
 from framework.build.sources.arrow_values import without_nulls
 from framework.build.sources.docstrings import standard_docstrings
-from framework.build.sources.files import Fault, Record, read_records, stream_records
+from framework.build.sources.files import Fault, Record, is_read, read_records, stream_records
 from framework.build.sources.find_files import (
     PYTHON_ROWS,
     STANDARD_DOCSTRINGS,
@@ -24,7 +24,9 @@ from framework.build.sources.find_files import (
     nearest_path,
 )
 from framework.build.sources.python_rows import PythonRows, python_records
+from framework.build.sources.remote import note_of
 from framework.build.sources.row_table import RowTable, joined
+from framework.build.sources.row_template import RowTemplate, read_row_template
 from framework.build.text.format_rows import Values
 from framework.build.text.format_table import FORMS, Form
 from framework.build.text.row_formats import choose_form
@@ -33,6 +35,7 @@ from framework.schema.choices import RowFormat, Task
 from framework.schema.data import DatasetParams
 from framework.schema.plural import counted
 from framework.schema.split import Split, parse_split
+from framework.schema.urls import is_url
 
 if TYPE_CHECKING:
     import datasets
@@ -152,7 +155,8 @@ class OpenSource:
         if problems:
             raise RequestError(problems)
         many = f"{counted(table.size, 'row')}" if most is None else "a stream"
-        description = f"{self.params.path}: {many} of `{self.form.name}` ({self.found})"
+        found = ", ".join(filter(None, (self.found, note_of(self.params.path))))
+        description = f"{self.params.path}: {many} of `{self.form.name}` ({found})"
         names = {self.params.path: tuple(unread)} if unread else {}
         return Source(table.finish(), self.form.name, description, names)
 
@@ -169,7 +173,8 @@ def open_source(
     A source that is `streamed` is never held as a whole, neither here nor by the hub's client.
     """
     _check_request(source, key)
-    reach = _Reach(*_opener(source, key, given, streamed), _slice_of(source, streamed))
+    template = read_row_template(source.template, f"{key}.template")
+    reach = _Reach(*_opener(source, key, given, streamed), _slice_of(source, streamed), template)
     head = list(_through_first_record(reach.records()))
     if not head:
         message = f"`{source.split}` holds none: the source has {counted(reach.count, 'row')}"
@@ -185,6 +190,7 @@ class _Reach:
     never_read: Sequence[str]
     """Columns that are not even decoded."""
     split: Split
+    template: RowTemplate | None = None
 
     @cached_property
     def count(self) -> int:
@@ -193,9 +199,11 @@ class _Reach:
 
     def records(self) -> Iterator[tuple[Place, dict[str, Any] | Fault]]:
         located = _located(self.files())
-        if self.split.is_whole:
+        if not self.split.is_whole:
+            located = islice(located, *self.split.rows(self.count if self.split.needs_count else None))
+        if (template := self.template) is None:
             return located
-        return islice(located, *self.split.rows(self.count if self.split.needs_count else None))
+        return ((place, each if isinstance(each, Fault) else template.apply(each)) for place, each in located)
 
 
 def _opener(
@@ -218,6 +226,8 @@ def _opener(
         return lambda: ((str(path), read(path)) for path in paths), ()
     dataset = _hub_dataset(source, key, streamed)
     columns = dataset.column_names or []
+    if source.template is not None:  # which may read any
+        return lambda: [(source.path, _dataset_records(dataset))], ()
     readable = _readable(columns, source)
     left = [f"`{column}`" for column in columns if column not in readable]
     kept = dataset.select_columns(readable) if left else dataset
@@ -287,6 +297,8 @@ def _check_request(source: DatasetParams, key: str) -> None:
 def _split_problems(source: DatasetParams, key: str) -> Iterator[Problem]:
     if "+" in source.split:
         yield Problem(key, "joined splits are for the hub", expected="each of them as a source of its own")
+    elif is_url(source.path) and not is_read(Path(source.path)):
+        return  # perhaps a folder
     elif parse_split(source.split).name != "train" and not Path(source.path).expanduser().is_dir():
         message = f"{source.path} is neither a folder nor on the hub, so it has no splits"
         yield Problem(key, message, expected="train, or a slice of it such as `train[:1000]`")

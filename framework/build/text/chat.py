@@ -7,19 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from framework.beside import path_like
-from framework.build.hub import nearest, one_line
+from framework.build.hub import one_line
 from framework.build.text.cpu_limit import OutOfTime, limited, watched
+from framework.build.text.named_templates import template_names
 from framework.build.text.remarks import REASONING
 from framework.build.text.template_bounds import compiled
 from framework.errors import Problem, RequestError
-from framework.regular_files import read_regular
 
 Message: TypeAlias = dict[str, Any]
 """`role` and `content`; a turn may also have what framework/build/text/messages.py keeps: tool calls, reasoning, a
@@ -58,8 +56,6 @@ class TemplateFault(ValueError):
     """Why a template does not render a conversation: whatever Jinja, or the template's own arithmetic, has raised."""
 
 
-TEMPLATES = Path(__file__).parent / "templates"
-
 ASSISTANT = "assistant"
 
 _PLAIN = frozenset({"role", "content", "name"})
@@ -80,34 +76,6 @@ conversation of 1 MB 50 ms."""
 SLOWEST, TRIED_SECONDS = 50_000, 1.0
 """Characters a second that a template has to write, and the processor time after which that is looked at. Eight public
 templates write 590,000 or more of conversations of a few words (EPYC, jinja2 3.1, 2026-11)."""
-
-
-def template_names() -> list[str]:
-    """Names that `model.chat_template` may have instead of a text or a file."""
-    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-
-
-def read_template(written: str) -> str:
-    """The Jinja text meant by `model.chat_template`: a name of ours, the text itself, or the path of a file.
-
-    Raises RequestError when it is none of them.
-    """
-    if written in template_names():
-        return (TEMPLATES / f"{written}.jinja").read_text(encoding="utf-8")
-    if "{{" in written or "{%" in written:
-        return written
-    path = Path(written).expanduser()
-    try:
-        return read_regular(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
-        problem = Problem(
-            "model.chat_template",
-            f"{written!r} is no template of ours, has no Jinja in it, and the file {path.absolute()} {reason}",
-            expected=f"a file, a Jinja text, or one of: {', '.join(template_names())}",
-            nearest=nearest(written, template_names()) or path_like(written, Path.is_file),
-        )
-        raise RequestError([problem]) from error
 
 
 def _with_thought(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from framework.build.hub import cached_models, hub_host, hub_is_reachable, leave_to_run_code, nearest, one_line
 from framework.build.model_folder import local_folder, missing_folder, read_object, require_readable
 from framework.build.text.added_tokens import Vocabulary, add_tokens
-from framework.build.text.chat import read_template
+from framework.build.text.named_templates import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams

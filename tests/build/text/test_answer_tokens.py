@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from framework.build.text.chat import Chat, read_template
+from framework.build.text.chat import Chat
 from framework.build.text.labels import IGNORED, Encoded, encode_chats
+from framework.build.text.named_templates import read_template
 
 TEXTS = (
     "A long sentence, with  spaces\tand\n\nlines. ",

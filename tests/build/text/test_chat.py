@@ -8,10 +8,11 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from framework.build.text import cpu_limit
-from framework.build.text.chat import Chat, check_chat, read_template, render, template_names
+from framework.build.text.chat import Chat, check_chat, render
 from framework.build.text.cpu_limit import OutOfTime, limited, watched
 from framework.build.text.labels import encode_chats
 from framework.build.text.messages import read_messages
+from framework.build.text.named_templates import read_template, template_names
 from framework.errors import RequestError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
@@ -41,6 +42,15 @@ RENDERED = {
     "<start_of_turn>model\nYes.<end_of_turn>\n",
     "plain": "<|endoftext|>System: Be brief.\nUser: What is two and two?\nAssistant: Four.<|endoftext|>\n"
     "User: Sure?\nAssistant: Yes.<|endoftext|>\n",
+    "alpaca": "<|endoftext|>Be brief.\n\n"
+    "### Instruction:\nWhat is two and two?\n\n### Response:\nFour.<|endoftext|>\n\n"
+    "### Instruction:\nSure?\n\n### Response:\nYes.<|endoftext|>\n\n",
+    "vicuna": "<|endoftext|>Be brief. USER: What is two and two? ASSISTANT: Four.<|endoftext|>"
+    "USER: Sure? ASSISTANT: Yes.<|endoftext|>",
+    "zephyr": "<|system|>\nBe brief.<|endoftext|>\n<|user|>\nWhat is two and two?<|endoftext|>\n"
+    "<|assistant|>\nFour.<|endoftext|>\n<|user|>\nSure?<|endoftext|>\n<|assistant|>\nYes.<|endoftext|>\n",
+    "phi3": "<|system|>\nBe brief.<|end|>\n<|user|>\nWhat is two and two?<|end|>\n"
+    "<|assistant|>\nFour.<|end|>\n<|user|>\nSure?<|end|>\n<|assistant|>\nYes.<|end|>\n",
 }
 """What each named template writes for CHAT where the start and end token are both `<|endoftext|>`."""
 
@@ -50,6 +60,10 @@ PROMPT_ENDS = {
     "mistral": "[INST] Sure? [/INST]",
     "gemma": "<start_of_turn>model\n",
     "plain": "Sure?\nAssistant:",
+    "alpaca": "Sure?\n\n### Response:\n",
+    "vicuna": "USER: Sure? ASSISTANT:",
+    "zephyr": "Sure?<|endoftext|>\n<|assistant|>\n",
+    "phi3": "Sure?<|end|>\n<|assistant|>\n",
 }
 
 
@@ -84,7 +98,7 @@ def test_no_template_is_refused_with_what_to_write(make_tokenizer: MakeTokenizer
     (problem,) = caught.value.problems
     assert problem.key == "model.chat_template"
     assert problem.expected is not None
-    assert "chatml, gemma, llama3, mistral, plain" in problem.expected
+    assert ", ".join(template_names()) in problem.expected
 
 
 @pytest.mark.parametrize(
@@ -231,3 +245,13 @@ def test_arguments_are_a_text_or_an_object_as_the_template_wants(
     messages = read_messages([MESSAGES[1], {"role": "assistant", "content": None, "tool_calls": [call]}])
     tokenizer = make_tokenizer(WRITES_CALLS.replace("ARGUMENTS", written), CHATML_TOKENS)
     assert f"assistant\n{expected}<|im_end|>" in render(tokenizer, Chat(messages))
+
+
+@pytest.mark.parametrize(("other", "ours"), [("llama-3", "llama3"), ("ChatML", "chatml"), ("phi_35", "phi3")])
+def test_names_of_other_tools_are_understood(other: str, ours: str) -> None:
+    assert read_template(other) == read_template(ours)
+
+
+def test_a_name_that_means_the_tokenizers_own_is_answered_with_unset() -> None:
+    with pytest.raises(RequestError, match="unset, which is the tokenizer's own"):
+        read_template("tokenizer_default")

@@ -7,8 +7,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from framework.build.text.chat import TEMPLATES, Chat, read_template
+from framework.build.text.chat import Chat
 from framework.build.text.labels import IGNORED, Encoded, UnsuitedChat, encode_chats, encode_texts
+from framework.build.text.named_templates import TEMPLATES, read_template
 from framework.schema.choices import Supervise
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
