@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from framework.memory.ledger import Plan as Plan
     from framework.memory.search.found import Found as Found
     from framework.run.checkpoints.merge import Merged as Merged
+    from framework.run.evaluate_saved import Evaluated as Evaluated
+    from framework.run.gguf_files.export import Exported as Exported
     from framework.run.hooks import Metrics as Metrics
+    from framework.run.publish import Pushed as Pushed
     from framework.run.result import RunResult as RunResult
     from framework.run.step import StepResult as StepResult
     from framework.schema.choices import *  # noqa: F403
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from framework.schema.training import *  # noqa: F403
 
 _ROOMS = {
-    "framework.api": "assemble check convert fit merge plan predict report train train_step",
+    "framework.api": "assemble check convert evaluate export_gguf fit merge plan predict push report train train_step",
     "framework.compose": "load to_yaml",
     "framework.memory.explain": "Explanation explain",
     "framework.memory.ledger": "Plan",
@@ -50,6 +53,9 @@ _ROOMS = {
     "framework.run.result": "RunResult",
     "framework.run.hooks": "Metrics",
     "framework.run.checkpoints.merge": "Merged",
+    "framework.run.evaluate_saved": "Evaluated",
+    "framework.run.gguf_files.export": "Exported",
+    "framework.run.publish": "Pushed",
     "framework.run.step": "StepResult",
     "framework.build.assembly": "Assembly",
     "framework.build.sources.python_rows": "PythonRows",
@@ -77,6 +83,9 @@ _ROOMS = {
 """Module -> the public names it provides."""
 _LOADS_TORCH = (
     "framework.run.checkpoints.merge",
+    "framework.run.evaluate_saved",
+    "framework.run.gguf_files.export",
+    "framework.run.publish",
     "framework.run.step",
     "framework.build.assembly",
     "framework.build.sources.python_rows",

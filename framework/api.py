@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from framework.memory.ledger import Plan
     from framework.memory.search.found import Found
     from framework.run.checkpoints.merge import Merged
+    from framework.run.evaluate_saved import Evaluated
+    from framework.run.gguf_files.export import Exported
     from framework.run.hooks import Metrics
+    from framework.run.publish import Pushed
     from framework.run.result import RunResult
     from framework.run.step import StepResult
 
@@ -173,6 +176,43 @@ def merge(
     from framework.run.checkpoints.merge import merge_run
 
     return merge_run(Path(run), Path(output) if output is not None else None, trust_remote_code, allow)
+
+
+def evaluate(
+    run: str | Path, file: str | Path | None = None, *, trust_remote_code: bool = False, allow: Sequence[str] = ()
+) -> "Evaluated":
+    """Compute loss and metrics of a trained model on the rows that its run held out, or on those of `file`.
+
+    Options as in `predict`. Raises RequestError where there are no such rows, or the loss needs another model.
+    """
+    require_versions()
+    from framework.run.evaluate_saved import evaluate_saved
+
+    return evaluate_saved(Path(run), str(file) if file is not None else None, trust_remote_code, allow)
+
+
+def push(
+    run: str | Path, repository: str, *, public: bool = False, dry_run: bool = False, endpoint: str | None = None
+) -> "Pushed":
+    """Send the trained model of a run to `owner/name` on a Hugging Face hub, private unless `public`.
+
+    With `dry_run` nothing is sent; `endpoint` is another hub's address. Raises RequestError where the hub refuses.
+    """
+    require_versions()
+    from framework.run.publish import push
+
+    return push(Path(run), repository, public=public, dry_run=dry_run, endpoint=endpoint)
+
+
+def export_gguf(run: str | Path, kind: str, output: str | Path | None = None) -> "Exported":
+    """Write the trained model of a run as one GGUF file, `kind` f16 or q8_0, with a Modelfile next to it.
+
+    `output` unset is RUN/gguf/RUN-KIND.gguf. Raises RequestError for a model that llama.cpp would read as another.
+    """
+    require_versions()
+    from framework.run.gguf_files.export import chosen_kind, export_gguf
+
+    return export_gguf(Path(run), chosen_kind(kind), Path(output) if output is not None else None)
 
 
 def convert(file: str | Path) -> "Conversion":

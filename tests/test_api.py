@@ -28,12 +28,12 @@ from tests.reports.plans import GIB, PLAN, on
 
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = (
-    *("assemble", "check", "convert", "explain", "fit", "load", "merge", "plan", "predict", "report", "to_yaml"),
-    *("train", "train_step"),
+    *("assemble", "check", "convert", "evaluate", "explain", "export_gguf", "fit", "load", "merge", "plan", "predict"),
+    *("push", "report", "to_yaml", "train", "train_step"),
 )
 RESULTS = (
     *("Assembly", "Conversion", "Explanation", "Found", "Merged", "Metrics", "Plan", "Problem", "RunResult"),
-    *("StepResult", "PythonRows", "Objective"),
+    *("StepResult", "PythonRows", "Objective", "Evaluated", "Exported", "Pushed"),
 )
 CONFIG = (
     *("AllocatorParams", "Batch", "DataParams", "DatasetParams", "DistillationParams", "FSDPParams", "GPUParams"),

@@ -40,10 +40,12 @@ def test_all_that_is_wrong_is_told_at_once(monkeypatch):
     assert len(found(monkeypatch, torch="1.0", transformers="4.57.1", accelerate=None)) == 3
 
 
-@pytest.mark.parametrize("verb", ["check", "plan", "fit", "train", "data", "doctor", "predict", "merge"])
+@pytest.mark.parametrize("verb", ["check", "plan", "fit", "train", "data", "doctor", "predict", "merge", "evaluate"])
 def test_every_verb_that_loads_them_exits_2(monkeypatch, capsys, verb):
     found(monkeypatch, transformers="4.57.1")
-    words = {"doctor": [], "predict": ["run", "rows.jsonl"], "merge": ["run"]}.get(verb, ["quickstart"])
+    words = {"doctor": [], "predict": ["run", "rows.jsonl"], "merge": ["run"], "evaluate": ["run"]}.get(
+        verb, ["quickstart"]
+    )
     assert main([verb, *words]) == 2
     assert "transformers 4.57.1" in capsys.readouterr().err
 

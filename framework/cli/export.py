@@ -7,7 +7,6 @@ import typer
 
 from framework.cli.arguments import Json
 from framework.cli.printing import print_json, print_text
-from framework.errors import Problem, RequestError
 from framework.memory.units import size
 
 
@@ -18,11 +17,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """One GGUF file for llama.cpp and Ollama, and a Modelfile next to it."""
-    from framework.run.gguf_files.export import GgufKind, export_gguf
+    from framework.run.gguf_files.export import chosen_kind, export_gguf
 
-    if gguf not in [*GgufKind]:
-        raise RequestError([Problem("--gguf", f"cannot be {gguf!r}", expected=" or ".join(GgufKind))])
-    made = export_gguf(run, GgufKind(gguf), output)
+    made = export_gguf(run, chosen_kind(gguf), output)
     if as_json:
         told = {"file": str(made.file), "modelfile": str(made.modelfile), "bytes": made.bytes, "tensors": made.kinds}
         print_json(told)

@@ -102,6 +102,9 @@ _NO_KEY: Mapping[str, tuple[str, ...]] = {
         "auto_resume_from_checkpoints", "resume", "resume_from_checkpoint",
     ),
     "`tunesmith train --overwrite` replaces what is in the run folder": ("overwrite_output_dir",),
+    "`tunesmith push RUN owner/name` sends what was trained": (
+        "export_hub_model_id", "hub_model_id", "hub_private_repo", "hub_strategy", "push_to_hub",
+    ),
     "which way a metric is better is known by its name (training.best_metric)": ("greater_is_better",),
     "a checkpoint always has what training goes on from, and the export next to it is the model alone": (
         "save_only_model",

@@ -69,6 +69,13 @@ class Exported:
     bytes: int
 
 
+def chosen_kind(word: str) -> GgufKind:
+    """The kind of that name. Raises RequestError."""
+    if word not in [*GgufKind]:
+        raise RequestError([Problem("--gguf", f"cannot be {word!r}", expected=" or ".join(GgufKind))])
+    return GgufKind(word)
+
+
 def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exported:
     """Write the model of a run, or of a folder, as `output` (else `gguf/RUN-KIND.gguf` in `source`) and a Modelfile.
 
