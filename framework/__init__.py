@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from framework.schema.optimizers import Optimizer as Optimizer
     from framework.schema.peft import *  # noqa: F403
     from framework.schema.preference import *  # noqa: F403
+    from framework.schema.rope import *  # noqa: F403
     from framework.schema.training import *  # noqa: F403
 
 _ROOMS = {
@@ -61,18 +62,19 @@ _ROOMS = {
     "framework.build.sources.python_rows": "PythonRows",
     "framework.build.tasks.objective": "Objective",
     "framework.schema.config": "Batch TrainingConfig",
-    "framework.schema.training": "AllocatorParams GradientCheckpointingKwargs TrainingParams",
+    "framework.schema.training": "AllocatorParams GradientCheckpointingKwargs ParameterGroup TrainingParams",
     "framework.schema.preference": "PreferenceParams",
     "framework.schema.distillation": "DistillationParams TeacherParams",
     "framework.schema.model": "ModelParams TokenizerTraining",
     "framework.schema.peft": "PeftParams",
+    "framework.schema.rope": "RopeScaling RopeType",
     "framework.schema.fsdp": "FSDPParams",
     "framework.schema.data": "DataParams DatasetParams",
     "framework.schema.gpu": "GPUParams HostParams",
     "framework.schema.choices": (
-        "Attention BackwardPrefetch CheckpointingPolicy CompileScope Divergence Fp8 MixedPrecision Mixing "
-        "OnOutOfMemory OptimizerOffload PeftMethod PeftSaveMode PreferenceLoss Quantization Rounding "
-        "RowFormat Scheduler SdpaBackend ShardingStrategy StateDictType Supervise Task TorchDtype Tracker Truncation"
+        "Attention BackwardPrefetch CheckpointingPolicy CompileScope Divergence EmaDevice Fp8 LoraInit "
+        "MixedPrecision Mixing OnOutOfMemory OptimizerOffload PeftMethod PeftSaveMode PreferenceLoss Quantization "
+        "Rounding RowFormat Scheduler SdpaBackend ShardingStrategy StateDictType Supervise Task TorchDtype Tracker Truncation"
     ),
     "framework.schema.optimizers": "Optimizer",
     "framework.errors": (

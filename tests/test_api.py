@@ -37,7 +37,7 @@ RESULTS = (
 )
 CONFIG = (
     *("AllocatorParams", "Batch", "DataParams", "DatasetParams", "DistillationParams", "FSDPParams", "GPUParams"),
-    "HostParams",
+    *("HostParams", "ParameterGroup", "RopeScaling", "RopeType", "LoraInit", "EmaDevice"),
     *("GradientCheckpointingKwargs", "ModelParams", "PeftParams", "PreferenceParams", "TeacherParams"),
     *("TokenizerTraining", "TrainingConfig", "TrainingParams"),
     *("Attention", "BackwardPrefetch", "CheckpointingPolicy", "CompileScope", "Divergence", "Fp8", "MixedPrecision"),
