@@ -74,7 +74,8 @@ _ROOMS = {
     "framework.schema.choices": (
         "Attention BackwardPrefetch CheckpointingPolicy CompileScope Divergence EmaDevice Fp8 LoraInit "
         "MixedPrecision Mixing OnOutOfMemory OptimizerOffload PeftMethod PeftSaveMode PreferenceLoss Quantization "
-        "Rounding RowFormat Scheduler SdpaBackend ShardingStrategy StateDictType Supervise Task TorchDtype Tracker Truncation"
+        "Rounding RowFormat Scheduler SdpaBackend ShardingStrategy StateDictType Supervise Task TorchDtype Tracker "
+        "Truncation"
     ),
     "framework.schema.optimizers": "Optimizer",
     "framework.errors": (
