@@ -28,6 +28,8 @@ def translate(t: Translation) -> None:
     _refuse_without_training(t)
     refuse(t, rows)
     apply(t, rows, TOOL)
+    if added := [token.strip() for text in t.source.strings("add_tokens") for token in text.split(",")]:
+        t.put("model.added_tokens", added, "add_tokens")
     carry_optimizer(t, "optim")
     carry_schedule(t, "lr_scheduler_type", "warmup_ratio", "warmup_steps")
     carry_steps(t, "max_steps")

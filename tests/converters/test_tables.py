@@ -7,7 +7,7 @@ import pytest
 from framework.converters import tables
 from framework.converters.tables import WHY, table
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import dotted, values
+from framework.schema.keys import dotted, every_key, values
 
 TOOLS = ("axolotl", "litgpt", "llamafactory", "oumi", "torchtune")
 PARTS = ("same", "values", "defaults", "left")
@@ -26,7 +26,7 @@ def test_each_tool_has_a_table() -> None:
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_tables_name_keys_of_ours_and_known_reasons(name) -> None:
-    known = {dotted(path) for path, _ in values(TrainingConfig())} | {"nothing"}
+    known = {dotted(path) for path, _ in values(TrainingConfig())} | {*every_key(), "nothing"}
     named = set()
     for rows in groups(name):
         named |= set(rows.get("same", {}).values())

@@ -194,6 +194,28 @@ def test_an_adapter_that_is_trained_on(converted) -> None:
     assert recipe["training"]["neftune_noise_alpha"] == 5
 
 
+def test_tokens_that_are_added_positions_that_are_stretched_and_templates(converted) -> None:
+    rope = "overrides_of_model_config: {rope_scaling: {type: yarn, factor: 4.0}}\n"
+    tokens = "tokens: ['<a>', '<b>']\nresize_token_embeddings_to_32x: true\nchat_template: phi_35\n"
+    _, recipe = converted(AXOLOTL + tokens + rope)
+    assert recipe["model"]["chat_template"] == "phi3"
+    assert recipe["model"]["added_tokens"] == ["<a>", "<b>"]
+    assert recipe["model"]["resize_embeddings"] == 32
+    assert recipe["model"]["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
+    plain = LLAMA_FACTORY.replace("deepspeed: examples/deepspeed/ds_z3_config.json\n", "")
+    found, recipe = converted(plain + "add_tokens: <a>,<b>\nresize_vocab: true\nrope_scaling: yarn\n")
+    assert recipe["model"]["added_tokens"] == ["<a>", "<b>"]
+    assert recipe["model"]["resize_embeddings"] is True
+    [(why, text)] = reasons(found, "rope_scaling")
+    assert why is Why.WRITE
+    assert "rope_type: yarn" in text
+    body = "model: {model_name: a/b, adapter_model: first, model_kwargs: {rope_scaling: {type: linear, factor: 2}}}\n"
+    rest = "data:" + OUMI.partition("data:")[2].replace("trainer_type", "use_peft: true, trainer_type")
+    _, recipe = converted(body + rest)
+    assert recipe["model"]["rope_scaling"] == {"rope_type": "linear", "factor": 2}
+    assert recipe["peft"]["adapter_path"] == "first"
+
+
 def test_texts_that_are_too_long(converted) -> None:
     """Rows are dropped there unless it is said; texts of `completion` are cut into several."""
     source = "base_model: a/b\ndatasets: [{path: c/d, type: %s}]\n"
