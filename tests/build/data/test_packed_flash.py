@@ -16,6 +16,7 @@ from framework.build.data.rows import join_rows
 from framework.build.loading.document_isolation import find_leak
 from framework.build.losses.loss import build_loss
 from tests.build.data.test_packing import FAMILIES, LIMIT, encoded
+from tests.grids import first
 from tests.tiny import tiny_assembly, tiny_config
 
 CALLS: list[Any] = []
@@ -84,7 +85,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("flash_attn")
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "falcon"])
+@pytest.mark.parametrize("family", first(8, [name for name in FAMILIES if name != "falcon"]))
 def test_flash_attention_is_told_where_documents_begin(family: str) -> None:
     """Two rows in a batch, where transformers finds no documents by itself (`_is_packed_sequence` takes one row)."""
     config = tiny_config(FAMILIES[family], data={"packing": True})

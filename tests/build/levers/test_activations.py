@@ -232,7 +232,9 @@ def test_kept_bytes_grow_by_each_block_that_is_not_checkpointed() -> None:
     assert half == pytest.approx((full + none) / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("lever", [{}, ON, LEVERS["matmuls"], LEVERS["reentrant"]], ids=["none", "full", "mm", "re"])
+@pytest.mark.parametrize(
+    "lever", [{}, slow(ON), LEVERS["matmuls"], slow(LEVERS["reentrant"])], ids=["none", "full", "mm", "re"]
+)
 def test_a_frozen_beginning_costs_no_bytes(lever: dict[str, Any]) -> None:
     """6 of 8 blocks frozen keep what a model of 2 blocks would."""
     short = kept(rehearsed(lever, architecture={**WIDE, "num_hidden_layers": 2}, freeze_layers=("embed_tokens",)))

@@ -60,7 +60,7 @@ def after_step(assembly):
         slow(LLAMA, {}),
         slow(GPT2, {}),
         slow(LLAMA, {"enable_gradient_checkpointing": True}),
-        (LLAMA, {"mixed_precision_dtype": "bf16", "model": {"chunked_loss": 8}}),
+        slow(LLAMA, {"mixed_precision_dtype": "bf16", "model": {"chunked_loss": 8}}),
         slow(LLAMA, {**LORA, "peft": {"lora_target_modules": ["all-linear"], "lora_dropout": 0.0}}),
         (LLAMA, {"model": {"freeze_layers": ["embed_tokens", "layers.0"]}, "activation_memory_budget": 0.5}),
         slow(LLAMA, {"scope": "model", "model": {"chunked_loss": 8}}),
@@ -79,6 +79,7 @@ def test_compiled_training_follows_the_plain_losses(uncompiled, architecture, op
         assert readings["training.activation_memory_budget"].found == "0.5"
 
 
+@pytest.mark.slow
 def test_equal_blocks_share_one_graph(uncompiled):
     assembly = build({**LLAMA, "num_hidden_layers": 3})
     losses(assembly)

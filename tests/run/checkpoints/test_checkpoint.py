@@ -103,9 +103,17 @@ def unpaged(monkeypatch):
 
 @needs("bitsandbytes")
 @pytest.mark.usefixtures("unpaged")
-@pytest.mark.parametrize("more", [{}, {"optimizer_in_backward": True, "max_grad_norm": 0.0}])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("one", "other"), [("adamw_torch", "paged_adamw_32bit"), ("paged_adamw_32bit", "adamw_torch")])
+@pytest.mark.parametrize(
+    ("one", "other", "dtype", "more"),
+    thinned(
+        [
+            pytest.param("adamw_torch", "paged_adamw_32bit", id="from torch"),
+            pytest.param("paged_adamw_32bit", "adamw_torch", id="to torch"),
+        ],
+        ["float32", "bfloat16"],
+        {"plain": {}, "in backward": PLACES["in backward"]},
+    ),
+)
 def test_an_adamw_of_full_states_goes_on_with_those_of_another(tmp_path, one, other, dtype, more):
     """The moments and the count of steps are the same numbers, of torch in the dtype of the weights."""
     precision = {"torch_dtype_str": dtype}
@@ -289,8 +297,7 @@ DAMAGES = {
 FILES = ["model.safetensors", "optimizer.safetensors", "random.safetensors", "random-00001.json", "state.json"]
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "damage"), thinned(FILES, DAMAGES))
 def test_a_damaged_checkpoint_is_named_and_what_to_do(tmp_path, name, damage):
     assembly = tiny_assembly(tiny_config())
     steps(assembly, 1, 1)

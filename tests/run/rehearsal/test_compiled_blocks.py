@@ -122,6 +122,7 @@ def test_a_checkpoint_around_a_compiled_block_keeps_its_input_alone(architecture
     assert {item.launcher for item in again} == {Launcher.COMPILED}
 
 
+@pytest.mark.slow
 def test_generated_kernels_replace_the_elementwise_ones() -> None:
     plain, compiled = rehearsed(), rehearsed(compile=True)
     launches = [[item for item in run.trace.operations if item.bytes] for run in (plain, compiled)]
