@@ -103,14 +103,14 @@ def problems_of(base):
     return found
 
 
-@pytest.mark.parametrize(("damage", "name"), thinned(DAMAGES, FILES))
+@pytest.mark.parametrize(("damage", "name"), thinned(list(DAMAGES), FILES))
 def test_a_damaged_file_is_named(base, name, damage):
     DAMAGES[damage](base / name)
     found = problems_of(base)
     assert any(name in said or (name.startswith("tokenizer") and "tokenizer" in said) for said in found), found
 
 
-@pytest.mark.parametrize(("damage", "name"), thinned(DAMAGES, MORE))
+@pytest.mark.parametrize(("damage", "name"), thinned(list(DAMAGES), MORE))
 def test_a_damaged_file_that_a_folder_may_have(base, name, damage):
     (base / name).write_text("{}")
     DAMAGES[damage](base / name)
@@ -182,7 +182,9 @@ def test_a_value_that_an_adapter_cannot_have(adapted, tmp_path, key, value):
             action()
 
 
-@pytest.mark.parametrize(("damage", "name"), thinned(DAMAGES, ["adapter_config.json", "adapter_model.safetensors"]))
+@pytest.mark.parametrize(
+    ("damage", "name"), thinned(list(DAMAGES), ["adapter_config.json", "adapter_model.safetensors"])
+)
 def test_a_damaged_file_of_an_adapter_is_named(adapted, tmp_path, name, damage):
     folder = shutil.copytree(adapted, tmp_path / "adapter")
     DAMAGES[damage](folder / name)

@@ -49,7 +49,7 @@ def own_loss(assembly, batch):
         return assembly.model(**batch, use_cache=False)
 
 
-@pytest.mark.parametrize(("chunk", "family"), thinned([False, 5], EXPERTS))
+@pytest.mark.parametrize(("chunk", "family"), thinned([False, 5], list(EXPERTS)))
 def test_the_loss_is_that_of_transformers_on_the_same_rows(family, chunk):
     assembly = tiny_assembly(config({**LLAMA, **EXPERTS[family], **ASKED}, model={"chunked_loss": chunk}))
     batch = padded_rows()
