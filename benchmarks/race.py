@@ -155,12 +155,12 @@ class Clock:
 
 
 KINDS = {
+    "compiled elementwise": r"^triton_",
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|splitK",
     "attention": r"fmha|flash|sdpa|cudnn",
-    "optimizer and norm": r"adam|update|norm_|multi_tensor|lpnorm",
+    "optimizer and norm": r"adam|update|norm_|multi_tensor|lpnorm|^_step",
     "loss": r"token_loss|softmax|nll",
     "copies": r"memcpy|memset|copy",
-    "compiled elementwise": r"^triton_",
 }
 """Kind of kernel -> a pattern of its names; the first that matches counts."""
 PROFILED = 4

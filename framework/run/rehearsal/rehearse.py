@@ -174,10 +174,11 @@ def _noted_modules(tracker: Tracker) -> Iterator[None]:
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:
-    """Evaluation, two steps, evaluation. The first step makes the optimizer's states, the second is like all others
-    (but for those that find the cache emptied, of which one more follows where there are any).
+    """Evaluation, three steps, evaluation. The first step makes the optimizer's states, the second finds the cached
+    blocks of a first, the third those of one like itself, as all others do (but for those that find the cache emptied,
+    of which one more follows where there are any).
 
-    The second of each is not carried out again: it does what the first did, but for what the first has left behind
+    Only the first of each is carried out: the others do what it did, but for what it has left behind
     (tests/run/rehearsal/test_rehearse.py holds a repeated step to a second one).
     """
 
@@ -212,6 +213,7 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
     stepped = len(marks) - 1
     is_copied = config.training.async_save and assembly.place.kind == "cpu"
     copies = _copies_of_a_save(tracker, assembly) if is_copied else ()
+    tracker.trace.repeat(evaluated, stepped)
     tracker.trace.repeat(evaluated, stepped)
     if assembly.place.kind == "cuda" and (assembly.cache.steps or 1) > 1:
         tracker.note_emptied_cache()  # the next step starts without the blocks that others find in the cache
