@@ -154,7 +154,8 @@ class _Whole:
     terms: LossTerms = PLAIN
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        scores = token_logits(model, batch, observe).float().flatten(0, 1)
+        logits = token_logits(model, batch, observe)
+        scores = logits.float().flatten(0, 1)
         targets, (smoothing, z_loss) = next_tokens(batch).flatten(), self.terms
         loss = F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
         if z_loss:

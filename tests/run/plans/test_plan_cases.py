@@ -145,7 +145,7 @@ GOLDEN_PARAMETERS = (26784, 26784)
 GOLDEN_PHASES = {
     "load": 56832,
     "forward": 68066304,
-    "loss": 68264448,
+    "loss": 68329984,
     "backward": 68393472,
     "optimizer_step": 67363328,
     "save": 67288576,
