@@ -147,7 +147,7 @@ GOLDEN_PHASES = {
     "forward": 68066304,
     "loss": 68329984,
     "backward": 68393472,
-    "optimizer_step": 67363328,
+    "optimizer_step": 67364352,
     "save": 67288576,
     "resume": 179200,
 }
