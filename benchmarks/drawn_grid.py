@@ -122,8 +122,8 @@ def compare(predictions: Path, measured: Path, out: Path, notes: list[str]) -> N
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Median and largest error of each figure, shares within its limits, rows above their upper end."""
-    told = [row["covered"] for row in rows if "covered" in row]
-    found: dict[str, Any] = {"rows": len(rows), "above_upper_end": f"{told.count(False)} of {len(told)}"}
+    covered = [row["covered"] for row in rows if "covered" in row]
+    found: dict[str, Any] = {"rows": len(rows), "above_upper_end": f"{covered.count(False)} of {len(covered)}"}
     for key, limits in LIMITS.items():
         errors = [abs(row["error_per_cent"][key]) for row in rows if key in row["error_per_cent"]]
         if errors:

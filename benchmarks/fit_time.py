@@ -25,8 +25,8 @@ LIMITS: tuple[tuple[str, ...], ...] = ((), ("gpu.usable_bytes=40000000000",), ("
 def one(limit: tuple[str, ...], cache: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "framework", "fit", *RECIPE, *limit, "--json"]
     start = time.perf_counter()
-    told = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=told, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     seconds = round(time.perf_counter() - start, 1)
     found = json.loads(done.stdout)
     facts = {"candidates": found["tried"], "computed": found["computed"], "overrides": found["overrides"]}

@@ -66,7 +66,7 @@ def _autocast_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) 
 
 def head() -> dict[str, Any]:
     """Milliseconds of loss and gradients, of the kernel alone, and its distance from float64."""
-    from framework.build.losses import token_losses_kernel as kernel
+    from framework.build.losses import cross_entropy_kernel as kernel
 
     found: dict[str, Any] = {}
     for name, (tokens, width, words) in SHAPES.items():

@@ -65,8 +65,8 @@ def recipe(folder: Path, is_cpu: bool, fsdp: dict[str, Any], **training: Any) ->
 
 def started(file: Path, *options: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "framework", "train", str(file), "--nproc", "2", "--quiet", *options]
-    told = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.Popen(command, env=told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def ended(process: "subprocess.Popen[str]") -> dict[str, Any]:

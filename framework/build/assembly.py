@@ -44,7 +44,7 @@ from framework.schema.config import TrainingConfig
 
 if TYPE_CHECKING:
     from framework.build.adapters.adapter import Adapter
-    from framework.build.parallel.shard import Sharding
+    from framework.build.parallel.fsdp import Sharding
     from framework.build.parallel.tensor_parallel import TensorParallel
 
 SDPA_BACKENDS = {

@@ -8,7 +8,7 @@ import typer
 from framework.cli.arguments import Json, Overrides, Recipe
 from framework.cli.plan import decided
 from framework.cli.printing import print_json, print_warnings, stdout
-from framework.cli.writing import as_document, check_writable, told, written
+from framework.cli.writing import as_document, check_writable, exit_code, written
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def data(
         print_json({"recipe": composition.recipe, **found.to_json(), **as_document(missed)})
     else:
         _print(composition.recipe, found)
-    return told(missed, 0)
+    return exit_code(missed, 0)
 
 
 def _page(title: str, found: "Preview") -> str:

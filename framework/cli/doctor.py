@@ -8,7 +8,7 @@ import typer
 
 from framework.cli.arguments import Json
 from framework.cli.printing import print_columns, print_json, print_text
-from framework.cli.writing import as_document, check_writable, told, written
+from framework.cli.writing import as_document, check_writable, exit_code, written
 from framework.errors import Problem, RequestError
 
 
@@ -70,7 +70,7 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
         print_text(f"wrote {output}; use it as gpu=./{output}" if not output.is_absolute() else f"wrote {output}")
     else:
         print_text(text, end="")
-    return told(missed, 0)
+    return exit_code(missed, 0)
 
 
 def _compare(as_json: bool) -> int:

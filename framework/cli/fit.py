@@ -9,7 +9,7 @@ import typer
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.plan import DOES_NOT_FIT, checked
 from framework.cli.printing import print_json, say, stdout
-from framework.cli.writing import as_document, check_writable, told, written
+from framework.cli.writing import as_document, check_writable, exit_code, written
 from framework.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def fit(
         print_json({**found.to_json(), **as_document(missed)})
     else:
         _print(composition, found, output if is_written or not found.fits else None)
-    return told(missed, 0 if found.fits else DOES_NOT_FIT)
+    return exit_code(missed, 0 if found.fits else DOES_NOT_FIT)
 
 
 def _written(recipe: str, overrides: Sequence[str], found: "Found", output: Path | None) -> list[Problem]:

@@ -11,7 +11,7 @@ import typer
 from framework.activity import doing
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import complain, print_json, print_text, print_warnings, say, stdout
-from framework.cli.writing import as_document, check_writable, told, written
+from framework.cli.writing import as_document, check_writable, exit_code, written
 from framework.errors import OutOfMemory, Problem, RequestError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def plan(
         _print(composition.recipe, made, measured)
         if not made.fits:
             print_text(f"\nsettings that fit:\n  {_fit_command(recipe, overrides or (), nproc, composition)}")
-    code = told(missed, 0 if made.fits else DOES_NOT_FIT)
+    code = exit_code(missed, 0 if made.fits else DOES_NOT_FIT)
     if failure is not None:
         complain(str(failure), with_traceback=False)
         return failure.exit_code
@@ -104,7 +104,7 @@ def _compare(
         console = stdout()
         for line in what_if_lines(title, key, rows, console.width):
             console.print(line)
-    return told(missed, 0 if any(row.fits for row in rows) else DOES_NOT_FIT)
+    return exit_code(missed, 0 if any(row.fits for row in rows) else DOES_NOT_FIT)
 
 
 def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> "Composition":
@@ -164,7 +164,7 @@ def _page(title: str, made: "Plan", measured: "Measured | None") -> str:
 
 def _document(made: "Plan", measured: "Measured | None", warnings: Sequence[str]) -> dict[str, object]:
     """The plan's document, with what the check of the request warned of before the plan's own warnings."""
-    from framework.reports.words import measured_document
+    from framework.reports.plan_text import measured_document
 
     added = {} if measured is None else {"measured": measured_document(measured)}
     return {**made.to_json(), "warnings": [*(" ".join(text.split()) for text in warnings), *made.warnings], **added}

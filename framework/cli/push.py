@@ -26,8 +26,8 @@ def push(
     pushed = send(run, repository, public=public, dry_run=dry_run, endpoint=endpoint)
     if as_json:
         files = [{"name": name, "bytes": count} for name, count in pushed.files]
-        told = {"url": pushed.url, "private": pushed.is_private, "sent": pushed.is_sent, "files": files}
-        print_json({"folder": str(pushed.folder), **told})
+        reported = {"url": pushed.url, "private": pushed.is_private, "sent": pushed.is_sent, "files": files}
+        print_json({"folder": str(pushed.folder), **reported})
         return
     for name, count in pushed.files:
         print_text(f"file        {name} ({size(count)})")

@@ -125,12 +125,12 @@ def _told_once(found: "Sequence[tuple[Job, Problem]]", total: int) -> list[Probl
     runs: dict[Problem, list[Job]] = {}
     for job, problem in found:
         runs.setdefault(problem, []).append(job)
-    told = []
+    reported = []
     for problem, jobs in runs.items():
         more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
         which = f" (run {jobs[0].number}: {' '.join(jobs[0].overrides)}{more})" if len(jobs) < total else ""
-        told.append(replace(problem, message=problem.message + which))
-    return told
+        reported.append(replace(problem, message=problem.message + which))
+    return reported
 
 
 def _launch(run: "SweptRun", folder: Path) -> Sequence[int]:

@@ -26,7 +26,7 @@ def check_writable(file: Path | None, option: str) -> None:
 
 
 def written(file: Path | None, option: str, text: Callable[[], str]) -> list[Problem]:
-    """Writes the text to the file, where one is asked for. What is returned kept it from that, for `told`."""
+    """Writes the text to the file, where one is asked for. What is returned kept it from that, for `exit_code`."""
     if file is None:
         return []
     content = text()
@@ -45,7 +45,7 @@ def as_document(problems: Sequence[Problem]) -> dict[str, object]:
     return {"errors": [problem.to_json() for problem in problems]} if problems else {}
 
 
-def told(problems: Sequence[Problem], code: int) -> int:
+def exit_code(problems: Sequence[Problem], code: int) -> int:
     """The exit code: `code`, or that of files which could not be written, each told on a line of stderr."""
     for problem in problems:
         nearest = f"; did you mean {problem.nearest}" if problem.nearest else ""

@@ -340,7 +340,7 @@ def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
 
 
 def shard_dtypes(config: TrainingConfig) -> tuple[ShardDtypes, ...]:
-    """As `framework.build.parallel.shard.precision` has them."""
+    """As `framework.build.parallel.fsdp.precision` has them."""
     if not config.fsdp.is_sharded:
         return ()
     held, adapter, peft = str(config.model.torch_dtype_str), config.peft.adapter_dtype, config.training.use_peft

@@ -6,7 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from framework.memory.ledger import Plan
-from framework.reports import words
+from framework.reports import plan_text
 from framework.reports.terminal import table, wrapped
 from framework.run.planning.memory_diff import Cause, Comparison
 
@@ -18,8 +18,8 @@ def comparison_lines(comparison: Comparison, width: int = 80) -> list[Text]:
     return [
         Text(),
         *table([heading, *_rows(a, b)]),
-        *wrapped(f"a {words.verdict(a).headline}", width),
-        *wrapped(f"b {words.verdict(b).headline}", width),
+        *wrapped(f"a {plan_text.verdict(a).headline}", width),
+        *wrapped(f"b {plan_text.verdict(b).headline}", width),
         *_causes(comparison, width),
     ]
 
@@ -28,14 +28,14 @@ def _rows(a: Plan, b: Plan) -> Iterator[tuple[str, str, str, str]]:
     theirs = b.peak.terms.to_json()
     for key, ours in a.peak.terms.to_json().items():
         if ours or theirs[key]:
-            yield _row(words.TERMS[key], ours, theirs[key])
+            yield _row(plan_text.TERMS[key], ours, theirs[key])
     yield _row("together", a.peak.device_bytes, b.peak.device_bytes)
     yield _row("upper end", a.peak.device_bytes_upper, b.peak.device_bytes_upper)
-    yield "in", words.phase_name(a.peak.phase), words.phase_name(b.peak.phase), ""
+    yield "in", plan_text.phase_name(a.peak.phase), plan_text.phase_name(b.peak.phase), ""
 
 
 def _row(name: str, ours: int, theirs: int) -> tuple[str, str, str, str]:
-    return name, words.size(ours), words.size(theirs), words.signed_size(theirs - ours)
+    return name, plan_text.size(ours), plan_text.size(theirs), plan_text.signed_size(theirs - ours)
 
 
 def _causes(comparison: Comparison, width: int) -> Iterator[Text]:
@@ -51,7 +51,7 @@ def _causes(comparison: Comparison, width: int) -> Iterator[Text]:
         yield from wrapped(f"not planned alone: {', '.join(comparison.others)}", width)
     more = remainder(comparison)
     if more:
-        yield from wrapped(f"{words.signed_size(more)} more comes from keys acting together", width)
+        yield from wrapped(f"{plan_text.signed_size(more)} more comes from keys acting together", width)
 
 
 def _effect(a: Plan, cause: Cause) -> tuple[str, str, str]:
@@ -59,7 +59,7 @@ def _effect(a: Plan, cause: Cause) -> tuple[str, str, str]:
         return "not possible", "", ""
     there, here = cause.plan.peak, a.peak
     expected, upper = there.device_bytes - here.device_bytes, there.device_bytes_upper - here.device_bytes_upper
-    return words.signed_size(expected), words.signed_size(upper), words.phase_name(there.phase)
+    return plan_text.signed_size(expected), plan_text.signed_size(upper), plan_text.phase_name(there.phase)
 
 
 def by_effect(comparison: Comparison) -> list[Cause]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from framework.escaping import escape
 from framework.memory.ledger import Plan, Terms
-from framework.reports import words
+from framework.reports import plan_text
 
 WIDTH, LEFT, RIGHT = 860, 120, 90
 """Of the drawing, its names and its figures, in units of the view box."""
@@ -22,15 +22,15 @@ def phases_svg(plan: Plan) -> str:
     parts: list[str] = []
     for number, phase in enumerate(plan.phases):
         middle = TOP + ROW * number + ROW / 2
-        parts.append(text(LEFT - 10, middle, words.phase_name(phase.name), "end"))
+        parts.append(text(LEFT - 10, middle, plan_text.phase_name(phase.name), "end"))
         parts += _segments(phase.terms, middle - BAR / 2, scale)
         end = LEFT + phase.device_bytes * scale
         if upper and phase.name == plan.peak.phase:
-            parts += _whisker(end, LEFT + upper * scale, middle, words.size(upper))
-        parts.append(text(WIDTH, middle, words.size(phase.device_bytes), "end"))
+            parts += _whisker(end, LEFT + upper * scale, middle, plan_text.size(upper))
+        parts.append(text(WIDTH, middle, plan_text.size(phase.device_bytes), "end"))
     bottom = TOP + ROW * len(plan.phases)
     if usable is not None:
-        parts += _limit(LEFT + usable * scale, bottom, f"{words.size(usable)} usable")
+        parts += _limit(LEFT + usable * scale, bottom, f"{plan_text.size(usable)} usable")
     return svg(WIDTH, bottom + 6, "Bytes on the device by phase", parts)
 
 
@@ -57,7 +57,7 @@ def _segments(terms: Terms, top: float, scale: float) -> Iterator[str]:
     for key, count in terms.to_json().items():
         if count:
             width = count * scale
-            title = f"{words.TERMS[key]}: {words.size(count)}"
+            title = f"{plan_text.TERMS[key]}: {plan_text.size(count)}"
             yield (
                 f'<rect class="{key}" x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{BAR}">'
                 f"<title>{escape(title)}</title></rect>"

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from framework.memory.levers import word
 from framework.memory.search.found import Change, Found
-from framework.reports import words
+from framework.reports import plan_text
 from framework.reports.terminal import BLOCKS, LEAST_WIDTH, Strokes, table, wrapped
 
 LEAST_SETTINGS = 24
@@ -26,7 +26,7 @@ def fit_lines(title: str, found: Found, width: int = 80, strokes: Strokes = BLOC
 
 
 def _head(title: str, found: Found, width: int) -> Iterator[Text]:
-    verdict = words.verdict(found.plan)
+    verdict = plan_text.verdict(found.plan)
     style = "bold green" if found.fits else "bold red"
     lead = title if found.fits else f"{title}: nothing that was searched fits; the closest"
     yield from wrapped(f"{lead} {verdict.headline}", width, style)
@@ -35,7 +35,7 @@ def _head(title: str, found: Found, width: int) -> Iterator[Text]:
         was = f" (as written {before.tokens_per_second:,.0f})" if before is not None else ""
         yield from wrapped(f"{found.plan.step.tokens_per_second:,.0f} tokens/s{was}, predicted", width)
     if found.before is not None and not found.before.fits:
-        yield from wrapped(f"as written it {words.verdict(found.before).headline}", width)
+        yield from wrapped(f"as written it {plan_text.verdict(found.before).headline}", width)
     if found.shortage is not None:
         yield from wrapped(f"this machine has no room for it: {found.shortage}", width)
     if not found.plan.fits:
@@ -58,7 +58,7 @@ def _changes(found: Found, width: int) -> Iterator[Text]:
 
 
 def _row(change: Change) -> tuple[str, str, str, str]:
-    memory = "-" if change.saves_bytes is None else words.signed_size(-change.saves_bytes)
+    memory = "-" if change.saves_bytes is None else plan_text.signed_size(-change.saves_bytes)
     costs = "-" if change.costs_seconds is None else f"{change.costs_seconds:+.3f} s"
     return (
         f"{change.key} {word(change.old)} -> {word(change.new)}",
@@ -80,7 +80,7 @@ def _frontier(found: Found, width: int, strokes: Strokes) -> Iterator[Text]:
         bar = strokes.used * round(20 * (speed or 0.0) / (fastest or 1.0))
         figure = f"{speed:,.0f}" if speed is not None else "-"
         settings = " ".join(item.partition(".")[2] for item in point.overrides) or "as written"
-        head = f"{mark}{point.device_bytes / words.GIB:7.2f}{figure:>11}  {bar:20} "
+        head = f"{mark}{point.device_bytes / plan_text.GIB:7.2f}{figure:>11}  {bar:20} "
         lines = Text(settings).wrap(Console(width=width), max(width - len(head), LEAST_SETTINGS))
         yield Text(head) + lines[0]
         yield from (Text(" " * len(head)) + line for line in lines[1:])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from framework.escaping import escape
 from framework.memory.levers import word
 from framework.memory.search.found import Change, Found, Point
-from framework.reports import words
+from framework.reports import plan_text
 from framework.reports.drawing import WIDTH, svg, text, ticks
 from framework.reports.page import document, items, scrolling
 
@@ -18,7 +18,7 @@ Scale = Callable[[float, float], tuple[float, float]]
 
 def fit_page(title: str, found: Found) -> str:
     """Verdict, plot, changes, and the words to paste."""
-    verdict = words.verdict(found.plan)
+    verdict = plan_text.verdict(found.plan)
     lead = title if found.fits else f"{title}: nothing that was searched fits; the closest"
     parts = [
         f'<h1 class="{"fits" if found.fits else "over"}">{escape(lead)} {escape(verdict.headline)}</h1>',
@@ -61,7 +61,7 @@ def frontier_svg(points: Sequence[Point], found: Found) -> str:
     if usable:
         x, _ = at(usable, 0)
         parts.append(f'<path class="limit" d="M{x:.1f} {TOP - 8}V{HEIGHT - BOTTOM}"/>')
-        parts.append(text(x - 4, TOP - 12, f"{words.size(usable)} usable", "end"))
+        parts.append(text(x - 4, TOP - 12, f"{plan_text.size(usable)} usable", "end"))
     if found.plan.step is not None:
         x, y = at(found.plan.peak.device_bytes_upper, found.plan.step.tokens_per_second)
         parts.append(f'<circle class="fits" cx="{x:.1f}" cy="{y:.1f}" r="9"><title>the proposal</title></circle>')
@@ -70,7 +70,7 @@ def frontier_svg(points: Sequence[Point], found: Found) -> str:
 
 def _mark(x: float, y: float, point: Point) -> str:
     settings = " ".join(point.overrides) or "as written"
-    title = f"{settings}: {words.size(point.device_bytes)}, {point.tokens_per_second:,.0f} tokens/s"
+    title = f"{settings}: {plan_text.size(point.device_bytes)}, {point.tokens_per_second:,.0f} tokens/s"
     kind = "planned" if point.planned else "sketched"
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{escape(title)}</title></circle>'
 
@@ -79,8 +79,8 @@ def _axes(at: Scale, widest: float, fastest: float) -> Iterator[str]:
     x0, y0 = at(0, 0)
     x1, y1 = at(widest, fastest)
     yield f'<path d="M{x0:.1f} {y1:.1f}V{y0:.1f}H{x1:.1f}"/>'
-    for bytes_ in ticks(0, widest / words.GIB):
-        x, _ = at(bytes_ * words.GIB, 0)
+    for bytes_ in ticks(0, widest / plan_text.GIB):
+        x, _ = at(bytes_ * plan_text.GIB, 0)
         yield text(x, y0 + 16, f"{bytes_:g} GiB", "middle")
     for speed in ticks(0, fastest):
         _, y = at(0, speed)
@@ -101,7 +101,7 @@ def _changes(changes: Sequence[Change]) -> str:
 
 
 def _memory(change: Change) -> str:
-    return "-" if change.saves_bytes is None else words.signed_size(-change.saves_bytes)
+    return "-" if change.saves_bytes is None else plan_text.signed_size(-change.saves_bytes)
 
 
 def _costs(change: Change) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from framework.escaping import escape
 from framework.memory.ledger import Plan
-from framework.reports import words
+from framework.reports import plan_text
 from framework.reports.drawing import phases_svg
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ h1, p, dd, li, td:first-child { overflow-wrap: anywhere } dd { margin: 0 } .warn
 
 def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str:
     """Everything that the terminal says, and the terms of every phase as a stacked bar."""
-    found = words.verdict(plan)
+    found = plan_text.verdict(plan)
     judged = ("fits" if found.fits else "over") if found.is_compared else ""
     parts = [
         f'<h1 class="{judged}">{escape(title)} {escape(found.headline)}</h1>',
@@ -64,8 +64,8 @@ def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str
         "<h2>At the peak</h2>",
         _terms(plan),
         "<h2>The run</h2>",
-        definitions(words.facts(plan)),
-        *((table(words.SHARDS_HEADING, rows),) if (rows := words.shard_rows(plan)) else ()),
+        definitions(plan_text.facts(plan)),
+        *((table(plan_text.SHARDS_HEADING, rows),) if (rows := plan_text.shard_rows(plan)) else ()),
         *(_measured(plan, measured) if measured is not None else ()),
         *items("Assumptions", plan.assumptions),
         *items("Warnings", plan.warnings, "warnings"),
@@ -88,7 +88,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 def _legend(plan: Plan) -> str:
     """The terms that occur in any phase, and what the other marks mean."""
     occurring = [key for key in COLOURS if any(phase.terms.to_json()[key] for phase in plan.phases)]
-    terms = "".join(f'<span><i class="swatch {key}"></i>{escape(words.TERMS[key])}</span>' for key in occurring)
+    terms = "".join(f'<span><i class="swatch {key}"></i>{escape(plan_text.TERMS[key])}</span>' for key in occurring)
     mark = "<span>⊣ uncertainty of the peak</span>" if plan.device.usable_bytes is not None else ""
     return f'<p class="legend">{terms}{mark}</p>'
 
@@ -97,15 +97,15 @@ def _terms(plan: Plan) -> str:
     total = plan.peak.device_bytes
     named = sorted(plan.peak.terms.to_json().items(), key=lambda item: -item[1])
     rows = [
-        f'<tr><td><span class="swatch {key}"></span>{escape(words.TERMS[key])}</td>'
-        f"<td>{words.size(count)}</td><td>{count / total:.1%}</td></tr>"
+        f'<tr><td><span class="swatch {key}"></span>{escape(plan_text.TERMS[key])}</td>'
+        f"<td>{plan_text.size(count)}</td><td>{count / total:.1%}</td></tr>"
         for key, count in named
         if count
     ]
     return scrolling(
         "<table><thead><tr><th>Term</th><th>Bytes</th><th>Share</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody>"
-        f"<tfoot><tr><td>together</td><td>{words.size(total)}</td><td></td></tr></tfoot></table>"
+        f"<tfoot><tr><td>together</td><td>{plan_text.size(total)}</td><td></td></tr></tfoot></table>"
     )
 
 
@@ -132,8 +132,8 @@ def scrolling(wide: str) -> str:
 
 def _measured(plan: Plan, measured: "Measured") -> Sequence[str]:
     rows = "".join(
-        f"<tr><td>{row.name}</td><td>{row.predicted}</td><td>{row.measured}</td><td>{words.error(row.error)}</td></tr>"
-        for row in words.measured_rows(plan, measured)
+        f"<tr><td>{row.name}</td><td>{row.predicted}</td><td>{row.measured}</td><td>{plan_text.error(row.error)}</td></tr>"
+        for row in plan_text.measured_rows(plan, measured)
     )
     heading = "<tr><th>Forward to optimizer step</th><th>predicted</th><th>measured</th><th>error</th></tr>"
     return (

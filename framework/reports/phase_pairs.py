@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from framework.escaping import escape
-from framework.reports import words
+from framework.reports import plan_text
 from framework.reports.drawing import BAR, LEFT, RIGHT, ROW, WIDTH, svg, text
 from framework.reports.page import table
 from framework.reports.run_files import Memory, PhasePair, Run
@@ -20,7 +20,9 @@ def memory_parts(run: Run) -> Iterator[str]:
     if memory is None or not memory.phases:
         yield f'<p class="soft">{escape(_nothing_measured(run))}</p>'
         if run.plan is not None:
-            rows = [(words.phase_name(phase.name), words.size(phase.allocated_bytes)) for phase in run.plan.phases]
+            rows = [
+                (plan_text.phase_name(phase.name), plan_text.size(phase.allocated_bytes)) for phase in run.plan.phases
+            ]
             yield table(("Phase", "planned"), rows)
     elif memory.is_of_card:
         yield f'<p class="soft">{escape(_on(memory))}</p>'
@@ -34,7 +36,7 @@ def memory_parts(run: Run) -> Iterator[str]:
         )
         yield _pairs(memory, "the process grew by")
     if memory is not None and memory.growth_bytes is not None:
-        grown = words.size(memory.growth_bytes)
+        grown = plan_text.size(memory.growth_bytes)
         yield f'<p class="warn">What stayed allocated grew by {grown} a step: something was kept from step to step.</p>'
     yield from _speed(run)
 
@@ -57,14 +59,14 @@ def _pairs(memory: Memory, measured: str) -> str:
     """The error stands only where both sides are of the same thing."""
     rows = []
     for pair in (*memory.phases, memory.peak):
-        row = words.phase_name(pair.name), _size(pair.predicted), _size(pair.measured)
-        rows.append((*row, words.error(pair.error)) if memory.is_of_card else row)
+        row = plan_text.phase_name(pair.name), _size(pair.predicted), _size(pair.measured)
+        rows.append((*row, plan_text.error(pair.error)) if memory.is_of_card else row)
     heading = "Phase", "planned", measured
     return table((*heading, "error") if memory.is_of_card else heading, rows)
 
 
 def _size(count: int | None) -> str:
-    return "-" if count is None else words.size(count)
+    return "-" if count is None else plan_text.size(count)
 
 
 def pairs_svg(pairs: tuple[PhasePair, ...]) -> str:
@@ -74,7 +76,7 @@ def pairs_svg(pairs: tuple[PhasePair, ...]) -> str:
     parts = []
     for number, pair in enumerate(pairs):
         top = PAIR * number + 4.0
-        parts.append(text(LEFT - 10, top + PAIR / 2 - 4, words.phase_name(pair.name), "end"))
+        parts.append(text(LEFT - 10, top + PAIR / 2 - 4, plan_text.phase_name(pair.name), "end"))
         for style, name, count, at in (
             ("first", "planned", pair.predicted, top),
             ("second", "measured", pair.measured, top + BAR * 0.8),
@@ -82,9 +84,9 @@ def pairs_svg(pairs: tuple[PhasePair, ...]) -> str:
             if count:
                 parts.append(
                     f'<rect class="{style}" x="{LEFT}" y="{at:.1f}" width="{max(count, 0) * scale:.2f}" '
-                    f'height="{BAR * 0.7:.1f}"><title>{name} {words.size(count)}</title></rect>'
+                    f'height="{BAR * 0.7:.1f}"><title>{name} {plan_text.size(count)}</title></rect>'
                 )
-                parts.append(text(WIDTH, at + BAR * 0.35, words.size(count), "end"))
+                parts.append(text(WIDTH, at + BAR * 0.35, plan_text.size(count), "end"))
     return svg(WIDTH, PAIR * len(pairs) + 6, "Allocated bytes by phase, planned and measured", parts)
 
 
@@ -104,9 +106,9 @@ def _speed(run: Run) -> Iterator[str]:
     name, planned, error = "planned, every row as long as it may be", "not known", ""
     if run.plan is not None and run.plan.step is not None:
         expected = run.plan.step.seconds
-        planned, error = words.duration(expected), words.error(expected / middle - 1) if middle > 0 else ""
+        planned, error = plan_text.duration(expected), plan_text.error(expected / middle - 1) if middle > 0 else ""
     measured = f"measured, median of {len(seconds):,} step{'s' if len(seconds) > 1 else ''}"
     yield table(
         ("Step", "time", "error"),
-        [(name, planned, error), (measured, words.duration(middle), "")],
+        [(name, planned, error), (measured, plan_text.duration(middle), "")],
     )

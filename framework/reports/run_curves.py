@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from framework.escaping import escape
-from framework.reports import words
+from framework.reports import plan_text
 from framework.reports.page import table
 from framework.reports.plot import LARGE, SMALL, Curve, Frame, Level, Moment, plot_svg, scale_of
 from framework.reports.run_files import Run
@@ -94,7 +94,7 @@ def _memory(run: Run) -> Iterator[str]:
     ]
     greatest = max((value for curve in curves for _, value in curve.series.points), default=0.0)
     levels, far = _levels(run, greatest)
-    _, unit = words.unit_of(round(max(greatest, *(level.value for level in levels), 0.0)))
+    _, unit = plan_text.unit_of(round(max(greatest, *(level.value for level in levels), 0.0)))
     repairs = run.memory.repairs if run.memory is not None else ()
     moments = [Moment(repair.step, f"memory ran out: {repair}") for repair in repairs]
     since = "; each repair begins anew, and the plan is of the last size" if repairs else ""
@@ -115,10 +115,10 @@ def _levels(run: Run, greatest: float) -> tuple[list[Level], str]:
     ]
     if device.usable_bytes is None:
         return levels, f"How much of {device.name} is usable is not known."
-    whole = f", of {words.size(device.capacity_bytes)} in all" if device.capacity_bytes else ""
+    whole = f", of {plan_text.size(device.capacity_bytes)} in all" if device.capacity_bytes else ""
     said = f"usable on {device.name}{whole}"
     if device.usable_bytes > FAR * max(greatest, peak.reserved_bytes):
-        return levels, f"Far above all of this: {words.size(device.usable_bytes)} are {said}."
+        return levels, f"Far above all of this: {plan_text.size(device.usable_bytes)} are {said}."
     return [Level(said, "limit", device.usable_bytes), *levels], ""
 
 
@@ -197,4 +197,4 @@ def _count(value: float) -> str:
 
 
 def _bytes(value: float) -> str:
-    return words.size(round(value))
+    return plan_text.size(round(value))

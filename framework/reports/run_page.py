@@ -9,7 +9,7 @@ from framework.escaping import escape
 from framework.memory.explain import Explanation
 from framework.memory.explain.evidence import earlier_reports
 from framework.memory.explain.text import MOST_MOVES, cause_lines
-from framework.reports import words
+from framework.reports import plan_text
 from framework.reports.ending import Ending, How, read_ending
 from framework.reports.page import definitions, document, items
 from framework.reports.phase_pairs import memory_parts
@@ -88,11 +88,11 @@ def _failure(ending: Ending) -> Iterator[str]:
 def _moves(explanation: Explanation) -> str:
     rows = "".join(
         f'<tr><th scope="row"><code>{escape(move.override)}</code><p class="soft">{escape(move.costs)}</p></th>'
-        f"<td>{words.size(move.saves_bytes) if move.saves_bytes is not None else 'not known'}</td>"
+        f"<td>{plan_text.size(move.saves_bytes) if move.saves_bytes is not None else 'not known'}</td>"
         f"<td>{'same' if move.exact else 'CHANGED'}</td></tr>"
         for move in explanation.moves[:MOST_MOVES]
     )
-    saves = f"saves in {words.phase_name(explanation.phase) if explanation.phase else 'the peak of the step'}"
+    saves = f"saves in {plan_text.phase_name(explanation.phase) if explanation.phase else 'the peak of the step'}"
     heading = "".join(f'<th scope="col">{name}</th>' for name in ("Override", escape(saves), "training"))
     return (
         f'<div class="frame" tabindex="0"><table><thead><tr>{heading}</tr></thead><tbody>{rows}</tbody></table></div>'
@@ -113,7 +113,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     facts += _config_facts(run.config) if run.config is not None else []
     if run.plan is None:
         return [*facts, *_batch(run.config)]
-    for name, sentence in words.facts(run.plan):
+    for name, sentence in plan_text.facts(run.plan):
         if name != "step":  # which has a table of its own
             facts.append((name if name in ("parameters", "batch") else f"planned {name}", sentence))
     return facts

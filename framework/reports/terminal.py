@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from framework.memory.ledger import Plan
-from framework.reports import words
+from framework.reports import plan_text
 
 if TYPE_CHECKING:
     from framework.run.planning.measure import Measured
@@ -69,7 +69,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[Text]:
 
 
 def _verdict(title: str, plan: Plan, width: int) -> Iterator[Text]:
-    found = words.verdict(plan)
+    found = plan_text.verdict(plan)
     style = "bold" if not found.is_compared else "bold green" if found.fits else "bold red"
     yield from wrapped(f"{title} {found.headline}", width, style)
     for detail in found.details:
@@ -77,9 +77,9 @@ def _verdict(title: str, plan: Plan, width: int) -> Iterator[Text]:
 
 
 def _terms(plan: Plan, width: int, strokes: Strokes) -> Iterator[Text]:
-    rows, total = words.term_rows(plan.peak.terms), plan.peak.device_bytes
+    rows, total = plan_text.term_rows(plan.peak.terms), plan.peak.device_bytes
     names = max(len(name) for name, _ in rows)
-    unit, each = words.unit_of(total)
+    unit, each = plan_text.unit_of(total)
     room = width - names - FIGURE - 10
     yield Text()
     yield Text(f"{'At the peak':{names}}{unit:>{FIGURE}}   share", "bold")
@@ -91,15 +91,15 @@ def _terms(plan: Plan, width: int, strokes: Strokes) -> Iterator[Text]:
 
 def _phases(plan: Plan, width: int, strokes: Strokes) -> Iterator[Text]:
     usable, upper = plan.device.usable_bytes, plan.peak.device_bytes_upper
-    rows = [(words.phase_name(phase.name), phase.allocated_bytes, phase.device_bytes) for phase in plan.phases]
+    rows = [(plan_text.phase_name(phase.name), phase.allocated_bytes, phase.device_bytes) for phase in plan.phases]
     if usable is not None:
         rows.append(("upper end", plan.peak.allocated_bytes, upper))
     names = max(len(name) for name, *_ in rows)
-    unit, each = words.unit_of(plan.peak.device_bytes)
+    unit, each = plan_text.unit_of(plan.peak.device_bytes)
     scale = max(usable or 0, *(held for *_, held in rows))
     room = width - names - FIGURE - 3
     legend = f"{strokes.used} in use  {strokes.held} cached, driver"
-    limit = f"  {strokes.limit} {words.size(usable)} usable" if usable is not None else ""
+    limit = f"  {strokes.limit} {plan_text.size(usable)} usable" if usable is not None else ""
     yield Text()
     yield Text(f"{'Phase':{names}}{unit:>{FIGURE}}  {legend}{limit}", "bold")
     for name, used, held in rows:
@@ -108,9 +108,9 @@ def _phases(plan: Plan, width: int, strokes: Strokes) -> Iterator[Text]:
 
 
 def _shards(plan: Plan) -> Iterator[Text]:
-    if rows := words.shard_rows(plan):
+    if rows := plan_text.shard_rows(plan):
         yield Text()
-        yield from table((words.SHARDS_HEADING, *rows))
+        yield from table((plan_text.SHARDS_HEADING, *rows))
 
 
 def _bar(used: float, held: float, limit: float | None, room: int, strokes: Strokes) -> Iterator[tuple[str, str]]:
@@ -128,7 +128,7 @@ def _bar(used: float, held: float, limit: float | None, room: int, strokes: Stro
 
 
 def _facts(plan: Plan, width: int) -> Iterator[Text]:
-    rows = words.facts(plan)
+    rows = plan_text.facts(plan)
     names = max(len(name) for name, _ in rows) + 2
     yield Text()
     for name, sentence in rows:
@@ -138,10 +138,10 @@ def _facts(plan: Plan, width: int) -> Iterator[Text]:
 
 
 def _measured(plan: Plan, measured: "Measured", width: int) -> Iterator[Text]:
-    rows = words.measured_rows(plan, measured)
+    rows = plan_text.measured_rows(plan, measured)
     heading = ("Forward to optimizer step", "predicted", "measured", "error")
     yield Text()
-    yield from table([heading, *((row.name, row.predicted, row.measured, words.error(row.error)) for row in rows)])
+    yield from table([heading, *((row.name, row.predicted, row.measured, plan_text.error(row.error)) for row in rows)])
     yield from wrapped(f"measured on {measured.device_name}, planned for {plan.device.name}", width)
 
 

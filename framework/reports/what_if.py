@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from framework.escaping import escape
-from framework.reports import words
+from framework.reports import plan_text
 from framework.reports.drawing import LEFT, RIGHT, ROW, TOP, WIDTH, svg, text
 from framework.reports.page import document, scrolling
 from framework.reports.page import table as html_table
@@ -49,9 +49,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     peak, usable, speed = row.plan.peak, row.plan.device.usable_bytes, row.tokens_per_second
     return (
         row.value,
-        words.size(peak.device_bytes),
-        words.size(peak.device_bytes_upper),
-        words.size(usable) if usable is not None else "-",
+        plan_text.size(peak.device_bytes),
+        plan_text.size(peak.device_bytes_upper),
+        plan_text.size(usable) if usable is not None else "-",
         "-" if usable is None else "fits" if row.fits else "does not fit",
         f"{speed:,.0f}" if speed is not None else "-",
     )
@@ -71,5 +71,5 @@ def _plot(rows: Sequence[Row]) -> str:
         parts.append(f'<path d="M{LEFT + end:.1f} {middle:.1f}H{LEFT + upper:.1f}"/>')
         if (usable := plan.device.usable_bytes) is not None:
             parts.append(f'<path class="limit" d="M{LEFT + usable * scale:.1f} {top - 4:.1f}v{_BAR + 8}"/>')
-        parts.append(text(WIDTH, middle, words.size(plan.peak.device_bytes), "end"))
+        parts.append(text(WIDTH, middle, plan_text.size(plan.peak.device_bytes), "end"))
     return svg(WIDTH, TOP + ROW * len(planned) + 6, "Bytes on the device by value", parts)

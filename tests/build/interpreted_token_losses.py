@@ -1,7 +1,7 @@
 """Compares the kernel of token losses, which triton's interpreter runs on the CPU, with plain torch.
 
 Prints a line of JSON a case: what it was, and the largest errors of losses and gradients. A process of its own
-(`test_token_losses.py` starts it): TRITON_INTERPRET must be set before the kernel is defined.
+(`test_cross_entropy.py` starts it): TRITON_INTERPRET must be set before the kernel is defined.
 """
 
 import itertools
@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from framework.build.losses import token_losses_kernel
-from framework.build.losses.token_losses import PLAIN, LossTerms, token_losses
+from framework.build.losses.cross_entropy import PLAIN, LossTerms, token_losses
 
 token_losses_kernel.BLOCK = 64
 TOKENS = 9

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from framework.build.losses.chunked_loss import chunked_cross_entropy
-from framework.build.losses.token_losses import PLAIN, LossTerms, token_losses
+from framework.build.losses.cross_entropy import PLAIN, LossTerms, token_losses
 
 pytestmark = pytest.mark.gpu
 TOKENS, WORDS = 300, 50_257

@@ -5,7 +5,7 @@ import torch
 
 from framework.build.adapters.adapter import attach_adapter
 from framework.build.loading.model import build_model, read_architecture
-from framework.build.parallel.shard import precision
+from framework.build.parallel.fsdp import precision
 from framework.build.place import rehearsal_place
 from framework.memory.ledger import ShardDtypes
 from framework.memory.planning import shard_dtypes

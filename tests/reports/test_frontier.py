@@ -4,7 +4,7 @@ import re
 
 from framework.reports.fit import fit_lines
 from framework.reports.frontier import fit_page
-from framework.reports.words import size
+from framework.reports.plan_text import size
 from tests.memory.search.test_fastest import config_on
 from tests.memory.search.test_find import found_on
 from tests.reports.test_page import Reader

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from framework.memory.ledger import Plan, ShardDtypes
+from framework.reports.plan_text import duration, signed_size, size, verdict
 from framework.reports.terminal import ASCII, BLOCKS, plan_lines, strokes_for
-from framework.reports.words import duration, signed_size, size, verdict
 from framework.run.planning.measure import Measured
 from tests.reports.plans import BACKWARD, GIB, PLAN, on
 

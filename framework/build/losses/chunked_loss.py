@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.build.losses.token_losses import PLAIN, LossTerms, token_losses
+from framework.build.losses.cross_entropy import PLAIN, LossTerms, token_losses
 
 
 def chunked_cross_entropy(

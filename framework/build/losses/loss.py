@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from framework.build.data.documents import MARKS, keep_documents_separate
 from framework.build.losses.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
-from framework.build.losses.token_losses import PLAIN, LossTerms
+from framework.build.losses.cross_entropy import PLAIN, LossTerms
 from framework.build.model.heads import reads_both_ways
 from framework.build.model.parts import causal_model
 from framework.errors import Problem, RequestError

@@ -55,7 +55,7 @@ def parallelize(
     if tensor is not None:
         tensor.arrange(model)
     if ranks.world > 1 and config.fsdp.is_sharded:
-        from framework.build.parallel.shard import shard  # torch's sharding takes seconds to import
+        from framework.build.parallel.fsdp import shard  # torch's sharding takes seconds to import
 
         return shard(config, root, model, place, ranks, shard_loader, tensor)
     if tensor is not None:

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from framework.build.loading.teacher import build_teacher
+from framework.build.losses.cross_entropy import LossTerms
 from framework.build.losses.loss import build_loss, chunk_size
 from framework.build.losses.router_loss import build_router_loss
-from framework.build.losses.token_losses import LossTerms
 from framework.build.place import Place
 from framework.build.tasks.distillation import Distillation
 from framework.build.tasks.next_token import NextToken

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
 from framework.build.hub import one_line
+from framework.build.losses.cross_entropy import PLAIN, LossTerms
 from framework.build.losses.loss import (
     Batch,
     asks_for_router_logits,
@@ -22,7 +23,6 @@ from framework.build.losses.loss import (
     token_logits,
 )
 from framework.build.losses.router_loss import KEY, RouterLoss, has_routers, load_balancing_loss, router_coefficient
-from framework.build.losses.token_losses import PLAIN, LossTerms
 from framework.build.model.embedding_noise import embedding_noise
 from framework.build.model.parts import causal_model
 from framework.build.tasks.next_token import NextToken

@@ -6,7 +6,7 @@ from typing import Any
 
 from framework.build.assembly import Assembly
 from framework.build.levers.streamed_base import KEY, blocks_of
-from framework.build.parallel.shard import parameter_groups
+from framework.build.parallel.fsdp import parameter_groups
 from framework.build.ranks import local_part
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy

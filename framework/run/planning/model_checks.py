@@ -93,7 +93,7 @@ def _refuse_for_rows(inputs: Inputs) -> None:
 def _refuse_for_ranks(config: TrainingConfig, assembly: Assembly) -> None:
     """Raises RequestError for what ranks that share the weights of this model would refuse."""
     if config.fsdp.is_sharded:
-        from framework.build.parallel.shard import refuse_unsharded  # torch's sharding takes seconds to import
+        from framework.build.parallel.fsdp import refuse_unsharded  # torch's sharding takes seconds to import
 
         refuse_unsharded(config, assembly.model, assembly.model)
     if config.fsdp.tensor_parallel_size > 1:

@@ -8,7 +8,7 @@ import pytest
 from framework.memory.cards import read_card
 from framework.memory.ledger import Plan
 from framework.memory.planning import HOST_BASE_BYTES, make_plan
-from framework.reports.words import facts
+from framework.reports.plan_text import facts
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 

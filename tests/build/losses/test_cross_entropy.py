@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from framework.build.losses.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
-from framework.build.losses.token_losses import LossTerms, token_losses
+from framework.build.losses.cross_entropy import LossTerms, token_losses
 from tests.grids import thinned
 
 PRECISION = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -58,7 +58,7 @@ def token_losses(
 def _kernel() -> Launch:
     """The kernel, by triton, which torch for CUDA brings on Linux; else plain torch."""
     try:
-        from framework.build.losses.token_losses_kernel import token_losses_on_gpu
+        from framework.build.losses.cross_entropy_kernel import token_losses_on_gpu
     except ImportError:
         return _token_losses
     return token_losses_on_gpu
