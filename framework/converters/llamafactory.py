@@ -72,22 +72,21 @@ def _checkpointing(t: Translation) -> None:
 
 def _adapter(t: Translation) -> None:
     source, kind = t.source, t.source.text("finetuning_type") or "lora"
-    if kind != "lora":
+    if kind not in ("lora", "oft"):
         apply(t, table("llamafactory")["full"], TOOL)
         if kind == "freeze":
             t.head.append("LLaMA-Factory trains its last blocks alone: add model.freeze_first_blocks")
         return
     t.put("training.use_peft", True, "finetuning_type")
-    apply(t, table("llamafactory")["adapter"], TOOL)
-    rank = source.get("lora_rank") or 8
-    t.put("peft.lora_r", rank, "lora_rank")
-    alpha = source.get("lora_alpha")
-    is_known = isinstance(rank, int) and alpha is None
-    comment = "twice the rank, LLaMA-Factory's default" if is_known else ""
-    t.put("peft.lora_alpha", rank * 2 if is_known else alpha, "lora_alpha", comment=comment)
-    target = source.get("lora_target") or "all"
+    if kind == "oft":
+        t.put("peft.peft_method", "oft", "finetuning_type")
+        apply(t, table("llamafactory")["oft"], TOOL)
+    else:
+        apply(t, table("llamafactory")["adapter"], TOOL)
+        _rank(t)
+    target = source.get(f"{kind}_target") or "all"
     names = target if isinstance(target, list) else [name.strip() for name in str(target).split(",")]
-    t.put("peft.lora_target_modules", ["all-linear"] if names == ["all"] else names, "lora_target")
+    t.put("peft.lora_target_modules", ["all-linear"] if names == ["all"] else names, f"{kind}_target")
     whole = [name.strip() for text in source.strings("additional_target") for name in text.split(",")]
     if whole:
         t.put("peft.lora_modules_to_save", whole, "additional_target")
@@ -102,6 +101,14 @@ def _adapter(t: Translation) -> None:
         t.carry("quantization_type", "peft.bnb_4bit_quant_type")
     elif bits:
         t.leave("quantization_bit", Why.WRITE, "peft.q_lora_bits: 4 or 8, next to peft.q_lora: true")
+
+
+def _rank(t: Translation) -> None:
+    rank, alpha = t.source.get("lora_rank") or 8, t.source.get("lora_alpha")
+    t.put("peft.lora_r", rank, "lora_rank")
+    is_known = isinstance(rank, int) and alpha is None
+    comment = "twice the rank, LLaMA-Factory's default" if is_known else ""
+    t.put("peft.lora_alpha", rank * 2 if is_known else alpha, "lora_alpha", comment=comment)
 
 
 def _optimizers(t: Translation) -> None:

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from framework.build.model.parts import is_of_adapter
+
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Tensors that training may have changed: all of a model, but only the trained ones next to an adapter.
@@ -12,7 +14,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     parameters = {
         name: parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad or not adapted or ".lora_A." in name
+        if not adapted or is_of_adapter(name, parameter)
     }
     kept = set() if adapted else set(model.state_dict())
     buffers = {name: tensor for name, tensor in model.named_buffers() if name in kept}

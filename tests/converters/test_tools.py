@@ -576,3 +576,23 @@ def test_torchtunes_builders_name_form_and_columns(rows, made, supervise, conver
     assert recipe["data"]["train"] == [{"path": "a/b", **made}]
     assert recipe["data"].get("supervise") == supervise
     assert not [row.key for row in found.left if row.key.startswith("dataset.") and row.why is Why.ABSENT]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("peft_init_lora_weights: gaussian", {"lora_init": "gaussian"}),
+        ("peft_init_lora_weights: eva", {"lora_init": "eva"}),
+    ],
+)
+def test_starts_of_axolotls_adapters(text, expected, converted) -> None:
+    base = "base_model: a/b\nadapter: lora\nlora_r: 8\nlora_alpha: 16\ndatasets: [{path: c/d, type: alpaca}]\n"
+    _, recipe = converted(base + text)
+    assert expected.items() <= recipe["peft"].items()
+
+
+def test_rotations_of_llama_factory(converted) -> None:
+    text = "stage: sft\nmodel_name_or_path: a/b\nfinetuning_type: oft\noft_block_size: 16\n"
+    text += "oft_target: q_proj,v_proj\ndataset: c\n"
+    _, recipe = converted(text)
+    assert recipe["peft"] == {"peft_method": "oft", "oft_block_size": 16, "lora_target_modules": ["q_proj", "v_proj"]}

@@ -18,6 +18,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from framework.build.model.heads import answers_for_rows
+from framework.build.model.parts import is_of_adapter
 from framework.build.place import Place
 from framework.errors import Problem, RequestError
 from framework.schema.choices import PeftMethod
@@ -289,7 +290,7 @@ def unquantized(model: PreTrainedModel) -> str:
     counted: Counter[tuple[str, str]] = Counter()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad or is_packed(parameter):
+        if is_of_adapter(name, parameter) or is_packed(parameter):
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         known = {id(embedding): "embedding", id(head): "head"}.get(id(owner))

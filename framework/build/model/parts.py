@@ -13,6 +13,11 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
     return unwrapped
 
 
+def is_of_adapter(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter of an adapted model is the adapter's: trained, or an A matrix of LoRA that stays as drawn."""
+    return parameter.requires_grad or ".lora_A." in name
+
+
 def transformer_blocks(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The repeated blocks of the model, in the order they run."""
     return [module for module in causal_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -14,7 +14,7 @@ from framework.build.levers.float8 import linear_layers
 from framework.build.levers.float8_base import HELD, Float8Base
 from framework.build.model.freeze import still_frozen
 from framework.build.model.heads import answers, answers_for_rows, head_modules
-from framework.build.model.parts import causal_model
+from framework.build.model.parts import causal_model, is_of_adapter
 from framework.build.verify.reading import Reading
 from framework.memory.resolve import describe_float16
 from framework.schema.choices import Fp8, MixedPrecision, TorchDtype
@@ -50,9 +50,9 @@ def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:
     asked = assembly.config.model.torch_dtype_str or TorchDtype.AUTO
     own = [
         parameter
-        for parameter in assembly.model.parameters()
+        for name, parameter in assembly.model.named_parameters()
         if parameter.is_floating_point()
-        and not (assembly.adapter and parameter.requires_grad)
+        and not (assembly.adapter and is_of_adapter(name, parameter))
         and not is_packed(parameter)  # whose dtype is that of bytes
         and parameter.dtype is not HELD  # read back by `read_float8_products`
     ]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from framework.build.adapters.adapter import MOVES_WEIGHTS, Adapter, adapter_state
 from framework.build.adapters.quantize import scale_tensors, weight_count
 from framework.build.assembly import Assembly
+from framework.build.model.parts import is_of_adapter
 from framework.build.ranks import local_part
 from framework.schema.choices import PeftSaveMode
 
@@ -24,7 +25,7 @@ def adapter_export_bytes(assembly: Assembly, adapter: Adapter, counts: Mapping[s
     Tokenizer and configs, a few megabytes at most, are left out.
     """
     model, mode = adapter.model, assembly.config.peft.peft_save_mode
-    frozen = {name: item for name, item in model.named_parameters() if not item.requires_grad}
+    frozen = {name: item for name, item in model.named_parameters() if not is_of_adapter(name, item)}
     if mode is PeftSaveMode.MERGED:
         weights = sum(counts[name] for name in frozen) + _untied_weights(model.get_base_model())
         return weights * assembly.export_dtype.itemsize

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from framework.schema.adapters import ADAPTERS
-from framework.schema.choices import LoraInit, PeftMethod, PeftSaveMode, TorchDtype
+from framework.schema.choices import Fp8, LoraInit, PeftMethod, PeftSaveMode, TorchDtype
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.conflict import Conflict
 
@@ -75,9 +75,16 @@ def adapter_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
 def _start_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Where LoRA's A matrices start from rows, or stay as they are."""
     peft, training = config.peft, config.training
-    if peft.lora_freeze_a and config.fsdp.tensor_parallel_size > 1:
-        keys = ("peft.lora_freeze_a", "fsdp.tensor_parallel_size")
-        yield Conflict(keys, "frozen factors of matrices that devices share are not tried", "false")
+    frozen_too = {
+        "fsdp.tensor_parallel_size": config.fsdp.tensor_parallel_size > 1,
+        "fsdp.enable_fsdp": config.fsdp.is_sharded,
+        "model.offload_frozen_base": config.model.offload_frozen_base is True,
+        "training.fp8": training.fp8 is not Fp8.NONE,
+    }
+    for other, is_on in frozen_too.items():
+        if peft.lora_freeze_a and is_on and "lora_freeze_a" in ADAPTERS[peft.peft_method].keys:
+            message = "the frozen A matrices would be treated as the frozen base is there"
+            yield Conflict(("peft.lora_freeze_a", other), message, "false")
     if "lora_init" not in ADAPTERS[peft.peft_method].keys or peft.lora_init is not LoraInit.EVA:
         return
     key = "peft.lora_init"

@@ -70,6 +70,18 @@ def test_frozen_factors_stay_and_the_others_learn_what_they_would_have_learnt():
     assert all("lora_B" in name for name, item in frozen.model.named_parameters() if item.requires_grad)
 
 
+def test_frozen_factors_are_no_part_of_a_base_in_half_precision():
+    config = tiny_config(
+        WIDE,
+        training={"use_peft": True, "mixed_precision_dtype": "bf16"},
+        model={"torch_dtype_str": "bfloat16"},
+        peft={**TARGETS, "lora_freeze_a": True},
+    )
+    readings = found(tiny_assembly(config))
+    assert readings["model.torch_dtype_str"] == "bfloat16"
+    assert readings["peft.adapter_dtype"] == "float32"
+
+
 def test_a_checkpoint_has_the_frozen_factors(tmp_path):
     """Another device would draw others from the same seed."""
     first = tiny_assembly(configured(lora_freeze_a=True))
@@ -157,6 +169,11 @@ def test_what_oft_cannot_be_on_is_refused(architecture, peft, message):
     ("sections", "keys"),
     [
         ({"peft": {"lora_init": "eva"}, "data": {"streaming": True}}, ("peft.lora_init", "data.streaming")),
+        ({"peft": {"lora_freeze_a": True}, "training": {"fp8": "tensorwise"}}, ("peft.lora_freeze_a", "training.fp8")),
+        (
+            {"peft": {"lora_freeze_a": True}, "model": {"offload_frozen_base": True}},
+            ("peft.lora_freeze_a", "model.offload_frozen_base"),
+        ),
         ({"peft": {"lora_init": "eva"}, "gpu": {"count": 2}}, ("peft.lora_init", "gpu.count")),
         ({"peft": {"peft_method": "oft"}, "training": {"compile": True}}, ("peft.peft_method", "training.compile")),
     ],

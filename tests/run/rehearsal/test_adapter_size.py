@@ -35,6 +35,7 @@ def test_a_tied_matrix_that_is_trained_whole_is_written_under_both_names(method,
 
 BASES = [
     pytest.param("lora", LLAMA, {}, id="plain"),
+    pytest.param("lora", LLAMA, {"lora_freeze_a": True}, id="frozen factors"),
     pytest.param("lora", TIED, {"lora_modules_to_save": ["lm_head"]}, id="tied"),
     pytest.param("vera", TIED, {"lora_modules_to_save": ["lm_head"]}, id="vera"),
     pytest.param("lora", TIED, {"lora_target_modules": ["lm_head", "q_proj"]}, id="adapted head"),
