@@ -1,6 +1,7 @@
 """A model's folder, looked at before a library reads it: what is missing or damaged is told by the name of its file."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def local_folder(name: str) -> Path | None:
     """The folder that a model's name leads to, or can only mean; None for a hub id."""
     folder = Path(name).expanduser()
     is_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    return folder if is_path or folder.is_dir() else None
+    return folder if is_path or os.path.isdir(folder) else None  # False too for a name that no file can have
 
 
 def reads_own_config(model: ModelParams) -> bool:
@@ -168,9 +169,10 @@ def _no_weights(folder: Path, key: str) -> Problem:
 
 def _unreadable(file: Path, key: str) -> Problem | None:
     """What is wrong with a file of weights as far as its header and its size tell."""
-    if not file.exists():
-        return Problem(key, f"{file} is not there, and the index of its folder names it", expected="the whole folder")
     try:
+        if not file.exists():
+            message = f"{file} is not there, and the index of its folder names it"
+            return Problem(key, message, expected="the whole folder")
         open_regular(file).close()  # an index may name one anywhere
         with safe_open(file, framework="pt"):
             return None

@@ -126,6 +126,9 @@ def test_every_missing_or_cut_shard_is_named(base):
     cut, gone = refused(base)
     assert first in cut.message
     assert second in gone.message
+    index = base / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(first, f"model-{'9' * 300}"))
+    assert any("File name too long" in problem.message for problem in refused(base))
     (base / "model.safetensors.index.json").write_text("null")
     assert "model.safetensors.index.json" in refused(base)[0].message
 

@@ -156,7 +156,7 @@ def change_tree(tree: dict[str, Any], dice: random.Random) -> None:
         here, key = here[key], dice.choice(list(here[key]))
     action = dice.randrange(4)
     if action == 0:
-        at = dice.randrange(len(key))
+        at = dice.randrange(len(key) + 1)  # it may be empty by now
         here[key[:at] + dice.choice(["", "_", "-", "x", "."]) + key[at + 1 :]] = here.pop(key)
     elif action == 1:
         here[key] = dice.choice(VALUES)
