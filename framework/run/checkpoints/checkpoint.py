@@ -215,10 +215,15 @@ def save_checkpoint(
             "others": [zlib.crc32(text.encode()) for text in contents.others],
         }
         (aside / _STATE).write_text(_sealed(document))
+    retire_older(folder, keep, best, say)
+    return target
+
+
+def retire_older(folder: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
+    """Delete all checkpoints but the `keep` newest and that of step `best`; `say` is told of one that cannot be."""
     for old in checkpoints(folder)[:-keep]:
         if step_of(old) != best and (reason := _retire(old)):
             say(f"warning   {old} could not be deleted: {reason}")
-    return target
 
 
 def _retire(checkpoint: Path) -> str | None:

@@ -30,7 +30,7 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
-from framework.run.checkpoints.checkpoint import load_checkpoint, read_state, remove_partial_saves
+from framework.run.checkpoints.checkpoint import load_checkpoint, read_state, remove_partial_saves, retire_older
 from framework.run.checkpoints.resume import check_resume
 from framework.run.inputs.inputs import Inputs, read_inputs
 from framework.run.inputs.same_rows import check_adapters_base, check_read, moved, needed_models, read_digests
@@ -269,8 +269,10 @@ def _write_first(session: Session, overwrite: bool) -> None:
         session.progress.say("warning   training.fallback_dir is on the disk of the run folder: both fill up together")
     _look_again(session, overwrite)
     if step:
+        keep, best = session.config.training.save_total_limit, session.best.step if session.best.is_kept else None
         for place in filter(None, (folder.path, folder.fallback)):
             remove_partial_saves(place)
+            retire_older(place, keep, best, session.progress.say)  # one that a kill has kept, maybe after the last save
         folder.forget_metrics_after(step, is_last=step >= session.total)
         folder.set_stops_aside(step)
         folder.keep_config(session.config, step)

@@ -17,6 +17,7 @@ from framework.run.checkpoints.checkpoint import (
     load_checkpoint,
     read_state,
     remove_partial_saves,
+    retire_older,
     save_checkpoint,
     verify_checkpoint,
     written_aside,
@@ -131,6 +132,13 @@ def test_an_adamw_of_full_states_goes_on_with_those_of_another(tmp_path, one, ot
             assert state[now].dtype is kind
             assert torch.equal(state[now], before[was].to(kind))
     assert steps(resumed, 4, 5) == pytest.approx(steps(straight, 4, 5), rel={"float32": 1e-6, "bfloat16": 1e-2}[dtype])
+
+
+def test_older_checkpoints_are_retired_but_the_best(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, contents_of(tiny_assembly(tiny_config()), step), keep=9)
+    retire_older(tmp_path, 2, 1, print)
+    assert [found.name for found in checkpoints(tmp_path)] == ["step-00000001", "step-00000003", "step-00000004"]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
