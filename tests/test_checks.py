@@ -74,6 +74,13 @@ def test_a_section_of_a_section_that_is_written_empty_has_its_place(write):
     assert (problem.key, problem.where) == ("model.tokenizer", "r.yaml:3")
 
 
+@pytest.mark.parametrize("name", ["x" * 9000, "~nobody-here/model"])
+@pytest.mark.parametrize("key", ["model.model_name", "peft.adapter_path"])
+def test_a_name_that_no_folder_can_have_is_a_problem_among_others(write, key, name):
+    words = ["gpu=cpu", "model=qwen3_0.6b", f"{key}={name}", "training.seed=x"]
+    assert "training.seed" in {problem.key for problem in check_request(write("{}\n"), words).problems}
+
+
 def test_missing_files_show_the_written_and_the_absolute_path_to_verbs_that_need_them(write):
     recipe = write("model: {model_name: ./gone}\ndata: {train: [{path: no/rows.jsonl}, {path: user/set}]}\n")
     assert not report(recipe)[0]

@@ -37,7 +37,7 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "con
 
 def local_folder(name: str) -> Path | None:
     """The folder that a model's name leads to, or can only mean; None for a hub id."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     is_path = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     return folder if is_path or os.path.isdir(folder) else None  # False too for a name that no file can have
 

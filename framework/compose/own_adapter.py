@@ -3,6 +3,7 @@
 What the recipe's body or the command line write must agree with it. Its targets are compared when it is built.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -135,8 +136,8 @@ def _other_base(layers: list[Layer], folder: Path, config: Mapping[str, Any]) ->
 
 def find_adapter(written: str) -> tuple[Path, dict[str, Any]] | Problem:
     """The folder of an adapter and its config, downloaded where it is a hub's; else the problem."""
-    folder = Path(written).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(written))
+    if os.path.isdir(folder):  # False too for a name that no folder can have
         found = trained_folder(folder)
         config = read_json(found / ADAPTER_FILE)
         if config is not None:

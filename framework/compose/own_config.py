@@ -6,6 +6,7 @@ both are listed where they differ.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +42,9 @@ def _with_own_config(layers: list[Layer], section: Key, warnings: list[Problem])
     if name is None or not isinstance(name.value, str) or not trees or (loads is not None and loads.value is False):
         return layers
     presets = [kept for tree in trees if (kept := _only(tree, of_presets=True)) is not None]
-    if Path(name.value).expanduser().is_dir():
-        own = _read(Path(name.value).expanduser() / CONFIG_FILE)
+    folder = os.path.expanduser(name.value)
+    if os.path.isdir(folder):  # False too for a name that no folder can have
+        own = _read(Path(folder, CONFIG_FILE))
     elif presets and not any(_file(tree) == _file(name) for tree in presets):
         own = _of_hub_model(name.value, highest(layers, (*section, "model_revision")))
         if own is None:
