@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from framework.build.data.prepare import Data, prepare_data
-from framework.build.text.chat import read_template
 from framework.build.text.labels import IGNORED
+from framework.build.text.named_templates import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 

@@ -18,8 +18,9 @@ from transformers import (
 
 from framework.build.data.batches import GlobalBatches, MicroBatch
 from framework.build.model.parts import causal_model
-from framework.build.text.chat import Chat, read_template
+from framework.build.text.chat import Chat
 from framework.build.text.labels import IGNORED, Encoded, encode_chats
+from framework.build.text.named_templates import read_template
 from framework.errors import RequestError, SaveFailed
 from framework.run import trainer
 from framework.run.checkpoints.export import write_tokenizer

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerFast
 
 from framework.build.data.prepare import Data, prepare_data, training_texts
 from framework.build.data.rows import Rows
-from framework.build.text.chat import read_template
 from framework.build.text.labels import IGNORED
+from framework.build.text.named_templates import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 

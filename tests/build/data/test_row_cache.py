@@ -15,7 +15,7 @@ from framework.build.data.packing import Packs
 from framework.build.data.prepare import Data, prepare_data
 from framework.build.data.rows import Rows
 from framework.build.sources.python_rows import RowsFromPython, take_rows
-from framework.build.text.chat import read_template
+from framework.build.text.named_templates import read_template
 from framework.caches import cache_folder
 from framework.errors import RequestError
 from framework.schema.config import TrainingConfig

@@ -17,7 +17,7 @@ from framework.build.data.report import Account
 from framework.build.data.stream import Position
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.sources.python_rows import NO_ROWS, RowsFromPython, take_rows
-from framework.build.text.chat import read_template
+from framework.build.text.named_templates import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import Batch, TrainingConfig
 from framework.schema.rules.every import Needs, find_conflicts

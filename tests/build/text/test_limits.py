@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from framework.build.data.prepare import Data, prepare_data
 from framework.build.data.rows import Row
-from framework.build.text.chat import read_template
 from framework.build.text.format_table import FORMS
 from framework.build.text.labels import IGNORED
+from framework.build.text.named_templates import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise
 from framework.schema.config import TrainingConfig

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from framework.build.data.prepare import Data, prepare_data, training_texts
 from framework.build.data.rows import Row
-from framework.build.text.chat import read_template
 from framework.build.text.format_table import FORMS
 from framework.build.text.labels import IGNORED
 from framework.build.text.messages import read_messages
+from framework.build.text.named_templates import read_template
 from framework.build.text.task_formats import KINDS, tasks_for
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
