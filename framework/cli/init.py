@@ -62,14 +62,13 @@ def init(
 
 def recipe_text(model: str, data: str, peft: str, row_format: str) -> str:
     """A recipe for the rows of such a format, which names no machine."""
-    from framework.compose.shipped import presets
-    from framework.shipped import shipped
+    from framework.compose.shipped import editors_line, presets
 
     task, loss = _TASKS.get(row_format, "sft"), "kto" if row_format == "unpaired" else "dpo"
     is_preset = model in presets("model")
     groups = [*([f"model: {model}"] if is_preset else []), f"peft: {peft}", "optimizer: adamw_torch_fused"]
     lines = [
-        f"# yaml-language-server: $schema={shipped('recipes') / 'recipe.schema.json'}\n",
+        editors_line(),
         "schema_version: 1\n",
         f"defaults: [{', '.join([*groups, 'training: fastest'])}]\n",
         f"training:\n  task: {task}\n",

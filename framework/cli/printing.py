@@ -1,8 +1,12 @@
 """How results, problems and warnings look. Results go to stdout, everything else to stderr."""
 
 import json
+import shutil
+import sys
+import textwrap
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from framework.errors import Problem
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 """Of the JSON documents; raised when a key of one is removed or changes its meaning."""
+_GAP = "  "
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -65,11 +70,39 @@ def print_text(text: str, end: str = "\n") -> None:
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Plain aligned columns, so that other programs can read them."""
+    """Plain aligned columns, so that other programs can read them; on a terminal that is narrower, folded into it."""
     rows = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    is_folded = 0 < room < sum(widths) + len(_GAP) * (len(widths) - 1)
+    if is_folded and widths[0] > room // 2:  # what tells rows apart stays whole, in a line of its own
+        for first, *others in rows:
+            print("\n".join([*([first] if first else []), *_aligned(["", *others], [0, *_shares(widths[1:], room)])]))
+        return
+    if is_folded:
+        widths = [widths[0], *_shares(widths[1:], room - widths[0])]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("\n".join(_aligned(row, widths)))
+
+
+def _shares(widths: Sequence[int], room: int) -> list[int]:
+    """Widths that fit behind another column: the widest give way, to one width."""
+    room -= len(_GAP) * len(widths)
+    shares = dict.fromkeys(range(len(widths)), 0)
+    for others, column in enumerate(sorted(shares, key=lambda column: widths[column])):
+        shares[column] = min(widths[column], max(room // (len(widths) - others), 1))
+        room -= shares[column]
+    return list(shares.values())
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """A row on as many lines as its longest cell needs."""
+    folded = [
+        textwrap.wrap(cell, width, break_on_hyphens=False) if len(cell) > width else [cell]
+        for cell, width in zip(cells, widths, strict=True)
+    ]
+    lines = zip_longest(*folded, fillvalue="")
+    return [_GAP.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _stderr() -> "Console":

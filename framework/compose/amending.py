@@ -11,6 +11,7 @@ from framework.compose.overrides import parse
 from framework.compose.reading import read
 from framework.compose.recipe_files import chosen_presets, find_recipe
 from framework.compose.request import compose
+from framework.compose.shipped import editors_line
 from framework.errors import Problem, RequestError
 from framework.schema.config import SCHEMA_VERSION, TrainingConfig
 from framework.terminal import on_one_line
@@ -18,12 +19,13 @@ from framework.text import dump
 
 
 def amended(recipe: str, words: Sequence[str], config: TrainingConfig, changes: Sequence[str]) -> str:
-    """The recipe's own text with the `words` of the command line and then `changes` in it, without a machine.
+    """The recipe's own text with the `words` of the command line and then `changes` in it, without a machine; on top
+    the line by which editors find the schema.
 
     Comments are lost. Where that does not compose to `config`, the text is what `config` has other than by default, and
     where that does not either, every key.
     """
-    said = f"# {on_one_line(Path(recipe).stem)}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
+    said = f"{editors_line()}# {on_one_line(Path(recipe).stem)}, fitted to {config.gpu.name} by `tunesmith fit`.\n"
     whole = {key: value for key, value in config.model_dump().items() if key != "gpu"}
     short = {"schema_version": SCHEMA_VERSION, **_unlike(whole, TrainingConfig().model_dump())}
     texts = (said + dump(document) for document in (_document(recipe, [*words, *changes]), short))

@@ -53,6 +53,9 @@ class Preset:
     """Whether a shipped one has the same name."""
 
 
+_FOR_EDITORS = "# yaml-language-server"
+
+
 def presets(group: str, folders: Iterable[Path] = ()) -> dict[str, Preset]:
     """Choice -> preset, sorted by name. Those of the user's `folders` come before the shipped ones."""
     ours = shipped(PRESETS)
@@ -74,7 +77,12 @@ def recipes() -> dict[str, Path]:
 def purpose(path: Path) -> str:
     """The comment line that says what a recipe or a preset is for."""
     lines = [line for line in path.read_text("utf-8", "replace").splitlines() if line.startswith("# ")]
-    return next((line[2:] for line in lines if not line.startswith("# yaml-language-server")), "")
+    return next((line[2:] for line in lines if not line.startswith(_FOR_EDITORS)), "")
+
+
+def editors_line() -> str:
+    """The first line of a recipe that is written here: editors read the installed schema by it."""
+    return f"{_FOR_EDITORS}: $schema={shipped('recipes') / 'recipe.schema.json'}\n"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

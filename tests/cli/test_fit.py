@@ -1,7 +1,9 @@
 """The verb `fit`: text, JSON, the recipe it writes, pins, and what it says when nothing fits."""
 
 import json
+from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -108,6 +110,8 @@ def test_the_recipe_of_fit_composes_to_the_same_run(arithmetic, run, write, tmp_
     assert "tokens/s" in out
     text = yaml.safe_load(written.read_text())
     assert "gpu" not in text
+    schema = written.read_text().splitlines()[0].partition("$schema=")[2]
+    jsonschema.validate(text, json.loads(Path(schema).read_text()))
     assert len(written.read_text().splitlines()) < 45
     before, after = load(recipe), load(written)
     assert after.batch.global_size == before.batch.global_size == 32

@@ -1,12 +1,15 @@
 """The pages about several GPUs: job files are what the cluster reads, and what they say of batches is so."""
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
+from framework.checks import check_request
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.sharding import ranks_conflicts
 
@@ -43,6 +46,28 @@ def test_the_slurm_script_is_a_script() -> None:
     assert checked.returncode == 0, checked.stderr
     per_node = re.findall(r"(?:ntasks|gpus)-per-node=(\d+)", script)
     assert per_node == ["8", "8"], "one task a card"
+
+
+def test_what_skypilot_runs_is_what_torchrun_and_train_take() -> None:
+    task = yaml.safe_load((DOCS / "machines" / "skypilot.yaml").read_text())
+    for script in (task["setup"], task["run"]):
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    set_there = {"NUM_NODES": "1", "NODE_RANK": "0", "NUM_GPUS_PER_NODE": "8", "NODE_IPS": "10.0.0.1"}
+    shown = re.sub(r"^.*torchrun ", "printf '%s\\n' ", task["run"], flags=re.M)
+    environment = {f"SKYPILOT_{name}": value for name, value in set_there.items()} | {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", shown], env=environment, text=True, capture_output=True, check=True)
+    asked = get_args_parser().parse_args(shlex.split(done.stdout))
+    assert (asked.nnodes, asked.node_rank, asked.nproc_per_node, asked.master_addr) == ("1", 0, "8", "10.0.0.1")
+    module, verb, recipe, *overrides = [asked.training_script, *asked.training_script_args]
+    assert (asked.module, module, verb) == (True, "framework", "train")
+    assert check_request(recipe, [*overrides, "gpu.count=8"]).problems == ()
+
+
+def test_the_image_copies_what_there_is() -> None:
+    image = (DOCS / "machines" / "Dockerfile").read_text()
+    sources = [name for line in re.findall(r"^COPY (.+)$", image, re.M) for name in line.split()[:-1]]
+    assert {"pyproject.toml", "framework", "conf", "recipes"} <= set(sources)
+    assert all((DOCS.parent / name).exists() for name in sources)
 
 
 def test_what_the_page_says_of_the_batch_is_so() -> None:
