@@ -1,19 +1,23 @@
-"""Data files, read row by row: JSONL, JSON, CSV, Parquet, Arrow and plain text, each fault with its place."""
+"""Data files, read row by row, compressed or not: JSONL, JSON, CSV, Parquet, Arrow, text; each fault with its place."""
 
+import bz2
 import csv
+import gzip
+import io
 import json
+import lzma
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from framework.build.hub import one_line
 from framework.build.sources.arrow_values import python_rows
-from framework.build.sources.compressed import BROKEN, COMPRESSED, ending, open_bytes
 from framework.regular_files import open_regular
 from framework.schema.plural import counted
 
@@ -235,3 +239,36 @@ def _as_object(value: object) -> dict[str, Any] | Fault:
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start}"
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    """By Arrow's codec, which is always there; Python has one of its own from 3.14 on."""
+    return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd")))
+
+
+_OPENERS: Mapping[str, Callable[[Path], BinaryIO]] = {
+    ".gz": lambda path: cast(BinaryIO, gzip.GzipFile(path)),
+    ".bz2": lambda path: cast(BinaryIO, bz2.BZ2File(path)),
+    ".xz": lambda path: cast(BinaryIO, lzma.LZMAFile(path)),  # noqa: SIM115 - the caller closes it
+    ".zst": _open_zstd,
+}
+COMPRESSED = tuple(_OPENERS)
+"""Last endings of the names of compressed files, in lower case."""
+
+BROKEN = (EOFError, zlib.error, lzma.LZMAError)
+"""What reading raises where compressed data is cut short or damaged, next to OSError."""
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The file from its beginning, decompressed as it is read. Raises OSError; reading also one of BROKEN."""
+    opener = _OPENERS.get(path.suffix.lower())
+    if opener is None:
+        return open_regular(path)
+    open_regular(path).close()
+    return opener(path)
+
+
+def ending(path: Path) -> str:
+    """The ending that says what is in the file, in lower case: `.jsonl` of `a.jsonl` and of `a.jsonl.gz`."""
+    last = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() if last in COMPRESSED else last
