@@ -177,13 +177,13 @@ def test_what_others_call_it_leads_to_ours(write, word, nearest):
     assert problem.nearest == nearest
 
 
-@pytest.mark.parametrize("name", ["peft.bias", "training.devize", "data.train[0].typ"])
+@pytest.mark.parametrize("name", ["peft.bias", "training.quarz", "data.train[0].typ"])
 def test_where_nothing_is_near_the_keys_of_the_section_are_named(write, name):
-    """The name of the section itself is no likeness: `training.devize` is not `training.seed`."""
+    """The name of the section itself is no likeness: `training.quarz` is not `training.seed`."""
     recipe = write("data: {train: [{path: a}]}\n")
     [problem] = problems_of(recipe, f"{name}=3").values()
     assert problem.nearest is None
-    assert {"peft.bias": "lora_alpha", "training.devize": "tunesmith show"}.get(name, "columns") in problem.expected
+    assert {"peft.bias": "lora_alpha", "training.quarz": "tunesmith show"}.get(name, "columns") in problem.expected
 
 
 def test_a_word_that_is_neither_key_nor_value_is_told_so(write):

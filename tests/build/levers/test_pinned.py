@@ -7,7 +7,7 @@ import torch
 
 from framework.build.levers.pinned import pinning
 from framework.build.optimizers.parameter_wise import StateStore
-from framework.build.parallel import shard
+from framework.build.parallel import fsdp
 from framework.build.parallel.parallelize import Root
 from framework.build.place import Place
 from framework.build.ranks import Ranks
@@ -59,10 +59,10 @@ def test_parts_on_the_host_are_pinned_within_it(monkeypatch: pytest.MonkeyPatch)
     """All that a rank pins is named, not the unit at which it ended."""
     made = tiny_assembly(tiny_config(LLAMA))
     config = made.config.model_copy(update={"fsdp": FSDPParams(enable_fsdp=True, cpu_offload=True)})
-    monkeypatch.setattr(shard, "fully_shard", pin_memory_fails)
-    monkeypatch.setattr(shard, "_mesh", lambda *_: None)
+    monkeypatch.setattr(fsdp, "fully_shard", pin_memory_fails)
+    monkeypatch.setattr(fsdp, "_mesh", lambda *_: None)
     monkeypatch.setattr(torch.Tensor, "element_size", lambda tensor: 4 << 20)
     weights = sum(parameter.numel() for parameter in made.model.parameters())
     said = f"could not pin {weights * (4 << 20) / 2 / 2**30:.2f} GiB"
     with pytest.raises(RuntimeError, match=said):
-        shard.shard(config, Root(made.model), made.model, made.place, Ranks(world=2, local_world=2))
+        fsdp.shard(config, Root(made.model), made.model, made.place, Ranks(world=2, local_world=2))

@@ -195,22 +195,25 @@ def test_a_run_that_cannot_write_ends_at_the_next_step_with_the_last_checkpoint_
 ):
     """The disk is full. The message is that of a save that is waited for."""
     original, log = written_module.save_file, session_module.Session._log
+    reached = threading.Event()  # the next step: on a busy machine the writer might fail before it
 
     def full_disk(tensors, file, **options):
         if "step-00000008" in str(file):
+            reached.wait(60)
             raise OSError(28, "No space left on device")
         original(tensors, file, **options)
 
     def until_failed(self, *arguments):
         log(self, *arguments)
         if self.step == 9:
+            reached.set()
             while not self.saving.writer.has_failed:
                 time.sleep(0.01)
 
     monkeypatch.setattr(written_module, "save_file", full_disk)
     monkeypatch.setattr(session_module.Session, "_log", until_failed)
     messages = []
-    for name, training in (("beside", BESIDE), ("before", {"save_steps": 4})):
+    for name, training in (("beside", BESIDE), ("before", {"save_steps": 4})):  # `reached` stays set
         with pytest.raises(SaveFailed, match="No space left on device") as caught:
             train(config(corpus, tmp_path / name, training=training))
         first, second = str(caught.value).splitlines()
