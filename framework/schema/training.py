@@ -98,7 +98,7 @@ class TrainingParams(Params):
     the router logits for backward: 4 bytes a token, expert and layer."""
     label_smoothing: Annotated[Number, Field(ge=0, lt=1), Facts(resume=Resume.STEERING), _OF_TOKENS_OR_CLASSES] = 0.0
     """Share of the target that is spread evenly over the vocabulary, or over the classes, in training; evaluation has
-    none. No memory."""
+    none. A few bytes a token; none in chunks."""
     z_loss_coef: Annotated[Number, Field(ge=0), Facts(resume=Resume.STEERING), _OF_TOKENS] = 0.0
     """Coefficient of the z-loss, the square of the logarithm of the softmax's denominator of each supervised token,
     which keeps logits from drifting (PaLM has 1e-4); evaluation leaves it out. No memory with `model.chunked_loss`,
@@ -152,7 +152,7 @@ class TrainingParams(Params):
     """Decoupled decay, not applied to biases and norms. Costs one temporary the size of the gradients with `sgd`."""
     parameter_groups: Annotated[ParameterGroups, Facts(resume=Resume.STEERING)] = ()
     """Weights with a rate or a decay of their own: `[{match: lm_head, learning_rate: 1e-5}]`. Each weight is matched by
-    one item at most. No memory."""
+    one item at most. Memory: what `weight_decay` takes, where an item has one."""
     adam_beta1: Annotated[Beta, NO_MEMORY] = 0.9
     """Decay of the first moment. No memory."""
     adam_beta2: Annotated[Beta, NO_MEMORY] = 0.999

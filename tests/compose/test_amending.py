@@ -25,5 +25,5 @@ def test_where_the_text_says_something_else_what_is_no_default_is_written(write)
         "training": {"max_steps": 3, "learning_rate": 0.001},
         "model": {"model_name": "a", "attn_implementation": "eager"},
     }
-    assert "$schema" not in text, "no schema is next to a file that may be anywhere"
+    assert text.startswith("# yaml-language-server: $schema=/"), "a file may be anywhere: the path is whole"
     assert load(write(text)) == changed

@@ -92,7 +92,7 @@ def test_without_a_template_the_named_ones_are_told(tmp_path: Path) -> None:
         read_inputs(config(tmp_path, [{"messages": chat} for chat in CHATS]))
     (problem,) = caught.value.problems
     assert problem.key == "model.chat_template"
-    assert "chatml, gemma, llama3, mistral, plain" in str(problem.expected)
+    assert "alpaca, chatml, gemma, llama3, mistral, phi3, plain, vicuna, zephyr" in str(problem.expected)
 
 
 def test_a_tokenizer_that_does_not_read_back_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import yaml
 
@@ -19,6 +20,8 @@ from framework.schema.config import TrainingConfig
 from framework.text import dump
 
 FILE = "README.md"
+_SEAL = "\n<!-- Written by tunesmith; a later run leaves it alone once it is changed. {:08x} -->\n"
+_SEALED = _SEAL.index("{")
 _PIPELINES = {
     Task.CLASSIFICATION: "text-classification",
     Task.REGRESSION: "text-classification",
@@ -45,11 +48,22 @@ class Trained:
 
 
 def write_card(folder: Path, trained: Trained) -> None:
-    """Write the card of an export. Raises SaveFailed."""
+    """Write the card of an export, but leave one alone that was changed or is not a run's. Raises SaveFailed."""
     try:
-        replace_file(folder / FILE, model_card(trained, folder.parent.name))
+        if is_ours(folder / FILE):
+            text = model_card(trained, folder.parent.name)
+            replace_file(folder / FILE, f"{text}{_SEAL.format(crc32(text.encode()))}")
     except OSError as error:
         raise SaveFailed(f"{folder / FILE} could not be written: {error.strerror}. The model next to it is.") from error
+
+
+def is_ours(file: Path) -> bool:
+    """Whether there is no such file, or one that nobody has changed since it was written here."""
+    if not file.exists():
+        return True
+    text = file.read_text(encoding="utf-8", errors="replace")
+    card = text[: text.rfind(_SEAL[:_SEALED])]
+    return text == f"{card}{_SEAL.format(crc32(card.encode()))}"
 
 
 def model_card(trained: Trained, title: str) -> str:

@@ -167,7 +167,7 @@ class TestChatTemplate:
         assert problem.key == "model.chat_template"
         assert problem.nearest == "chatml"
         assert problem.expected is not None
-        assert "gemma, llama3, mistral, plain" in problem.expected
+        assert "gemma, llama3, mistral, phi3, plain" in problem.expected
         assert os.path.abspath("chat-ml") in problem.message
 
 

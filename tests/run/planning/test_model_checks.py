@@ -56,6 +56,9 @@ OF_THE_START = {
     **dict.fromkeys(("check_read", "_read", "_sums", "_told", "_origin_of"), "the run that --resume goes on with"),
     "check_adapters_base": "a digest of the weights of the base",
     **dict.fromkeys(
+        ("adapter_start.start_from_rows", "adapter_start.look", "adapter_start._batches"), "what EVA finds in the rows"
+    ),
+    **dict.fromkeys(
         ("find_folder", "_look_again", "remove", "_require_free", "_taken"), "other processes, --overwrite"
     ),
 }

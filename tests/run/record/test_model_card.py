@@ -6,7 +6,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from framework.run.record.model_card import Trained, model_card
+from framework.memory.units import size
+from framework.run.record.model_card import Trained, is_ours, model_card
 from tests.run.test_trainer import config, corpus, train  # noqa: F401
 from tests.tiny import LLAMA
 
@@ -31,8 +32,8 @@ def test_an_export_has_a_card_with_the_figures_of_the_run(run, corpus):  # noqa:
     assert f"| eval_loss | {first['eval_loss']:.4f} | {last['eval_loss']:.4f} |" in text
     assert "| | step 0 | step 2 |" in text
     memory = json.loads((run.folder / "memory.json").read_text())["measured"]
-    measured = (memory["allocated_bytes"] - memory["baseline_bytes"]) / 2**20
-    assert f"| allocated | not planned | {measured:,.1f} MiB |" in text
+    measured = size(memory["allocated_bytes"] - memory["baseline_bytes"])
+    assert f"| allocated | not planned | {measured} |" in text
     assert "AutoPeftModelForCausalLM.from_pretrained" in text
     assert "| training | rows.jsonl | train | detected |" in text
     assert str(corpus.parent) not in text
@@ -83,3 +84,12 @@ def test_ids_of_the_hub_are_links_and_plan_stands_next_to_measured(corpus, tmp_p
     assert "| reserved | 5.00 GiB | 4.00 GiB |" in text
     assert "1,234 rows of at most 32 tokens, 5,678 tokens supervised" in text
     assert "AutoModelForSequenceClassification.from_pretrained" in text
+
+
+def test_a_card_that_was_changed_is_left_alone(run, tmp_path):
+    file = run.folder / "final" / "README.md"
+    assert is_ours(file)
+    assert is_ours(tmp_path / "README.md"), "there is none"
+    for text in (file.read_text() + "mine", "mine", "", file.read_text().replace("pretrain", "chat", 1)):
+        (tmp_path / "README.md").write_text(text)
+        assert not is_ours(tmp_path / "README.md")
