@@ -58,6 +58,7 @@ def probes():
             yield pytest.param(recipe, rehearsed, name, micro, marks=marks, id=f"{recipe}-{rehearsed}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "rehearsed", "name", "micro"), list(probes()))
 def test_one_rehearsal_gives_the_verdicts_of_the_cards_of_its_class(recipe, rehearsed, name, micro):
     rows = {card: VERDICTS[recipe][card] for card in classes()[rehearsed]}
@@ -92,6 +93,7 @@ def test_a_verdict_fits_when_its_bytes_do():
             assert row["fits"] == (row["device_bytes_upper"] <= facts(card).usable_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "card"),
     quick_and_slow([AWAY], [*sample(SMALLEST, classes_cards(), 1, 5), *sample(VERDICTS, classes_cards(), 12, 6)]),

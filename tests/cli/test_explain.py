@@ -172,6 +172,7 @@ def changed(document, path, value):
     return document
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [None, -1, 1.5, 2**70, "x", [], {}, [1], {"a": 1}, True, ABSENT], ids=str)
 def test_a_plan_that_was_damaged_costs_its_figures_and_no_explanation(folder, wrong):
     """Every place of it holds something else, or nothing."""

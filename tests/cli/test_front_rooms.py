@@ -67,6 +67,7 @@ def test_how_long_it_takes(code, seconds):
     assert min(float(run(timed).splitlines()[-1]) for _ in range(3)) < seconds
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_process
 def test_libraries_say_nothing_while_they_are_loaded() -> None:
     """bitsandbytes warns of a CPU kernel that it lacks whenever peft is imported."""
@@ -87,6 +88,7 @@ UNUSED = {"bitsandbytes", "datasets", "sklearn", "tensorboard", "mlflow", "wandb
 """pandas is imported by pyarrow wherever it is installed."""
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_process
 def test_a_run_imports_what_it_uses(write, tmp_path):
     """From rows to export: in full without peft, with an adapter without bitsandbytes, which peft would import."""

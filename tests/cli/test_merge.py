@@ -66,6 +66,7 @@ def test_the_merged_folder_computes_what_the_run_did(run, method, capsys):
     assert "already there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", first(2, ["pissa", "loftq", "lora", "qlora"]))
 def test_a_base_that_was_not_saved_is_made_again(run, peft, capsys):
     if peft in ("qlora", "loftq"):
@@ -157,6 +158,7 @@ def test_each_preset_trains_from_end_to_end(run, peft, capsys):
     assert (folder / "final" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_merge_draws_no_bars_into_a_pipe(run, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(framework.__file__).parents[1]))
     command = [sys.executable, "-m", "framework", "merge", str(run("peft=lora").absolute())]

@@ -115,6 +115,7 @@ def check_document(document, added=()):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_process
 def test_the_quickstart_is_planned_without_torch_in_the_parent(tmp_path):
     code = (

@@ -99,6 +99,7 @@ def test_no_further_run_begins_after_a_failure_when_asked_or_after_an_interrupt(
     assert "not begun" in out.splitlines()[3]
 
 
+@pytest.mark.slow
 def test_an_interrupt_between_two_runs_lets_none_begin(command, monkeypatch):
     keep = SweptRun._run
 
@@ -148,6 +149,7 @@ def test_a_dry_run_writes_nothing(command):
     assert [path.name for path in Path().iterdir()] == ["r.yaml"]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_breaks_is_told_and_its_runs_are_lost(command, monkeypatch):
     def run(self, job, log, environment):
         raise OSError("no space")
@@ -209,6 +211,7 @@ def test_runs_at_a_time_have_cards_of_their_own(monkeypatch, tmp_path):
     assert not waited
 
 
+@pytest.mark.slow
 def test_the_page_tells_commands_whose_runs_compose():
     page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
     typed = [shlex.split(line)[2:] for line in page.splitlines() if line.startswith("tunesmith train")]

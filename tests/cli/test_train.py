@@ -35,6 +35,7 @@ def losses(folder: str) -> list[float]:
     return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_its_distance_to_the_optimizer_and_its_config_trained_again(recipe, capsys):
     frames: list[list[str]] = []
 

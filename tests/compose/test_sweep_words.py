@@ -51,6 +51,7 @@ def test_items_of_lists_and_text_in_quotes_stay_what_they_are():
     assert not problems
 
 
+@pytest.mark.slow
 def test_folders_are_named_as_hydra_names_them(tmp_path):
     named = ["hydra.sweep.dir=" + quoted(f"{tmp_path}/it's"), "hydra.sweep.subdir='${hydra.job.override_dirname}'"]
     _, jobs = jobs_of("training.seed=1,2", "optimizer=lion,sgd", *named)
@@ -81,6 +82,7 @@ def test_what_hydra_does_not_have_is_told_with_what_brings_it():
     assert list(problems_of("training.seed=1,2", "hydra.launcher.n_jobs=2")) == ["hydra.launcher.n_jobs=2"]
 
 
+@pytest.mark.slow
 def test_hydra_hands_out_the_runs_of_the_outline_and_forgets_the_sweep(tmp_path):
     before = dict(ConfigStore.instance().repo), GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     sweep, jobs = jobs_of("training.seed=1,2", "gpu=24gb,cpu", folder=str(tmp_path))

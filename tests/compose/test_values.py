@@ -160,6 +160,7 @@ def test_resolvers_are_refused_on_the_command_line_and_where_a_higher_layer_hide
     assert problems_of(recipe, "training.run_name=${oc.env:HOME}")["training.run_name"].where == "command line"
 
 
+@pytest.mark.slow
 def test_references_cannot_grow_without_bound(write):
     chain = ", ".join(f"a{i}: '${{model.architecture.a{i + 1}}}${{model.architecture.a{i + 1}}}'" for i in range(60))
     found = problems_of(write(f"model: {{architecture: {{{chain}, a60: yy}}}}\n"))

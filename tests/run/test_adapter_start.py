@@ -84,6 +84,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return folder, on_two(partial(look, to_make(request, QUICK, METHODS)), folder)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_shards_go_on_from_a_saved_adapter(ran, method):
     folder, found = ran

@@ -60,6 +60,7 @@ def config(corpus, folder, teacher, teaching=None, asks_for=None, **training):
     return asked.model_copy(update={"model": type(asked.model)(**model)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", first(1, ["forward_kl", "reverse_kl", "jsd"]))
 def test_the_student_comes_closer_to_the_teacher(corpus, tmp_path, teacher, divergence, capfd):
     asked = config(corpus, tmp_path / "run", teacher, distillation={"divergence": divergence, "alpha": 1.0})

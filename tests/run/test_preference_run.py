@@ -87,6 +87,7 @@ def test_lower_case_is_learnt(files, tmp_path, loss, adapted):
     assert set(metrics(tmp_path / "run", unit).values()) == {8, 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "asked once", slow("full"), slow("kto asked once")])
 def test_a_resumed_run_is_the_straight_one(files, tmp_path, monkeypatch, kind):
     def asked(name):
@@ -177,6 +178,7 @@ def test_rows_of_the_other_kind_are_refused(files, tmp_path):
         train(pairs)
 
 
+@pytest.mark.slow
 def test_pairs_are_halved_as_pairs_when_memory_runs_out(files, tmp_path, monkeypatch):
     """The worse answer stays next to its better one: the run is the one of half the micro batch."""
     straight = config(files, tmp_path / "straight", training={"per_device_train_batch_size": 2, "max_steps": 3})

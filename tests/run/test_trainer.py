@@ -465,6 +465,7 @@ def test_a_failing_evaluation_does_not_lose_the_export(corpus, tmp_path, monkeyp
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000002"]
 
 
+@pytest.mark.slow
 def test_a_compiled_run_resumes_as_a_plain_one_and_its_export_is_plain(corpus, tmp_path, monkeypatch):
     """No saved name shows the compiler; graphs run operator by operator here, which needs no C++ compiler."""
     monkeypatch.setattr(compiled, "lower", aot_eager)

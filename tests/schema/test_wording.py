@@ -25,6 +25,7 @@ def test_a_number_agrees_with_what_it_counts(words: tuple[int, str], said: str) 
     assert counted(*words) == said
 
 
+@pytest.mark.slow
 def test_every_length_that_a_sentence_counts_by_agrees_with_it() -> None:
     """`{len(x)} rows` would say `1 rows`."""
     found = list[str]()

@@ -48,6 +48,7 @@ def test_each_kind_trains_and_is_read_back(architecture, peft, kind):
     assert losses[0] == pytest.approx(steps(tiny_assembly(adapted(architecture=architecture)), 1)[0], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("peft", "kind", "architecture"), thinned(KINDS, {"llama": WIDE, "gpt2": GPT2, "moe": MOE}))
 def test_the_plan_holds_what_is_built(architecture, peft, kind):
     config = quantized(architecture, **peft)

@@ -385,6 +385,7 @@ class TestAccount:
         short, long = {"prompt": "a ", "completion": "b"}, {"prompt": "word " * 36, "completion": "b"}
         return write_rows("pairs.jsonl", [short] * 1500 + [long] * 3000)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("buffer", "workers"), [(1000, 0), slow(1000, 1), slow(16, 0)])
     def test_blocks_of_which_nothing_is_kept_are_counted(
         self, buffer: int, workers: int, rows: str, tokenizer: PreTrainedTokenizerFast
@@ -411,6 +412,7 @@ class TestAccount:
         with pytest.raises(RequestError, match=r"66\.7% of the supervised tokens"):
             prepared(held, tokenizer)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("stops", [(130, 378), slow((0,))])
     def test_a_run_that_is_resumed_has_the_account_of_the_whole(
         self, stops: tuple[int, ...], rows: str, tokenizer: PreTrainedTokenizerFast

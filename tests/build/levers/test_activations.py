@@ -218,6 +218,7 @@ def kept(rehearsal: Rehearsal) -> int:
     return sum(trace.sizes[block] for block in on_device if trace.kinds[block] is Kind.ACTIVATIONS)
 
 
+@pytest.mark.slow
 def test_kept_bytes_are_those_of_the_policy() -> None:
     full = kept(rehearsed(ON))
     assert full - kept(rehearsed(ON, architecture={**WIDE, "num_hidden_layers": 6})) == 2 * STREAM

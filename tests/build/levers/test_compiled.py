@@ -88,6 +88,7 @@ def test_equal_blocks_share_one_graph(uncompiled):
     assert reading.source.startswith("1 graph from 1 of 1 frame in")
 
 
+@pytest.mark.slow
 def test_equal_blocks_with_adapters_share_two_graphs(uncompiled):
     """The first block's input has no gradient, that of the others has."""
     adapted = build({**LLAMA, "num_hidden_layers": 4}, **LORA, peft={"lora_target_modules": ["all-linear"]})

@@ -182,6 +182,7 @@ def test_plan_without_checkpointing_keeps_no_block_on_the_device(monkeypatch: py
     assert host_peak(moved) >= 8 * (per_block - small // 8)
 
 
+@pytest.mark.slow
 def test_plan_holds_two_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the blocks, no more of the device: the most that is alive in forward or backward."""
     monkeypatch.setattr(module, "LEAST_BYTES", STREAM // 2)

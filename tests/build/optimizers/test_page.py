@@ -8,6 +8,7 @@ from framework.schema.optimizers import FACTS, Optimizer
 from tests.optimizers import eager, needs  # noqa: F401
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_built_optimizers_say():
     assert PAGE.read_text() == page(), "run: python benchmarks/optimizers_page.py"
 

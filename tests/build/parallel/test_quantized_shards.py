@@ -153,6 +153,7 @@ def alone(name: str, folder: Path) -> Any:
     return assembly
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", chosen(QUICK, EXACT))
 def test_two_halves_of_a_packed_base_teach_what_one_whole_does(name, found):
     folder, ranks = found
@@ -207,6 +208,7 @@ def test_what_is_split_and_stored_as_what_is_read_back(found):
     assert read["fsdp.enable_fsdp"][0] == "1/2 of the weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow("nested, zero2"), "transposed", "mixed"])
 def test_the_plan_holds_what_a_rank_is_given(name, found):
     folder, ranks = found

@@ -131,6 +131,7 @@ class TestStandardLibrary:
         source = Path(os.__file__).parent / "json" / "decoder.py"
         assert rows[paths.index("json/decoder.py")]["text"] == source.read_text(encoding="utf-8")
 
+    @pytest.mark.slow
     def test_is_the_same_in_another_process(self) -> None:
         program = (
             "import hashlib; from framework.build.sources.sources import standard_library\n"

@@ -37,6 +37,7 @@ def test_vocabulary_is_as_large_as_asked_and_has_the_special_tokens() -> None:
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
+@pytest.mark.slow
 def test_the_same_texts_give_the_same_tokenizer_in_another_process() -> None:
     program = (
         "from framework.build.text.tokenizer import train_tokenizer\n"

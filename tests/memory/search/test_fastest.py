@@ -50,6 +50,7 @@ def brute_force(space: Space) -> float:
     return min(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "usable", chosen((2600, 3000, 6000, 20000), [2600, 2750, 3000, 3500, 4500, 6000, 9000, 20000, 80000])
 )
@@ -69,6 +70,7 @@ def test_as_fast_as_the_best_of_all_candidates(usable: int) -> None:
     assert measure.calls < 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "usable", chosen((2400, 2800, 4500, 20000), [2400, 2600, 2800, 3000, 3500, 4500, 5500, 6000, 7000, 9000, 20000])
 )
@@ -96,6 +98,7 @@ def test_of_structures_that_are_known_together_the_most_promising_is_told() -> N
     assert seconds < min(map(search.estimates[plainest].seconds, space.sizes))
 
 
+@pytest.mark.slow
 def test_the_host_is_taken_for_speed_and_not_where_it_costs_more() -> None:
     choices = {}
     for usable in (2800, 20000):
@@ -112,6 +115,7 @@ def short_of(room: int) -> Shortage:
     return lambda plan: f"{plan.host_bytes // MIB} MiB are needed" if plan.host_bytes > room * MIB else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("room", "usable"), thinned([1000, 1100, 1600, 2500], [2600, 2800, 3000, 3500, 6000]))
 def test_what_the_host_has_no_room_for_is_left_out(usable: int, room: int) -> None:
     """Room for nothing, for activations of few rows, for those of more, for states as well."""

@@ -58,6 +58,7 @@ def test_the_global_batch_is_kept_and_said() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("usable", "is_sharded"), [(1000, True), (9000, False)])
 def test_cards_split_the_weights_where_one_cannot_hold_them(usable: int, is_sharded: bool) -> None:
     config = config_on(usable, global_batch_size=32)
@@ -76,6 +77,7 @@ def test_a_pinned_batch_that_cannot_fit_is_no_proposal() -> None:
     assert found.smallest_card == "rtx3060_12gb"
 
 
+@pytest.mark.slow
 def test_what_changes_the_trajectory_comes_last_and_is_named() -> None:
     usable = 1850
     assert not found_on(config_on(usable), last_resort=()).fits
@@ -88,6 +90,7 @@ def test_what_changes_the_trajectory_comes_last_and_is_named() -> None:
     assert any(given_up[0].key in remark for remark in found.remarks)
 
 
+@pytest.mark.slow
 def test_what_this_machine_has_no_room_for_is_said() -> None:
     """2,280 MiB with states on the host, 1,000 without."""
     ample, full = found_on(config_on(2800)), found_on(config_on(2800), shortage=short_of(1100))

@@ -77,6 +77,7 @@ def test_a_pinned_chunk_leaves_one_in_each_mix() -> None:
     assert {space.structures[other].choices[CHUNKS] for mix in space.mixes for other in mix} == {None}
 
 
+@pytest.mark.slow
 def test_plans_of_a_real_model_agree() -> None:
     """A small Llama with and without checkpoints and logits: what follows for every third block and chunks of 256."""
     free = {CHECKPOINTS, EVERY, CHUNKS}
@@ -93,6 +94,7 @@ def test_plans_of_a_real_model_agree() -> None:
     assert estimate.seconds == pytest.approx(own.seconds, rel=0.02)
 
 
+@pytest.mark.slow
 def test_states_on_the_host_take_from_a_real_plan_what_they_take_from_the_plainest() -> None:
     free = {CHECKPOINTS, CHUNKS, STATES}
     model = {"torch_dtype_str": "float32", "model_max_length": 128}

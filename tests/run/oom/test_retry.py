@@ -95,6 +95,7 @@ def weights_of(corpus, folder, micro, **options):  # noqa: F811
 POINTS = pytest.mark.parametrize("count", [3, slow(20)])
 
 
+@pytest.mark.slow
 @POINTS
 def test_the_first_step_undone_at_random_operators_is_bitwise_that_of_a_run_at_the_final_micro_batch(
     count,
@@ -202,6 +203,7 @@ OPTIMIZERS += map(slow, ["apollo_adamw", "adamw_8bit"])
 LOW_RANK = {"projection_rank": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_first_update_of_every_optimizer_is_undone(optimizer, corpus, tmp_path, failing):  # noqa: F811
     """Failed at its last operators: some weights had changed and states were made."""
@@ -453,6 +455,7 @@ def most(rehearsal, space, phase):
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [slow("loss"), "backward", slow("optimizer_step")])
 def test_compiled_blocks_run_the_smaller_shape(phase, corpus, tmp_path, monkeypatch):  # noqa: F811
     """Compiled for it anew; the same losses and weights as a run that starts there."""

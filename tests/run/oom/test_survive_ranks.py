@@ -213,6 +213,7 @@ def failed_as_meant(told, beginning):
     return names
 
 
+@pytest.mark.slow
 def test_a_first_step_undone_on_any_rank_is_bitwise_that_of_a_run_at_the_final_micro_batch(folder, told):
     names, expected = failed_as_meant(told, ("first", "update")), final_weights(folder / "two")
     assert len(names) in (2, 7)

@@ -26,6 +26,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("usable", [10**6, 40 * 10**9])
 @pytest.mark.parametrize("source", ["written", "assumed: the most that a test takes"])
 def test_a_plan_serves_another_limit_and_is_what_would_be_planned_for_it(usable, source):

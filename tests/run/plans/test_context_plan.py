@@ -28,6 +28,7 @@ def config(count: int, card: dict[str, Any] = CARD, shape: dict[str, Any] = SHAP
     return tiny_config(shape, gpu={**card, "count": count}, model=model, training=training, **sections)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [{}, {"enable_fsdp": True}])
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_device_has_its_part_of_activations_and_logits(count, fsdp):

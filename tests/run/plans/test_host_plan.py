@@ -48,6 +48,7 @@ def planned(name: str, count: int = 8) -> Plan:
     return make_plan(record(TrainingConfig.model_validate(config)))
 
 
+@pytest.mark.slow
 def test_o11_a_model_that_every_rank_loads_takes_eight_times_its_size() -> None:
     """160 GB of float32 weights on 8 ranks."""
     whole, sent, mapped = planned("whole"), planned("sent"), planned("mapped")
@@ -88,6 +89,7 @@ def test_a_checkpoint_that_is_gathered_is_on_the_first_host() -> None:
     assert plan.host.other_bytes < plan.host_bytes / 10
 
 
+@pytest.mark.slow
 def test_a_machine_is_taken_to_have_eight_cards() -> None:
     plan = planned("mapped", 16)
     assert plan.host.processes == 8

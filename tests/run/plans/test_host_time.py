@@ -17,6 +17,7 @@ WITHIN = {
 QUICK = ("1b_full/gc-true/compile-true",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, id=row["name"], marks=() if row["name"] in QUICK else pytest.mark.slow) for row in COMPILED],
@@ -27,6 +28,7 @@ def test_compiled_steps_of_few_tokens_take_what_the_host_takes(row):
     assert cost.seconds == pytest.approx(row["step_seconds"], rel=WITHIN.get(row["name"], 0.16))
 
 
+@pytest.mark.slow
 def test_recorded_kernels_cost_the_host_nothing():
     """SmolLM2's 360M over 8 x 512 tokens: 29.3 ms a step recorded, 60.2 to 87.2 launched, in one call on an H200 whose
     host was faster than the fitted one (benchmarks/results/race_graphs_h200.json)."""

@@ -196,6 +196,7 @@ def test_states_on_the_host_cost_two_copies_over_the_link_a_step() -> None:
     assert away.step.bound_by == "communication"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "longer"), [(0.3, 1.0), (0.9, 1.15), (4.0, 4.0)])
 def test_each_pass_waits_for_the_blocks_that_come_from_the_host(share: float, longer: float) -> None:
     """Copies that take 0.9 of a step's computing are half in its shorter forward pass, which waits for them."""

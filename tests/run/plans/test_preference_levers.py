@@ -52,6 +52,7 @@ def test_a_lever_changes_nothing_that_is_learnt(plain, adapted, sections):
     assert run(adapted, **sections) == pytest.approx(plain[adapted], rel=2e-2 if half else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [slow(False), True], ids=["full", "lora"])
 def test_compiled_blocks_are_for_the_policy_alone(plain, adapted, monkeypatch):
     monkeypatch.setattr(compiled, "lower", aot_eager)

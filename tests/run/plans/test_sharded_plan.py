@@ -142,6 +142,7 @@ def test_going_on_from_a_checkpoint_takes_no_more_than_training():
     assert states == pytest.approx(by_phase["optimizer_step"].terms.optimizer, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_host_holds_what_a_save_writes(monkeypatch):
     """A rank its part, of which copies that are written during training are no more; the first all of what it gathers,
     with nothing of it on the device."""

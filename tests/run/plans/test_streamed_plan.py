@@ -29,6 +29,7 @@ def rehearsed(offload: bool, card=H100, **training: Any):
     return record(tiny_config(WIDE, model=model, training=training, peft=peft, gpu=card))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_device_holds_two_blocks_and_the_host_all(checkpointing: bool) -> None:
     plain, streamed = (
@@ -50,6 +51,7 @@ def test_the_blocks_are_bytes_of_the_host_and_not_of_powers_of_two() -> None:
     assert homes == [BLOCK] * 8
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_what_the_step_waits_for() -> None:
     slow = H100.model_copy(update={"host_link_bytes_per_second": 1e8})
     made = make_plan(rehearsed(True, slow, global_batch_size=16))
@@ -101,6 +103,7 @@ def test_a_run_leaves_the_same_files_behind(train, mode: str) -> None:
         assert all(torch.equal(expected[name], found[name]) for name in expected), file
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_is_merged(train, capsys) -> None:
     from transformers import AutoModelForCausalLM
 

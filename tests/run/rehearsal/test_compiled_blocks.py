@@ -72,6 +72,7 @@ def kept(rehearsal: Any) -> int:
     return int(next(phase for phase in make_plan(rehearsal).phases if phase.name == "loss").allocated_bytes)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_less_and_a_budget_less_still() -> None:
     sizes = [kept(rehearsed()), kept(rehearsed(compile=True))]
     sizes += [kept(rehearsed(compile=True, activation_memory_budget=budget)) for budget in (0.5, 0.1)]
@@ -94,6 +95,7 @@ def test_equal_blocks_are_captured_once_and_others_again(monkeypatch: pytest.Mon
     assert len(captured) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [{}, slow({"enable_gradient_checkpointing": True})], ids=["kept", "checkpointed"])
 def test_a_rehearsal_may_use_what_another_captured_and_plans_the_same(beside: dict[str, Any]) -> None:
     kept: compiled_blocks.Kept = {}
@@ -154,6 +156,7 @@ def test_the_worst_batch_is_padded_too() -> None:
     assert plans[0].peak.allocated_bytes == plans[1].peak.allocated_bytes < plans[2].peak.allocated_bytes
 
 
+@pytest.mark.slow
 def test_a_model_compiled_as_a_whole_is_one_graph() -> None:
     """Which keeps nothing of its own between blocks."""
     whole = rehearsed(compile=True, compile_scope="model")
@@ -195,6 +198,7 @@ def test_a_model_that_an_h200_compiled_as_a_whole(write: Any) -> None:
     assert peak.reserved_bytes == pytest.approx(32_421_969_920, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_process
 def test_nothing_of_the_compiler_is_loaded_for_a_plain_plan(tmp_path: Path) -> None:
     import subprocess

@@ -89,6 +89,7 @@ def loaded(checkpoint, dtype: str, device: str = "cpu", **model: Any) -> dict[st
     return found
 
 
+@pytest.mark.slow
 def test_weights_of_the_checkpoints_dtype_are_its_files_pages(checkpoint) -> None:
     found = loaded(checkpoint, "bfloat16")
     assert found["held"] > 180
@@ -102,6 +103,7 @@ def test_weights_of_another_dtype_are_there_once(checkpoint) -> None:
     assert found["anon"] < 1.25 * found["held"]
 
 
+@pytest.mark.slow
 def test_a_base_that_stays_on_the_host_is_there_once_and_a_block(checkpoint) -> None:
     found = loaded(checkpoint, "float32", offload_frozen_base=True)
     blocks = 3  # two slots, which are host memory here, and the block that is being moved

@@ -26,6 +26,7 @@ def plan(architecture: dict[str, Any] = LLAMA, **sections: Any) -> Plan:
     return make_plan(record(tiny_config(architecture, gpu=H100, **sections)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "sections"),
     thinned(

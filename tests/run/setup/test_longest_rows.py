@@ -49,6 +49,7 @@ def tried(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_the_longest_rows_are_tried_first_and_change_nothing(corpus, tmp_path, tried):  # noqa: F811
     """With dropout, the same losses and weights as a run without a trial."""
     sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": None}
@@ -63,6 +64,7 @@ def test_the_longest_rows_are_tried_first_and_change_nothing(corpus, tmp_path, t
     assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "plain"))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_halved_before_the_first_step(corpus, tmp_path, tried):  # noqa: F811
     tried.most = 1
     run(corpus, tmp_path / "run")
