@@ -136,7 +136,8 @@ def measured(row: Row, dtype: str) -> tuple[float, float]:
     return bytes_of(*(stood_in(row, dtype, ONE_B) if row.optimizer in LOW_BIT else stepped(row, dtype)))
 
 
-def _cells(row: Row) -> str:
+def line(row: Row) -> str:
+    """The row of the table of an optimizer that is built here."""
     half = measured(row, "bfloat16")
     cells = f"| {row.name} | {_sum(*half)} | {4 + sum(half):.2f} "
     if FACTS[row.optimizer].keeps_small_updates:
@@ -191,7 +192,7 @@ TAIL = """
 
 def page() -> str:
     """The whole page, from optimizers built here."""
-    return HEAD + "\n".join(_cells(row) for row in ROWS) + "\n" + TAIL
+    return HEAD + "\n".join(line(row) for row in ROWS) + "\n" + TAIL
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ def _marks(choice):
 
 ON_CPU = [pytest.param(str(choice), marks=_marks(choice)) for choice in Optimizer if not is_paged(choice)]
 """Every optimizer that runs without a card."""
+UNLIKE = ("adamw_torch", "adamw_8bit", "adafactor", "muon", "schedule_free_adamw", "galore_adamw", "anyprecision_adamw")
+"""One of each kind of state in the quick suite."""
 
 
 def training(optimizer, **more):

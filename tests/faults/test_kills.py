@@ -89,6 +89,7 @@ def uninterrupted(whole, tmp_path_factory):
     return measure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", throws(1, 300, "kills at changes of the folder"))
 def test_killed_at_a_change_of_its_folder(whole, uninterrupted, tmp_path, number):
     dice = random.Random(number)
@@ -98,6 +99,7 @@ def test_killed_at_a_change_of_its_folder(whole, uninterrupted, tmp_path, number
     go_on(whole, tmp_path / "run", **SAVES[setting])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", throws(1, 60, "kills at moments"))
 def test_killed_at_any_moment(whole, uninterrupted, tmp_path, number):
     dice = random.Random(number)

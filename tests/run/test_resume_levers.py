@@ -10,7 +10,7 @@ from framework.memory.explain.proposals import propose
 from framework.memory.levers import LEVERS
 from framework.run.checkpoints.resume import check_allowed, check_resume, resume_with
 from framework.schema.optimizers import FACTS, Optimizer
-from tests.grids import first
+from tests.grids import first, slow
 from tests.run.test_preference_run import config as preference
 from tests.run.test_preference_run import files  # noqa: F401
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401
@@ -92,7 +92,7 @@ def test_a_frozen_base_goes_to_the_host_at_a_resume(corpus, tmp_path):  # noqa: 
     assert go_on(changed, kept, tmp_path / "run", ["model.offload_frozen_base"]) == metrics(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapted", [False, slow(True)], ids=["full", "lora"])
 def test_a_reference_is_asked_anew_before_the_checkpoint_takes_its_place(files, tmp_path, adapted):  # noqa: F811
     run = preference(files, tmp_path / "whole", adapted=adapted, training=dict(STEPS))
     train(run)

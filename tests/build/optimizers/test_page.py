@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.optimizers_page import EIGHTH, PAGE, ROWS, bytes_of, page, stepped, stood_in
+from benchmarks.optimizers_page import EIGHTH, PAGE, ROWS, bytes_of, line, page, stepped, stood_in
 from framework.build.optimizers.low_bit import LOW_BIT
 from framework.schema.optimizers import FACTS, Optimizer
 from tests.optimizers import eager, needs  # noqa: F401
@@ -11,6 +11,11 @@ from tests.optimizers import eager, needs  # noqa: F401
 @pytest.mark.slow
 def test_the_page_is_what_the_built_optimizers_say():
     assert PAGE.read_text() == page(), "run: python benchmarks/optimizers_page.py"
+
+
+@pytest.mark.parametrize("name", [Optimizer.ADAFACTOR, Optimizer.ANYPRECISION_ADAMW])
+def test_a_line_is_what_the_built_optimizer_says(name):
+    assert all(line(row) in PAGE.read_text() for row in ROWS if row.optimizer is name)
 
 
 def test_every_optimizer_has_a_line():

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pure": ("llama", PURE),
     "mixed": ("llama", {**MIXED, "peft": NESTED}),
 }
-QUICK = ("full", "transposed", "pure", "mixed")
+QUICK = ("full", "pure", "mixed")
 EXACT = [name for name in CASES if name not in ("pure", "mixed")]
 
 

@@ -171,7 +171,7 @@ def test_bytes_are_those_of_the_plan() -> None:
     assert found.to_json()["plan"]["fits"] is True
 
 
-@pytest.mark.parametrize("seed", first(2, range(6)))
+@pytest.mark.parametrize("seed", first(1, range(6)))
 def test_no_change_of_a_proposal_can_be_undone_at_no_cost(seed: int) -> None:
     """Requests at random: without any one change the proposal is slower, does not fit or cannot be."""
     dice = random.Random(seed)

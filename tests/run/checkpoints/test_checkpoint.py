@@ -27,7 +27,7 @@ from framework.run.rng import dumped
 from framework.run.step import train_step
 from framework.schema.optimizers import Optimizer
 from tests.grids import chosen, thinned
-from tests.optimizers import BF16, ON_CPU, WIDE, eager, needs, training  # noqa: F401
+from tests.optimizers import BF16, ON_CPU, UNLIKE, WIDE, eager, needs, training  # noqa: F401
 from tests.tiny import GPT2, LLAMA, tiny_assembly, tiny_config, unequal_rows
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
@@ -76,7 +76,10 @@ PLACES = {
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     ("optimizer", "more"),
-    [*thinned(ON_CPU, {"plain": {}}), *chosen(("adamw_torch", "adamw_torch_fused"), thinned(ON_CPU, PLACES))],
+    [
+        *chosen(UNLIKE, thinned(ON_CPU, {"plain": {}})),
+        *chosen(("adamw_torch", "adamw_torch_fused"), thinned(ON_CPU, PLACES)),
+    ],
 )
 def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, more):
     """For states that are codes, averages, projections, random, or in another memory."""

@@ -13,6 +13,7 @@ from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 from framework.shipped import shipped
+from tests.grids import first
 from tests.run.cpu_memory import peak_bytes
 from tests.tiny import BERT, LLAMA, MODERNBERT, tiny_assembly, tiny_config
 
@@ -61,18 +62,21 @@ def test_the_plan_of_a_step_is_what_the_step_takes(name: str, training: dict[str
 
 @pytest.mark.parametrize(
     ("name", "adapted", "total", "trained"),
-    [
-        ("bert_base", False, 109_482_240 + 3 * 768 + 3, None),
-        # rank 8 on six matrices a block, and the head next to them: pooler and classifier, twice in the model
-        (
-            "bert_base",
-            True,
-            None,
-            12 * 8 * (4 * 2 * 768 + 2 * (768 + 3072)) + (768 + 1) * 768 + 3 * 768 + 3,
-        ),
-        ("llama3.2_1b", False, 1_235_814_400 + 3 * 2048, None),
-        ("llama3.2_1b", True, None, 16 * 8 * (2 * 2 * 2048 + 2 * (2048 + 512) + 3 * (2048 + 8192)) + 3 * 2048),
-    ],
+    first(
+        2,
+        [
+            ("bert_base", False, 109_482_240 + 3 * 768 + 3, None),
+            # rank 8 on six matrices a block, and the head next to them: pooler and classifier, twice in the model
+            (
+                "bert_base",
+                True,
+                None,
+                12 * 8 * (4 * 2 * 768 + 2 * (768 + 3072)) + (768 + 1) * 768 + 3 * 768 + 3,
+            ),
+            ("llama3.2_1b", False, 1_235_814_400 + 3 * 2048, None),
+            ("llama3.2_1b", True, None, 16 * 8 * (2 * 2 * 2048 + 2 * (2048 + 512) + 3 * (2048 + 8192)) + 3 * 2048),
+        ],
+    ),
 )
 def test_the_head_is_in_the_plan(name: str, adapted: bool, total: int | None, trained: int | None) -> None:
     model = yaml.safe_load((shipped("conf") / "model" / f"{name}.yaml").read_text())["model"]

@@ -19,7 +19,7 @@ from tests.grids import slow
 from tests.run.reference import H100, rehearse_row
 
 ROWS = json.loads((Path(__file__).parents[2] / "calibration" / "h100_plain_step.json").read_text())["rows"]
-QUICK = {row["name"] for row in random.Random(3).sample([row for row in ROWS if row["config"]["ga"] == 1], 2)}
+QUICK = {row["name"] for row in random.Random(3).sample([row for row in ROWS if row["config"]["ga"] == 1], 1)}
 PARAMETERS = [pytest.param(row, id=row["name"], marks=() if row["name"] in QUICK else pytest.mark.slow) for row in ROWS]
 ALLOCATED, ALLOCATED_DROPOUT = 0.0005, 0.004
 """Largest error of allocated bytes; the second where attention drops out."""
