@@ -89,7 +89,6 @@ def uninterrupted(whole, tmp_path_factory):
     return measure
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", throws(1, 300, "kills at changes of the folder"))
 def test_killed_at_a_change_of_its_folder(whole, uninterrupted, tmp_path, number):
     dice = random.Random(number)
