@@ -12,10 +12,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from framework.build.losses import token_losses_kernel
+from framework.build.losses import cross_entropy_kernel
 from framework.build.losses.cross_entropy import PLAIN, LossTerms, token_losses
 
-token_losses_kernel.BLOCK = 64
+cross_entropy_kernel.BLOCK = 64
 TOKENS = 9
 
 
@@ -32,14 +32,14 @@ def compare(dtype: str, words: int, hits: bool, scaled: bool) -> tuple[float, fl
     losses = [torch.full((TOKENS,), 7.0) for _ in range(2)]
     counted = [torch.ones(TOKENS, dtype=torch.bool) if hits else None for _ in range(2)]
     token_losses(expected, targets, losses[0], hits=counted[0], scales=scales, with_grad=True, terms=terms)
-    token_losses_kernel.token_losses_on_gpu(found, targets, losses[1], counted[1], scales, True, *terms)
+    cross_entropy_kernel.token_losses_on_gpu(found, targets, losses[1], counted[1], scales, True, *terms)
     assert counted[0] is None or torch.equal(counted[0], counted[1])
     read = logits.clone()
-    token_losses_kernel.token_losses_on_gpu(read, targets, losses[1], None, None, False, *terms)
+    cross_entropy_kernel.token_losses_on_gpu(read, targets, losses[1], None, None, False, *terms)
     assert torch.equal(read, logits)
     targets[3] = words
     strange = torch.empty(TOKENS)
-    token_losses_kernel.token_losses_on_gpu(read, targets, strange, None, None, False, *terms)
+    cross_entropy_kernel.token_losses_on_gpu(read, targets, strange, None, None, False, *terms)
     assert strange.isnan().nonzero().flatten().tolist() == [3]
     size = expected.abs().max()
     return float((losses[0] - losses[1]).abs().max()), float((expected.float() - found.float()).abs().max() / size)
