@@ -24,7 +24,9 @@ from framework.memory.step_time import batch_use, step_cost, tokens_of
 from framework.memory.trace import Kind, Space, Trace
 from framework.schema.choices import (
     CheckpointingPolicy,
+    EmaDevice,
     Fp8,
+    LoraInit,
     MixedPrecision,
     OptimizerOffload,
     StateDictType,
@@ -275,6 +277,10 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
         said.append(
             f"samples are written one at a time, at most {batch.sequence_length:,} tokens long with their prompts"
         )
+    if config.training.use_peft and config.peft.lora_init is LoraInit.EVA and config.peft.adapter_path is None:
+        said.append("peft.lora_init eva: its passes over rows before the first step are not planned, nor timed")
+    if config.training.ema_decay is not None and config.training.ema_device is EmaDevice.HOST:
+        said.append("step time: the host's own update of the average is left out; the step takes longer")
     if config.model.attn_implementation in PACKAGED_ATTENTION:
         said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")
     if config.training.gradient_checkpointing_policy is not CheckpointingPolicy.FULL:

@@ -133,6 +133,18 @@ def test_a_preference_is_measured_against_the_base_with_the_first_adapter(folder
     assert all(reading.holds for reading in read_reference(assembly))
 
 
+@pytest.mark.slow
+def test_compiled_blocks_compute_with_the_first_adapter_too(folder):
+    plain, batch = dpo(folder), pairs()
+    made = plain.model_copy(update={"training": plain.training.model_copy(update={"compile": True})})
+    found = []
+    for assembly in (built(plain), built(made)):
+        losses = [train_step(assembly, split_pairs(batch, 4), step, ignore_phases).loss for step in (1, 2, 3)]
+        found.append((torch.tensor(losses), reference_of(assembly.objective)(assembly.model, batch)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-4)
+
+
 def test_the_copy_is_planned_as_large_as_the_adapter(folder):
     plain = dpo(folder)
     without = plain.model_copy(update={"peft": plain.peft.model_copy(update={"adapter_path": None})})

@@ -46,7 +46,7 @@ def export(
 
     A model is written in its checkpoint's dtype, whatever it was trained in, and `config.json` says the same; an
     adapter is written as it is, with its base next to it or added into the base when that was asked for. An optimizer's
-    average takes the place of the weights, and the model is taken separately and cast in place: call this when training
+    average takes the place of the weights, and the model is taken apart and cast in place: call this when training
     is over. Raises SaveFailed when the folder cannot be written or does not read back, also where `fallback` then
     could.
     """

@@ -19,7 +19,7 @@ _OUTSIDE = {
 
 
 def block_settings(config: Mapping[str, Any]) -> str:
-    """A name for all that the blocks of a config, dumped as JSON, may depend on next to what they see."""
+    """A name for all that the blocks of a config, dumped as JSON, may depend on in addition to what they see."""
     seen = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in config.items()}
     for section, names in _OUTSIDE.items():
         for name in names:

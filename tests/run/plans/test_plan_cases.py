@@ -141,6 +141,18 @@ def test_a_tiny_plan_in_fixed_numbers() -> None:
     assert made.step_peak.reserved_bytes == GOLDEN_RESERVED
 
 
+@pytest.mark.parametrize(
+    ("sections", "left_out"),
+    [
+        ({"training": {"ema_decay": 0.9, "ema_device": "host"}}, "host's own update of the average"),
+        ({"training": {"use_peft": True}, "peft": {"peft_method": "lora", "lora_init": "eva"}}, "eva: its passes"),
+    ],
+)
+def test_what_a_plan_leaves_out_it_says(sections: dict[str, Any], left_out: str) -> None:
+    assert any(left_out in line for line in plan(LLAMA, 64, **sections).assumptions)
+    assert not any(left_out in line for line in plan(LLAMA, 64).assumptions)
+
+
 GOLDEN_PARAMETERS = (26784, 26784)
 GOLDEN_PHASES = {
     "load": 56832,
