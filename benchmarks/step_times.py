@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from framework.build.assembly import Assembly, assemble
+from framework.build.assembly import Assembly
 from framework.build.losses.loss import Batch
 from framework.build.place import real_place
-from framework.build.resolve_model import settle
 from framework.memory.cards import read_card
 from framework.run.planning.host_probe import probe_host
-from framework.run.planning.measure import synthetic_batches, with_random_weights
+from framework.run.planning.measure import assembled_at_random, synthetic_batches
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 
@@ -39,8 +38,7 @@ def timed(config: TrainingConfig, with_kernels: bool) -> dict[str, Any]:
     """Seconds of a step, and its kernels if wanted."""
     place = real_place(torch.device("cuda", 0))
     torch.manual_seed(config.training.seed)
-    config, architecture = settle(with_random_weights(config))
-    assembly = assemble(config, architecture, place, total_steps=1000)
+    assembly = assembled_at_random(config, place)
     batches = synthetic_batches(assembly)
     step = _numbered(assembly, batches)
     for _ in range(WARM_UPS):

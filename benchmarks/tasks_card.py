@@ -117,15 +117,12 @@ def steps_here(config: TrainingConfig) -> dict[str, Any]:
     """Two steps of the batches that a card would be measured with, on the CPU: their losses."""
     import torch
 
-    from framework.build.assembly import assemble
     from framework.build.place import real_place
-    from framework.build.resolve_model import settle
-    from framework.run.planning.measure import synthetic_batches, with_random_weights
+    from framework.run.planning.measure import assembled_at_random, synthetic_batches
     from framework.run.step import train_step
 
-    settled, architecture = settle(with_random_weights(config))
     torch.manual_seed(config.training.seed)
-    assembly = assemble(settled, architecture, real_place(torch.device("cpu")), total_steps=100)
+    assembly = assembled_at_random(config, real_place(torch.device("cpu")))
     batches = synthetic_batches(assembly)
     return {"losses": [train_step(assembly, batches, step).loss for step in (1, 2)]}
 

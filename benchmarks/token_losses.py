@@ -100,12 +100,12 @@ def step(name: str) -> dict[str, Any]:
     from framework.build.data.documents import on_device
     from framework.build.place import real_place
     from framework.run import step as steps
-    from framework.run.planning.measure import _assembled, synthetic_batches, with_random_weights
+    from framework.run.planning.measure import assembled_at_random, synthetic_batches
 
     config = configs("h200_141gb")[name]
     changes = {"compile": True, "compile_scope": "block"}
     config = config.model_copy(update={"training": config.training.model_copy(update=changes)})
-    assembly = _assembled(with_random_weights(config), real_place(torch.device("cuda", 0)))
+    assembly = assembled_at_random(config, real_place(torch.device("cuda", 0)))
     on_host = [{key: value.cpu() for key, value in batch.items()} for batch in synthetic_batches(assembly)]
     found: dict[str, Any] = {"losses": {}}
     number = 0

@@ -68,19 +68,19 @@ def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
         raise RequestError([Problem("--measure", message, expected="fsdp.tensor_parallel_size: 1")])
     choose_allocator(config)
     place = real_place(torch.device("cuda", torch.cuda.current_device()))
-    random = with_random_weights(config)
     torch.manual_seed(config.training.seed)
     try:
-        assembly = _assembled(random, place)
+        assembly = assembled_at_random(config, place)
         return _measure(assembly, synthetic_batches(assembly), steps)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(str(error).splitlines()[0]) from None
 
 
-def _assembled(config: TrainingConfig, place: Place) -> Assembly:
-    """The config built with random weights. Those in host memory repeat a short draw: processor cores take ten minutes
-    to draw 8 billion."""
-    config, architecture = settle(config)
+def assembled_at_random(config: TrainingConfig, place: Place) -> Assembly:
+    """The config built with random weights: also that of a model whose own config alone is read, from its folder or
+    hub. Those in host memory repeat a short draw: processor cores take ten minutes to draw 8 billion."""
+    settled, architecture = settle(config)
+    config = _with_random_weights(settled)
     if config.model.offload_frozen_base is not True:
         return assemble(config, architecture, place, total_steps=1000)
     with no_init_weights():
@@ -93,7 +93,7 @@ def _assembled(config: TrainingConfig, place: Place) -> Assembly:
     return assembly
 
 
-def with_random_weights(config: TrainingConfig) -> TrainingConfig:
+def _with_random_weights(config: TrainingConfig) -> TrainingConfig:
     """The config that loads no weights, a teacher's neither."""
     unloaded, teacher = {"load_pretrained_weights": False}, config.training.teacher
     training = {"teacher": teacher.model_copy(update=unloaded)} if teacher is not None else {}
