@@ -51,7 +51,9 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
         added = {"errors": [problem.to_json() for problem in failed]} if failed else {}
         print_json({"folder": str(outline.folder), "exit_code": code, "runs": [*map(asdict, results)], **added})
     else:
-        _print(outline, results)
+        head = ("run", "exit", "steps", "loss", "eval loss", "peak GiB", "seconds", "folder", "overrides")
+        print_columns([head, *(_row(result, outline.folder) for result in results)])
+        print_text(f"sweep folder  {outline.folder} (results/ has what each run has printed)")
     return code
 
 
@@ -176,12 +178,6 @@ def _completed(outline: "Outline", results: "list[Result]") -> "list[Result]":
     known = {result.number: result for result in results}
     made = [known.get(job.number, Result(job.number, job.overrides, "", KILLED)) for job in outline.jobs]
     return [replace(result, folder=str(job.folder)) for result, job in zip(made, outline.jobs, strict=True)]
-
-
-def _print(outline: "Outline", results: "Sequence[Result]") -> None:
-    head = ("run", "exit", "steps", "loss", "eval loss", "peak GiB", "seconds", "folder", "overrides")
-    print_columns([head, *(_row(result, outline.folder) for result in results)])
-    print_text(f"sweep folder  {outline.folder} (results/ has what each run has printed)")
 
 
 def _row(result: "Result", sweep: Path) -> tuple[str, ...]:

@@ -71,7 +71,8 @@ def gather(
     if name is not None and (chosen is None or written):
         layers = [*_named_card(name, layers, chosen, preset, problems), *layers]
     elif name is None and chosen is None:
-        layers.insert(0, _detected(detect, preset))
+        detected = preset("gpu", Choice((detect() or "cpu",), Origin("default")))
+        layers.insert(0, Layer(0, detected or node_of({}, Origin("default"))))
     return settle(layers, words, problems)
 
 
@@ -180,11 +181,6 @@ def _one_preset(
     nearest = near or shipped.nearest(path.stem if is_path else name, known)
     problems.append(Problem(group, message, origin.place, expected, nearest))
     return None
-
-
-def _detected(detect: Callable[[], str | None], preset: Callable[[str, Choice], Node | None]) -> Layer:
-    tree = preset("gpu", Choice((detect() or "cpu",), Origin("default")))
-    return Layer(0, tree or node_of({}, Origin("default")))
 
 
 def _named_card(

@@ -48,7 +48,12 @@ def _with_own_config(layers: list[Layer], section: Key, warnings: list[Problem])
     elif presets and not any(_file(tree) == _file(name) for tree in presets):
         own = _of_hub_model(name.value, highest(layers, (*section, "model_revision")))
         if own is None:
-            warnings.append(_unread(name, dotted(key), presets[0]))
+            message = (
+                f"of the preset is taken for {name.value}, whose config.json cannot be read from here: "
+                "where the two models differ, what is planned is not what is trained"
+            )
+            expected = "the preset of that model, or its folder"
+            warnings.append(Problem(dotted(key), message, presets[0].origin.place, expected))
     else:
         return layers  # the preset's own model, or an architecture that was written for it
     if own is None:
@@ -113,14 +118,6 @@ def _of_hub_model(name: str, revision: Node | None) -> dict[str, Any] | None:
         return _read(Path(hf_hub_download(name, CONFIG_FILE, revision=wanted, local_files_only=not hub_is_reachable())))
     except Exception:  # the hub client raises many kinds, and here all of them say that there is none to be had
         return None
-
-
-def _unread(name: Node, key: str, preset: Node) -> Problem:
-    message = (
-        f"of the preset is taken for {name.value}, whose config.json cannot be read from here: "
-        "where the two models differ, what is planned is not what is trained"
-    )
-    return Problem(key, message, preset.origin.place, "the preset of that model, or its folder")
 
 
 def _differences(

@@ -1,7 +1,7 @@
 """The file of a recipe, and the presets that its `defaults:` choose."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as File
 
@@ -109,7 +109,8 @@ def _choose(item: Node, index: int, count: int, choices: dict[str, Choice | None
     *words, name = written.split() or [""]
     group, _, package = name.removeprefix("/").partition("@")
     names = [part.value for part in choice.sequence] if choice.sequence is not None else [choice.value]
-    if group not in shipped.GROUPS or not _are_names(names) or set(words) - {"override", "optional"}:
+    are_names = names == [None] or all(isinstance(name, str | int | float) for name in names)
+    if group not in shipped.GROUPS or not are_names or set(words) - {"override", "optional"}:
         expected = f"a list of `- group: preset`; groups are {', '.join(shipped.GROUPS)}"
         nearest = shipped.nearest(group, shipped.GROUPS)
         return Problem(key, "is not a preset of a group", place, expected, nearest)
@@ -120,7 +121,3 @@ def _choose(item: Node, index: int, count: int, choices: dict[str, Choice | None
     is_optional = "optional" in words
     choices[group] = None if names == [None] else Choice(tuple(map(str, names)), choice.origin, is_optional)
     return None
-
-
-def _are_names(names: Sequence[object]) -> bool:
-    return names == [None] or all(isinstance(name, str | int | float) for name in names)

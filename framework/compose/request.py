@@ -116,7 +116,9 @@ def draft(
     place = partial(_place, layers)
     config, invalid = validate(absolute, place, problems)
     if world not in (None, config.gpu.count) and "gpu.count" not in invalid:
-        problems.append(_other_world(config.gpu.count, int(world or 0), place(("gpu", "count"))))
+        started = counted(int(world or 0), "process is", "processes are")
+        message = f"{counted(config.gpu.count, 'card is', 'cards are')} written, but {started} started"
+        problems.append(Problem("gpu.count", message, place(("gpu", "count")), str(world)))
     origins = {dotted(path): _origin(layers, path) for path, _ in values(config)}
     empty = {dotted(path): node for layer in layers for path, node in leaves(layer.tree) if node.mapping == {}}
     origins |= {key: node.origin for key, node in empty.items() if "." in key}  # `tokenizer: {}`: all is default in it
@@ -143,12 +145,6 @@ def _with_world(layers: list[Layer], world: int | None) -> list[Layer]:
         return layers
     origin = Origin("command line", f"--nproc {world}")
     return [*layers, Layer(len(layers), node_of({"gpu": {"count": world}}, origin))]
-
-
-def _other_world(count: int, world: int, where: str | None) -> Problem:
-    started = counted(world, "process is", "processes are")
-    message = f"{counted(count, 'card is', 'cards are')} written, but {started} started"
-    return Problem("gpu.count", message, where, str(world))
 
 
 def _allowed(layers: Sequence[Layer], problems: list[Problem]) -> list[Layer]:

@@ -162,7 +162,12 @@ class Sweep:
                 config.hydra.job.num, config.hydra.job.id = number, str(number)
             HydraConfig.instance().set_config(config)
             jobs.append(Job(number, tuple(overrides), top / str(config.hydra.sweep.subdir), top))
-        _check_folders(jobs)
+        folders = [job.folder for job in jobs]
+        if len(set(folders)) < len(folders):
+            twice = next(folder for folder in folders if folders.count(folder) > 1)
+            message = f"several of the {counted(len(jobs), 'run')} would write to {twice}"
+            expected = "${hydra.job.num} or ${hydra.job.override_dirname} in it"
+            raise RequestError([Problem("hydra.sweep.subdir", message, COMMAND_LINE, expected)])
         return Outline(top, tuple(jobs))
 
 
@@ -289,16 +294,6 @@ def _names(key: str, raw: str) -> Iterator[str]:
     if override.is_discrete_sweep() and override.value_type is not ValueType.GLOB_CHOICE_SWEEP:
         for value in override.sweep_iterator():
             yield value.text if isinstance(value, QuotedString) else str(value)
-
-
-def _check_folders(jobs: Sequence[Job]) -> None:
-    """Raises RequestError when two runs would write to one folder."""
-    folders = [job.folder for job in jobs]
-    if len(set(folders)) < len(folders):
-        twice = next(folder for folder in folders if folders.count(folder) > 1)
-        message = f"several of the {counted(len(jobs), 'run')} would write to {twice}"
-        expected = "${hydra.job.num} or ${hydra.job.override_dirname} in it"
-        raise RequestError([Problem("hydra.sweep.subdir", message, COMMAND_LINE, expected)])
 
 
 @contextlib.contextmanager

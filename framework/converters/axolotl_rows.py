@@ -78,7 +78,8 @@ def _form(t: Translation, item: str) -> dict[str, Any]:
     """Form and columns of a source, by its `type`."""
     source = t.source
     kind = source.text(f"{item}.type")
-    messages, content = source.get(f"{item}.field_messages"), _content(t, item)
+    messages, mappings = source.get(f"{item}.field_messages"), f"{item}.message_property_mappings"
+    content = source.text(f"{mappings}.content") or source.text(f"{item}.message_field_content")
     if t.has("training.task", "preference") or t.has("training.task", "reward"):
         names = {side: source.get(f"{item}.field_{side}") or side for side in _PAIRS}
         if kind.startswith("chat_template"):
@@ -103,7 +104,3 @@ def _form(t: Translation, item: str) -> dict[str, Any]:
         text = "format and columns of this source (docs/data.md); until then they are told from its columns"
         t.leave(f"{item}.type", Why.WRITE, text)
     return {}
-
-
-def _content(t: Translation, item: str) -> str:
-    return t.source.text(f"{item}.message_property_mappings.content") or t.source.text(f"{item}.message_field_content")

@@ -83,7 +83,11 @@ def _adapter(t: Translation) -> None:
         apply(t, table("llamafactory")["oft"], TOOL)
     else:
         apply(t, table("llamafactory")["adapter"], TOOL)
-        _rank(t)
+        rank, alpha = t.source.get("lora_rank") or 8, t.source.get("lora_alpha")
+        t.put("peft.lora_r", rank, "lora_rank")
+        is_known = isinstance(rank, int) and alpha is None
+        doubled = "twice the rank, LLaMA-Factory's default" if is_known else ""
+        t.put("peft.lora_alpha", rank * 2 if is_known else alpha, "lora_alpha", comment=doubled)
     target = source.get(f"{kind}_target") or "all"
     names = target if isinstance(target, list) else [name.strip() for name in str(target).split(",")]
     t.put("peft.lora_target_modules", ["all-linear"] if names == ["all"] else names, f"{kind}_target")
@@ -101,14 +105,6 @@ def _adapter(t: Translation) -> None:
         t.carry("quantization_type", "peft.bnb_4bit_quant_type")
     elif bits:
         t.leave("quantization_bit", Why.WRITE, "peft.q_lora_bits: 4 or 8, next to peft.q_lora: true")
-
-
-def _rank(t: Translation) -> None:
-    rank, alpha = t.source.get("lora_rank") or 8, t.source.get("lora_alpha")
-    t.put("peft.lora_r", rank, "lora_rank")
-    is_known = isinstance(rank, int) and alpha is None
-    comment = "twice the rank, LLaMA-Factory's default" if is_known else ""
-    t.put("peft.lora_alpha", rank * 2 if is_known else alpha, "lora_alpha", comment=comment)
 
 
 def _optimizers(t: Translation) -> None:

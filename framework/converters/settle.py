@@ -40,7 +40,9 @@ _SHARDS = 2
 
 def settle(t: Translation) -> tuple[str, ...]:
     """Leaves entries that hold, and says of every value what became of it. What is returned no entry can mend."""
-    _find_preset(t)
+    # The shipped model of that name, which planning needs no network for.
+    if t.has("model.model_name") and not t.has("model.architecture"):
+        t.preset = _presets().get(str(t.entries["model.model_name"].value), "")
     _put_what_goes_together(t)
     _drop_invalid(t)
     cautions = _drop_conflicts(t)
@@ -75,12 +77,6 @@ def _presets() -> dict[str, str]:
     """Name of a model on the hub -> name of its preset."""
     names = [file.stem for file in (shipped("conf") / "model").glob("*.yaml")]
     return {str(hub): name for name in names if (hub := preset(name).get("model_name"))}
-
-
-def _find_preset(t: Translation) -> None:
-    """The shipped model of that name, which planning needs no network for."""
-    if t.has("model.model_name") and not t.has("model.architecture"):
-        t.preset = _presets().get(str(t.entries["model.model_name"].value), "")
 
 
 def _put_what_goes_together(t: Translation) -> None:
@@ -138,16 +134,18 @@ def _drop_conflicts(t: Translation) -> tuple[str, ...]:
     for _ in range(len(t.entries)):
         config = _config(t)
         found = [conflict for conflict in find_conflicts(config, needs) if not conflict.is_warning]
-        fixable = [(conflict, key) for conflict in found for key in _in_order(conflict.keys) if _entry(t, key)]
+        fixable = [
+            (conflict, key)
+            for conflict in found
+            for key in sorted(conflict.keys, key=lambda key: key not in GIVEN_UP_FIRST)
+            if _entry(t, key)
+        ]
         if not fixable:
             return tuple(f"{', '.join(conflict.keys)}: {conflict.message}" for conflict in found)
         conflict, key = fixable[0]
-        t.drop(_entry(t, key), Why.NOT_OURS, f"{conflict.message} ({_without_item(', '.join(conflict.keys))})")
+        keys = ", ".join(conflict.keys).replace("[0]", "")
+        t.drop(_entry(t, key), Why.NOT_OURS, f"{conflict.message} ({keys})")
     return ()
-
-
-def _in_order(keys: tuple[str, ...]) -> list[str]:
-    return sorted(keys, key=lambda key: key not in GIVEN_UP_FIRST)
 
 
 def _entry(t: Translation, key: str) -> str:
@@ -155,10 +153,6 @@ def _entry(t: Translation, key: str) -> str:
     around = (ours for ours in t.entries if f"{key}.".startswith((f"{ours}.", f"{ours}[")))
     inside = (ours for ours in t.entries if ours.startswith(f"{key}."))
     return next(iter([*around, *inside]), "")
-
-
-def _without_item(text: str) -> str:
-    return text.replace("[0]", "")
 
 
 def _config(t: Translation) -> TrainingConfig:

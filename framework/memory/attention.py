@@ -70,7 +70,15 @@ def _able(card: GPUParams, call: Attention) -> Iterator[Backend]:
     if call.broadcast:  # check_batch_size_and_num_heads_dense in sdp_utils_cpp.h
         yield Backend.MATH
     elif card.capability is None:
-        yield from _able_without_cuda(card, call)
+        # The CPU's flash kernel takes masks but no dropout (sdp_utils_cpp.cpp); ROCm's is AOTriton's, as CUDA's here.
+        if card.name == "cpu":
+            if call.same_head_dim and not call.dropout and call.kv_heads == call.heads:
+                yield Backend.CPU_FLASH
+        else:
+            if call.same_head_dim and call.half_precision and not call.masked and call.head_dim <= 256:
+                yield Backend.FLASH
+            yield Backend.EFFICIENT
+        yield Backend.MATH
     else:
         capability = capability_of(card.capability)
         prefers_cudnn, cudnn_can = capability in _CUDNN_PREFERRED, _cudnn_can(capability, call)
@@ -83,18 +91,6 @@ def _able(card: GPUParams, call: Attention) -> Iterator[Backend]:
         yield Backend.MATH
         if not prefers_cudnn and cudnn_can and capability >= (8, 0):
             yield Backend.CUDNN  # after `math`, which can serve all: only who asks for it alone gets it
-
-
-def _able_without_cuda(card: GPUParams, call: Attention) -> Iterator[Backend]:
-    """The CPU's flash kernel takes masks but no dropout (sdp_utils_cpp.cpp); ROCm's is AOTriton's, as CUDA's here."""
-    if card.name == "cpu":
-        if call.same_head_dim and not call.dropout and call.kv_heads == call.heads:
-            yield Backend.CPU_FLASH
-    else:
-        if call.same_head_dim and call.half_precision and not call.masked and call.head_dim <= 256:
-            yield Backend.FLASH
-        yield Backend.EFFICIENT
-    yield Backend.MATH
 
 
 def _cudnn_can(capability: tuple[int, int], call: Attention) -> bool:

@@ -75,19 +75,16 @@ def make_plan(rehearsal: Rehearsal) -> Plan:
     return plan_of_peaks(rehearsal, replayed(rehearsal))
 
 
-def _nccl_bytes(config: TrainingConfig) -> int:
-    """What NCCL holds: a communicator of all devices, one of those that share rows; and where there are several groups
-    that share matrices, one of each group and one of those with the same parts."""
-    tensor, is_alone = config.fsdp.tensor_parallel_size, config.gpu.count == 1 or config.gpu.name == "cpu"
-    communicators = 1 + (config.context_size > 1) + 2 * (1 < tensor < config.gpu.count)
-    return 0 if is_alone else NCCL_BYTES * communicators
-
-
 def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
     """The same, from peaks that were `replayed` before, perhaps for another card."""
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
-    context = context_of(card) + _nccl_bytes(config)
+    # NCCL holds a communicator of all devices and one of those that share rows; and where there are several groups
+    # that share matrices, one of each group and one of those with the same parts.
+    tensor, is_alone = config.fsdp.tensor_parallel_size, config.gpu.count == 1 or config.gpu.name == "cpu"
+    communicators = 1 + (config.context_size > 1) + 2 * (1 < tensor < config.gpu.count)
+    nccl = 0 if is_alone else NCCL_BYTES * communicators
+    context = context_of(card) + nccl
     operators = {operation.name for operation in rehearsal.trace.operations}
     band = choose_band(config, operators)
     uncertainty = UNCERTAINTY[band]

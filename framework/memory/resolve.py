@@ -36,7 +36,11 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
         "rounding": rounding,
         "preference": _preference(config),
     }
-    peft = {"adapter_dtype": _adapter_dtype(config, autocast)}
+    # Quantized weights that are split are gathered with their adapter in one dtype: without autocast the base's.
+    is_packed = config.fsdp.is_sharded and config.training.use_peft and config.peft.q_lora
+    follows = is_packed and autocast is MixedPrecision.NONE
+    adapter_dtype = config.peft.adapter_dtype or (TorchDtype.AUTO if follows else None)
+    peft = {"adapter_dtype": adapter_dtype}
     model = {"torch_dtype_str": dtype, "model_max_length": _length(config, settings)}
     return config.model_copy(
         update={
@@ -116,13 +120,6 @@ def describe_float16(config: TrainingConfig, settings: Mapping[str, Any]) -> tup
         return (f"computed in float16 as asked, though {reason}",)
     left_out = f"float16 is left out ({reason}), and {config.gpu.name} has no bfloat16"
     return (f"computed in float32 without autocast, which is slower: {left_out}",)
-
-
-def _adapter_dtype(config: TrainingConfig, autocast: MixedPrecision) -> TorchDtype | None:
-    """Packed weights that are split are gathered with their adapter in one dtype: without autocast the base's."""
-    is_packed = config.fsdp.is_sharded and config.training.use_peft and config.peft.q_lora
-    follows = is_packed and autocast is MixedPrecision.NONE
-    return config.peft.adapter_dtype or (TorchDtype.AUTO if follows else None)
 
 
 def _length(config: TrainingConfig, settings: Mapping[str, Any] | None) -> int | None:

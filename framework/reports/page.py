@@ -55,12 +55,16 @@ def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str
     """Everything that the terminal says, and the terms of every phase as a stacked bar."""
     found = plan_text.verdict(plan)
     judged = ("fits" if found.fits else "over") if found.is_compared else ""
+    occurring = [key for key in COLOURS if any(phase.terms.to_json()[key] for phase in plan.phases)]
+    terms = "".join(f'<span><i class="swatch {key}"></i>{escape(plan_text.TERMS[key])}</span>' for key in occurring)
+    mark = "<span>⊣ uncertainty of the peak</span>" if plan.device.usable_bytes is not None else ""
+    legend = f'<p class="legend">{terms}{mark}</p>'
     parts = [
         f'<h1 class="{judged}">{escape(title)} {escape(found.headline)}</h1>',
         *(f'<p class="soft">{escape(detail)}</p>' for detail in found.details),
         "<h2>Phase by phase</h2>",
         f'<div class="scroll">{phases_svg(plan)}</div>',
-        _legend(plan),
+        legend,
         "<h2>At the peak</h2>",
         _terms(plan),
         "<h2>The run</h2>",
@@ -83,14 +87,6 @@ def document(title: str, parts: Iterable[str]) -> str:
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
-
-
-def _legend(plan: Plan) -> str:
-    """The terms that occur in any phase, and what the other marks mean."""
-    occurring = [key for key in COLOURS if any(phase.terms.to_json()[key] for phase in plan.phases)]
-    terms = "".join(f'<span><i class="swatch {key}"></i>{escape(plan_text.TERMS[key])}</span>' for key in occurring)
-    mark = "<span>⊣ uncertainty of the peak</span>" if plan.device.usable_bytes is not None else ""
-    return f'<p class="legend">{terms}{mark}</p>'
 
 
 def _terms(plan: Plan) -> str:

@@ -18,7 +18,9 @@ def memory_parts(run: Run) -> Iterator[str]:
     yield "<h2>Memory by phase, planned and measured</h2>"
     memory = run.memory
     if memory is None or not memory.phases:
-        yield f'<p class="soft">{escape(_nothing_measured(run))}</p>'
+        written = "memory.json is written at the end of a run, and where its memory ran out in a step"
+        plan = "; the plan alone" if run.plan is not None else ", and there is no plan"
+        yield f'<p class="soft">{escape(f"{written}: nothing measured{plan}.")}</p>'
         if run.plan is not None:
             rows = [
                 (plan_text.phase_name(phase.name), plan_text.size(phase.allocated_bytes)) for phase in run.plan.phases
@@ -39,11 +41,6 @@ def memory_parts(run: Run) -> Iterator[str]:
         grown = plan_text.size(memory.growth_bytes)
         yield f'<p class="warn">What stayed allocated grew by {grown} a step: something was kept from step to step.</p>'
     yield from _speed(run)
-
-
-def _nothing_measured(run: Run) -> str:
-    measured = "memory.json is written at the end of a run, and where its memory ran out in a step: nothing measured"
-    return f"{measured}{'; the plan alone' if run.plan is not None else ', and there is no plan'}."
 
 
 def _on(memory: Memory) -> str:

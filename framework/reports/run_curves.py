@@ -145,7 +145,12 @@ def _plot(
         yield _legend(drawn, levels, moments, write)
     for line in _remarks(curves, levels, from_zero):
         yield f'<p class="soft">{escape(line)}</p>'
-    yield f"<details><summary>Figures: {escape(title.lower())}</summary>{_figures(drawn, write)}</details>"
+    found = [dict(curve.series.points) for curve in drawn]
+    ends = {end(curve, key=curve.__getitem__) for curve in found for end in (min, max)}
+    steps = _chosen(sorted({step for curve in found for step in curve}), ends)
+    rows = [(f"{step:,}", *(write(curve[step]) if step in curve else "-" for curve in found)) for step in steps]
+    figures = table(("Step", *(curve.name.lower() for curve in drawn)), rows)
+    yield f"<details><summary>Figures: {escape(title.lower())}</summary>{figures}</details>"
 
 
 def _legend(curves: Sequence[Curve], levels: Sequence[Level], moments: Sequence[Moment], write: Write) -> str:
@@ -169,15 +174,6 @@ def _remarks(curves: Sequence[Curve], levels: Sequence[Level], from_zero: bool) 
     values = [value for curve in curves for _, value in curve.series.points]
     if scale_of([*values, *(level.value for level in levels)], from_zero).is_logarithmic:
         yield "The scale is logarithmic."
-
-
-def _figures(curves: Sequence[Curve], write: Write) -> str:
-    """The curves as a table: some steps, first and last among them, and those of the least and greatest values."""
-    found = [dict(curve.series.points) for curve in curves]
-    ends = {end(curve, key=curve.__getitem__) for curve in found for end in (min, max)}
-    steps = _chosen(sorted({step for curve in found for step in curve}), ends)
-    rows = [(f"{step:,}", *(write(curve[step]) if step in curve else "-" for curve in found)) for step in steps]
-    return table(("Step", *(curve.name.lower() for curve in curves)), rows)
 
 
 def _chosen(steps: Sequence[int], always: set[int]) -> list[int]:

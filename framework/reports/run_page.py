@@ -54,6 +54,11 @@ TONES = {How.DONE: "fits", How.INTERRUPTED: "warn", How.UNFINISHED: "warn"}
 def run_page(run: Run) -> str:
     """Everything that the files of the run tell."""
     ending = read_ending(run)
+    # Sizes that were halved when memory ran out.
+    found = run.memory.repairs if run.memory is not None else ()
+    if not found and ending.explanation is not None:
+        found = ending.explanation.circumstances.repairs
+    repairs = [f"{repair}: undone and made again; the global batch stayed as it was" for repair in found]
     parts = [
         STYLE,
         f'<h1 class="{TONES.get(ending.how, "over")}">{escape(run.name)}: {escape(ending.headline)}</h1>',
@@ -61,7 +66,7 @@ def run_page(run: Run) -> str:
         *_failure(ending),
         "<h2>What was trained</h2>",
         definitions(_facts(run)),
-        *items("Repaired", _repairs(run, ending)),
+        *items("Repaired", repairs),
         *items("Stopped, and gone on since", [f"tunesmith explain {file}" for file in earlier_reports(run.folder)]),
         *memory_parts(run),
         *curve_parts(run),
@@ -97,14 +102,6 @@ def _moves(explanation: Explanation) -> str:
     return (
         f'<div class="frame" tabindex="0"><table><thead><tr>{heading}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
-
-
-def _repairs(run: Run, ending: Ending) -> list[str]:
-    """What was halved when memory ran out, and memory that grew."""
-    found = run.memory.repairs if run.memory is not None else ()
-    if not found and ending.explanation is not None:
-        found = ending.explanation.circumstances.repairs
-    return [f"{repair}: undone and made again; the global batch stayed as it was" for repair in found]
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:

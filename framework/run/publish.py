@@ -42,7 +42,8 @@ def push(
     the hub refuses or does not answer.
     """
     folder = find_saved_model(source, trusts_code=True).folder
-    files = tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in _files(folder))
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    files = tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths)
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -59,10 +60,6 @@ def push(
     if not dry_run:
         _send(HfApi(endpoint=address), pushed)
     return pushed
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
 def _send(api: "HfApi", pushed: Pushed) -> None:

@@ -210,7 +210,14 @@ class Session:
             raise BrokenRows(f"the rows of step {step} cannot be had; {self._saved()}\n{error}") from None
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
-            self._seen = self._look(made)
+            self._seen = FirstStep(
+                tuple(rows_and_tokens(self.config, batch) for batch in made),
+                tuple(self.held_out.shapes),
+                max(1, len(self.inputs.data.eval_sets)),
+                documents=tuple(map(document_lengths, made)),
+                joined=all("position_ids" in batch for batch in made),
+                has_reference=all("reference" in batch for batch in made),
+            )
         self._padding = padding_share(made)
         device = self.assembly.place.device
         return [on_device(device, pinned(device, batch)) for batch in made]
@@ -302,17 +309,6 @@ class Session:
         except SaveFailed as error:
             self.progress.say(f"warning   {error}")
 
-    def _look(self, made: Sequence[Batch]) -> FirstStep:
-        """What a step is given, read while it is on the host."""
-        return FirstStep(
-            tuple(rows_and_tokens(self.config, batch) for batch in made),
-            tuple(self.held_out.shapes),
-            max(1, len(self.inputs.data.eval_sets)),
-            documents=tuple(map(document_lengths, made)),
-            joined=all("position_ids" in batch for batch in made),
-            has_reference=all("reference" in batch for batch in made),
-        )
-
     def steps(self) -> Iterator[int]:
         """The optimizer steps that are left, until the evaluations say that no better one is to be expected."""
         for step in range(self.step + 1, self.total + 1):
@@ -336,7 +332,10 @@ class Session:
         Raises NonFinite, and Interrupted after saving.
         """
         self.settle()
-        self._unread = self._launched(step, launched)
+        batches = self.batches
+        rows = [] if isinstance(batches, GlobalBatches) else batches.rows_of(step - 1)
+        epoch = round(batches.epochs(step), 4)
+        self._unread = _Unread(step, launched, epoch, rows, self.meter.allocated, self.meter.reserved, self._padding)
         self._verify_emptied_cache(step)
         training, is_last = self.config.training, step == self.total
         if (growth := self.watch.end()) is not None:
@@ -355,7 +354,10 @@ class Session:
             self.save(beside=not is_last)
         for line in newly_plain(self.assembly.model):
             self.progress.say(f"warning   step {step}: {line}")
-        if self._is_asked_to_end() and not is_last:
+        # Some rank was asked to, or cannot write: all of them stop after the same step.
+        asked = self.interrupt.asked or self.saving.writer.has_failed or self.hooks.failure is not None
+        is_asked_to_end = self.assembly.ranks.any(asked, self.assembly.place.device)
+        if is_asked_to_end and not is_last:
             self.settle()
             self.save()  # raises what the writer has failed with
             stopped = f"stopped after step {step}; go on with --resume (saved in {self.folder.path})"
@@ -377,17 +379,6 @@ class Session:
             self._verify_first_step(unread.step)
         self.step = unread.step
         self._log(result, unread)
-
-    def _launched(self, step: int, launched: LaunchedStep) -> _Unread:
-        batches = self.batches
-        rows = [] if isinstance(batches, GlobalBatches) else batches.rows_of(step - 1)
-        epoch = round(batches.epochs(step), 4)
-        return _Unread(step, launched, epoch, rows, self.meter.allocated, self.meter.reserved, self._padding)
-
-    def _is_asked_to_end(self) -> bool:
-        """Whether some rank was asked to, or cannot write: all of them stop after the same step."""
-        asked = self.interrupt.asked or self.saving.writer.has_failed or self.hooks.failure is not None
-        return self.assembly.ranks.any(asked, self.assembly.place.device)
 
     def _verify_emptied_cache(self, step: int) -> None:
         """Read back that the cache was emptied, when it first was due. Raises VerificationFailed."""

@@ -105,7 +105,10 @@ def launch_step(
     """
     micro_batches = [assembly.part_of(batch) for batch in micro_batches]
     terms = _terms(assembly, micro_batches)
-    rate, training = _set_rate(assembly, step), assembly.config.training
+    training, rate = assembly.config.training, assembly.schedule.rate(step)
+    for group in assembly.optimizer.param_groups:  # torchao keeps it in a tensor, which its compiled code reads
+        own = rate * group.get(RATE_FACTOR, 1.0)
+        group["lr"] = group["lr"].fill_(own) if isinstance(group["lr"], Tensor) else own
     in_backward = training.optimizer_in_backward is True
     if assembly.experts is not None:
         assembly.experts.forget()
@@ -229,15 +232,6 @@ def reference_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_p
     with torch.no_grad(), assembly.attention, assembly.autocast:
         answers: Tensor = assembly.through(reference.source, batch)
         return answers
-
-
-def _set_rate(assembly: Assembly, step: int) -> float:
-    """The rate of this step, given to every group; torchao keeps it in a tensor, which its compiled code reads."""
-    rate = assembly.schedule.rate(step)
-    for group in assembly.optimizer.param_groups:
-        own = rate * group.get(RATE_FACTOR, 1.0)
-        group["lr"] = group["lr"].fill_(own) if isinstance(group["lr"], Tensor) else own
-    return rate
 
 
 @contextlib.contextmanager

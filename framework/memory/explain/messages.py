@@ -123,10 +123,23 @@ def _read(hit: _Hit) -> Message:
         return plain
     rest = hit.text.text[hit.start : hit.start + _LONGEST]
     if hit.shape.pattern is MPS:
-        return _read_mps(plain, rest)
+        return replace(
+            plain,
+            request_bytes=_first(rf"Triedtoallocate{SIZE}on", rest),
+            capacity_bytes=_first(rf"maxallowed:{SIZE}", rest),
+            allocated_bytes=plain.request_bytes,
+            outside_bytes=_first(rf"otherallocations:{SIZE}", rest),
+        )
     own = hit.match.end() - hit.start
     if hit.shape.pattern is ASYNC:
-        return _read_async(plain, rest)
+        return replace(
+            plain,
+            request_bytes=_first(rf"Requested:{SIZE}", rest),
+            capacity_bytes=_first(rf"Devicelimit:{SIZE}", rest),
+            free_bytes=_first(rf"Free\(accordingtoCUDA\):{SIZE}", rest),
+            allocated_bytes=_first(rf"Currentlyallocated:{SIZE}", rest),
+            allowed_bytes=_first(rf"PyTorchlimit\(setbyuser-suppliedmemoryfraction\):{SIZE}", rest),
+        )
     if "triedtoallocate" in rest[:own].lower() and hit.shape.space is Space.CARD:
         return _read_torch(plain, rest[:own] + rest[own:].partition("Triedtoallocate")[0])
     if hit.shape.name == "kernel":
@@ -175,27 +188,6 @@ def _own_process(named: list[tuple[int, int]], reserved: int) -> tuple[int | Non
     able = [pair for pair in named if pair[1] >= reserved > 0]
     own = min(able, key=lambda pair: pair[1]) if able else None
     return (own[1] if own else None), [pair for pair in named if pair is not own]
-
-
-def _read_mps(plain: Message, rest: str) -> Message:
-    return replace(
-        plain,
-        request_bytes=_first(rf"Triedtoallocate{SIZE}on", rest),
-        capacity_bytes=_first(rf"maxallowed:{SIZE}", rest),
-        allocated_bytes=plain.request_bytes,
-        outside_bytes=_first(rf"otherallocations:{SIZE}", rest),
-    )
-
-
-def _read_async(plain: Message, rest: str) -> Message:
-    return replace(
-        plain,
-        request_bytes=_first(rf"Requested:{SIZE}", rest),
-        capacity_bytes=_first(rf"Devicelimit:{SIZE}", rest),
-        free_bytes=_first(rf"Free\(accordingtoCUDA\):{SIZE}", rest),
-        allocated_bytes=_first(rf"Currentlyallocated:{SIZE}", rest),
-        allowed_bytes=_first(rf"PyTorchlimit\(setbyuser-suppliedmemoryfraction\):{SIZE}", rest),
-    )
 
 
 def _first(pattern: str, text: str) -> int | None:

@@ -40,17 +40,6 @@ def explanation_lines(explanation: Explanation) -> list[str]:
 
 def cause_lines(explanation: Explanation) -> list[str]:
     """All but the overrides: what failed and why, and what no override does."""
-    lines = [_headline(explanation), f"  {explanation.message.excerpt[:MOST_WORDS]}"]
-    if writers := explanation.message.writers:
-        rest = f"; then of {', '.join(writers[1:])}" if writers[1:] else ""
-        lines.append(f"  first of {writers[0]}{rest}")
-    if explanation.message.kind is not Kind.OUT_OF_MEMORY:
-        return [*lines, *_advice_without_memory(explanation.message.kind)]
-    lines += [*_subtraction(explanation.message), *_facts(explanation)]
-    return [*lines, *(f"first: {text}" for text in _advice(explanation))]
-
-
-def _headline(explanation: Explanation) -> str:
     kind, step = explanation.message.kind, explanation.circumstances.step
     head = _HEADS.get(kind, "out of memory")
     if explanation.phase is not None:
@@ -58,7 +47,15 @@ def _headline(explanation: Explanation) -> str:
         head += f" in {named.replace('the', 'the first') if explanation.is_first_step else named}"
     if step is not None:
         head += f" (step {step})"
-    return f"{head}: {_CAUSES[explanation.cause]} [{explanation.cause}]" if kind is Kind.OUT_OF_MEMORY else head
+    head = f"{head}: {_CAUSES[explanation.cause]} [{explanation.cause}]" if kind is Kind.OUT_OF_MEMORY else head
+    lines = [head, f"  {explanation.message.excerpt[:MOST_WORDS]}"]
+    if writers := explanation.message.writers:
+        rest = f"; then of {', '.join(writers[1:])}" if writers[1:] else ""
+        lines.append(f"  first of {writers[0]}{rest}")
+    if explanation.message.kind is not Kind.OUT_OF_MEMORY:
+        return [*lines, *_advice_without_memory(explanation.message.kind)]
+    lines += [*_subtraction(explanation.message), *_facts(explanation)]
+    return [*lines, *(f"first: {text}" for text in _advice(explanation))]
 
 
 def _subtraction(message: Message) -> Iterator[str]:

@@ -65,7 +65,10 @@ class _Best:
 
     def look(self, config: TrainingConfig) -> bool:
         """Search a config; whether something fits. Keeps it if it is worth its changes."""
-        space = self._space(config)
+        rows = config.batch.global_size // config.batch.world
+        found = structures(config, self.free, table_of(config), self.runs_here)
+        usable = config.gpu.usable_bytes or 0
+        space = Space(found, micro_batches(config, rows, self.free), rows, usable, self.free, self.shortage)
         if not space.structures:
             return False
         search = Search(space, self.measure).run()
@@ -75,12 +78,6 @@ class _Best:
         if self.chosen is None or _speed(search) > WORTH_A_LOOK * _speed(self.chosen):
             self.chosen = search
         return True
-
-    def _space(self, config: TrainingConfig) -> Space:
-        rows = config.batch.global_size // config.batch.world
-        found = structures(config, self.free, table_of(config), self.runs_here)
-        usable = config.gpu.usable_bytes or 0
-        return Space(found, micro_batches(config, rows, self.free), rows, usable, self.free, self.shortage)
 
 
 def find(
@@ -195,11 +192,14 @@ def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
     assert plan is not None, "what the search planned can be planned"
     changes = tuple(_change(written, after, key, *pair) for key, pair in zip(keys, pairwise(plans), strict=True))
     was_open = bool(left_open(written))
+    keys_left = [key for key in left_open(written) if key not in keys]
+    why = {True: "the plain value is the fastest", False: "the plain value fits, and others change training"}
+    filled_in = [Change(key, "auto", value_of(after, key), 0, 0.0, True, why[key in AXES]) for key in keys_left]
     return Found(
         config=after,
         plan=plan,
         before=None if was_open else plans[0],
-        changes=(*changes, *_filled_in(written, after, keys)),
+        changes=(*changes, *filled_in),
         frontier=frontier(written, best.searches, _is_timed(written.gpu)),
         tried=sum(search.space.count for search in best.searches),
         planned=sum(len(search.plans) for search in best.searches),
@@ -248,13 +248,6 @@ def _change(
     said = change_of(key, new) if key in traded(opened(written), after) else ""
     why = f"{lever(key).line} Changes training: {said}." if said else lever(key).line
     return Change(key, value_of(written, key), new, saves, costs, not said, why)
-
-
-def _filled_in(written: TrainingConfig, after: TrainingConfig, told: Collection[str]) -> list[Change]:
-    """What was left open and has its plain value now."""
-    left = [key for key in left_open(written) if key not in told]
-    why = {True: "the plain value is the fastest", False: "the plain value fits, and others change training"}
-    return [Change(key, "auto", value_of(after, key), 0, 0.0, True, why[key in AXES]) for key in left]
 
 
 def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
@@ -115,7 +115,7 @@ def _write_model(assembly: Assembly, tensors: Iterator[tuple[str, Tensor]], fold
     model.config.dtype = dtype
     shapes = {name: torch.empty(part.shape, dtype=dtype, device="meta") for name, part in _parts(assembly)}
     if set(revert_weight_conversion(model, dict(shapes))) != set(shapes):
-        _write_converted(model, dict(tensors), folder)
+        model.save_pretrained(folder, state_dict=dict(tensors))
     else:
         plan = split_torch_state_dict_into_shards(shapes, max_shard_size=LARGEST_FILE)
         _write_files(tensors, plan.filename_to_tensors, folder)
@@ -142,7 +142,3 @@ def _write_files(tensors: Iterator[tuple[str, Tensor]], files: dict[str, list[st
             save_file(written, folder / file, metadata={"format": "pt"})
             verify_tensors(folder / file, written)
             del written
-
-
-def _write_converted(model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
-    model.save_pretrained(folder, state_dict=tensors)

@@ -137,8 +137,9 @@ class _ProcessGroup(Coordinator):
             backend = "cpu:gloo,cuda:nccl"
         ranks = self.ranks = replace(self.ranks, checks_in=config.adds_up_after_backward)
         store = PrefixStore("torch", self._base)
+        bound = device if device.type == "cuda" else None
         dist.init_process_group(
-            backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=COLLECTIVE, device_id=_bound(device)
+            backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=COLLECTIVE, device_id=bound
         )
         return device
 
@@ -206,7 +207,11 @@ class _ProcessGroup(Coordinator):
             if note["rank"] != self.ranks.rank:  # the parent has found one that was killed
                 _end(note["code"])
         if self.ranks.is_main and not self.has_parent:
-            self._await_seen()
+            # Keep the store, which may be in this process, until the others have read the note.
+            end, keys = time.monotonic() + GRACE, [f"seen/{rank}" for rank in self._others()]
+            with contextlib.suppress(RuntimeError):
+                while time.monotonic() < end and not self._store.check(keys):
+                    time.sleep(_PAUSE / 2)
         self._parted.set()
         if lost:
             raise TrainingStopped(
@@ -254,13 +259,6 @@ class _ProcessGroup(Coordinator):
         end = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < end and not self._store.check([FAILED]):
-                time.sleep(_PAUSE / 2)
-
-    def _await_seen(self) -> None:
-        """Keep the store, which may be in this process, until the others have read the note."""
-        end, keys = time.monotonic() + GRACE, [f"seen/{rank}" for rank in self._others()]
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < end and not self._store.check(keys):
                 time.sleep(_PAUSE / 2)
 
 
@@ -317,10 +315,6 @@ def _device(config: TrainingConfig, local_rank: int) -> torch.device:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
     return torch.device("cuda", index)
-
-
-def _bound(device: torch.device) -> torch.device | None:
-    return device if device.type == "cuda" else None
 
 
 def _is_loss(error: BaseException) -> bool:

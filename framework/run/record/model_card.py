@@ -9,7 +9,7 @@ from zlib import crc32
 
 import yaml
 
-from framework.build.data.report import DataReport, SplitReport
+from framework.build.data.report import DataReport
 from framework.build.model.heads import model_class
 from framework.build.sources.find_files import is_local
 from framework.errors import SaveFailed
@@ -121,12 +121,9 @@ def _data(trained: Trained) -> Iterator[str]:
     yield ""
     for name, split in (("Training", report.train), ("Evaluation", report.eval)):
         if split is not None:
-            yield f"{name}: {_rows(split)}."
-
-
-def _rows(split: SplitReport) -> str:
-    seen = f" ({split.stream})" if split.stream else ""
-    return f"{split.kept:,} rows{seen} of at most {split.limit:,} tokens, {split.supervised:,} tokens supervised"
+            seen = f" ({split.stream})" if split.stream else ""
+            rows = f"{split.kept:,} rows{seen} of at most {split.limit:,} tokens"
+            yield f"{name}: {rows}, {split.supervised:,} tokens supervised."
 
 
 def _evaluation(evals: Sequence[Mapping[str, float]]) -> Iterator[str]:

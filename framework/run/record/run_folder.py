@@ -245,7 +245,10 @@ def _unusable(key: str, folder: Path, named: Path) -> Problem | None:
     except (OSError, ValueError) as error:  # too long, a file in its way, a link to itself, a zero byte
         reason = getattr(error, "strerror", None) or str(error)
         return Problem(key, f"{str(named)[:200]} cannot be a folder: {reason}", expected="a folder")
-    if found := _special(folder):
+    # Reading would wait for FIFOs and devices, or act on them.
+    saves = [*checkpoints(folder), *(each / PARTS for each in checkpoints(folder)), folder / FINAL]
+    found = [f"{at / name}" for at in (folder, *saves) for name in special_files(at)]
+    if found:
         message = f"{folder} has in it what is no regular file, and no run made: {', '.join(found)}"
         return Problem(key, message, expected="another folder, or to remove it")
     is_ours = os.access(nearest, os.W_OK | os.X_OK)
@@ -321,12 +324,6 @@ def held(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     return [folder / name for pattern in _OURS for name in fnmatch.filter(names, pattern)]
-
-
-def _special(folder: Path) -> list[str]:
-    """FIFOs and devices in a run folder and in its saves, which reading would wait for or act on."""
-    saves = [*checkpoints(folder), *(each / PARTS for each in checkpoints(folder)), folder / FINAL]
-    return [f"{at / name}" for at in (folder, *saves) for name in special_files(at)]
 
 
 def is_run_folder(folder: Path) -> bool:

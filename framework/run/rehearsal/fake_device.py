@@ -173,7 +173,8 @@ def attend(
     allowed = frozenset(backend for backend, is_on in _SWITCHES.items() if is_on())
     backend = choose_backend(card, call, allowed)
     if backend is None:
-        facts = f"{call.heads} heads over {call.kv_heads} keys, width {call.head_dim}, {_short(query.dtype)}"
+        dtype = str(query.dtype).removeprefix("torch.")
+        facts = f"{call.heads} heads over {call.kv_heads} keys, width {call.head_dim}, {dtype}"
         message = f"{', '.join(allowed)} cannot serve this attention on {card.name} ({facts})"
         nearest = choose_backend(card, call)
         raise RequestError([Problem("model.sdpa_backend", message, expected=f"{nearest}, or leave it unset")])
@@ -216,10 +217,6 @@ _SWITCHES: Mapping[Backend, Callable[[], bool]] = {
     Backend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
 """What `sdpa_kernel` switches; the same on the CPU, whose flash kernel has CUDA's switch."""
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _attend_by_definition(

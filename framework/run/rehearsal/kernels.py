@@ -49,7 +49,8 @@ def count_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     Causal attention over one sequence computes half of its scores.
     """
     if packet is aten._grouped_mm:
-        return _grouped_flops(args[0], args[1])
+        rows, inner = args[0].shape[-2:]
+        return int(2 * rows * inner * args[1].shape[-1])
     if packet is aten.addmm:
         args, kwargs = args[:3], {}  # torch's formula takes no dtype of the result
     formula = flop_registry.get(packet)
@@ -75,12 +76,6 @@ def _attention_flops(args: Sequence[Any], backward: bool) -> int:
     batch, heads, tokens, width = query.shape
     products = 3 * width + 2 * value.shape[-1] if backward else width + value.shape[-1]
     return int(2 * batch * heads * tokens * key.shape[-2] * products)
-
-
-def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Tokens sorted by expert: each row meets one expert's matrix; a weight gradient sums over all rows once."""
-    rows, inner = left.shape[-2:]
-    return 2 * rows * inner * right.shape[-1]
 
 
 def grouped_product(

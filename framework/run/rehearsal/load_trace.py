@@ -39,7 +39,14 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
     if assembly.streamed is not None:
         _stay_on_host(tracker, assembly.streamed)
     if assembly.is_in_parts:
-        _fill_units(tracker, assembly)
+        # Each unit is whole for a moment, before it is split (framework/build/loading/sharded.py). Layers are packed
+        # one by one as they are read, and after the whole unit where random weights are drawn.
+        if needs_whole_model(assembly.config):
+            _pass(tracker, whole_bytes(assembly), Space.HOST)
+        elif assembly.config.model.load_pretrained_weights:
+            converted = (size for item, size in _sizes(assembly).items() if _is_converted(assembly, item))
+            _pass(tracker, max(converted, default=0), Space.HOST)
+        _pass(tracker, largest_unit_bytes(assembly), Space.DEVICE)
     elif assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
         _read_checkpoint(tracker, assembly, weights)
     if assembly.config.fsdp.is_on_host:
@@ -51,17 +58,6 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
     tracker.claim(copied, Kind.WEIGHTS)
     tracker.observe("end", empties_cache=True)
     tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
-
-
-def _fill_units(tracker: Tracker, assembly: Assembly) -> None:
-    """Each unit is whole for a moment, before it is split (framework/build/loading/sharded.py). Layers are packed one
-    by one as they are read, and after the whole unit where random weights are drawn."""
-    if needs_whole_model(assembly.config):
-        _pass(tracker, whole_bytes(assembly), Space.HOST)
-    elif assembly.config.model.load_pretrained_weights:
-        converted = (size for item, size in _sizes(assembly).items() if _is_converted(assembly, item))
-        _pass(tracker, max(converted, default=0), Space.HOST)
-    _pass(tracker, largest_unit_bytes(assembly), Space.DEVICE)
 
 
 def _sizes(assembly: Assembly) -> dict[nn.Parameter, int]:

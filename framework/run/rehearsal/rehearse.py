@@ -62,7 +62,10 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     vocabulary = architecture.get_text_config().vocab_size
-    is_masked = _joins_rows(config) or (config.training.task.is_of_rows and reads_both_ways(architecture))
+    # Whether some micro batch has a row of several documents.
+    rows = max(config.batch.per_device, config.eval_rows)
+    joins_rows = config.data.packing or (config.data.padding_free and rows > 1)
+    is_masked = joins_rows or (config.training.task.is_of_rows and reads_both_ways(architecture))
     tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=is_masked)
     is_compiled, is_adapted = config.training.compile is True, config.training.use_peft
     if is_adapted:  # before torch is patched, too
@@ -138,12 +141,6 @@ def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:
         message = f"{policy} keeps nothing: attention runs on {config.gpu.name} as many small operators"
         key = "training.gradient_checkpointing_policy"
         raise RequestError([Problem(key, message, expected="save_matmuls, full, or half precision")])
-
-
-def _joins_rows(config: TrainingConfig) -> bool:
-    """Whether some micro batch has a row of several documents."""
-    rows = max(config.batch.per_device, config.eval_rows)
-    return config.data.packing or (config.data.padding_free and rows > 1)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,9 @@ def start_from_rows(session: Session) -> None:
             prepare_model_inputs_fn=lambda batch, _: _looked_at(batch).nonzero(),
             show_progress_bar=False,
         )
-    count, apart = _distance(adapter.model)
+    # How many A matrices there are, and how far the products of their rows are from the identity at most.
+    found = [item.detach().float() for name, item in adapter.model.named_parameters() if ".lora_A." in name]
+    count, apart = len(found), max(float((item @ item.T - torch.eye(len(item)).to(item)).abs().max()) for item in found)
     if apart > ORTHONORMAL:
         raise VerificationFailed(f"{KEY}: asked eva, in effect A matrices whose rows are not orthonormal ({apart:.2g})")
     session.meter.observe("end")
@@ -103,9 +105,3 @@ def _looked_at(batch: Batch) -> Tensor:
     if "labels" in batch:
         return batch["labels"] != IGNORED
     return batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(batch["input_ids"]).bool()
-
-
-def _distance(model: nn.Module) -> tuple[int, float]:
-    """How many A matrices there are, and how far the products of their rows are from the identity at most."""
-    found = [item.detach().float() for name, item in model.named_parameters() if ".lora_A." in name]
-    return len(found), max(float((item @ item.T - torch.eye(len(item)).to(item)).abs().max()) for item in found)

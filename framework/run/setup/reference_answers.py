@@ -43,7 +43,13 @@ def know_reference(session: Session) -> None:
     data, file, splits = session.inputs.data, session.folder.path / FILE, _splits(session)
     known = session.reference_answers or (_read(file) if session.step else _ask(session, splits))
     if session.folder.is_written and (session.reference_answers or not session.step):
-        _write(file, known)
+        aside = aside_of(file)
+        try:
+            discard(aside)
+            save_file(known, aside)
+            os.replace(aside, file)
+        except (OSError, SafetensorError) as error:
+            raise SaveFailed(f"{file} could not be written: {error}") from error
     told = {name: _told(rows, known, name, file) for name, rows in splits.items()}
     session.inputs = replace(session.inputs, data=replace(data, train=told["train"], eval=told.get("eval")))
     assert isinstance(session.batches, GlobalBatches), "the schema refuses streaming"
@@ -114,13 +120,3 @@ def _read(file: Path) -> dict[str, np.ndarray]:
     except (OSError, SafetensorError) as error:
         message = f"{file} cannot be read, and the model has moved on since the reference was asked: {error}"
         raise RequestError([Problem("--resume", message, expected="the run folder as it was")]) from None
-
-
-def _write(file: Path, known: dict[str, np.ndarray]) -> None:
-    aside = aside_of(file)
-    try:
-        discard(aside)
-        save_file(known, aside)
-        os.replace(aside, file)
-    except (OSError, SafetensorError) as error:
-        raise SaveFailed(f"{file} could not be written: {error}") from error

@@ -11,7 +11,7 @@ import transformers
 from accelerate import Accelerator
 from rich.console import Console
 
-from framework.build.assembly import Assembly, assemble
+from framework.build.assembly import assemble
 from framework.build.data.end_tokens import stop_at, supervised_ends
 from framework.build.from_python import TASKS_OWN, FromPython, check_same
 from framework.build.levers.allocator import choose_allocator
@@ -167,7 +167,9 @@ def _build(
     if origin.checkpoint is not None and origin.state is not None:
         ask_before_resuming(session, origin.state["config"])
         with explained_failures(watch, planned, None):
-            _load(origin.checkpoint, assembly, meter, bool({*ALLOWED_MODELS} & {*allow}))
+            meter.observe("resume")
+            load_checkpoint(origin.checkpoint, assembly, bool({*ALLOWED_MODELS} & {*allow}))
+            _empty_cache(assembly.place)
     return session
 
 
@@ -237,12 +239,6 @@ def _start_device(config: TrainingConfig, coordinator: Coordinator) -> torch.dev
     device = coordinator.start(config)
     accelerator = Accelerator(cpu=config.gpu.name == "cpu")
     return device or accelerator.device  # which it numbers where there are several, also a CPU
-
-
-def _load(checkpoint: Path, assembly: Assembly, meter: Meter, is_other_allowed: bool) -> None:
-    meter.observe("resume")
-    load_checkpoint(checkpoint, assembly, is_other_allowed)
-    _empty_cache(assembly.place)
 
 
 def _empty_cache(place: Place) -> None:
