@@ -230,7 +230,7 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
 
     Raises RequestError for a folder of no run, and where the page cannot be written.
     """
-    from framework.cli.report import write_report
+    from framework.cli.runs import write_report
 
     return write_report(Path(run), Path(output) if output is not None else None)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
-from framework.cli.writing import written
+from framework.cli.printing import written
 from framework.errors import RequestError
 from framework.regular_files import open_regular, read_regular, special_files
 from framework.run.record.run_folder import open_folder

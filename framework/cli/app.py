@@ -9,22 +9,13 @@ import typer
 
 from framework.activity import now
 from framework.cli import look, work
-from framework.cli.convert import convert
-from framework.cli.data import data
-from framework.cli.diff import diff
 from framework.cli.doctor import doctor
-from framework.cli.evaluate import evaluate
-from framework.cli.explain import explain
-from framework.cli.export import export
-from framework.cli.fit import fit
-from framework.cli.init import init
-from framework.cli.levers import levers
-from framework.cli.merge import merge
-from framework.cli.plan import plan
-from framework.cli.predict import predict
+from framework.cli.look import data, levers
+from framework.cli.plan import diff, fit, plan
 from framework.cli.printing import print_text
-from framework.cli.push import push
-from framework.cli.report import report
+from framework.cli.recipes import convert, init
+from framework.cli.runs import explain, report
+from framework.cli.saved import evaluate, export, merge, predict, push
 from framework.errors import Interrupted
 from framework.versions import require_versions
 

@@ -1,14 +1,24 @@
 """The verb that describes and measures the machine at hand."""
 
+import os
+import platform
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from framework.cli.arguments import Json
-from framework.cli.printing import print_columns, print_json, print_text
-from framework.cli.writing import as_document, check_writable, exit_code, written
+from framework.cli.printing import (
+    as_document,
+    check_writable,
+    exit_code,
+    print_columns,
+    print_json,
+    print_text,
+    written,
+)
 from framework.errors import Problem, RequestError
 
 
@@ -39,7 +49,6 @@ def doctor(
         raise RequestError([Problem("--output", "has no effect without --calibrate")])
     if compare:
         return _compare(as_json)
-    from framework.cli.machine import describe
 
     facts = describe()
     if as_json:
@@ -83,3 +92,55 @@ def _compare(as_json: bool) -> int:
     print_columns([("step", "allocated", "used", "seconds"), *(row.cells() for row in rows)])
     print_text("\nplanned over measured; this line is for an issue:\n" + summary(rows, name))
     return 0
+
+
+PACKAGES = (
+    "accelerate",
+    "bitsandbytes",
+    "comet_ml",
+    "datasets",
+    "flash-attn",
+    "gguf",
+    "hydra-core",
+    "liger-kernel",
+    "mlflow",
+    "omegaconf",
+    "peft",
+    "pydantic",
+    "safetensors",
+    "swanlab",
+    "tensorboard",
+    "torch",
+    "torchao",
+    "trackio",
+    "transformers",
+    "triton",
+    "wandb",
+)
+"""Those that a recipe can need."""
+
+
+def describe() -> dict[str, Any]:
+    """Python, processors, torch, CUDA, cards and package versions (None: not installed). Loads torch."""
+    import torch
+
+    from framework.memory.installed import detect
+
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cards": [f"{card.name}, {card.total_memory} bytes, capability {card.major}.{card.minor}" for card in cards],
+        "preset": detect() or "cpu",
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,14 +1,29 @@
-"""The verbs that look at requests, choices and the machine, and change nothing."""
+"""The verbs that look at requests, rows, choices and levers, and change nothing."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import print_columns, print_json, print_text, print_warnings
+from framework.cli.plan import decided
+from framework.cli.printing import (
+    as_document,
+    check_writable,
+    exit_code,
+    print_columns,
+    print_json,
+    print_text,
+    print_warnings,
+    stdout,
+    written,
+)
 from framework.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from framework.memory.levers import Lever
+    from framework.run.preview import Preview
 
 KINDS = {"recipes": "", "models": "model", "datasets": "data", "optimizers": "optimizer", "gpus": "gpu"}
 """What `list` calls a group by another name than its own; the recipes are no group."""
@@ -119,3 +134,102 @@ def schema() -> None:
     from framework.schema.json_schema import recipe_schema
 
     print_text(json.dumps(recipe_schema({group: list(shipped.presets(group)) for group in shipped.GROUPS}), indent=1))
+
+
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows that are shown.")] = 3,
+    split: Annotated[str, typer.Option("--split", help="train or eval.")] = "train",
+    whole: Annotated[bool, typer.Option("--all", help="Of a stream: read and count a whole epoch.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page that needs nothing else.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Show the rows as the model will see them: supervised tokens, lengths, what is cut, padding. Loads no weights."""
+    from framework.checks import TRAIN, check_request, placing
+
+    if split not in ("train", "eval"):
+        raise RequestError([Problem("--split", f"there is no split {split!r}", None, "train or eval")])
+    report = check_request(recipe, overrides or (), None, TRAIN)
+    print_warnings(report.warnings)
+    if report.composition is None:
+        raise RequestError(report.problems)
+    check_writable(html, "--html")
+    composition, _ = decided(report.composition)
+    from framework.reports.rows_page import data_page
+    from framework.run.preview import preview
+
+    with placing(composition.origins):
+        found = preview(composition.config, split, rows, whole)
+    missed = written(html, "--html", lambda: data_page(composition.recipe, found))
+    if as_json:
+        print_json({"recipe": composition.recipe, **found.to_json(), **as_document(missed)})
+    else:
+        _print_rows(composition.recipe, found)
+    return exit_code(missed, 0)
+
+
+def _print_rows(title: str, found: "Preview") -> None:
+    from framework.reports.rows import data_lines, marks_for
+
+    console = stdout()
+    is_coloured = console.is_terminal and console.color_system is not None and not console.no_color
+    for line in data_lines(title, found, console.width, marks_for(console.encoding, is_coloured)):
+        console.print(line)
+
+
+def levers(
+    key: Annotated[str | None, typer.Argument(help="A key such as training.optimizer; all of them without it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what trades memory: each lever's values from free to dear, what it shrinks and what it costs."""
+    from framework.memory.levers import LEVERS, word
+
+    rows = LEVERS if key is None else (_find_lever(key),)
+    if as_json:
+        print_json({"levers": [row.to_json() for row in rows]})
+    elif key is not None:
+        _print_lever(rows[0])
+    else:
+        head = ("key", "values, from free to dear", "shrinks", "training")
+        cells = [head]
+        for row in rows:
+            changed = ", ".join(word(setting.value) for setting in row.settings if setting.changes)
+            exactness = f"changed by {changed}" if changed else "exact"
+            cells.append((row.key, ", ".join(map(word, row.values)), ", ".join(row.shrinks) or "-", exactness))
+        print_columns(cells)
+
+
+def _find_lever(key: str) -> "Lever":
+    from framework.compose.shipped import nearest
+    from framework.memory.levers import LEVERS, lever
+    from framework.schema.keys import every_key, unknown
+
+    try:
+        return lever(key)
+    except KeyError:
+        names = [row.key for row in LEVERS]
+        is_key = key in every_key()
+        message = f"{key} trades no memory" if is_key else unknown(tuple(key.split(".")))[0]
+        likely = nearest(key, names) or nearest(key.rpartition(".")[2], names)
+        raise RequestError([Problem(key, message, None, "a key of `tunesmith levers`", likely)]) from None
+
+
+def _print_lever(row: "Lever") -> None:
+    from framework.memory.levers import word
+
+    print_text(f"{row.key}\n  {row.line}")
+    print_text(f"  shrinks    {', '.join(row.shrinks) or 'nothing by itself'}\n  read back  {row.reader}")
+    print_text("  settings, from free to dear:")
+    for setting in row.settings:
+        print_text(f"    {row.key}={word(setting.value)}")
+        facts = {
+            "time": setting.time,
+            "changes": setting.changes or ("" if setting is row.settings[0] else "nothing but rounding"),
+            "hardware": setting.hardware,
+            "package": setting.package,
+            "needs": " ".join(f"{name}={word(value)}" for name, value in setting.beside.items()),
+        }
+        for name, text in facts.items():
+            if text:
+                print_text(f"      {name:9s}{text}")

@@ -1,4 +1,4 @@
-"""The verb that says what a run will cost."""
+"""The verbs that plan: one request, settings that fit, and two requests side by side."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from framework.activity import doing
+from framework.activity import doing, shown
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import complain, print_json, print_text, print_warnings, say, stdout
-from framework.cli.writing import as_document, check_writable, exit_code, written
+from framework.cli.printing import (
+    as_document,
+    check_writable,
+    complain,
+    exit_code,
+    print_columns,
+    print_json,
+    print_text,
+    print_warnings,
+    say,
+    stdout,
+    written,
+)
 from framework.errors import OutOfMemory, Problem, RequestError
 
 if TYPE_CHECKING:
     from framework.compose import Composition
+    from framework.compose.differences import Difference
     from framework.memory.ledger import Plan
+    from framework.memory.search.found import Found
     from framework.run.planning.measure import Measured
+    from framework.run.planning.memory_diff import Comparison
     from framework.run.planning.plan_pool import Rehearsals
 
 DOES_NOT_FIT = 3
@@ -43,6 +57,7 @@ def plan(
     A list of values for one key, such as model.model_max_length=2048,4096, gives one table.
     """
     from framework.compose.overrides import listed
+    from framework.reports.page import plan_page
     from framework.run.planning.plan_pool import Rehearsals, prepared
 
     if (found := listed(overrides or (), several)) is not None:
@@ -56,7 +71,7 @@ def plan(
         measured, failure = _measured(composition) if measure else (None, None)
         with Rehearsals() as rehearsals:
             made = searched or planned(composition, rehearsals)
-    missed = written(html, "--html", lambda: _page(composition.recipe, made, measured))
+    missed = written(html, "--html", lambda: plan_page(composition.recipe, made, measured))
     if as_json:
         kept_from = [*missed, *([Problem("--measure", str(failure))] if failure is not None else [])]
         print_json({**_document(made, measured, composition.warnings), **as_document(kept_from)})
@@ -156,12 +171,6 @@ def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory
         return None, error
 
 
-def _page(title: str, made: "Plan", measured: "Measured | None") -> str:
-    from framework.reports.page import plan_page
-
-    return plan_page(title, made, measured)
-
-
 def _document(made: "Plan", measured: "Measured | None", warnings: Sequence[str]) -> dict[str, object]:
     """The plan's document, with what the check of the request warned of before the plan's own warnings."""
     from framework.reports.plan_text import measured_document
@@ -176,3 +185,139 @@ def _print(title: str, made: "Plan", measured: "Measured | None") -> None:
     console = stdout()
     for line in plan_lines(title, made, measured, console.width, strokes_for(console.encoding)):
         console.print(line)
+
+
+def fit(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the proposal as a recipe, a .yaml.")] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option("--pin", help="A key or section that stays as it is; `written`: all that the request writes."),
+    ] = None,
+    set_free: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set-free", help="A key that may change the training result: optimizer, dtype, q_lora or length."
+        ),
+    ] = None,
+    allow: Annotated[
+        str | None, typer.Option("--allow", help="`inexact`: all keys that --set-free takes; `exact`: none, ever.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with the trade as a plot.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the finalists on this machine's card.")] = False,
+    as_json: Json = False,
+    nproc: Processes = None,
+) -> int:
+    """Find the fastest settings that fit the card, with the same global batch. Exit 3: nothing fits."""
+    from framework.checks import placing
+    from framework.compose.amending import amended
+    from framework.memory.search.tradeoffs import INEXACT
+    from framework.reports.frontier import fit_page
+    from framework.run.planning.fit import fit as search
+    from framework.run.planning.fit import measured_best
+    from framework.run.planning.plan_pool import prepared
+
+    with prepared():
+        composition = checked(recipe, overrides or (), nproc)
+        _check_options(output, html, allow)
+        inexact = INEXACT if allow == "inexact" else tuple(set_free or ())
+        pins = _pinned_keys(composition, pin or ()) + (list(INEXACT) if allow == "exact" else [])
+        judge = measured_best(say) if measure else None
+        with placing(composition.origins):
+            found = search(composition.config, pins=pins, inexact=inexact, judge=judge, runs_here=measure or None)
+    missed = list[Problem]()
+    if found.fits:
+        missed += written(output, "--output", lambda: amended(recipe, overrides or (), found.config, found.overrides))
+    is_written = found.fits and not missed
+    missed += written(html, "--html", lambda: fit_page(composition.recipe, found))
+    if as_json:
+        print_json({**found.to_json(), **as_document(missed)})
+    else:
+        _print_found(composition, found, output if is_written or not found.fits else None)
+    return exit_code(missed, 0 if found.fits else DOES_NOT_FIT)
+
+
+def _check_options(output: Path | None, html: Path | None, allow: str | None) -> None:
+    if allow not in (None, "exact", "inexact"):
+        raise RequestError([Problem("--allow", f"cannot be {allow!r}", None, "inexact or exact")])
+    if output is not None and output.suffix not in (".yaml", ".yml"):
+        raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
+    check_writable(output, "--output")
+    check_writable(html, "--html")
+
+
+def _pinned_keys(composition: "Composition", words: list[str] | tuple[str, ...]) -> list[str]:
+    """The pinned keys. `written` stands for those of the recipe's body and the command line."""
+    from framework.schema.keys import every_key, left_open
+
+    pins = [word for word in words if word != "written"]
+    if "written" in words:
+        open_keys = left_open(composition.config)
+        by_hand = (key for key, origin in composition.origins.items() if origin.kind in ("recipe", "command line"))
+        pins += [key for key in by_hand if key in every_key() and key not in open_keys]
+    return pins
+
+
+def _print_found(composition: "Composition", found: "Found", output: Path | None) -> None:
+    from framework.reports.fit import fit_lines
+    from framework.reports.terminal import strokes_for
+
+    console = stdout()
+    for line in fit_lines(composition.recipe, found, console.width, strokes_for(console.encoding)):
+        console.print(line)
+    if output is not None:
+        console.print(f"\nwrote {output}" if found.fits else f"\n{output} was not written: nothing fits")
+
+
+def diff(
+    recipe: Recipe,
+    other: Recipe,
+    overrides: Overrides = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Plan both, and say what each difference costs in device memory.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the keys in which two recipes differ, with both values and where each came from. Overrides go to both."""
+    from framework.compose import compose
+    from framework.compose.differences import differences
+    from framework.reports.comparison import comparison_document, comparison_lines
+
+    take = checked if memory else compose
+    a, b = (take(name, overrides or ()) for name in (recipe, other))
+    found = differences(a, b)
+    compared = _plan_both(a, b, found) if memory else None
+    if as_json:
+        document: dict[str, object] = {"differences": [difference.to_json() for difference in found]}
+        print_json(document | ({} if compared is None else {"memory": comparison_document(compared)}))
+        return
+    _print_differences(found)
+    if compared is not None:
+        console = stdout()
+        for line in comparison_lines(compared, console.width):
+            console.print(line)
+
+
+def _plan_both(a: "Composition", b: "Composition", found: "list[Difference]") -> "Comparison":
+    from framework.run.planning.memory_diff import find_causes
+    from framework.run.planning.plan_pool import Rehearsals
+
+    keys = [difference.key for difference in found]
+    with shown("planning both"), Rehearsals() as rehearsals:
+        plans = planned(a, rehearsals), planned(b, rehearsals)
+        return find_causes(a.config, b.config, plans, keys, rehearsals.tried)
+
+
+def _print_differences(found: "list[Difference]") -> None:
+    rows = [
+        row
+        for difference in found
+        for row in (
+            (difference.key, "a", str(difference.a), str(difference.origin_a)),
+            ("", "b", str(difference.b), str(difference.origin_b)),
+        )
+    ]
+    print_columns(rows)
+    if not rows:
+        print_text("no key differs")

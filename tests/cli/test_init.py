@@ -22,7 +22,7 @@ ROWS = {
 def shown(write, monkeypatch):
     """What was shown of the recipe, in order; the plan says that it fits."""
     calls = []
-    for verb, module in (("check", "look"), ("data", "data"), ("plan", "plan")):
+    for verb, module in (("check", "look"), ("data", "look"), ("plan", "plan")):
         monkeypatch.setattr(
             f"framework.cli.{module}.{verb}",
             lambda recipe, words, verb=verb, **more: calls.append((verb, recipe, words, more)) or 0,

@@ -1,4 +1,4 @@
-"""The verb that writes a first recipe, and shows what it does."""
+"""The verbs that write a recipe: a first one, or that of another tool as ours."""
 
 import json
 import shlex
@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from framework.cli.completion import override_values
-from framework.cli.printing import print_problems, print_text, say
-from framework.cli.writing import check_writable, written
+from framework.cli.arguments import override_values
+from framework.cli.printing import check_writable, print_problems, print_text, print_warnings, say, written
 from framework.errors import Problem, RequestError
 
 ROWS = 3
@@ -56,7 +55,7 @@ def init(
         return _shown(output, words)
     except RequestError as error:
         print_problems(error.problems)
-        say(f"{output} is written; mend this there, then: {_typed('check', output, words)}")
+        say(f"{output} is written; mend this there, then: {_command('check', output, words)}")
         return error.exit_code
 
 
@@ -100,16 +99,31 @@ def _row_format(data: str) -> str:
 
 def _shown(recipe: Path, words: list[str]) -> int:
     """The exit code, after the check, the rows, the plan and the command that comes next."""
-    from framework.cli.data import data
-    from framework.cli.look import check
+    from framework.cli.look import check, data
     from framework.cli.plan import plan
 
     check(str(recipe), words)
     data(str(recipe), words, rows=ROWS)
     code = plan(str(recipe), words)
-    print_text(f"\n{recipe} is written. Next: {_typed('train' if code == 0 else 'fit', recipe, words)}")
+    print_text(f"\n{recipe} is written. Next: {_command('train' if code == 0 else 'fit', recipe, words)}")
     return code
 
 
-def _typed(verb: str, recipe: Path, words: list[str]) -> str:
+def _command(verb: str, recipe: Path, words: list[str]) -> str:
     return shlex.join(["tunesmith", verb, str(recipe), *words])
+
+
+def convert(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A YAML of Oumi, Axolotl, LLaMA-Factory, torchtune or litgpt.")
+    ],
+) -> None:
+    """Print the recipe of another tool as ours; what could not be carried is told on stderr, a line for each value."""
+    from framework.converters import convert as converted
+
+    found = converted(file)
+    print_text(found.recipe, end="")
+    for row in found.left:
+        say(str(row))
+    print_warnings(found.cautions)
+    say(f"{len(found.carried)} of {found.total} values of {found.tool} are carried")
