@@ -156,7 +156,7 @@ def data(
         raise RequestError(report.problems)
     check_writable(html, "--html")
     composition, _ = decided(report.composition)
-    from framework.reports.rows_page import data_page
+    from framework.reports.rows import data_page
     from framework.run.preview import preview
 
     with placing(composition.origins):

@@ -27,7 +27,7 @@ from framework.errors import OutOfMemory, Problem, RequestError
 
 if TYPE_CHECKING:
     from framework.compose import Composition
-    from framework.compose.differences import Difference
+    from framework.compose.writing import Difference
     from framework.memory.ledger import Plan
     from framework.memory.search.found import Found
     from framework.run.planning.measure import Measured
@@ -105,7 +105,7 @@ def _compare(
     recipe: str, key: str, words: Mapping[str, Sequence[str]], html: Path | None, as_json: bool, nproc: int | None
 ) -> int:
     """One row for each value of a key, from rehearsals of one process. Exit 3 where none of them fits."""
-    from framework.reports.what_if import what_if_lines, what_if_page
+    from framework.reports.comparison import what_if_lines, what_if_page
     from framework.run.planning.what_if import what_if
 
     check_writable(html, "--html")
@@ -211,9 +211,9 @@ def fit(
 ) -> int:
     """Find the fastest settings that fit the card, with the same global batch. Exit 3: nothing fits."""
     from framework.checks import placing
-    from framework.compose.amending import amended
+    from framework.compose.writing import amended
     from framework.memory.search.tradeoffs import INEXACT
-    from framework.reports.frontier import fit_page
+    from framework.reports.fit import fit_page
     from framework.run.planning.fit import fit as search
     from framework.run.planning.fit import measured_best
     from framework.run.planning.plan_pool import prepared
@@ -281,7 +281,7 @@ def diff(
 ) -> None:
     """Print the keys in which two recipes differ, with both values and where each came from. Overrides go to both."""
     from framework.compose import compose
-    from framework.compose.differences import differences
+    from framework.compose.writing import differences
     from framework.reports.comparison import comparison_document, comparison_lines
 
     take = checked if memory else compose

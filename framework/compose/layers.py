@@ -12,7 +12,6 @@ from itertools import starmap
 from pathlib import Path as File
 
 from framework.compose import shipped
-from framework.compose.eval_sets import EVAL, listed
 from framework.compose.origins import Node, Origin, leaves, node_of
 from framework.compose.overrides import Choice, Words
 from framework.compose.paths import exists
@@ -214,7 +213,7 @@ def _named_card(
 
 def _known(node: Node, key: Key, path: Path, problems: list[Problem]) -> Node:
     """The tree without what the schema has no place for; each such key is a problem where it stands."""
-    node = listed(node) if path == EVAL else node
+    node = _sets_as_list(node) if path == ("data", "eval") else node
     if key.is_list and node.sequence is not None and key.children:
         return Node(
             [_known(item, replace(key, is_list=False), (*path, i), problems) for i, item in enumerate(node.sequence)],
@@ -306,3 +305,18 @@ def _placed(path: Path, node: Node, layers: Sequence[Layer], problems: list[Prob
         problems.append(Problem(dotted(path), message, node.origin.place, f"`{dotted(path[:index])}+=[..]` to append"))
         return empty
     return empty.replaced(path[:index], found.replaced(path[index:], node))
+
+
+def _sets_as_list(node: Node) -> Node:
+    """The sources that `data.eval` as a mapping of names to lists stands for, each with the name of its set; anything
+    else as it is, to be judged as a list."""
+    sets = node.mapping or {}
+    if not sets or any(own.sequence is None for own in sets.values()) or "append" in sets:
+        return node
+    sources = []
+    for name, own in sets.items():
+        for source in own.sequence or ():
+            inside = source.mapping
+            named = None if inside is None else {**inside, "eval_set": Node(name, source.origin)}
+            sources.append(source if named is None else Node(named, source.origin))
+    return Node(sources, node.origin)

@@ -20,7 +20,7 @@ from framework.compose.own_adapter import with_own_adapter
 from framework.compose.own_config import with_own_configs
 from framework.compose.paths import made_absolute
 from framework.compose.recipe_files import find_recipe
-from framework.compose.trust import refuse_trust_of_runs, without_trust
+from framework.compose.trained_folders import refuse_trust_of_runs, without_trust
 from framework.compose.validation import shown, validate
 from framework.errors import Problem, RequestError
 from framework.memory.installed import detect

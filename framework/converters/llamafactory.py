@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from framework.converters.shared_mappings import (
+from framework.converters.tables import (
+    apply,
     carry_attention,
     carry_deepspeed_file,
     carry_optimizer,
@@ -11,9 +12,11 @@ from framework.converters.shared_mappings import (
     carry_steps,
     carry_trackers,
     first_rows,
+    leave,
     put_precision,
+    refuse,
+    table,
 )
-from framework.converters.tables import apply, leave, refuse, table
 from framework.converters.translation import Translation, Why
 
 TOOL = "LLaMA-Factory"

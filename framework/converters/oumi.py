@@ -2,17 +2,20 @@
 
 from typing import Any
 
-from framework.converters.shared_mappings import (
+from framework.converters.tables import (
+    apply,
     carry_attention,
     carry_layer_class,
     carry_optimizer,
     carry_schedule,
     carry_stage,
     carry_steps,
+    leave,
     product,
     put_precision,
+    refuse,
+    table,
 )
-from framework.converters.tables import apply, leave, refuse, table
 from framework.converters.translation import Translation, Why
 
 TOOL = "Oumi"

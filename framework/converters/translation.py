@@ -1,12 +1,121 @@
-"""What becomes of a source: the keys of ours that it fills, and what of it is left, with the reason."""
+"""A recipe of another tool, and what becomes of it: the keys of ours that it fills, what is left, with the reason."""
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from framework.compose.origins import Node
 from framework.compose.validation import shown
-from framework.converters.source import Source
+from framework.errors import Problem, RequestError
+from framework.schema.keys import Path, dotted
+from framework.schema.params import parse_number
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+MOST_REFERENCES = 8
+"""Of one value, through others; a recipe that needs more refers to itself."""
+LONGEST = 2**12
+"""Characters of a value whose references are followed; doubling them eight times over makes more than memory holds."""
+_WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+"""YAML 1.1, by which all five tools read their recipes, means booleans by these."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A scalar, or a list of scalars as a whole."""
+
+    value: Any
+    line: int
+
+
+class Source:
+    """The values of one file by dotted key (`datasets[0].path`)."""
+
+    def __init__(self, root: Node, label: str) -> None:
+        self.label = label
+        self.leaves = {dotted(path): leaf for path, leaf in _leaves(root, ())}
+        self.misread: dict[str, str] = {}
+        """Keys with a value of another kind than was asked for -> what was asked for."""
+
+    def get(self, key: str) -> Any:
+        """The value at a key; None where it is absent or empty. Words of YAML 1.1 for true and false are these."""
+        leaf = self.leaves.get(key)
+        value = None if leaf is None else self._followed(leaf.value, MOST_REFERENCES)
+        return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+
+    def text(self, key: str) -> str:
+        """The value in lower case; empty where it is absent or no text."""
+        value = self.get(key)
+        if isinstance(value, list | dict | int | float) and not isinstance(value, bool):
+            self.misread[key] = "a word"
+        return value.lower() if isinstance(value, str) else ""
+
+    def number(self, key: str) -> float | None:
+        """The value when it is a finite number in any spelling."""
+        value = parse_number(self.get(key))
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return value
+        if value not in (None, False, "", [], {}):
+            self.misread[key] = "a number"
+        return None
+
+    def strings(self, key: str) -> list[str]:
+        """The texts of a list, or the one text that stands instead of a list."""
+        value = self.get(key)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        return [item for item in items if isinstance(item, str)]
+
+    def has(self, section: str) -> bool:
+        """Whether a value stands at a key, or anything below it."""
+        return section in self.leaves or any(self.below(section))
+
+    def below(self, section: str) -> Iterator[str]:
+        """The keys of all values inside a section or list."""
+        return (key for key in self.leaves if key.startswith((f"{section}.", f"{section}[")))
+
+    def items(self, section: str) -> list[str]:
+        """The keys of the mappings in a list: `datasets[0]`, `datasets[1]`."""
+        heads = (key[len(section) :].partition("]")[0] for key in self.leaves if key.startswith(f"{section}["))
+        return [f"{section}{head}]" for head in dict.fromkeys(heads)]
+
+    def place(self, key: str) -> str:
+        """`file:line` of a key, or of the first value inside it."""
+        found = self.leaves.get(key) or next((self.leaves[inner] for inner in self.below(key)), Leaf(None, 1))
+        return f"{self.label}:{found.line}"
+
+    def refuse(self, key: str, message: str, expected: str | None = None) -> RequestError:
+        """The error that says why this file cannot become a recipe."""
+        return RequestError([Problem(key, message, self.place(key), expected)])
+
+    def _followed(self, value: Any, left: int) -> Any:
+        """The value with `${a.b}` replaced by what stands there; one that leads nowhere stays as it is."""
+        if isinstance(value, list):
+            return [self._followed(item, left) for item in value]
+        if not isinstance(value, str) or "${" not in value or left == 0:
+            return value
+        found = [match for match in _REFERENCE.findall(value) if match in self.leaves]
+        for name in found:
+            inside = self._followed(self.leaves[name].value, left - 1)
+            if value == f"${{{name}}}":
+                return inside
+            followed = value.replace(f"${{{name}}}", "" if inside is None else str(inside))
+            if len(followed) > LONGEST:
+                return value
+            value = followed
+        return value
+
+
+def _leaves(node: Node, path: Path) -> Iterator[tuple[Path, Leaf]]:
+    children: list[tuple[str | int, Node]] = list((node.mapping or {}).items())
+    items = node.sequence or []
+    if any(item.mapping is not None or item.sequence is not None for item in items):
+        children = list(enumerate(items))
+    for name, child in children:
+        yield from _leaves(child, (*path, name))
+    if not children:
+        yield path, Leaf(node.plain(), int(node.origin.where.rpartition(":")[2] or 1))
 
 
 class Why(StrEnum):

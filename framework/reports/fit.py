@@ -1,13 +1,15 @@
-"""What a search proposes, as lines for a terminal."""
+"""What a search proposes, as lines for a terminal and as an HTML page with the trade of speed against memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
+from framework.escaping import escape
 from framework.memory.levers import word
-from framework.memory.search.found import Change, Found
+from framework.memory.search.found import Change, Found, Point
 from framework.reports import plan_text
+from framework.reports.page import WIDTH, document, items, scrolling, svg, text, ticks
 from framework.reports.terminal import BLOCKS, LEAST_WIDTH, Strokes, table, wrapped
 
 LEAST_SETTINGS = 24
@@ -93,3 +95,102 @@ def _tail(found: Found, width: int) -> Iterator[Text]:
         yield Text()
         yield Text("To paste", "bold")
         yield Text(" ".join(f"'{item}'" if " " in item or "[" in item else item for item in found.overrides))
+
+
+HEIGHT, LEFT, BOTTOM, TOP = 320, 70, 44, 24
+"""Of the plot and what is next to it, in units of the view box."""
+
+Scale = Callable[[float, float], tuple[float, float]]
+"""(bytes, tokens a second) -> a place in the drawing."""
+
+
+def fit_page(title: str, found: Found) -> str:
+    """Verdict, plot, changes, and the words to paste."""
+    verdict = plan_text.verdict(found.plan)
+    lead = title if found.fits else f"{title}: nothing that was searched fits; the closest"
+    parts = [
+        f'<h1 class="{"fits" if found.fits else "over"}">{escape(lead)} {escape(verdict.headline)}</h1>',
+        *(f'<p class="soft">{escape(remark)}</p>' for remark in (*verdict.details, *found.remarks)),
+        *_plot(found),
+        "<h2>What changed</h2>",
+        _changes_table(found.changes),
+        *items("To paste", found.overrides if found.fits else ()),
+        f'<p class="soft">{found.looked_at}.</p>',
+    ]
+    return document(f"Fit of {title}", parts)
+
+
+def _plot(found: Found) -> Iterator[str]:
+    """Nothing where fewer than two points have a known speed."""
+    points = [point for point in found.frontier if point.tokens_per_second]
+    if len(points) < 2:
+        return
+    yield "<h2>Speed against memory</h2>"
+    yield f'<div class="scroll">{frontier_svg(points, found)}</div>'
+    hollow = "hollow points are from plans of fewer layers" if any(not point.planned for point in points) else ""
+    yield f'<p class="legend"><span>tokens/s over the upper end of bytes on the card</span><span>{hollow}</span></p>'
+
+
+def frontier_svg(points: Sequence[Point], found: Found) -> str:
+    """A point for each setting that no other beats in both, joined; the card's end as a line; the proposal marked."""
+    usable = found.plan.device.usable_bytes or 0
+    widest = 1.08 * max(usable, *(point.device_bytes for point in points))
+    fastest = 1.1 * max(point.tokens_per_second or 0.0 for point in points)
+
+    def at(bytes_: float, speed: float) -> tuple[float, float]:
+        across = LEFT + (WIDTH - LEFT - 20) * bytes_ / widest
+        return across, TOP + (HEIGHT - TOP - BOTTOM) * (1 - speed / fastest)
+
+    places = [at(point.device_bytes, point.tokens_per_second or 0.0) for point in points]
+    line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    parts = [*_frontier_axes(at, widest, fastest), f'<path class="mark" d="{line}"/>']
+    for (x, y), point in zip(places, points, strict=True):
+        parts.append(_mark(x, y, point))
+    if usable:
+        x, _ = at(usable, 0)
+        parts.append(f'<path class="limit" d="M{x:.1f} {TOP - 8}V{HEIGHT - BOTTOM}"/>')
+        parts.append(text(x - 4, TOP - 12, f"{plan_text.size(usable)} usable", "end"))
+    if found.plan.step is not None:
+        x, y = at(found.plan.peak.device_bytes_upper, found.plan.step.tokens_per_second)
+        parts.append(f'<circle class="fits" cx="{x:.1f}" cy="{y:.1f}" r="9"><title>the proposal</title></circle>')
+    return svg(WIDTH, HEIGHT, "Tokens a second against bytes on the device", parts)
+
+
+def _mark(x: float, y: float, point: Point) -> str:
+    settings = " ".join(point.overrides) or "as written"
+    title = f"{settings}: {plan_text.size(point.device_bytes)}, {point.tokens_per_second:,.0f} tokens/s"
+    kind = "planned" if point.planned else "sketched"
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{escape(title)}</title></circle>'
+
+
+def _frontier_axes(at: Scale, widest: float, fastest: float) -> Iterator[str]:
+    x0, y0 = at(0, 0)
+    x1, y1 = at(widest, fastest)
+    yield f'<path d="M{x0:.1f} {y1:.1f}V{y0:.1f}H{x1:.1f}"/>'
+    for bytes_ in ticks(0, widest / plan_text.GIB):
+        x, _ = at(bytes_ * plan_text.GIB, 0)
+        yield text(x, y0 + 16, f"{bytes_:g} GiB", "middle")
+    for speed in ticks(0, fastest):
+        _, y = at(0, speed)
+        yield text(LEFT - 8, y, f"{speed:,.0f}", "end")
+
+
+def _changes_table(changes: Sequence[Change]) -> str:
+    if not changes:
+        return '<p class="soft">Nothing: this is the fastest that was found.</p>'
+    rows = "".join(
+        f"<tr><td>{escape(change.key)} {escape(word(change.old))} → {escape(word(change.new))}"
+        f'<p class="soft">{escape(change.why)}</p></td><td>{_memory(change)}</td><td>{_costs(change)}</td>'
+        f"<td>{'same' if change.exact else 'CHANGED'}</td></tr>"
+        for change in changes
+    )
+    heading = "<tr><th>Change</th><th>memory</th><th>a step</th><th>training</th></tr>"
+    return scrolling(f"<table><thead>{heading}</thead><tbody>{rows}</tbody></table>")
+
+
+def _memory(change: Change) -> str:
+    return "-" if change.saves_bytes is None else plan_text.signed_size(-change.saves_bytes)
+
+
+def _costs(change: Change) -> str:
+    return "-" if change.costs_seconds is None else f"{change.costs_seconds:+.3f} s"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from framework.escaping import escape
-from framework.reports.drawing import WIDTH, svg, text, ticks
+from framework.reports.page import WIDTH, svg, text, ticks
 from framework.reports.run_files import Point, Series
 
 BUCKETS = 400

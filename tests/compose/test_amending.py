@@ -3,7 +3,7 @@
 import yaml
 
 from framework.compose import load
-from framework.compose.amending import amended
+from framework.compose.writing import amended
 
 
 def test_rows_a_device_that_follow_from_the_global_batch_do_so_on_the_cards_it_is_for(write):

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from framework.compose import compose, to_yaml
-from framework.compose.differences import differences
 from framework.compose.shipped import recipes
-from framework.compose.writing import to_annotated_yaml
+from framework.compose.writing import differences, to_annotated_yaml
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, values
 from framework.schema.model import ModelParams

@@ -9,10 +9,10 @@ import pytest
 from framework.checks import check_request
 from framework.cli import main
 from framework.compose import compose, load
-from framework.compose.amending import amended
 from framework.compose.overrides import listed
 from framework.compose.shipped import EARLIER_RECIPES, EARLIER_UNTIL, presets, recipes
 from framework.compose.sweep import sweep_of
+from framework.compose.writing import amended
 from framework.errors import RequestError
 
 RATE = "training.learning_rate"

@@ -12,8 +12,7 @@ import yaml
 from framework.checks import check_request
 from framework.compose.reading import read
 from framework.converters import Conversion, convert
-from framework.converters.source import Source
-from framework.converters.translation import Why
+from framework.converters.translation import Source, Why
 from framework.errors import RequestError
 from tests.grids import chosen
 

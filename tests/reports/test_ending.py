@@ -2,8 +2,8 @@
 
 import pytest
 
-from framework.reports.ending import How, read_ending
 from framework.reports.run_files import read_run
+from framework.reports.run_page import How, read_ending
 from tests.memory.explain.test_moves import FULL
 from tests.reports.plans import GIB
 from tests.reports.runs import checkpoint, evaluation, export, make_run, step, write_memory

@@ -2,8 +2,7 @@
 
 import re
 
-from framework.reports.fit import fit_lines
-from framework.reports.frontier import fit_page
+from framework.reports.fit import fit_lines, fit_page
 from framework.reports.plan_text import size
 from tests.memory.search.test_fastest import config_on
 from tests.memory.search.test_find import found_on

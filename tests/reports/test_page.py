@@ -7,8 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from framework.memory.ledger import Plan, ShardDtypes, Terms
-from framework.reports.drawing import LEFT, RIGHT, WIDTH
-from framework.reports.page import COLOURS, plan_page
+from framework.reports.page import COLOURS, LEFT, RIGHT, WIDTH, plan_page
 from framework.reports.plan_text import MEASURED as KEYS
 from framework.reports.plan_text import TERMS, facts, measured_document, measured_rows, size, verdict
 from tests.reports.plans import BACKWARD, GIB, PLAN, on

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from framework.reports.drawing import ticks
+from framework.reports.page import ticks
 from framework.reports.plot import (
     BUCKETS,
     LARGE,

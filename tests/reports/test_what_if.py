@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from framework.reports.what_if import what_if_lines, what_if_page
+from framework.reports.comparison import what_if_lines, what_if_page
 from framework.run.planning.what_if import Row
 from tests.reports.plans import GIB, PLAN
 

@@ -26,7 +26,7 @@ from framework.build.resolve_model import settle
 from framework.build.text.tokenizer import read_tokenizer_of
 from framework.compose import load_of_run
 from framework.compose.own_adapter import BASE_RECORD
-from framework.compose.trust import trusted_keys, untrusted
+from framework.compose.trained_folders import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
 from framework.run.checkpoints.export import BASE_FOLDER
 from framework.run.inputs.same_rows import MOST

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.compose import load_of_run
-from framework.compose.trust import trusted_keys
+from framework.compose.trained_folders import trusted_keys
 from framework.errors import TunesmithError
 from framework.memory.explain.moves import HOST
 from framework.memory.explain.proposals import Proposal, propose
