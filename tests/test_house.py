@@ -13,20 +13,27 @@ FILES = sorted((ROOT / "framework").rglob("*.py"))
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 
 
-def code_lines(source: str, node: ast.AST | None = None) -> int:
-    """Lines that hold code: no blank lines, comments, docstrings or tables (literals assigned to a constant)."""
-    tree = node or ast.parse(source)
+@pytest.fixture(scope="module")
+def trees():
+    """The syntax of each file; not kept longer, since it is half a million objects."""
+    return {file: ast.parse(file.read_text()) for file in FILES}
+
+
+def code_lines(source: str, nodes: list[ast.AST]) -> list[int]:
+    """Numbers of lines that hold code: no blank lines, comments, docstrings or tables (literals assigned to a
+    constant)."""
     passed_over = {
         line
-        for inner in ast.walk(tree)
+        for inner in nodes
         for part in _texts_and_tables(inner)
         for line in range(part.lineno, (part.end_lineno or part.lineno) + 1)
     }
-    first = getattr(node, "lineno", 1)
-    last = getattr(node, "end_lineno", None) or source.count("\n") + 1
-    lines = source.splitlines()[first - 1 : last]
-    kept = [line for number, line in enumerate(lines, first) if number not in passed_over]
-    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in kept)
+    lines = [line.strip() for line in source.splitlines()]
+    return [
+        number
+        for number, line in enumerate(lines, 1)
+        if line and not line.startswith("#") and number not in passed_over
+    ]
 
 
 def _texts_and_tables(node: ast.AST):
@@ -37,20 +44,27 @@ def _texts_and_tables(node: ast.AST):
         yield node
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_stay_small(file):
-    source = file.read_text()
-    assert code_lines(source) <= MOST_LINES
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert code_lines(source, node) < MOST_FUNCTION_LINES, node.name
+def test_files_and_functions_stay_small(trees):
+    assert {"trainer.py", "step.py"} <= {file.name for file in FILES}
+    large = []
+    for file, tree in trees.items():
+        nodes = list(ast.walk(tree))
+        lines = code_lines(file.read_text(), nodes)
+        if len(lines) > MOST_LINES:
+            large.append(f"{file.relative_to(ROOT)}: {len(lines)} lines")
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                held = sum(node.lineno <= line <= (node.end_lineno or node.lineno) for line in lines)
+                if held >= MOST_FUNCTION_LINES:
+                    large.append(f"{file.relative_to(ROOT)}: {node.name} has {held} lines")
+    assert not large
 
 
-def test_every_public_thing_says_what_it_is():
+def test_every_public_thing_says_what_it_is(trees):
     silent = [
         f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
-        for file in FILES
-        for node in ast.parse(file.read_text()).body
+        for file, tree in trees.items()
+        for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
         and ast.get_docstring(node) is None
@@ -68,7 +82,9 @@ def test_only_the_step_runs_backward_and_the_optimizer():
     assert users == {"run/step.py"}
 
 
+@pytest.mark.slow
 def test_the_import_ladder_holds():
+    """`make check` asks for it too, which the quick suite follows."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
         cwd=ROOT,
@@ -79,14 +95,15 @@ def test_the_import_ladder_holds():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_only_compose_knows_hydra():
-    users = {file.relative_to(ROOT / "framework").parts[0] for file in FILES if _imports(file, {"hydra", "omegaconf"})}
+def test_only_compose_knows_hydra(trees):
+    hydra = {"hydra", "omegaconf"}
+    users = {file.relative_to(ROOT / "framework").parts[0] for file, tree in trees.items() if _imports(tree, hydra)}
     assert users == {"compose"}
 
 
-def _imports(file: Path, packages: set[str]) -> bool:
+def _imports(tree: ast.Module, packages: set[str]) -> bool:
     names = []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom) and node.module:
