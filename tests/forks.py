@@ -150,12 +150,17 @@ def serving() -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
-    """Fork Python processes that are started inside, where there is a process that does."""
+    """Fork Python processes that are started inside, where there is a process that does. What tests leave in the
+    environment fails at the end: later processes were started afresh, which nothing would show but the time."""
     _environment.update(os.environ)
-    with pytest.MonkeyPatch.context() as patch:
-        if ADDRESS in os.environ:
-            patch.setattr(subprocess, "Popen", _Popen)
+    if ADDRESS not in os.environ:
         yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", _Popen)
+        yield
+    left = {name for name, _ in os.environ.items() ^ _environment.items()} - _READ_LATE
+    assert not left, f"{sorted(left)} of the environment stayed changed; undo that, or name them in _READ_LATE"
 
 
 def serve() -> None:
