@@ -277,7 +277,7 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
     if config.training.use_peft and config.peft.lora_init is LoraInit.EVA and config.peft.adapter_path is None:
         said.append("peft.lora_init eva: its passes over rows before the first step are not planned, nor timed")
     if config.training.ema_decay is not None and config.training.ema_device is EmaDevice.HOST:
-        said.append("step time: the host's own update of the average is left out; the step takes longer")
+        said.append("step time: the host moves the average after each step, at the rate of two threads")
     if config.model.attn_implementation in PACKAGED_ATTENTION:
         said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")
     if config.training.gradient_checkpointing_policy is not CheckpointingPolicy.FULL:

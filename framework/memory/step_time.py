@@ -10,6 +10,7 @@ from framework.memory.rehearsal import Rehearsal
 from framework.memory.roofline import CALIBRATED
 from framework.memory.timeline import StepTime, estimate_step, repeat_micro_batches
 from framework.memory.trace import Operation, Space, Trace
+from framework.schema.choices import EmaDevice
 from framework.schema.config import TrainingConfig
 
 HOST_SHARES = (0.8, 1.0, 1.2)
@@ -81,6 +82,21 @@ def with_update_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     moved = 3 * sum(footprint.trained_sizes) + 2 * sum(footprint.state_sizes)  # weights and states come and go
     seconds = moved / HOST_UPDATE_BYTES_PER_SECOND
     return replace(time, alone=time.alone + seconds)
+
+
+def with_average_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
+    """The step after which the host waits for the trained weights, and moves their average towards them.
+
+    The average is read and written, and the weights read, at the rate of `HOST_UPDATE_BYTES_PER_SECOND`.
+    """
+    training, link = rehearsal.config.training, rehearsal.config.gpu.host_link_bytes_per_second
+    if training.ema_decay is None or training.ema_device is not EmaDevice.HOST or rehearsal.config.fsdp.is_on_host:
+        return time
+    footprint = rehearsal.footprint
+    pairs = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
+    average = sum(size for size, space in pairs if space is Space.HOST)
+    copies = sum(footprint.trained_sizes) / (link * CALIBRATED.link) if link is not None else 0.0
+    return replace(time, alone=time.alone + copies + 3 * average / HOST_UPDATE_BYTES_PER_SECOND)
 
 
 BACKWARD_SHARE = 0.6
@@ -164,7 +180,7 @@ def _with_all(rehearsal: Rehearsal, costs: HostCosts) -> StepTime | None:
     if time is None:
         return None
     time = beside_the_link(time, rehearsal, costs)
-    for adjusted in (with_state_copies, with_gradient_exchange, with_update_on_host):
+    for adjusted in (with_state_copies, with_gradient_exchange, with_update_on_host, with_average_on_host):
         time = adjusted(time, rehearsal)
     return time
 

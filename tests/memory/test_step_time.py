@@ -49,6 +49,24 @@ def test_a_step_for_which_card_and_host_take_as_long_is_planned_longer(share: fl
     assert cost.seconds == pytest.approx(longer * alone.seconds, rel=0.03)
 
 
+def test_an_average_on_the_host_is_waited_for() -> None:
+    """1 GB of bfloat16 weights over the link, then 12 bytes a weight at 20 GB a second."""
+    found = rehearsal(4 * FITTED.backward)
+    sizes = {"trained_sizes": (10**9,), "state_sizes": (4 * 10**9, 2 * 10**9)}
+    footprint = replace(found.footprint, **sizes, state_spaces=(Space.DEVICE, Space.HOST))
+    seconds = []
+    for where in ("device", "host"):
+        changed = {"ema_decay": 0.9, "ema_device": where}
+        training = found.config.training.model_validate({**found.config.training.model_dump(), **changed})
+        config = found.config.model_copy(update={"training": training})
+        cost = step_cost(replace(found, config=config, footprint=footprint))
+        assert cost is not None
+        seconds.append(cost.seconds)
+    link = found.config.gpu.host_link_bytes_per_second
+    assert link is not None
+    assert seconds[1] - seconds[0] == pytest.approx(1e9 / (link * CALIBRATED.link) + 6e9 / 20e9)
+
+
 def test_a_measured_host_is_the_only_one() -> None:
     found = rehearsal(0.2 * FITTED.backward)
     slow = {"python": 2, "operator": 2, "view": 2, "backward": 2, "graph": 2}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from framework.build.levers.pinned import pinning
 from framework.build.place import Place
 from framework.build.ranks import local_part
 from framework.schema.choices import EmaDevice
@@ -35,7 +36,8 @@ def average_follows(
     if training.ema_decay is None:
         yield
         return
-    on_host = training.ema_device is EmaDevice.HOST and place.kind != "cpu"
+    on_card = any(parameter.device.type != "cpu" for parameter in parameters)
+    on_host = training.ema_device is EmaDevice.HOST and place.kind != "cpu" and on_card
     known = [optimizer.state[parameter].get(AVERAGE) for parameter in parameters]
     averages = [
         _start(parameter, on_host, place) if average is None else average
@@ -45,13 +47,25 @@ def average_follows(
     share = torch.full((), 1 - training.ema_decay, device=place.device)
     if found_inf is not None:
         share = share * (1 - found_inf)
+    if on_host:
+        staging = _staging(parameters)
+        share = share if place.rehearsed else share.cpu()
     for parameter, average in zip(parameters, averages, strict=True):
         optimizer.state[parameter][AVERAGE] = average  # after the update: optimizers make their states where none is
         weights, held = local_part(parameter.detach()), local_part(average)
         if on_host and place.rehearsed:
-            held.copy_(weights)  # over the link; of the average there is one element, in the host's name
-        else:
-            held.lerp_(weights.to(held.device, held.dtype), share.to(held.device, held.dtype))
+            continue  # of the average there is one element, in the host's name; plans add the time to the step
+        if on_host:
+            weights = staging[: weights.nbytes].view(weights.dtype).view(weights.shape).copy_(weights)
+        held.lerp_(weights.to(held.dtype), share.to(held.device, held.dtype))
+
+
+def _staging(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Pinned memory for the largest weight, through which all come to the host one by one at the full rate of the
+    link; new memory for each would cost page faults, too."""
+    size = max(local_part(parameter.detach()).nbytes for parameter in parameters)
+    with pinning(size):
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _start(parameter: nn.Parameter, on_host: bool, place: Place) -> Tensor:

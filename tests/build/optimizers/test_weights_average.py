@@ -5,10 +5,14 @@ import dataclasses
 import pytest
 import torch
 
+from framework.build.assembly import assemble
 from framework.build.averages import averaged, take_average
+from framework.build.loading.model import read_architecture
 from framework.build.optimizers.weights_average import AVERAGE
+from framework.build.place import real_place
 from framework.build.verify import FirstStep, verify_first_step
 from framework.errors import VerificationFailed
+from framework.memory.cards import read_card
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.evaluate import evaluate
 from framework.run.step import launch_step, train_step
@@ -67,6 +71,26 @@ def test_of_bfloat16_weights_it_is_float32():
     expected = stepped(assembly, 3)
     assert {average.dtype for average in held(assembly).values()} == {torch.float32}
     torch.testing.assert_close(held(assembly), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_the_host_it_is_what_it_is_on_the_card(dtype):
+    found = []
+    for where in ("device", "host"):
+        config = tiny_config(
+            model={"torch_dtype_str": dtype},
+            training=training("adamw_torch_fused", ema_decay=DECAY, ema_device=where, mixed_precision_dtype="none"),
+            gpu=read_card("h200_141gb"),
+        )
+        torch.manual_seed(0)
+        assembly = assemble(config, read_architecture(config), real_place(torch.device("cuda", 0)), 10)
+        batch = {key: value.cuda() for key, value in unequal_rows().items()}
+        for step in (1, 2, 3):
+            train_step(assembly, [batch], step)
+        assert {average.device.type for average in held(assembly).values()} == {"cuda" if where == "device" else "cpu"}
+        found.append({name: average.cpu() for name, average in held(assembly).items()})
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("export", [True, False])

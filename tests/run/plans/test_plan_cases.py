@@ -144,7 +144,7 @@ def test_a_tiny_plan_in_fixed_numbers() -> None:
 @pytest.mark.parametrize(
     ("sections", "left_out"),
     [
-        ({"training": {"ema_decay": 0.9, "ema_device": "host"}}, "host's own update of the average"),
+        ({"training": {"ema_decay": 0.9, "ema_device": "host"}}, "the host moves the average"),
         ({"training": {"use_peft": True}, "peft": {"peft_method": "lora", "lora_init": "eva"}}, "eva: its passes"),
     ],
 )
