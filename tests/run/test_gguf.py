@@ -47,6 +47,42 @@ def make(folder, architecture, tokenizer=None):
     return model.eval()
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LLAMA_3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STRETCHED = [("llama", YARN), ("qwen2", YARN), ("qwen3", LINEAR), ("llama", LINEAR), ("llama", LLAMA_3)]
+
+
+@pytest.mark.parametrize(("name", "rope"), [*((name, None) for name in SHAPES), *STRETCHED])
+def test_llama_cpp_finds_the_same_logits(tmp_path, name, rope):
+    """llama.cpp itself, in the package cyllama: the last of 200 tokens, beyond the positions that were trained on."""
+    pytest.importorskip("gguf")
+    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+    shape = {**SHAPES[name], "max_position_embeddings": 256}
+    model = make(tmp_path / "m", {**shape, "rope_parameters": rope} if rope else shape)
+    made, ids = export_gguf(tmp_path / "m", GgufKind.F16), [number * 7 % 250 for number in range(200)]
+    llama_cpp.disable_logging()
+    llama_cpp.ggml_backend_load_all()
+    of_model, of_context = llama_cpp.LlamaModelParams(), llama_cpp.LlamaContextParams()
+    of_model.n_gpu_layers, of_context.n_ctx, of_context.n_threads = 0, 256, 1
+    loaded = type("Model", (llama_cpp.LlamaModel,), {"n_vocab": 300})(str(made.file), of_model)
+    context = llama_cpp.LlamaContext(loaded, of_context)
+    context.decode(llama_cpp.llama_batch_get_one(ids))
+    found = torch.tensor([*context.get_logits_ith(-1)])
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, -1]
+    assert (found - expected).norm() < 3e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(("rope", "expected"), [(YARN, ["yarn", 4.0, 64]), (LINEAR, ["linear", 4.0, None])])
+def test_stretched_positions_are_written(tmp_path, rope, expected):
+    gguf = pytest.importorskip("gguf")
+    make(tmp_path / "m", {**SHAPES["qwen2"], "rope_parameters": rope})
+    fields = gguf.GGUFReader(export_gguf(tmp_path / "m", GgufKind.F16).file).fields
+    found = [fields.get(f"qwen2.rope.scaling.{name}") for name in ("type", "factor", "original_context_length")]
+    assert [field and field.contents() for field in found] == expected
+
+
 @pytest.mark.parametrize("kind", GgufKind)
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_file_is_the_same_model(tmp_path, name, kind):
@@ -103,10 +139,16 @@ def test_other_architectures_and_positions_are_named(tmp_path):
     make(tmp_path / "gpt2", GPT2)
     with pytest.raises(RequestError, match="is a gpt2, which is not written as GGUF"):
         export_gguf(tmp_path / "gpt2", GgufKind.F16)
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
-    make(tmp_path / "yarn", {**SHAPES["llama"], "rope_parameters": yarn})
-    with pytest.raises(RequestError, match="positions of the kind yarn"):
-        export_gguf(tmp_path / "yarn", GgufKind.F16)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    refused = {
+        "llama": (dynamic, "positions of the kind dynamic"),
+        "tied": ({**YARN, "beta_fast": 16}, "kind yarn with beta_fast 16"),
+        "qwen2": (LLAMA_3, "positions of the kind llama3"),  # llama.cpp has no such tensor there
+    }
+    for name, (rope, told) in refused.items():
+        make(tmp_path / name, {**SHAPES[name], "rope_parameters": rope})
+        with pytest.raises(RequestError, match=told):
+            export_gguf(tmp_path / name, GgufKind.F16)
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -53,6 +53,16 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 """transformers' names -> llama.cpp's, within a block those without its number."""
+_STRETCHED = frozenset({"factor", "original_max_position_embeddings"})
+_ROPE_KEYS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "yarn": _STRETCHED,
+    "llama3": _STRETCHED | {"low_freq_factor", "high_freq_factor"},
+}
+"""Kinds of rotary positions that are written, and what is written of each."""
+_ROPE_FIXED = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "partial_rotary_factor": 1}
+"""What llama.cpp computes with where a file says nothing (ggml 0.12.0)."""
 _BLOCK = 32
 """Numbers that share a scale in Q8_0: rows of another multiple stay float16."""
 
@@ -128,8 +138,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
         problems.append(Problem("RUN", message, expected=", ".join(FAMILIES)))
     elif config.architectures and not config.architectures[0].endswith("ForCausalLM"):
         problems.append(Problem("RUN", f"{folder} is a {config.architectures[0]}", expected="a model that writes"))
-    elif (rope := config.rope_parameters["rope_type"]) not in ("default", "llama3"):
-        problems.append(Problem("RUN", f"{folder} has positions of the kind {rope}", expected="default or llama3"))
+    elif (unknown := _unknown_positions(config)) is not None:
+        problems.append(Problem("RUN", f"{folder} has positions of the kind {unknown[0]}", expected=unknown[1]))
     elif getattr(config, "use_sliding_window", False):
         problems.append(Problem("RUN", f"{folder} attends within a sliding window", expected="a model without"))
     elif config.hidden_act != "silu":
@@ -138,6 +148,21 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise RequestError(problems)
     found: PretrainedConfig = config
     return found
+
+
+def _unknown_positions(config: Any) -> tuple[str, str] | None:
+    """What llama.cpp would compute otherwise of a model's positions, and what it computes alike."""
+    rope = config.rope_parameters
+    kind, known = rope["rope_type"], [*_ROPE_KEYS]
+    if config.model_type != _ROTATED:
+        known.remove("llama3")  # whose tensor of factors llama.cpp knows of Llama alone
+    if kind not in known:
+        return kind, ", ".join(known)
+    written = {key: value for key, value in rope.items() if key not in _ROPE_KEYS[kind] and value is not None}
+    for key, value in written.items():
+        if key not in ("rope_type", "rope_theta", "type") and value != _ROPE_FIXED.get(key):
+            return f"{kind} with {key} {value}", f"{kind} without"
+    return None
 
 
 @dataclass(frozen=True)
@@ -211,8 +236,7 @@ def _write(
     writer.add_file_type(LlamaFileType.MOSTLY_F16 if kind is GgufKind.F16 else LlamaFileType.MOSTLY_Q8_0)
     _add_shape(writer, config)
     _add_vocabulary(writer, vocabulary)
-    if config.rope_parameters["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", _rope_factors(config))
+    _add_positions(writer, config)
     for tensor in tensors:
         held = GGMLQuantizationType[tensor.held_as(kind)]
         writer.add_tensor(tensor.name, quantize(tensor.read(config), held), raw_dtype=held)
@@ -233,9 +257,22 @@ def _add_shape(writer: "GGUFWriter", config: Any) -> None:
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+
+
+def _add_positions(writer: "GGUFWriter", config: Any) -> None:
+    from gguf import RopeScalingType
+
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _rope_factors(config))
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def _add_vocabulary(writer: "GGUFWriter", vocabulary: Vocabulary) -> None:
