@@ -18,7 +18,7 @@ from framework.build.refuse import refuse_impossible
 from framework.build.sources.python_rows import PythonRows, RowsFromPython, take_rows
 from framework.build.text.labels import IGNORED
 from framework.build.verify import table, verify_unmoved
-from framework.build.verify.fingerprints import Fingerprints, take_fingerprints
+from framework.build.verify.frozen_models import Fingerprints, take_fingerprints
 from framework.errors import SaveFailed
 from framework.memory.ledger import Plan
 from framework.run.checkpoints.checkpoint import load_best
@@ -250,7 +250,7 @@ def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
     """`memory.json`, last words, the export; the first of them and a sample."""
     memory = session.write_memory()
     if session.assembly.adapter is not None:
-        from framework.build.verify.adapter_coverage import describe_save_dtypes  # peft takes seconds to import
+        from framework.build.verify.adapter import describe_save_dtypes  # peft takes seconds to import
 
         for line in describe_save_dtypes(session.assembly):
             session.progress.say(line)

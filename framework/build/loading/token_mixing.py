@@ -29,7 +29,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 def refuse_mixing(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     """Raises RequestError, before any weight is loaded, where ranks cannot share the rows of such a model.
 
-    Kinds that cannot be cut down are left to the built model's own reading (`framework.build.verify.context`).
+    Kinds that cannot be cut down are left to the built model's own reading (`framework.build.verify.sharding`).
     """
     if config.context_size == 1:
         return

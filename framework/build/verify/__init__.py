@@ -11,9 +11,13 @@ from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.verify.activations import (
     read_attention_kernel,
     read_checkpointed_blocks,
+    read_compiled_regions,
+    read_compiled_runs,
     read_keeping_blocks,
     read_liger_kernels,
+    read_memory_budget,
     read_offloaded_activations,
+    read_recorded_graphs,
     read_sdpa_kernel,
 )
 from framework.build.verify.batch import (
@@ -29,15 +33,8 @@ from framework.build.verify.batch import (
     read_padded_lengths,
     read_rows_end_to_end,
 )
-from framework.build.verify.compiled import (
-    read_compiled_regions,
-    read_compiled_runs,
-    read_memory_budget,
-    read_recorded_graphs,
-)
-from framework.build.verify.context import read_context
-from framework.build.verify.fingerprints import Fingerprints
 from framework.build.verify.frozen_models import (
+    Fingerprints,
     read_known_reference,
     read_moved,
     read_reference,
@@ -60,16 +57,15 @@ from framework.build.verify.optimizer import (
     read_weights_average,
 )
 from framework.build.verify.reading import FirstStep, Reading, table
-from framework.build.verify.rope import read_rope_scaling
 from framework.build.verify.sharding import (
+    read_context,
     read_offloaded_base,
     read_offloaded_base_again,
     read_offloaded_shards,
     read_prefetch,
     read_sharding,
+    read_shared_matrices,
 )
-from framework.build.verify.shared_matrices import read_shared_matrices
-from framework.build.verify.vocabulary import read_trained_tokens, read_vocabulary
 from framework.build.verify.weights import (
     read_autocast,
     read_float8_products,
@@ -77,6 +73,9 @@ from framework.build.verify.weights import (
     read_frozen_modules,
     read_head,
     read_parameters,
+    read_rope_scaling,
+    read_trained_tokens,
+    read_vocabulary,
     read_weight_dtypes,
 )
 from framework.errors import VerificationFailed

@@ -2,15 +2,46 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from framework.build.adapters.quantize import kind_name, quantized_kinds, weight_count
 from framework.build.assembly import Assembly
 from framework.build.dtypes import TORCH_DTYPES
+from framework.build.model.fingerprint import fingerprint
 from framework.build.tasks import Precomputed, WithFirstAdapter, WithoutAdapter, reference_of
-from framework.build.verify.fingerprints import Fingerprints, take_fingerprints
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import TorchDtype
 from framework.schema.plural import counted
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Of what is measured against, and of what is trained, before training."""
+
+    fixed: int
+    trained: int
+
+
+def take_fingerprints(assembly: Assembly) -> Fingerprints | None:
+    """None for a task that measures against no weights."""
+    fixed = _fixed(assembly)
+    return Fingerprints(fingerprint(fixed), fingerprint(assembly.trained)) if fixed else None
+
+
+def fixed_fingerprint(assembly: Assembly) -> int | None:
+    """Of what is measured against; None where nothing is, and of split weights, of which no rank has all."""
+    fixed = _fixed(assembly) if assembly.sharding is None else []
+    return fingerprint(fixed) if fixed else None
+
+
+def _fixed(assembly: Assembly) -> list[Tensor]:
+    frozen_model: list[Tensor] = list(assembly.frozen_model.parameters()) if assembly.frozen_model is not None else []
+    if isinstance(reference_of(assembly.objective), WithoutAdapter | WithFirstAdapter):
+        return [*(item for item in assembly.model.parameters() if not item.requires_grad), *frozen_model]
+    return frozen_model
+
 
 KEY = "training.preference.loss_type"
 

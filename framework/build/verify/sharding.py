@@ -1,16 +1,27 @@
-"""Weights that are gathered block by block: sharded ones, and frozen ones that are on the host between two steps."""
+"""Sharded weights, split rows and split matrices: what several cards share, read from the built objects."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
+from framework.build.dtypes import autocast_dtype
 from framework.build.levers.streamed_base import KEY, blocks_of
+from framework.build.losses.loss import Batch, ignore_phases, token_logits
+from framework.build.model.parts import causal_model
 from framework.build.parallel.fsdp import parameter_groups
 from framework.build.ranks import local_part
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy
 from framework.schema.plural import counted
+
+if TYPE_CHECKING:
+    from framework.build.parallel.tensor_parallel import TensorParallel
 
 
 def read_sharding(assembly: Assembly) -> Iterator[Reading]:
@@ -100,3 +111,119 @@ def read_offloaded_base(assembly: Assembly) -> Iterator[Reading]:
 def read_offloaded_base_again(assembly: Assembly, step: FirstStep) -> Iterator[Reading]:
     """The same after a step: whatever visited the device is at home again."""
     yield from read_offloaded_base(assembly)
+
+
+CHUNK = 4
+"""Tokens of a chunk of the probe; a row has two chunks a device."""
+
+
+def read_context(assembly: Assembly) -> Iterator[Reading]:
+    """A few tokens forward through the built model as whole rows, and as the parts that training makes of them."""
+    context = assembly.context
+    if context is None:
+        return
+    asked = f"{assembly.config.context_size} devices share each row"
+    before = context.calls
+    difference = _context_difference(assembly, context.size)
+    layers = context.calls - before
+    found = f"{context.size} devices share each row"
+    if not layers:
+        found = "no attention goes over several devices"
+    elif not is_alike(assembly, difference):
+        found = f"more than attention mixes tokens: a prediction differs by {difference:.0%}"
+    source = f"ring_attention of {counted(layers, 'layer')}; logits differ by {difference:.0e} from those of whole rows"
+    yield Reading("fsdp.context_parallel_size", asked, found, source)
+
+
+def _context_difference(assembly: Assembly, size: int) -> float:
+    """Mean over all tokens of all ranks of the relative difference of a token's logits."""
+    batch = few_tokens(assembly, min(2 * CHUNK * size, assembly.config.longest))
+    part = assembly.part_of(batch)
+    with predicting(assembly) as predict:
+        with assembly.attention:
+            parts = predict(part)
+        whole = predict(batch)[:, part["positions"][0]]
+    apart = (parts - whole).norm(dim=-1) / whole.norm(dim=-1)
+    return float(assembly.ranks.sum(apart.mean()) / assembly.ranks.world)
+
+
+MATRICES_KEY = "fsdp.tensor_parallel_size"
+MATRICES_TOKENS = 8
+
+
+def read_shared_matrices(assembly: Assembly) -> Iterator[Reading]:
+    """What this rank holds of each planned matrix, and the predictions of a few tokens on all ranks of its group."""
+    tensor = assembly.tensor
+    if tensor is None:
+        return
+    named = dict(assembly.model.named_parameters())
+    held = sum(
+        named[name].shape[dimension] * tensor.size == tensor.lengths[name]
+        for name, dimension in tensor.dimensions.items()
+    )
+    asked, found = (f"1/{tensor.size} of {counted(count, 'tensor')}" for count in (len(tensor.dimensions), held))
+    yield Reading(
+        MATRICES_KEY, asked, found, f"parameters of this rank: {_shapes(tensor, assembly.model)}; all else is whole"
+    )
+    asked = f"the same on {tensor.size} devices"
+    difference = _matrices_difference(assembly, tensor)
+    found = asked if is_alike(assembly, difference) else f"predictions differ by {difference:.0%}"
+    yield Reading(
+        MATRICES_KEY, asked, found, f"logits of {MATRICES_TOKENS} tokens, which differ by {difference:.0e} in a group"
+    )
+
+
+def _shapes(tensor: "TensorParallel", model: nn.Module) -> str:
+    """The parts of the matrices of a block, each kind once."""
+    shapes: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if name in tensor.dimensions and parameter.dim() == 2:
+            kind = ".".join(part for part in name.split(".")[-4:-1] if part not in ("base_layer", "default"))
+            shapes.setdefault(".".join(kind.split(".")[-2:]), "x".join(map(str, parameter.shape)))
+    return ", ".join(f"{kind} {shape}" for kind, shape in shapes.items())
+
+
+def _matrices_difference(assembly: Assembly, tensor: "TensorParallel") -> float:
+    """How far the logits of this rank's group are from each other, relative to their size."""
+    with predicting(assembly) as predict, assembly.attention:
+        logits = predict(few_tokens(assembly, MATRICES_TOKENS))
+    most, least = logits.clone(), logits.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, tensor.group)
+    dist.all_reduce(least, dist.ReduceOp.MIN, tensor.group)
+    return float((most - least).norm() / most.norm())
+
+
+_TOLERANCE = {torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.1
+"""Mean relative difference of a token's logits, by the dtype that is computed in. Half precision differs by a few
+hundredths at most."""
+
+
+def few_tokens(assembly: Assembly, count: int) -> Batch:
+    """A row of `count` different tokens, on the device."""
+    vocabulary = causal_model(assembly.model).config.get_text_config().vocab_size
+    ids = (torch.arange(count, device=assembly.place.device) * 5 + 3).remainder(vocabulary).unsqueeze(0)
+    return {"input_ids": ids, "labels": ids}
+
+
+@contextmanager
+def predicting(assembly: Assembly) -> Iterator[Callable[[Batch], Tensor]]:
+    """Within the block, what gives the logits of a batch `[rows, tokens, vocabulary]`, float32, without dropout."""
+    was_training = assembly.model.training
+    assembly.model.eval()
+    # No backward follows. DDP must be told, or it reduces the next one, in the middle of the first step.
+    with torch.no_grad(), assembly.autocast, assembly.keeping_gradients(is_last=False):
+        yield lambda batch: assembly.through(_logits, batch)
+    assembly.model.train(was_training)
+    if assembly.sharding is not None:
+        assembly.sharding.free_gathered()
+
+
+def is_alike(assembly: Assembly, difference: float) -> bool:
+    """Whether a relative difference is one of rounding; one that is no number is not."""
+    computed = autocast_dtype(assembly.config.training) or next(assembly.model.parameters()).dtype
+    return difference < _TOLERANCE.get(computed, _HALF_TOLERANCE)
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    return token_logits(model, batch, ignore_phases).float()

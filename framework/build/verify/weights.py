@@ -1,4 +1,4 @@
-"""Weights: their dtypes, which are trained, the head of the task, and the dtype that products are computed in."""
+"""Weights and positions as they are held: counts, dtypes, frozen modules, rows of added tokens, rotary positions."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,9 +12,13 @@ from framework.build.assembly import Assembly
 from framework.build.dtypes import AUTOCAST_DTYPES, TORCH_DTYPES
 from framework.build.levers.float8 import linear_layers
 from framework.build.levers.float8_base import HELD, Float8Base
+from framework.build.loading.model import embedding_rows
+from framework.build.loading.rope import FULL, rope_of
+from framework.build.loading.vocabulary import changes_rows, new_rows, token_matrices
 from framework.build.model.freeze import still_frozen
 from framework.build.model.heads import answers, answers_for_rows, head_modules
 from framework.build.model.parts import causal_model, is_of_adapter
+from framework.build.text.tokenizer import vocabulary_of
 from framework.build.verify.reading import Reading
 from framework.memory.resolve import describe_float16
 from framework.schema.choices import Fp8, MixedPrecision, TorchDtype
@@ -155,3 +159,57 @@ def read_head(assembly: Assembly) -> Iterator[Reading]:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     trained = f"; trained in full: {', '.join(head_modules(model))}" if assembly.adapter is not None else ""
     yield Reading("training.task", asked, found, f"{type(model).__name__}: {shown}{trained}{new}")
+
+
+def read_vocabulary(assembly: Assembly) -> Iterator[Reading]:
+    """How many rows there are, and whether those of added tokens start where they should; of whole matrices alone."""
+    config = assembly.config
+    if not changes_rows(config.model):
+        return
+    found, (stored, rows) = vocabulary_of(config.model), embedding_rows(config)
+    model = causal_model(assembly.model)
+    size = model.config.get_text_config().vocab_size
+    yield Reading("rows of the embedding", f"{rows:,}", f"{size:,}", "model.config")
+    if assembly.is_in_parts:
+        return
+    matrices = [matrix.detach() for matrix in token_matrices(model)]
+    expected = [new_rows(matrix, found, stored) for matrix in matrices]
+    started = sum(
+        all(torch.equal(item[number], values[number].to(item)) for item, values in zip(matrices, expected, strict=True))
+        for number in found.ids
+    )
+    source = f"{counted(len(matrices), 'matrix', 'matrices')} with {matrices[0].shape[0]:,} rows"
+    asked, is_so = (f"{count} at the mean of their parts" for count in (len(found.added), started))
+    yield Reading("model.added_tokens", asked, is_so, source)
+
+
+def read_trained_tokens(assembly: Assembly) -> Iterator[Reading]:
+    """The rows that peft trains one by one."""
+    asked = assembly.config.peft.trainable_token_indices
+    if assembly.adapter is None or not asked:
+        return
+    from peft.tuners.trainable_tokens import TrainableTokensLayer  # takes seconds to import
+
+    layers = {
+        name: module for name, module in assembly.model.named_modules() if isinstance(module, TrainableTokensLayer)
+    }
+    held = {tuple(layer.token_indices["default"]) for layer in layers.values()}
+    found = ", ".join(map(str, *held)) if len(held) == 1 else counted(len(held), "list")
+    names = ", ".join(name.removeprefix("base_model.model.").removesuffix(".token_adapter") for name in layers)
+    yield Reading("peft.trainable_token_indices", ", ".join(map(str, sorted(set(asked)))), found, f"rows of {names}")
+
+
+def read_rope_scaling(assembly: Assembly) -> Iterator[Reading]:
+    """The kind that the rotary modules have, and the factor and positions in the config that they read."""
+    scaling = assembly.config.model.rope_scaling
+    if scaling is None:
+        return
+    model = causal_model(assembly.model)
+    modules = [module for module in model.modules() if hasattr(module, "rope_type")]
+    kinds = {kind.get(FULL) if isinstance(kind := module.rope_type, dict) else kind for module in modules}
+    text = model.config.get_text_config()
+    rope = rope_of(text.to_dict()) or {}
+    found = f"{', '.join(sorted(map(str, kinds)))} x {rope.get('factor', 1):g}"
+    positions = f"{text.max_position_embeddings:,} positions"
+    source = f"{counted(len(modules), 'rotary module')}, {positions} in model.config"
+    yield Reading("model.rope_scaling", f"{scaling.rope_type} x {scaling.factor:g}", found, source)

@@ -22,7 +22,7 @@ from torch import Tensor
 from framework.build.assembly import Assembly
 from framework.build.loading.bases import BASE
 from framework.build.ranks import Ranks
-from framework.build.verify.fingerprints import fixed_fingerprint
+from framework.build.verify.frozen_models import fixed_fingerprint
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.checkpoints.optimizer_state import SEPARATOR, flat_state, restore_state

@@ -69,7 +69,7 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=is_masked)
     is_compiled, is_adapted = config.training.compile is True, config.training.use_peft
     if is_adapted:  # before torch is patched, too
-        from framework.build.verify.adapter_coverage import describe_adapter
+        from framework.build.verify.adapter import describe_adapter
     if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
         from framework.run.rehearsal import compiled_blocks
     ranks = rehearsed_ranks(config)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from framework.build.verify import verify
-from framework.build.verify.adapter_coverage import coverage, describe_save_dtypes
+from framework.build.verify.adapter import coverage, describe_save_dtypes
 from framework.errors import RequestError
 from framework.memory.planning import make_plan
 from framework.run.rehearsal.footprint import state_tensors

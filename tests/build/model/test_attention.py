@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from framework.build.assembly import Assembly
 from framework.build.data.batches import collate
 from framework.build.verify import verify
-from framework.build.verify.probe import Operators, Seen
+from framework.build.verify.activations import Operators, Seen
 from framework.errors import RequestError, VerificationFailed
 from framework.run.evaluate import evaluate
 from framework.run.step import train_step

@@ -12,7 +12,7 @@ from framework.build.model.heads import head_modules, reads_both_ways
 from framework.build.place import real_place
 from framework.build.resolve_model import settle
 from framework.build.verify import verify
-from framework.build.verify.adapter_coverage import coverage
+from framework.build.verify.adapter import coverage
 from framework.errors import RequestError
 from framework.schema.config import TrainingConfig
 from tests.grids import thinned

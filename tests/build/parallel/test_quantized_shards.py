@@ -15,7 +15,7 @@ from framework.build.loading.model import build_model, read_architecture
 from framework.build.place import real_place
 from framework.build.ranks import Ranks, local_part
 from framework.build.verify import verify, verify_unmoved
-from framework.build.verify.fingerprints import take_fingerprints
+from framework.build.verify.frozen_models import take_fingerprints
 from framework.errors import RequestError
 from framework.run.checkpoints.checkpoint import load_checkpoint
 from framework.run.checkpoints.sharded_export import export_sharded
