@@ -27,7 +27,7 @@ import transformers
 import yaml
 
 from framework.build.assembly import Assembly, assemble
-from framework.build.data.documents import on_device
+from framework.build.data.packing import on_device
 from framework.build.losses.loss import Batch
 from framework.build.place import real_place
 from framework.memory.cards import read_card

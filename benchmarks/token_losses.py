@@ -97,7 +97,7 @@ def head() -> dict[str, Any]:
 def step(name: str) -> dict[str, Any]:
     """Milliseconds of a step: figures read before the update as it was, and one step late; batches from the host."""
     from benchmarks.plan_grid import configs
-    from framework.build.data.documents import on_device
+    from framework.build.data.packing import on_device
     from framework.build.place import real_place
     from framework.run import step as steps
     from framework.run.planning.measure import assembled_at_random, synthetic_batches

@@ -31,17 +31,16 @@ if TYPE_CHECKING:
     from framework.run.publish import Pushed as Pushed
     from framework.run.result import RunResult as RunResult
     from framework.run.step import StepResult as StepResult
+    from framework.schema.architecture import *  # noqa: F403
     from framework.schema.choices import *  # noqa: F403
     from framework.schema.config import *  # noqa: F403
     from framework.schema.data import *  # noqa: F403
-    from framework.schema.distillation import *  # noqa: F403
     from framework.schema.fsdp import *  # noqa: F403
     from framework.schema.gpu import *  # noqa: F403
     from framework.schema.model import *  # noqa: F403
+    from framework.schema.objectives import *  # noqa: F403  # noqa: F403
     from framework.schema.optimizers import Optimizer as Optimizer
     from framework.schema.peft import *  # noqa: F403
-    from framework.schema.preference import *  # noqa: F403
-    from framework.schema.rope import *  # noqa: F403
     from framework.schema.training import *  # noqa: F403
 
 _ROOMS = {
@@ -63,11 +62,10 @@ _ROOMS = {
     "framework.build.tasks.objective": "Objective",
     "framework.schema.config": "Batch TrainingConfig",
     "framework.schema.training": "AllocatorParams GradientCheckpointingKwargs ParameterGroup TrainingParams",
-    "framework.schema.preference": "PreferenceParams",
-    "framework.schema.distillation": "DistillationParams TeacherParams",
+    "framework.schema.objectives": "DistillationParams PreferenceParams TeacherParams",
     "framework.schema.model": "ModelParams TokenizerTraining",
     "framework.schema.peft": "PeftParams",
-    "framework.schema.rope": "RopeScaling RopeType",
+    "framework.schema.architecture": "RopeScaling RopeType",
     "framework.schema.fsdp": "FSDPParams",
     "framework.schema.data": "DataParams DatasetParams",
     "framework.schema.gpu": "GPUParams HostParams",

@@ -14,7 +14,7 @@ from typer.main import get_command
 import framework
 from framework.build.data.prepare import read_splits
 from framework.build.text.format_table import FORMS
-from framework.build.text.task_formats import tasks_for
+from framework.build.text.row_formats import tasks_for
 from framework.checks import TRAIN, check_request
 from framework.cli.app import app
 from framework.run.predict import _one

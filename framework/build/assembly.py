@@ -27,8 +27,7 @@ from framework.build.loading.sharded import ShardLoader, await_weights
 from framework.build.losses.loss import Batch, Observe
 from framework.build.model.embedding_noise import add_embedding_noise
 from framework.build.model.experts import ExpertLoad, watch_experts
-from framework.build.model.fingerprint import fingerprint
-from framework.build.model.freeze import Frozen, freeze
+from framework.build.model.freeze import Frozen, fingerprint, freeze
 from framework.build.optimizer import build_optimizer
 from framework.build.parallel.gradient_buckets import GradientBuckets
 from framework.build.parallel.parallelize import parallelize

@@ -10,7 +10,7 @@ from framework.build.tasks.objective import Objective
 from framework.errors import Problem, RequestError
 from framework.schema.choices import OptimizerOffload, Task
 from framework.schema.config import TrainingConfig
-from framework.schema.metrics import FROM_PYTHON
+from framework.schema.evaluation import FROM_PYTHON
 
 MakeObjective: TypeAlias = Callable[[Objective], Objective]
 """Given the objective of the task, returns the one that is trained with."""

@@ -1,19 +1,129 @@
-"""`training.optimizer` becomes a torch optimizer over the trained parameters."""
+"""`training.optimizer`: trained parameters in groups, matrices treated apart, the torch optimizer over them."""
 
+import re
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from framework.build.from_python import TASKS_OWN, FromPython
-from framework.build.optimizers.groups import parameter_groups
-from framework.build.optimizers.matrices import matrix_parameters
+from framework.build.model.freeze import matches, nearest_modules
+from framework.build.model.heads import head_layers
+from framework.build.model.parts import causal_model
 from framework.build.optimizers.parameter_wise import ParameterWise, StateStore
 from framework.build.optimizers.row import Trained, rows_beside
 from framework.build.place import Place
+from framework.errors import Problem, RequestError
 from framework.schema.choices import OptimizerOffload
 from framework.schema.config import TrainingConfig
-from framework.schema.optimizers import Optimizer
+from framework.schema.optimizers import Optimizer, facts_of
+from framework.schema.training import ParameterGroup, TrainingParams
+
+
+def hidden_matrices(model: nn.Module) -> frozenset[Tensor]:
+    """The trained matrices inside the blocks: two-dimensional, neither an embedding nor the head."""
+    ends = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    ends |= {parameter for layer in head_layers(causal_model(model)) for parameter in layer.parameters()}
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim() == 2)
+    return frozenset(parameter for parameter in trained if parameter not in ends)
+
+
+def matrix_parameters(training: TrainingParams, model: nn.Module) -> frozenset[Tensor]:
+    """Those that `training.optimizer` orthogonalises or projects; empty for one that treats all weights alike.
+
+    Raises RequestError where such an optimizer would find none, and train everything as AdamW does.
+    """
+    choice = training.optimizer
+    if not facts_of(choice).of_matrices:
+        return frozenset()
+    hidden = hidden_matrices(model)
+    if not hidden:
+        message = f"{choice} is for matrices inside the blocks, and none is trained: AdamW would train everything"
+        raise RequestError([Problem("training.optimizer", message, expected=str(Optimizer.ADAMW_TORCH_FUSED))])
+    if not facts_of(choice).projects:
+        return hidden
+    rank = training.projection_rank
+    projected = frozenset(matrix for matrix in hidden if min(matrix.shape) > rank)
+    if not projected:
+        widest = max(min(matrix.shape) for matrix in hidden)
+        message = (
+            f"{choice} projects matrices whose smaller side is above {rank}, and the widest that is trained has "
+            f"{widest}: AdamW would train everything"
+        )
+        works = f"training.optimizer={Optimizer.ADAMW_TORCH_FUSED}"
+        expected = f"at most {widest - 1}, or {works}" if widest > 1 else works
+        raise RequestError([Problem("training.projection_rank", message, expected=expected)])
+    return projected
+
+
+RATE_FACTOR = "rate_factor"
+"""Key of a parameter group that learns at a multiple of the schedule's rate. `train_step` reads it."""
+
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_\w+(?:$|\.)")
+"""Parameters that weight decay passes over: biases and norms, as transformers.Trainer names them, and GPT-2's `ln_`."""
+
+
+def parameter_groups(config: TrainingConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """The trained parameters by rate and decay, biases and norms last.
+
+    Raises RequestError for each item of `training.parameter_groups` that matches no trained parameter, or one that
+    another matches.
+    """
+    training = config.training
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    _refuse_patterns(training, [name for name, _ in trained], model)
+    ratio = config.peft.lora_plus_lr_ratio if training.use_peft else None
+    groups = defaultdict[tuple[bool, float, float], list[Tensor]](list)
+    for is_decayed in (True, False):
+        for name, parameter in trained:
+            if decays(name) is is_decayed:
+                factor, decay = rate_and_decay(training, name)
+                faster = ratio if ratio is not None and "lora_B" in name else 1.0
+                groups[is_decayed, factor * faster, decay].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, **({} if factor == 1.0 else {RATE_FACTOR: factor})}
+        for (_, factor, decay), parameters in groups.items()
+    ]
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay is for this parameter, which is neither a bias nor of a norm."""
+    return _NOT_DECAYED.search(name.lower()) is None
+
+
+def rate_and_decay(training: TrainingParams, name: str) -> tuple[float, float]:
+    """The multiple of the schedule's rate that a recipe gives a parameter, and its decay."""
+    own = next((group for group in training.parameter_groups if matches(group.match, name)), ParameterGroup(match=name))
+    factor = 1.0 if own.learning_rate is None else own.learning_rate / training.learning_rate
+    decay = training.weight_decay if own.weight_decay is None else own.weight_decay
+    return factor, decay if decays(name) else 0.0
+
+
+def _refuse_patterns(training: TrainingParams, trained: list[str], model: nn.Module) -> None:
+    problems, taken = list[Problem](), dict[str, str]()
+    for index, group in enumerate(training.parameter_groups):
+        key, found = (
+            f"training.parameter_groups[{index}].match",
+            [name for name in trained if matches(group.match, name)],
+        )
+        if not found and any(matches(group.match, name) for name, _ in model.named_parameters()):
+            problems.append(Problem(key, f"{group.match!r} matches only weights that are not trained"))
+        elif not found:
+            near, expected = nearest_modules(group.match, model), "the name of a trained weight, or of a module"
+            problems.append(Problem(key, f"{group.match!r} matches no weight of this model", None, expected, near))
+        if twice := next((name for name in found if name in taken), None):
+            message = f"{group.match!r} and {taken[twice]!r} both match {twice}"
+            problems.append(Problem(key, message, expected="patterns that share no weight"))
+        taken |= dict.fromkeys(found, group.match)
+    if problems:
+        raise RequestError(problems)
 
 
 def build_optimizer(

@@ -3,19 +3,17 @@
 from transformers import PretrainedConfig
 
 from framework.build.levers.liger import refuse_unknown_to_liger
-from framework.build.loading.document_isolation import refuse_leaks
+from framework.build.loading.bases import read_teacher
+from framework.build.loading.document_isolation import refuse_leaks, refuse_mixing
 from framework.build.loading.model import read_architecture
-from framework.build.loading.teacher import read_teacher
-from framework.build.loading.token_mixing import refuse_mixing
 from framework.build.loading.vocabulary import fit_vocabulary
 from framework.build.losses.router_loss import refuse_other_terms
 from framework.build.model.heads import refuse_without_attention
 from framework.errors import Problem, RequestError
 from framework.memory.resolve import resolve
-from framework.schema.architecture import position_count, scales_positions
+from framework.schema.architecture import has_limit, position_count, scales_positions
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
-from framework.schema.rope import has_limit
 from framework.schema.rules.every import find_derived_conflicts
 from framework.schema.rules.model import too_long
 

@@ -81,8 +81,7 @@ def recipe_text(model: str, data: str, peft: str, row_format: str) -> str:
 
 def _row_format(data: str) -> str:
     """The format of the first row of a file of JSON lines; `messages` of all else, which `check` looks at."""
-    from framework.build.text.row_formats import detect_form
-    from framework.build.text.task_formats import KINDS
+    from framework.build.text.row_formats import KINDS, detect_form
     from framework.schema.choices import Task
 
     try:

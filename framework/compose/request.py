@@ -27,7 +27,7 @@ from framework.memory.installed import detect
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import Path, dotted, up_to_list, values
 from framework.schema.plural import counted
-from framework.schema.rules.batch import rows_of_global_batch
+from framework.schema.rules.data import rows_of_global_batch
 
 
 @dataclass(frozen=True)

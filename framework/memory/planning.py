@@ -33,7 +33,7 @@ from framework.schema.choices import (
     TorchDtype,
 )
 from framework.schema.config import TrainingConfig
-from framework.schema.intervals import steps_between
+from framework.schema.evaluation import steps_between
 from framework.schema.optimizers import facts_of
 from framework.schema.plural import counted
 

@@ -7,8 +7,8 @@ from framework.memory.cards import best_autocast
 from framework.schema.architecture import position_count
 from framework.schema.choices import MixedPrecision, Rounding, Task, TorchDtype
 from framework.schema.config import TrainingConfig
+from framework.schema.objectives import DEFAULT_BETA, PreferenceParams
 from framework.schema.optimizers import facts_of
-from framework.schema.preference import DEFAULT_BETA, PreferenceParams
 from framework.schema.rules.precision import overflows_in_float16
 
 DEFAULT_LENGTH = 2048

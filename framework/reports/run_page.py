@@ -29,7 +29,7 @@ from framework.reports.page import definitions, document, items
 from framework.reports.run_curves import curve_parts, memory_parts
 from framework.reports.run_files import Environment, Run
 from framework.schema.config import TrainingConfig
-from framework.schema.intervals import steps_between
+from framework.schema.evaluation import steps_between
 from framework.schema.plural import counted
 
 EPOCH_DIGITS = 4

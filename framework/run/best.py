@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from framework.errors import Problem, RequestError
-from framework.schema.metrics import LOWER_IS_BETTER
+from framework.schema.evaluation import LOWER_IS_BETTER
 from framework.schema.training import TrainingParams
 
 FILE = "best.json"

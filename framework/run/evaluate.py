@@ -11,7 +11,7 @@ from framework.build.losses.loss import Batch, Observe
 from framework.build.tasks.objective import Objective
 from framework.run.ranks.signals import Interrupt
 from framework.run.step import eval_step
-from framework.schema.metrics import FROM_PYTHON
+from framework.schema.evaluation import FROM_PYTHON
 
 Sums: TypeAlias = Mapping[str, Tensor]
 """What an objective's `metrics` takes."""

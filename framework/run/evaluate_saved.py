@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from framework.activity import doing
 from framework.build.data.batches import eval_batches
-from framework.build.data.documents import on_device
+from framework.build.data.packing import on_device
 from framework.build.data.prepare import Data, prepare_data
 from framework.build.dtypes import autocast_dtype
 from framework.build.model.parts import causal_model

@@ -9,7 +9,7 @@ import torch
 from framework.activity import doing
 from framework.build.averages import averaged
 from framework.build.data.batches import eval_batches, rows_and_tokens
-from framework.build.data.documents import on_device, pinned
+from framework.build.data.packing import on_device, pinned
 from framework.build.losses.loss import Batch
 from framework.run.evaluate import Abandoned, metrics_of_sets, sum_up, until_asked
 from framework.run.hooks import Hooks
@@ -19,7 +19,7 @@ from framework.run.oom.retry import attempts
 from framework.run.oom.smaller_batches import EVAL
 from framework.run.ranks.signals import Interrupt
 from framework.run.record.progress import ProgressLine
-from framework.schema.metrics import FROM_PYTHON
+from framework.schema.evaluation import FROM_PYTHON
 
 
 class EvaluatedRun(RetriedRun, Protocol):

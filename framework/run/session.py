@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from framework.build.assembly import Assembly
-from framework.build.data.batches import GlobalBatches, MicroBatch, rows_and_tokens
-from framework.build.data.documents import document_lengths, on_device, pinned
+from framework.build.data.batches import GlobalBatches, MicroBatch, WorkersDied, rows_and_tokens
+from framework.build.data.packing import document_lengths, on_device, pinned
 from framework.build.data.streamed_batches import StreamedBatches
-from framework.build.data.workers import WorkersDied
 from framework.build.levers.compiled import newly_plain
 from framework.build.losses.loss import Batch
 from framework.build.verify import (
@@ -56,7 +55,7 @@ from framework.run.samples import Samples
 from framework.run.step import LaunchedStep, StepResult
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
-from framework.schema.intervals import is_due
+from framework.schema.evaluation import is_due
 from framework.schema.plural import counted
 
 Planner = Callable[[TrainingConfig], Plan]

@@ -13,8 +13,8 @@ from torch import Tensor
 from framework.build.assembly import Assembly
 from framework.build.levers.compiled import forget_recorded
 from framework.build.losses.loss import Batch, Observe, ignore_phases
+from framework.build.optimizer import RATE_FACTOR
 from framework.build.optimizers.clipping import clip_gradients, gradient_norms
-from framework.build.optimizers.groups import RATE_FACTOR
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.optimizers.weights_average import average_follows
 from framework.build.scaler import forget_skipped_steps, found_inf_of, takes_found_inf

@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from framework.schema.architecture import RopeScaling
 from framework.schema.choices import Attention, SdpaBackend, TorchDtype
 from framework.schema.facts import NO_MEMORY, UsedUnless, UsedWith
 from framework.schema.params import Auto, FrozenMapping, Integer, Params, Strings
-from framework.schema.rope import RopeScaling
 from framework.schema.training import Count, Positive
 from framework.schema.urls import NoURL
 

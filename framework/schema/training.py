@@ -18,12 +18,11 @@ from framework.schema.choices import (
     Task,
     Tracker,
 )
-from framework.schema.distillation import DistillationParams, TeacherParams
+from framework.schema.evaluation import Interval
 from framework.schema.facts import FREE, NO_MEMORY, STEERING, Facts, Resume, UsedUnless, UsedWith
-from framework.schema.intervals import Interval
+from framework.schema.objectives import WITHOUT_REFERENCE, DistillationParams, PreferenceParams, TeacherParams
 from framework.schema.optimizers import Optimizer
 from framework.schema.params import Auto, Integer, Number, Params, Strings, parse_sequence
-from framework.schema.preference import WITHOUT_REFERENCE, PreferenceParams
 from framework.schema.urls import NoURL
 
 Positive = Annotated[Integer, Field(ge=1)]

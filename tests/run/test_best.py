@@ -13,8 +13,7 @@ from framework.run.held_out import HeldOut
 from framework.run.trainer import train
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
-from framework.schema.intervals import is_due, steps_between
-from framework.schema.metrics import METRICS
+from framework.schema.evaluation import METRICS, is_due, steps_between
 from framework.schema.rules.evaluation import best_conflicts
 from framework.schema.training import TrainingParams
 from tests.tiny import LLAMA

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from framework.build.data import row_cache
-from framework.build.data.eval_sets import find_sets, pack_sets
+from framework.build.data.mixing import find_sets, pack_sets
 from framework.build.from_python import FromPython
 from framework.compose.request import draft
 from framework.errors import RequestError

@@ -12,7 +12,7 @@ from accelerate.tracking import TensorBoardTracker
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from framework.build.data import workers as data_workers
+from framework.build.data import batches as data_workers
 from framework.build.data.batches import GlobalBatches
 from framework.cli import main
 from framework.errors import RequestError, SaveFailed, WorkersLost

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from framework.build.data.sample_prompts import encode_sample_prompts
+from framework.build.data.prediction_rows import encode_sample_prompts
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
 from framework.run.rehearsal.rehearse import rehearse

@@ -9,7 +9,7 @@ import framework
 from framework.run import trainer
 from framework.schema.choices import Divergence, PreferenceLoss
 from framework.schema.keys import uses_of
-from framework.schema.preference import DEFAULT_BETA, PreferenceParams
+from framework.schema.objectives import DEFAULT_BETA, PreferenceParams
 
 DOCS = Path(__file__).parents[2] / "docs"
 

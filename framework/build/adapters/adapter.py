@@ -25,12 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from framework.build.adapters.first_adapter import load_first_adapter
+from framework.build.adapters.first_adapter import drawn_for, load_first_adapter, start_layers, start_word
 from framework.build.adapters.products import compute_in_input_dtype, norm_by_rows
 from framework.build.adapters.quantize import Factors, is_packed
-from framework.build.adapters.start import drawn_for, start_layers, start_word
-from framework.build.adapters.target_patterns import Targets
-from framework.build.adapters.targets import KEY, find_targets, modules_within
+from framework.build.adapters.targets import KEY, Targets, find_targets, modules_within
 from framework.build.dtypes import TORCH_DTYPES
 from framework.build.hub import nearest, one_line
 from framework.build.model.heads import answers_for_rows, head_modules

@@ -1,22 +1,34 @@
-"""The adapter that a run goes on training: its saved weights in place of those that peft has drawn."""
+"""Start of an adapter: drawn weights, or those of a saved adapter that a run goes on training.
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+Drawn numbers are a function of the run's seed and the names of the modules alone, so that one process, copies and
+shards of any number begin alike.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.ia3.layer import IA3Layer
+from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from framework.build.hub import hub_is_reachable, one_line
 from framework.build.model_folder import local_folder
+from framework.build.optimizers.seeds import mixed
+from framework.build.place import Place
 from framework.build.ranks import local_part, shard_number
 from framework.compose.own_adapter import find_adapter
 from framework.errors import Problem, RequestError
 from framework.regular_files import open_regular
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import LoraInit
+from framework.schema.peft import PeftParams
 
 KEY = "peft.adapter_path"
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -162,3 +174,30 @@ def _require_same(file: Path, attached: Mapping[str, Tensor], shapes: Mapping[st
 def _listed(names: list[str]) -> str:
     shown = ", ".join(name.removeprefix("base_model.model.") for name in names[:_MOST])
     return f"{shown} and {len(names) - _MOST} more" if len(names) > _MOST else shown
+
+
+@contextmanager
+def drawn_for(name: str, seed: int, place: Place) -> Iterator[None]:
+    """Within the block random numbers are those of `name`; what is drawn after it is as without the block."""
+    devices = [place.device] if place.kind == "cuda" and not place.rehearsed else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(mixed(seed, 0, zlib.crc32(name.encode())))
+        yield
+
+
+def start_word(params: PeftParams) -> str | bool:
+    """peft's word for how LoRA's A matrices are drawn; those of EVA are found later, when there are rows."""
+    is_gaussian = "lora_init" in ADAPTERS[params.peft_method].keys and params.lora_init is LoraInit.GAUSSIAN
+    return "gaussian" if is_gaussian else True
+
+
+def start_layers(layers: Iterable[tuple[str, nn.Module]], seed: int, place: Place, params: PeftParams) -> None:
+    """Draw what peft's layers start from that have values of their own. The names are those in the base model."""
+    word = start_word(params)
+    for name, module in layers:
+        if isinstance(module, LoraLayer):
+            with drawn_for(name, seed, place), torch.no_grad():
+                module.reset_lora_parameters("default", word)
+        elif isinstance(module, IA3Layer):
+            with torch.no_grad():  # to ones
+                module.reset_ia3_parameters("default")

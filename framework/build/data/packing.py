@@ -1,17 +1,27 @@
 """Rows put together into packs of at most `model.model_max_length` tokens, by best-fit decreasing.
 
-Each row of a pack stays a document of its own: positions restart and attention does not cross (documents.py beside).
+Each document of a row is trained on as if it stood alone. Positions restart at 0 in each document. How attention is
+kept inside it depends on the kernel: `eager` and `sdpa` are given a mask, flex_attention its table of blocks,
+flash-attn the places where documents begin. All of it is made here, from transformers' own functions, and not left to
+the model: some (GPT-OSS, OPT, BERT in transformers 5.24) do not hand `position_ids` on to the making of their mask, and
+would let documents see each other without a word. What a model does with it is read back in
+framework/build/loading/document_isolation.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from itertools import accumulate, pairwise
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
-from framework.build.data.documents import end_to_end
 from framework.build.data.rows import Row, Rows
+from framework.build.text.labels import IGNORED
 
 _ORDER_STREAM = 3
 """Stream of random numbers drawn from the run's seed, next to those of framework/build/data/prepare.py."""
@@ -94,3 +104,99 @@ def best_fit(lengths: npt.NDArray[np.int64], order: Sequence[int], limit: int) -
 
 def _joined(packs: Sequence[Sequence[int]]) -> Iterator[int]:
     return (member for members in packs for member in members)
+
+
+MARKS = ("position_ids", "cu_seq_lens", "longest_document")
+"""Entries of a batch that say where its documents are; `keep_documents_separate` turns them into arguments."""
+
+HIDDEN = -65504.0
+"""Added to scores that must not count: their weight is exactly 0 in every dtype. Not -inf, of which a whole tile makes
+some versions of cuDNN lose a mask or return NaN; torch gives cuDNN this number too (attention.cpp)."""
+ALIGNMENT = 8
+"""Numbers that a line of an additive mask is rounded up to (`preprocess_mask` in attention.cpp)."""
+
+
+def end_to_end(rows: Sequence[Row]) -> Row:
+    """The rows as the documents of one. The first token of each is not predicted from the document before it."""
+    labels = [label for row in rows for label in (IGNORED, *row["labels"][1:])]
+    ids = [token for row in rows for token in row["input_ids"]]
+    return {"input_ids": ids, "labels": labels, "documents": [len(row["input_ids"]) for row in rows]}
+
+
+def mark_documents(documents: Sequence[Sequence[int]], width: int) -> dict[str, Tensor]:
+    """What a batch says of the documents in its rows; `documents` are their lengths, row by row.
+
+    `position_ids`, int64 of shape (rows, width): 0, 1, .. in each document. `cu_seq_lens`, int32 of shape (documents +
+    1,): where each begins, over all rows end to end. `longest_document`, a scalar that stays on the host. The padding
+    behind the documents of a row counts as one more.
+    """
+    filled = [[*row, width - sum(row)] if sum(row) < width else list(row) for row in documents]
+    flat = [length for row in filled for length in row]
+    positions = np.concatenate([np.arange(length) for length in flat]).reshape(len(filled), width)
+    return {
+        "position_ids": torch.from_numpy(positions),
+        "cu_seq_lens": torch.tensor([0, *accumulate(flat)], dtype=torch.int32),
+        "longest_document": torch.tensor(max(flat)),
+    }
+
+
+def on_device(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch on a device; scalars stay on the host, where they are read."""
+    return {name: tensor.to(device, non_blocking=True) if tensor.dim() else tensor for name, tensor in batch.items()}
+
+
+def pinned(device: torch.device, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch in host memory from which copies to a card are queued: the host does not wait until the card has done
+    what it was given before. For a card that is there; a rehearsal only claims one."""
+    if device.type != "cuda":
+        return dict(batch)
+    waits = {name for name, tensor in batch.items() if tensor.dim() and tensor.device.type == "cpu"}
+    return {name: tensor.pin_memory() if name in waits else tensor for name, tensor in batch.items()}
+
+
+def document_lengths(batch: Mapping[str, Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each document of each row, padding left out. Reads values: for batches on the host."""
+    found = []
+    for index, row in enumerate(batch["input_ids"]):
+        filled = int(batch["attention_mask"][index].sum()) if "attention_mask" in batch else len(row)
+        positions = batch["position_ids"][index, :filled] if "position_ids" in batch else torch.arange(filled)
+        starts = [*(positions == 0).nonzero().flatten().tolist(), filled]
+        found.append(tuple(end - start for start, end in pairwise(starts)))
+    return tuple(found)
+
+
+def keep_documents_separate(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The arguments that keep the documents of a batch apart in this model; none where no row has several.
+
+    The mask of `eager` and `sdpa` is [rows, 1, tokens, tokens], one for each kind of layer; sdpa's is made additive
+    here, once, where it would else be made anew, and kept, in every layer.
+    """
+    if "position_ids" not in batch:
+        return {}
+    positions, kernel = batch["position_ids"], str(model.config._attn_implementation)
+    if kernel.startswith("flash"):
+        starts, longest = batch["cu_seq_lens"], int(batch["longest_document"])
+        lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+        return {"position_ids": positions, **lengths}
+    dtype = model.get_input_embeddings().weight.dtype
+    shaped = torch.empty((*positions.shape, 0), dtype=dtype, device=positions.device)
+    masks = create_masks_for_generate(model.config, shaped, None, None, position_ids=positions)
+    if kernel == "sdpa":
+        kinds = masks.items() if isinstance(masks, dict) else [("", masks)]
+        additive = {kind: _additive(mask, dtype) for kind, mask in kinds}
+        masks = additive if isinstance(masks, dict) else additive[""]
+    return {"position_ids": positions, "attention_mask": masks}
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """0 where a boolean mask lets through and HIDDEN elsewhere, in the dtype that attention is computed in.
+
+    Each line of it begins at a multiple of ALIGNMENT, where the kernels want it: else every layer would copy it.
+    """
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    kind = "cpu" if mask.device.type == "cpu" else "cuda"
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+    *lines, keys = mask.shape
+    aligned = torch.zeros((*lines, -(-keys // ALIGNMENT) * ALIGNMENT), dtype=dtype, device=mask.device)
+    return aligned[..., :keys].masked_fill_(mask.logical_not(), HIDDEN)

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.data.eval_sets import EvalSets, find_sets, pack_sets
-from framework.build.data.mixing import mixture, shares_of
+from framework.build.data.mixing import EvalSets, find_sets, mixture, pack_sets, shares_of
 from framework.build.data.packing import Packs, pack
 from framework.build.data.report import (
     ERROR_SHARE,
@@ -32,9 +31,8 @@ from framework.build.sources.row_table import RowTable
 from framework.build.sources.sources import OpenSource, Place, Source, gather, join_sources, open_source, read_sources
 from framework.build.text.classes import Targets, WrongLabel, coarse_values, find_classes, find_values
 from framework.build.text.encode import Encoding, row_texts
-from framework.build.text.prompts import check_prompts
-from framework.build.text.stored_rows import encode_batch
-from framework.build.text.task_formats import require_answers, require_learnable
+from framework.build.text.row_formats import require_answers, require_learnable
+from framework.build.text.stored_rows import check_prompts, encode_batch
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from framework.build.data.batches import MicroBatch, MicroBatches, shares
+from framework.build.data.batches import MicroBatch, MicroBatches, from_workers, shares
 from framework.build.data.report import Account
 from framework.build.data.stream import Begun, Position, Stream, StreamedRow
-from framework.build.data.workers import from_workers
 from framework.errors import Problem, RequestError
 from framework.schema.config import Batch
 

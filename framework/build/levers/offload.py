@@ -8,6 +8,7 @@ of Unsloth, which offloads the inputs of checkpointed blocks: here a checkpointe
 """
 
 import contextlib
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,8 +18,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from framework.build.levers.pinned import pinning
 from framework.build.place import Place
+
+
+def could_not_pin(size: int, reason: str) -> str:
+    """The failure in words, which `tunesmith explain` knows too."""
+    return f"could not pin {size / 2**30:.2f} GiB of host memory ({reason})"
+
+
+@contextlib.contextmanager
+def pinning(size: int) -> Iterator[None]:
+    """Within the block `size` bytes of host memory are pinned, by torch. What CUDA says when it cannot ("invalid
+    argument", "out of memory") sounds like the card's. Raises RuntimeError that says so; other errors pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        is_of_card = isinstance(error, torch.OutOfMemoryError)
+        if is_of_card or "pin_memory" not in f"{last.name} {last.line}":
+            raise
+        raise RuntimeError(could_not_pin(size, str(error).partition("\n")[0])) from error
+
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy costs more than they take."""

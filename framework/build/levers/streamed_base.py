@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.build.levers.pinned import could_not_pin
+from framework.build.levers.offload import could_not_pin
 from framework.build.model.parts import transformer_blocks
 from framework.build.place import Place
 from framework.errors import Problem, RequestError

@@ -22,8 +22,8 @@ from framework.build.loading.config_values import (
     explain_refusal,
     refuse_impossible_values,
     refuse_unreadable_values,
+    scale_positions,
 )
-from framework.build.loading.rope import scale_positions
 from framework.build.loading.unmatched import Unmatched, refuse_untied, sort_unmatched
 from framework.build.loading.vocabulary import as_stored, changes_rows, fill_rows, rows_for
 from framework.build.model.heads import fit_head, model_class, read_by_model

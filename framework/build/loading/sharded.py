@@ -165,7 +165,7 @@ class ShardLoader:
                 if module in missing or (complete and len(missing) > 1):
                     self.model._init_weights(module)
         if adapted:
-            from framework.build.adapters.start import start_layers  # peft takes seconds to import
+            from framework.build.adapters.first_adapter import start_layers  # peft takes seconds to import
 
             layers = [(names.get(id(module), ""), module) for module in unit.modules()]
             started = [(name, layer) for name, layer in layers if not adapted.isdisjoint(layer.parameters())]

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from framework.build.text.added_tokens import Vocabulary
-from framework.build.text.tokenizer import vocabulary_of
+from framework.build.text.tokenizer import Vocabulary, vocabulary_of
 from framework.schema.adapters import ADAPTERS
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
-from framework.schema.rules.vocabulary import trains_embedding
+from framework.schema.rules.model import trains_embedding
 
 
 def changes_rows(model: ModelParams) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.build.data.documents import MARKS, keep_documents_separate
+from framework.build.data.packing import MARKS, keep_documents_separate
 from framework.build.losses.chunked_loss import chunked_counts, chunked_cross_entropy, chunked_log_probabilities
 from framework.build.losses.cross_entropy import PLAIN, LossTerms
 from framework.build.model.heads import reads_both_ways

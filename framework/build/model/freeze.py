@@ -1,15 +1,17 @@
-"""`model.freeze_layers`, `freeze_router` and `freeze_first_blocks`: which parameters are not trained."""
+"""`model.freeze_layers`, `freeze_router`, `freeze_first_blocks`: what is not trained; fingerprints of tensors."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from framework.build.model.experts import routers
 from framework.build.model.parts import transformer_blocks
+from framework.build.ranks import local_part
 from framework.errors import Problem, RequestError
 from framework.schema.model import ModelParams
 from framework.schema.plural import counted
@@ -117,3 +119,21 @@ def nearest_modules(pattern: str, model: nn.Module) -> str | None:
     names = [name for name, _ in model.named_modules() if name]
     tails = {".".join(name.split(".")[-len(pattern.split(".")) :]) for name in names}
     return ", ".join(get_close_matches(pattern, sorted(tails), 3, cutoff=0.4)) or None
+
+
+_PIECE = 1 << 24
+"""Elements summed at once, since a sum of integers takes 8 bytes for each."""
+
+
+@torch.no_grad()
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A number of 64 bits that depends on every bit of the tensors, in their order; of split ones, of this part."""
+    found = 0
+    for tensor in tensors:
+        whole = local_part(tensor.detach()).contiguous().flatten()
+        bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.element_size()])
+        pieces = (bits[start : start + _PIECE] for start in range(0, len(bits), _PIECE))
+        sums = [piece.sum(dtype=torch.int64) for piece in pieces]
+        for total in torch.stack(sums).tolist() if sums else ():
+            found = (found * 1_000_003 + total) % 2**64
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.build.levers.pinned import pinning
+from framework.build.levers.offload import pinning
 from framework.build.optimizers.weights_average import AVERAGE
 from framework.build.place import Place
 from framework.errors import Problem, RequestError

@@ -24,7 +24,7 @@ from framework.build.adapters.quantize import is_packed, is_quantized
 from framework.build.dtypes import autocast_dtype
 from framework.build.hub import nearest
 from framework.build.levers.compiled import compiled_regions
-from framework.build.levers.pinned import pinning
+from framework.build.levers.offload import pinning
 from framework.build.loading.sharded import ShardLoader
 from framework.build.model.parts import causal_model, ends_of, transformer_blocks
 from framework.build.place import Place

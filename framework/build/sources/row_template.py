@@ -10,8 +10,7 @@ from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError
 
 from framework.build.hub import nearest, one_line
 from framework.build.sources.files import Fault
-from framework.build.text.cpu_limit import OutOfTime, limited, watched
-from framework.build.text.template_bounds import BoundedEnvironment
+from framework.build.text.limits import BoundedEnvironment, OutOfTime, limited, watched
 from framework.errors import Problem, RequestError
 
 RENDER_SECONDS = 1.0

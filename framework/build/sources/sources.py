@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import pyarrow as pa
 
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
-from framework.build.sources.arrow_values import without_nulls
 from framework.build.sources.docstrings import standard_docstrings
-from framework.build.sources.files import Fault, Record, is_read, read_records, stream_records
+from framework.build.sources.files import Fault, Record, is_read, read_records, stream_records, without_nulls
 from framework.build.sources.find_files import (
     PYTHON_ROWS,
     STANDARD_DOCSTRINGS,
@@ -22,9 +21,9 @@ from framework.build.sources.find_files import (
     find_files,
     is_local,
     nearest_path,
+    note_of,
 )
 from framework.build.sources.python_rows import PythonRows, python_records
-from framework.build.sources.remote import note_of
 from framework.build.sources.row_table import RowTable, joined
 from framework.build.sources.row_template import RowTemplate, read_row_template
 from framework.build.text.format_rows import Values

@@ -3,16 +3,14 @@
 import torch
 from torch import nn
 
-from framework.build.loading.teacher import build_teacher
+from framework.build.loading.bases import build_teacher
 from framework.build.losses.cross_entropy import LossTerms
 from framework.build.losses.loss import build_loss, chunk_size
 from framework.build.losses.router_loss import build_router_loss
 from framework.build.place import Place
-from framework.build.tasks.distillation import Distillation
-from framework.build.tasks.next_token import NextToken
+from framework.build.tasks.next_token import Distillation, NextToken
 from framework.build.tasks.objective import Objective
-from framework.build.tasks.preference import Pairs, Singles, build_preference
-from framework.build.tasks.preference_losses import PairLoss, SingleLoss
+from framework.build.tasks.preference import BradleyTerry, PairLoss, Pairs, SingleLoss, Singles, build_preference
 from framework.build.tasks.reference import (
     FirstAdapter,
     Precomputed,
@@ -22,7 +20,6 @@ from framework.build.tasks.reference import (
     build_reference,
     frozen_copy,
 )
-from framework.build.tasks.reward import BradleyTerry
 from framework.build.tasks.rows import build_row_objective
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig

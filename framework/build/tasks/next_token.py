@@ -1,13 +1,25 @@
-"""`sft` and `pretrain`: the next token, wherever a label says that it is supervised."""
+"""`sft` and `pretrain`: the next token, wherever a label supervises it; `distillation`: a teacher's next to it."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from framework.build.losses.loss import Batch, Loss, Observe, supervised_tokens
+from framework.build.losses.chunked_loss import Compared, Head, chunked_comparison, chunked_distillation, compare
+from framework.build.losses.loss import (
+    Batch,
+    Loss,
+    Observe,
+    head_inputs,
+    ignore_phases,
+    next_tokens,
+    supervised_tokens,
+    token_logits,
+)
 from framework.build.losses.router_loss import RouterLoss
+from framework.schema.objectives import DistillationParams
 
 
 @dataclass(frozen=True)
@@ -53,3 +65,56 @@ class NextToken:
             "token_accuracy": means["correct"],
             **routers,
         }
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The divergence from the teacher and the labels' cross entropy, mixed as `rule` says.
+
+    The teacher goes first and keeps nothing but its logits; with `chunk` nothing but its last hidden states, and the
+    logits of `chunk` tokens at a time are compared.
+    """
+
+    teacher: nn.Module
+    rule: DistillationParams
+    chunk: int | None
+    unit: str = "supervised tokens"
+
+    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
+        if self.chunk is None:
+            return self._compared(model, batch, observe).loss
+        heads, targets = self._heads(model, batch, observe)
+        return chunked_distillation(*heads, targets, self.rule, self.chunk)
+
+    def terms(self, batch: Batch) -> Tensor:
+        return supervised_tokens(batch)
+
+    def sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        if self.chunk is None:
+            compared = self._compared(model, batch, ignore_phases)
+        else:
+            heads, targets = self._heads(model, batch, ignore_phases)
+            compared = chunked_comparison(*heads, targets, self.rule, self.chunk)
+        return {**compared._asdict(), "terms": supervised_tokens(batch)}
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        means = {name: float(total / sums["terms"]) for name, total in sums.items()}
+        return {
+            "eval_loss": means["loss"],
+            "divergence": means["divergence"],
+            "perplexity": math.exp(min(means["label_loss"], 700.0)),
+            "token_accuracy": means["correct"],
+        }
+
+    def _compared(self, model: nn.Module, batch: Batch, observe: Observe) -> Compared:
+        with torch.no_grad():
+            teachers = token_logits(self.teacher, batch, ignore_phases).flatten(0, 1)
+        scores = token_logits(model, batch, observe).flatten(0, 1)
+        return compare(scores, teachers, next_tokens(batch).flatten(), self.rule)
+
+    def _heads(self, model: nn.Module, batch: Batch, observe: Observe) -> tuple[tuple[Head, Head], Tensor]:
+        with torch.no_grad():
+            hidden, weight, bias, targets = head_inputs(self.teacher, batch, ignore_phases)
+        teachers = Head(hidden, weight, bias)
+        hidden, weight, bias, targets = head_inputs(model, batch, observe)
+        return (Head(hidden, weight, bias), teachers), targets

@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from framework.build.hub import one_line
-from framework.build.text.cpu_limit import OutOfTime, limited, watched
+from framework.build.text.limits import OutOfTime, compiled, limited, watched
 from framework.build.text.named_templates import template_names
 from framework.build.text.remarks import REASONING
-from framework.build.text.template_bounds import compiled
 from framework.errors import Problem, RequestError
 
 Message: TypeAlias = dict[str, Any]

@@ -19,7 +19,7 @@ from framework.build.text.chat import (
     Template,
     TemplateFault,
 )
-from framework.build.text.cpu_limit import watched
+from framework.build.text.limits import watched
 from framework.build.text.remarks import REASONING, Remark, is_empty, thoughts
 from framework.schema.choices import Supervise
 

@@ -1,20 +1,60 @@
 """The tokenizer: loaded, or built on the training text; with the chat template that the recipe asks for."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from framework.build.hub import cached_models, hub_host, hub_is_reachable, leave_to_run_code, nearest, one_line
 from framework.build.model_folder import local_folder, missing_folder, read_object, require_readable
-from framework.build.text.added_tokens import Vocabulary, add_tokens
 from framework.build.text.named_templates import read_template
 from framework.errors import Problem, RequestError
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams
 from framework.schema.plural import counted
+
+KEY = "model.added_tokens"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How many tokens a tokenizer has, with those that are added, and of each added one its id and the ids of the
+    tokens that spelled it before."""
+
+    tokens: int
+    added: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of the added tokens."""
+        return tuple(number for number, _ in self.added)
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> Vocabulary:
+    """Give the tokenizer each token that it does not have. They are no special tokens: decoding keeps them.
+
+    Raises RequestError for a text that is empty or written twice.
+    """
+    if problems := list(_unusable(written)):
+        raise RequestError(problems)
+    known = tokenizer.get_vocab()
+    new = [token for token in written if token not in known]
+    parts = [tuple(tokenizer(token, add_special_tokens=False)["input_ids"]) for token in new]
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
+    numbers = tokenizer.convert_tokens_to_ids(new)
+    return Vocabulary(len(tokenizer), tuple(zip(numbers, parts, strict=True)))
+
+
+def _unusable(written: Sequence[str]) -> Iterator[Problem]:
+    for index, token in enumerate(written):
+        if not token.strip():
+            yield Problem(f"{KEY}[{index}]", f"{token!r} is no token", expected="a text")
+        elif token in written[:index]:
+            yield Problem(f"{KEY}[{index}]", f"{token!r} is written twice", expected="each token once")
+
 
 END_TOKEN = "<|endoftext|>"
 """Ends a document and stands before the first one, as in GPT-2; so the token that starts a text is trained too."""

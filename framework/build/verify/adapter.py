@@ -14,11 +14,11 @@ from transformers.pytorch_utils import Conv1D
 from framework.build.adapters.adapter import adapter_dtype, adapter_kind, still_zero, ties_any
 from framework.build.adapters.first_adapter import as_saved
 from framework.build.adapters.quantize import is_packed, kind_name, quantized_kinds, unquantized, weight_count
-from framework.build.adapters.target_patterns import of_pattern
+from framework.build.adapters.targets import of_pattern
 from framework.build.assembly import Assembly
 from framework.build.model.heads import head_layers
 from framework.build.model.parts import causal_model
-from framework.build.optimizers.groups import RATE_FACTOR, rate_and_decay
+from framework.build.optimizer import RATE_FACTOR, rate_and_decay
 from framework.build.ranks import local_part
 from framework.build.verify.reading import Reading
 from framework.schema.adapters import ADAPTERS

@@ -10,10 +10,9 @@ from torch import nn
 from framework.build.adapters.quantize import is_packed
 from framework.build.assembly import Assembly
 from framework.build.dtypes import AUTOCAST_DTYPES, TORCH_DTYPES
-from framework.build.levers.float8 import linear_layers
-from framework.build.levers.float8_base import HELD, Float8Base
+from framework.build.levers.float8 import HELD, Float8Base, linear_layers
+from framework.build.loading.config_values import FULL, rope_of
 from framework.build.loading.model import embedding_rows
-from framework.build.loading.rope import FULL, rope_of
 from framework.build.loading.vocabulary import changes_rows, new_rows, token_matrices
 from framework.build.model.freeze import still_frozen
 from framework.build.model.heads import answers, answers_for_rows, head_modules

@@ -7,7 +7,7 @@ from framework.memory.editing import default_of, with_values
 from framework.memory.search.space import ACCUMULATION, AXES, GLOBAL_BATCH, MICRO_BATCH
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key, left_open, unknown
-from framework.schema.rules.batch import rows_of_global_batch
+from framework.schema.rules.data import rows_of_global_batch
 
 
 def opened(config: TrainingConfig) -> TrainingConfig:

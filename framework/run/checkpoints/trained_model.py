@@ -18,7 +18,7 @@ from framework.build.hub import hub_is_reachable, leave_to_run_code, one_line
 from framework.build.loading.bases import BASE, Base, differences, read_base
 from framework.build.loading.model import build_model, read_architecture, unreported
 from framework.build.loading.unmatched import sort_unmatched
-from framework.build.model.fingerprint import fingerprint
+from framework.build.model.freeze import fingerprint
 from framework.build.model.heads import ASSUMED, model_class, pad_like
 from framework.build.model_folder import KEY, local_folder, read_object, require_model, require_readable, weight_files
 from framework.build.place import real_place

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from framework.build.data.prediction_rows import encode_sample_prompts
 from framework.build.data.prepare import Data, prepare_data, training_texts
-from framework.build.data.sample_prompts import encode_sample_prompts
 from framework.build.from_python import TASKS_OWN, FromPython
-from framework.build.loading.teacher import refuse_other_words
+from framework.build.loading.bases import refuse_other_words
 from framework.build.model.heads import fit_head, pad_like
 from framework.build.resolve_model import settle
 from framework.build.sources.python_rows import NO_ROWS, RowsFromPython

@@ -9,7 +9,7 @@ from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
 from framework.run.inputs.inputs import Inputs
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.save import last_save_conflicts
+from framework.schema.rules.evaluation import last_save_conflicts
 
 TrainingBatches: TypeAlias = GlobalBatches | StreamedBatches
 

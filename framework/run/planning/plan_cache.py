@@ -15,9 +15,9 @@ from framework.caches import cache_folder, our_files, versions
 from framework.memory.cards import USABLE, assumptions
 from framework.memory.ledger import Plan
 from framework.schema.config import TrainingConfig
-from framework.schema.distillation import TeacherParams
 from framework.schema.gpu import GPUParams
 from framework.schema.model import ModelParams
+from framework.schema.objectives import TeacherParams
 
 _LIBRARIES = (
     *("torch", "transformers", "peft", "bitsandbytes", "torchao", "triton", "liger-kernel", "accelerate"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from framework.build.adapters.quantize import packed_state, weight_count
 from framework.build.assembly import Assembly
-from framework.build.levers.float8_base import HELD
+from framework.build.levers.float8 import HELD
 from framework.build.levers.streamed_base import StreamedBase
 from framework.build.loading.model import embedding_rows, is_packed_when_loaded
 from framework.build.loading.sharded import needs_whole_model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.build.data.batches import eval_batches
-from framework.build.data.documents import on_device
+from framework.build.data.packing import on_device
 from framework.build.losses.loss import IGNORED, Batch, model_inputs
 from framework.build.model.parts import causal_model
 from framework.errors import Problem, RequestError, VerificationFailed
@@ -40,7 +40,7 @@ def start_from_rows(session: Session) -> None:
     from peft.tuners.lora.config import EvaConfig
     from peft.tuners.lora.eva import initialize_lora_eva_weights  # seconds to import
 
-    from framework.build.adapters.start import drawn_for
+    from framework.build.adapters.first_adapter import drawn_for
 
     batches, began, passes = _batches(session), time.perf_counter(), 0
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from framework.build.data.batches import GlobalBatches, MicroBatch, MicroBatches, full_batch, longest_rows
-from framework.build.data.documents import on_device
-from framework.build.data.packing import Packs
+from framework.build.data.packing import Packs, on_device
 from framework.build.data.rows import Rows
 from framework.build.place import Place
 from framework.memory.ledger import Plan

@@ -17,8 +17,7 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from framework.build.data.batches import GlobalBatches, eval_batches
-from framework.build.data.documents import on_device
-from framework.build.data.packing import Packs
+from framework.build.data.packing import Packs, on_device
 from framework.build.data.rows import Rows
 from framework.build.losses.loss import Batch
 from framework.errors import Problem, RequestError, SaveFailed

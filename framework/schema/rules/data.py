@@ -1,9 +1,10 @@
-"""What the keys of `data` ask of each other."""
+"""Sources and mixtures, rows that are put together, batches, and the steps that they make."""
 
 from collections.abc import Iterator
 
-from framework.schema.choices import Mixing, Task
+from framework.schema.choices import Attention, Mixing, Task
 from framework.schema.config import TrainingConfig
+from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
 
 
@@ -54,3 +55,68 @@ def _mixing(config: TrainingConfig) -> Iterator[Conflict]:
         names = ", ".join(f"data.train[{index}].weight" for index in unweighted)
         message = f"a mixture needs the weight of every source, and {names} is not set"
         yield Conflict(("data.mixing", f"data.train[{unweighted[0]}].weight"), message, "a weight, such as 1, in each")
+
+
+def rows_of_global_batch(config: TrainingConfig, accumulation: int | None, most: int) -> int | None:
+    """Rows of a forward pass that a device's share of the written global batch is made of: what `accumulation` leaves,
+    without one the most that divide the share, up to `most`. None where nothing is written or the shares are unequal.
+    """
+    world = max(1, config.gpu.count // config.sharing)
+    share, rest = divmod(config.training.global_batch_size or 0, world * (accumulation or 1))
+    if rest or not share:
+        return None
+    return share if accumulation is not None else next(rows for rows in range(most, 0, -1) if not share % rows)
+
+
+def padding_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Rows that are padded and put end to end."""
+    if config.data.padding_free and config.data.pad_to_multiple_of is not None:
+        message = "rows that are put end to end are not padded"
+        yield Conflict(("data.pad_to_multiple_of", "data.padding_free"), message, "one of the two")
+
+
+def row_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Rows that are put together."""
+    data, kernel = config.data, config.model.attn_implementation
+    if data.packing and data.padding_free:
+        message = "packs are full rows already: end to end they would only need a larger mask"
+        yield Conflict(("data.padding_free", "data.packing"), message, "one of the two")
+    if data.padding_free and kernel in (None, Attention.EAGER, Attention.SDPA):
+        message = f"{kernel or 'sdpa'} needs a mask of all tokens of a micro batch x all its tokens for it"
+        keys = ("data.padding_free", "model.attn_implementation")
+        yield Conflict(keys, message, "flash_attention_2 or flex_attention", is_warning=True)
+
+
+def batch_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Rows of a step that are not equal shares."""
+    training = config.training
+    micro = training.per_device_train_batch_size
+    if "auto" in (micro, training.gradient_accumulation_steps):
+        if micro == "auto" and training.global_batch_size is None:
+            both = ("training.per_device_train_batch_size", "training.global_batch_size")
+            message = "a search keeps the global batch, which nothing says while this is `auto`"
+            yield Conflict(both, message, "training.global_batch_size next to it")
+        return
+    try:
+        _ = config.batch
+    except ValueError as error:
+        sizes = ["global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
+        keys = (*(f"training.{key}" for key in sizes), "gpu.count")
+        world = max(1, config.gpu.count // config.sharing)
+        fewer = f", or of {world} with fewer rows per device" if micro != 1 and world != 1 else ""
+        yield Conflict(keys, str(error), f"a multiple of {int(micro) * world}{fewer}")
+
+
+def step_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Warm-up, rates and evaluations against the steps and rows that there are."""
+    training, data = config.training, config.data
+    if training.max_steps is not None and (training.warmup_steps or 0) > training.max_steps:
+        warm_up = counted(training.warmup_steps or 0, "warm-up step does", "warm-up steps do")
+        message = f"{warm_up} not fit in {counted(training.max_steps, 'step')}"
+        yield Conflict(("training.warmup_steps", "training.max_steps"), message, f"at most {training.max_steps}")
+    if training.min_learning_rate > training.learning_rate:
+        keys = ("training.min_learning_rate", "training.learning_rate")
+        yield Conflict(keys, "is above the peak rate", f"at most {training.learning_rate:g}")
+    if training.eval_steps is not None and not data.eval and not data.eval_fraction:
+        three = ("training.eval_steps", "data.eval", "data.eval_fraction")
+        yield Conflict(three, "evaluation is asked for, but there is no data for it", "data.eval or data.eval_fraction")

@@ -4,18 +4,29 @@ Each rule is a pure function of the config. Tier A: no file is opened, nothing i
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import dotted, values
+from framework.schema.keys import Path, dotted, every_key, uses_of, value_of, values, written_keys
 from framework.schema.rules.adapter import adapter_conflicts
-from framework.schema.rules.batch import batch_conflicts, padding_conflicts, row_conflicts, step_conflicts
 from framework.schema.rules.conflict import Conflict
-from framework.schema.rules.data import data_conflicts
-from framework.schema.rules.device import cache_conflicts, streamed_base_conflicts
-from framework.schema.rules.evaluation import best_conflicts, eval_set_conflicts, sample_conflicts
+from framework.schema.rules.data import (
+    batch_conflicts,
+    data_conflicts,
+    padding_conflicts,
+    row_conflicts,
+    step_conflicts,
+)
+from framework.schema.rules.evaluation import (
+    best_conflicts,
+    eval_set_conflicts,
+    sample_conflicts,
+    save_conflicts,
+    survival_conflicts,
+)
 from framework.schema.rules.model import (
     find_liger_conflicts,
     half_precision_attention,
@@ -24,13 +35,9 @@ from framework.schema.rules.model import (
     rope_conflicts,
     sdpa_backend,
     tokenizer_conflicts,
+    vocabulary_conflicts,
 )
-from framework.schema.rules.optimizer import (
-    average_conflicts,
-    matrix_conflicts,
-    optimizer_conflicts,
-    update_conflicts,
-)
+from framework.schema.rules.optimizer import average_conflicts, matrix_conflicts, optimizer_conflicts, update_conflicts
 from framework.schema.rules.precision import (
     card_conflicts,
     fp8_conflicts,
@@ -39,13 +46,43 @@ from framework.schema.rules.precision import (
     rounding_conflicts,
     wide_base_conflicts,
 )
-from framework.schema.rules.recompute import compile_conflicts, recompute_conflicts, recorded_conflicts
-from framework.schema.rules.save import save_conflicts, survival_conflicts
-from framework.schema.rules.sharding import ranks_conflicts, sharding_conflicts
+from framework.schema.rules.recompute import (
+    cache_conflicts,
+    compile_conflicts,
+    recompute_conflicts,
+    recorded_conflicts,
+    streamed_base_conflicts,
+)
+from framework.schema.rules.sharding import context_conflicts, ranks_conflicts, sharding_conflicts, tensor_conflicts
 from framework.schema.rules.task import classifier_conflicts, task_conflicts
-from framework.schema.rules.tensor import context_conflicts, tensor_conflicts
-from framework.schema.rules.unused import unused_key_conflicts
-from framework.schema.rules.vocabulary import vocabulary_conflicts
+
+
+def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Keys that were written and do nothing: other than by default, or in so many words while their cause is nowhere
+    written, so that whoever wrote them thinks they are in effect."""
+    defaults = _defaults()
+    changed = {_key(path) for path, value in values(config) if path not in defaults or value != defaults[path]}
+    written = dict.fromkeys(written_keys(config))
+    for key in dict.fromkeys((*written, *sorted(changed))):
+        unmet = [use for use in uses_of(key) if use.key != key and not use.fits(value_of(config, use.key))]
+        use = next((use for use in unmet if use.refused), unmet[0] if unmet else None)
+        if use is None:
+            continue
+        if key in changed or (use.key not in written and not use.refused):
+            message = f"has no effect: {use.reason(value_of(config, use.key))}"
+            fitting = f"unset, or {use.key}: true" if use.values == (True,) else "unset"
+            yield Conflict((key, use.key), message, fitting if use.refused else None, is_warning=not use.refused)
+
+
+def _key(path: Path) -> str:
+    """The key around a value: a list or a mapping with keys of the user's own stands for what it holds."""
+    names = [dotted(path[: end + 1]) for end in range(len(path))]
+    return next(name for name in reversed(names) if name in every_key())
+
+
+@cache
+def _defaults() -> Mapping[Path, Any]:
+    return dict(values(TrainingConfig()))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""Model, its attention and kernels, length of its rows, and tokenizer."""
+"""Model, its attention and kernels, length of its rows, tokenizer, and what trains rows of added tokens."""
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from framework.schema.architecture import position_count, scales_positions
+from framework.schema.adapters import ADAPTERS
+from framework.schema.architecture import OWN_KEYS, position_count, scales_positions
 from framework.schema.choices import Attention, CheckpointingPolicy, MixedPrecision, SdpaBackend, TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.rope import OWN_KEYS
+from framework.schema.peft import PeftParams
 from framework.schema.rules.conflict import Conflict
 
 
@@ -135,3 +136,34 @@ def half_precision_attention(config: TrainingConfig) -> Iterator[Conflict]:
     if backend in (SdpaBackend.FLASH, SdpaBackend.CUDNN) and config.gpu.capability is not None:
         message = f"{backend} does not compute in float32 on a card"
         yield Conflict(("model.sdpa_backend", *dtypes), message, "leave it unset, or bf16 or fp16 autocast")
+
+
+_TOKENS = "peft.trainable_token_indices"
+_WHOLE = "peft.lora_modules_to_save=[embed_tokens, lm_head], by the model's names for them"
+_EMBEDDINGS = ("wte", "word_embeddings", "tok_embeddings")
+"""Names of embeddings that do not begin with `embed`."""
+
+
+def trains_embedding(peft: PeftParams) -> bool:
+    """Whether an embedding is among the modules that are trained in full next to the adapter."""
+    names = [name.rpartition(".")[2] for name in peft.lora_modules_to_save]
+    return any(name.startswith("embed") or name in _EMBEDDINGS for name in names)
+
+
+def vocabulary_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
+    """Rows that no adapter of this kind holds, or that are split over devices."""
+    peft, method = config.peft, config.peft.peft_method
+    if not config.training.use_peft:
+        return
+    if config.model.added_tokens and not ADAPTERS[method].trains_tokens and not trains_embedding(peft):
+        message = f"an adapter of the kind {method} would be saved without the rows of the added tokens"
+        expected = "a LoRA kind" if ADAPTERS[method].is_prompt else f"a LoRA kind, or {_WHOLE}"
+        yield Conflict(("model.added_tokens", "peft.peft_method"), message, expected)
+    trains_rows = bool(peft.trainable_token_indices) or (
+        bool(config.model.added_tokens) and peft.trainable_token_indices is None and not trains_embedding(peft)
+    )
+    split = "fsdp.enable_fsdp" if config.fsdp.is_sharded else "fsdp.tensor_parallel_size"
+    if trains_rows and (config.fsdp.is_sharded or config.fsdp.tensor_parallel_size > 1):
+        key = _TOKENS if peft.trainable_token_indices else "model.added_tokens"
+        message = "single rows of an embedding are not trained where weights are split over devices"
+        yield Conflict((key, split), message, _WHOLE)

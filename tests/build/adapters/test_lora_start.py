@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from framework.build.adapters.first_adapter import start_layers
 from framework.build.adapters.merge import merge
-from framework.build.adapters.start import start_layers
 from framework.build.model.parts import causal_model
 from framework.build.verify import verify
 from framework.errors import RequestError, VerificationFailed

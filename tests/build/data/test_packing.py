@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from framework.build.data.batches import GlobalBatches, MicroBatch, collate, epoch_order, eval_batches, order_by_length
-from framework.build.data.documents import document_lengths, end_to_end, mark_documents
-from framework.build.data.packing import best_fit, pack
+from framework.build.data.packing import best_fit, document_lengths, end_to_end, mark_documents, pack
 from framework.build.data.rows import Rows, join_rows
 from framework.build.loading.document_isolation import find_leak, refuse_leaks
 from framework.build.losses.loss import build_loss, supervised_tokens
@@ -211,10 +210,10 @@ class TestRefusals:
             verify(assembly)
 
     def test_positions_that_do_not_restart_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from framework.build.data import documents
+        from framework.build.data import packing
 
         def without_positions(model: Any, batch: Any) -> dict[str, Any]:
-            return {"attention_mask": documents.keep_documents_separate(model, batch)["attention_mask"]}
+            return {"attention_mask": packing.keep_documents_separate(model, batch)["attention_mask"]}
 
         assembly = tiny_assembly(tiny_config(GPT2, data={"packing": True}))
         monkeypatch.setattr("framework.build.losses.loss.keep_documents_separate", without_positions)

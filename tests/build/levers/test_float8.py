@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from framework.build.levers import float8
-from framework.build.levers.float8 import linear_layers
-from framework.build.levers.float8_base import Float8Base, hold_in_float8
+from framework.build.levers.float8 import Float8Base, hold_in_float8, linear_layers
 from framework.build.verify import verify
 from framework.errors import RequestError, VerificationFailed
 from framework.memory.cards import read_card

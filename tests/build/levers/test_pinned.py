@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.build.levers.pinned import pinning
+from framework.build.levers.offload import pinning
 from framework.build.optimizers.parameter_wise import StateStore
 from framework.build.parallel import fsdp
 from framework.build.parallel.parallelize import Root

@@ -8,8 +8,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from framework.build.sources.find_files import find_files
-from framework.build.sources.remote import PACKAGES
+from framework.build.sources.find_files import PACKAGES, find_files
 from framework.build.sources.sources import read_source
 from framework.errors import RequestError
 from framework.schema.data import DatasetParams

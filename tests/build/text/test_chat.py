@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from framework.build.text import cpu_limit
+from framework.build.text import limits
 from framework.build.text.chat import Chat, check_chat, render
-from framework.build.text.cpu_limit import OutOfTime, limited, watched
 from framework.build.text.labels import encode_chats
+from framework.build.text.limits import OutOfTime, limited, watched
 from framework.build.text.messages import read_messages
 from framework.build.text.named_templates import read_template, template_names
 from framework.errors import RequestError
@@ -156,8 +156,8 @@ def test_template_that_does_not_render_is_refused(template: str, message: str, m
 def test_a_template_that_doubles_a_text_ends(
     sum_: str, make_tokenizer: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_limit, "MOST_BYTES", 2**27)
-    monkeypatch.setattr(cpu_limit, "TICKS", 50)
+    monkeypatch.setattr(limits, "MOST_BYTES", 2**27)
+    monkeypatch.setattr(limits, "TICKS", 50)
     template = f"{{% set s = namespace(a='a') %}}{{% for i in range(40) %}}{{% set s.a = {sum_} %}}{{% endfor %}}"
     with pytest.raises(RequestError, match=r"takes more than (0.125 GiB of memory|1 s) to render"):
         check_chat(make_tokenizer(template), [CHAT])

@@ -14,7 +14,7 @@ from framework.build.text.format_table import FORMS
 from framework.build.text.labels import IGNORED
 from framework.build.text.messages import read_messages
 from framework.build.text.named_templates import read_template
-from framework.build.text.task_formats import KINDS, tasks_for
+from framework.build.text.row_formats import KINDS, tasks_for
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat
 from framework.schema.config import TrainingConfig

@@ -16,7 +16,7 @@ from transformers import set_seed
 
 from framework.build.assembly import assemble
 from framework.build.data.batches import GlobalBatches
-from framework.build.data.documents import on_device
+from framework.build.data.packing import on_device
 from framework.build.levers import compiled
 from framework.build.place import real_place
 from framework.build.text.tokenizer import padding_id

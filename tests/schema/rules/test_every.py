@@ -5,8 +5,7 @@ import math
 import pytest
 
 from framework.schema.config import TrainingConfig
-from framework.schema.rules.every import Needs, find_conflicts
-from framework.schema.rules.unused import unused_key_conflicts
+from framework.schema.rules.every import Needs, find_conflicts, unused_key_conflicts
 
 T4 = {"name": "t4", "capability": "7.5"}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 1024, "vocab_size": 1000}

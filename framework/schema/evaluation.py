@@ -1,10 +1,11 @@
-"""Distances between evaluations or checkpoints: optimizer steps, a share of the run, or an epoch."""
+"""Evaluations and checkpoints: the distance between them, and by which metrics they are compared."""
 
 import math
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from framework.schema.choices import Task
 from framework.schema.params import Integer, Number
 
 Epoch = Literal["epoch"]
@@ -30,3 +31,21 @@ def is_due(interval: Interval | None, step: int, total: int, epochs: tuple[float
 
 _ROUNDING = 1e-9
 """Epochs are a quotient of whole steps, which may fall short of a whole number by its last bits."""
+
+
+FROM_PYTHON = "python/"
+"""Before the names of metrics that a program hands over."""
+LOWER_IS_BETTER = frozenset({"eval_loss", "perplexity", "router_loss", "divergence", "mse", "mae"})
+"""Of all others more is better."""
+
+METRICS = {
+    Task.SFT: ("eval_loss", "perplexity", "token_accuracy", "router_loss"),
+    Task.PRETRAIN: ("eval_loss", "perplexity", "token_accuracy", "router_loss"),
+    Task.PREFERENCE: ("eval_loss", "reward_accuracy", "reward_margin"),
+    Task.REWARD: ("eval_loss", "reward_accuracy", "reward_margin"),
+    Task.CLASSIFICATION: ("eval_loss", "accuracy", "macro_f1", "micro_f1"),
+    Task.REGRESSION: ("eval_loss", "mse", "mae", "r2", "pearson"),
+    Task.DISTILLATION: ("eval_loss", "divergence", "perplexity", "token_accuracy"),
+}
+"""Those by which the best checkpoint can be chosen. `router_loss` is there with a router loss, `micro_f1` where a row
+has several classes, `reward_accuracy` where answers come in pairs."""
