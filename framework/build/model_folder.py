@@ -122,7 +122,10 @@ def weight_files(folder: Path, key: str) -> list[Path]:
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
-        files = _indexed(index, key)
+        listed = read_object(index, key).get("weight_map")
+        if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+            raise RequestError([_damaged(index, key, "its weight_map does not say which file has which weight")])
+        files = [index.parent / name for name in sorted(set(listed.values()))]
     elif (folder / SAFE_WEIGHTS_NAME).exists():
         files = [folder / SAFE_WEIGHTS_NAME]
     else:
@@ -149,13 +152,6 @@ def checkpoint_files(model: ModelParams) -> list[Path]:
     except Exception as error:  # the hub client and its cache raise many kinds
         raise RequestError([Problem(KEY, f"the weights of {name!r} do not load: {one_line(error)}")]) from None
     return [Path(whole)] if whole is not None else []
-
-
-def _indexed(index: Path, key: str) -> list[Path]:
-    listed = read_object(index, key).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise RequestError([_damaged(index, key, "its weight_map does not say which file has which weight")])
-    return [index.parent / name for name in sorted(set(listed.values()))]
 
 
 def _no_weights(folder: Path, key: str) -> Problem:

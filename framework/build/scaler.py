@@ -67,7 +67,11 @@ def build_loss_scale(training: TrainingParams, place: Place) -> LossScale:
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all parts of an optimizer read `found_inf` on the device."""
-    return all(hasattr(part, "found_inf") or _is_fused(part) for part in _parts(optimizer))
+    # torch sets this where `step` looks at `found_inf` by itself (torch/optim/adam.py).
+    return all(
+        hasattr(part, "found_inf") or bool(getattr(part, "_step_supports_amp_scaling", False))
+        for part in _parts(optimizer)
+    )
 
 
 def found_inf_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
@@ -93,8 +97,3 @@ def forget_skipped_steps(optimizer: torch.optim.Optimizer) -> None:
 
 def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return list(getattr(optimizer, "parts", {}).values()) or [optimizer]
-
-
-def _is_fused(part: torch.optim.Optimizer) -> bool:
-    """torch sets this where `step` looks at `found_inf` by itself (torch/optim/adam.py)."""
-    return bool(getattr(part, "_step_supports_amp_scaling", False))

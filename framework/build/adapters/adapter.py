@@ -114,7 +114,9 @@ def attach_adapter(
             parameter.data = parameter.data.to(dtype)
     if ADAPTERS[params.peft_method].has_own_start:
         layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)]
-        drawn = [(name, layer) for name, layer in layers if not _is_on_meta(layer)]
+        drawn = [
+            (name, layer) for name, layer in layers if not any(parameter.is_meta for parameter in layer.parameters())
+        ]
         start_layers(drawn, seed, place, params)
     if params.lora_freeze_a and ADAPTERS[params.peft_method].has_factors:
         for name, parameter in adapted.named_parameters():
@@ -137,11 +139,6 @@ def _training_the_head(params: PeftParams, model: PreTrainedModel) -> PeftParams
         return params
     whole = tuple(dict.fromkeys((*params.lora_modules_to_save, *head_modules(model))))
     return params.model_copy(update={"lora_modules_to_save": whole})
-
-
-def _is_on_meta(layer: nn.Module) -> bool:
-    """Whether the layer's values come later, or never."""
-    return any(parameter.is_meta for parameter in layer.parameters())
 
 
 def _cast_projections(adapted: PeftModel, dtype: torch.dtype) -> None:

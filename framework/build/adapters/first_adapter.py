@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError, safe_open
@@ -53,7 +53,15 @@ def load_first_adapter(written: str, model: PeftModel, is_rehearsed: bool) -> No
     if is_rehearsed and local_folder(written) is None:
         return
     with FirstWeights(written) as saved:
-        _require_same_config(saved, model.peft_config["default"])
+        # Raises RequestError where the same weights would count otherwise than they did.
+        now = model.peft_config["default"].to_dict()
+        problems = [
+            Problem(f"peft.{key}", f"the adapter in {saved.file.parent} has {name}: {was}, here it is {now.get(name)}")
+            for name, key in _COUNTED.items()
+            if (was := saved.config.get(name)) is not None and was != now.get(name)
+        ]
+        if problems:
+            raise RequestError(problems)
         attached = saved_names(model)
         shapes = {name: tuple(saved.tensors[name].get_slice(name).get_shape()) for name in saved.tensors}
         _require_same(saved.file, attached, shapes)
@@ -140,18 +148,6 @@ def _weight_file(written: str, folder: Path) -> Path:
         raise RequestError([Problem(KEY, f"the weights of {written!r} do not load: {one_line(error)}")]) from None
     assert file is not None  # which else raises
     return Path(file)
-
-
-def _require_same_config(saved: FirstWeights, attached: PeftConfig) -> None:
-    """Raises RequestError where the same weights would count otherwise than they did."""
-    now = attached.to_dict()
-    problems = [
-        Problem(f"peft.{key}", f"the adapter in {saved.file.parent} has {name}: {was}, here it is {now.get(name)}")
-        for name, key in _COUNTED.items()
-        if (was := saved.config.get(name)) is not None and was != now.get(name)
-    ]
-    if problems:
-        raise RequestError(problems)
 
 
 def _require_same(file: Path, attached: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

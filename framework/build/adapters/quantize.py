@@ -111,7 +111,16 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
     lost: dict[str, tuple[Tensor, Tensor]] = {}
     if not is_quantized(model):
         if not place.rehearsed:
-            _leave_card(model)
+            # Bring plain layers to the host, from where each is quantized alone, as those of a checkpoint are. Where
+            # all lie on the card, small results settle at the ends of large layers' segments, which torch then cannot
+            # give back.
+            moved = [
+                module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module.weight.is_cuda
+            ]
+            for module in moved:
+                module.weight.data = module.weight.data.cpu()
+            if moved:
+                torch.cuda.empty_cache()
         plain = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
         config = quantization(params, computed, answers_for_rows(model))
         quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
@@ -131,16 +140,6 @@ def quantize(params: PeftParams, model: PreTrainedModel, computed: torch.dtype, 
     keep_packing(model)
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # a line for each 8-bit product
     return lost
-
-
-def _leave_card(model: nn.Module) -> None:
-    """Bring plain layers to the host, from where each is quantized alone, as those of a checkpoint are. Where all lie
-    on the card, small results settle at the ends of large layers' segments, which torch then cannot give back."""
-    moved = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module.weight.is_cuda]
-    for module in moved:
-        module.weight.data = module.weight.data.cpu()
-    if moved:
-        torch.cuda.empty_cache()
 
 
 def keep_packing(model: nn.Module) -> None:

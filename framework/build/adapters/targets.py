@@ -61,7 +61,12 @@ def without_excluded(params: PeftParams, targets: Targets) -> Targets:
             last = max((each for each in blocks if each is not None), default=0)
             message = f"no target is in block {block}"
             problems.append(Problem("peft.layers_to_transform", message, expected=f"numbers from 0 to {last}"))
-    kept = {name for name in names if _is_kept(params, name)}
+    kept = {
+        name
+        for name in names
+        if (params.layers_to_transform is None or _block(name) in params.layers_to_transform)
+        and not any(fits(pattern, name) for pattern in params.lora_exclude_modules)
+    }
     if not kept and not problems:
         keys = "peft.lora_exclude_modules" if params.lora_exclude_modules else "peft.layers_to_transform"
         problems.append(Problem(keys, "no target is left to adapt", expected="fewer exclusions"))
@@ -89,12 +94,6 @@ def check_patterns(params: PeftParams, targets: Targets) -> None:
                 problems.append(_unmatched(where, pattern, names))
     if problems:
         raise RequestError(problems)
-
-
-def _is_kept(params: PeftParams, name: str) -> bool:
-    if params.layers_to_transform is not None and _block(name) not in params.layers_to_transform:
-        return False
-    return not any(fits(pattern, name) for pattern in params.lora_exclude_modules)
 
 
 def _block(name: str) -> int | None:

@@ -8,7 +8,7 @@ would let documents see each other without a word. What a model does with it is 
 framework/build/loading/document_isolation.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, overload
@@ -72,7 +72,9 @@ def pack(rows: Rows, limit: int, seed: int, among: npt.NDArray[np.int64] | None 
     packs = best_fit(rows.lengths, longest_first.tolist(), limit)
     offsets = np.zeros(len(packs) + 1, np.int64)
     np.cumsum([len(members) for members in packs], out=offsets[1:])
-    return Packs(rows, np.fromiter(_joined(packs), np.int64, len(shuffled)), offsets)
+    return Packs(
+        rows, np.fromiter((member for members in packs for member in members), np.int64, len(shuffled)), offsets
+    )
 
 
 def best_fit(lengths: npt.NDArray[np.int64], order: Sequence[int], limit: int) -> list[list[int]]:
@@ -100,10 +102,6 @@ def best_fit(lengths: npt.NDArray[np.int64], order: Sequence[int], limit: int) -
             open_with[room - length].append(number)
             rooms |= 1 << (room - length)
     return packs
-
-
-def _joined(packs: Sequence[Sequence[int]]) -> Iterator[int]:
-    return (member for members in packs for member in members)
 
 
 MARKS = ("position_ids", "cu_seq_lens", "longest_document")

@@ -128,7 +128,10 @@ def _source(path: str, config: TrainingConfig) -> DatasetParams:
 
 def _single_answers(source: DatasetParams) -> tuple[DatasetParams, Task] | None:
     """The file as one of answers that stand alone, and the task that reads such; None where it has no such answers."""
-    columns, pair = _columns(source.path), FORMS[RowFormat.PREFERENCE]
+    # The columns of the first row; none where there is no row that can be read, which is told when all are.
+    files = find_files(source.path, Split("train"), KEY) if is_local(source.path) else []
+    first = next((record for file in files for _, record in read_records(file)), None)
+    columns, pair = (list(first) if isinstance(first, dict) else []), FORMS[RowFormat.PREFERENCE]
     if any(pair.name_in(answer, columns, source.columns) in columns for answer in ("chosen", "rejected")):
         return None
     there = {ours: theirs for ours, theirs in source.columns.items() if theirs in columns}
@@ -137,13 +140,6 @@ def _single_answers(source: DatasetParams) -> tuple[DatasetParams, Task] | None:
         return None
     read = {ours: theirs for ours, theirs in there.items() if ours in form.columns}
     return DatasetParams(path=source.path, columns=FrozenMapping(read)), Task.SFT
-
-
-def _columns(path: str) -> list[str]:
-    """The columns of the first row; none where there is no row that can be read, which is told when all are."""
-    files = find_files(path, Split("train"), KEY) if is_local(path) else []
-    first = next((record for file in files for _, record in read_records(file)), None)
-    return list(first) if isinstance(first, dict) else []
 
 
 def _stored(

@@ -150,7 +150,14 @@ def _prepare_stream(
     encoding, warnings = _encoding(splits, config, tokenizer)
     data, seed, policy = config.data, config.training.seed, _policy(config, vocab_size)
     stream = Stream(opened, encoding, policy, seed, data.shuffle_buffer, data.packing, data.mixing)
-    train, train_report = _first_block(stream, config)
+    block = next(stream.blocks(0))
+    if not block.rows:
+        raise RequestError([_nothing_left(block.report, block.first_dropped, config)])
+    _require_little_lost(block.report, config.training.task)
+    shares = shares_of(config.data.train) if stream.mixing is not Mixing.CONCATENATE else []
+    drawn = tuple(f"{share:.1%} {source.path}" for share, source in zip(shares, config.data.train, strict=False))
+    head = f"its first {counted(block.report.read, 'row')}" + (f"; drawn from {', '.join(drawn)}" if drawn else "")
+    train, train_report = block.rows, replace(block.report, stream=head)
     fitted, eval_report, kept = _fit_held_out(splits, encoding, policy, config)
     held_out, eval_report, sets = _arrange_held_out(fitted, eval_report, config, kept)
     warnings = (*warnings, *_cautions(train_report, eval_report))
@@ -171,7 +178,8 @@ def _encoding(
     if config.training.task is Task.REGRESSION:
         warnings += tuple(f"column `label`: {what}" for what in coarse_values(splits.train["label"]))
     margins = config.training.task is Task.REWARD
-    return Encoding(tokenizer, _learnt(config), find_targets(splits, config), margins), warnings
+    supervise = config.data.supervise or (Supervise.ALL if config.training.task is Task.PRETRAIN else None)
+    return Encoding(tokenizer, supervise, find_targets(splits, config), margins), warnings
 
 
 def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
@@ -200,18 +208,6 @@ def open_streams(config: TrainingConfig, given: RowsFromPython) -> list[OpenSour
         return open_source(source, f"data.train[{index}]", config.training.task, given.train, streamed=True)
 
     return gather(config.data.train, opened)
-
-
-def _first_block(stream: Stream, config: TrainingConfig) -> tuple[Rows | Packs, SplitReport]:
-    """What is known of a stream before it begins. Raises RequestError when its first rows do not suit the limit."""
-    block = next(stream.blocks(0))
-    if not block.rows:
-        raise RequestError([_nothing_left(block.report, block.first_dropped, config)])
-    _require_little_lost(block.report, config.training.task)
-    shares = shares_of(config.data.train) if stream.mixing is not Mixing.CONCATENATE else []
-    drawn = tuple(f"{share:.1%} {source.path}" for share, source in zip(shares, config.data.train, strict=False))
-    head = f"its first {counted(block.report.read, 'row')}" + (f"; drawn from {', '.join(drawn)}" if drawn else "")
-    return block.rows, replace(block.report, stream=head)
 
 
 def read_splits(
@@ -330,8 +326,10 @@ def _arrange(
         report = replace(report, packs=len(packs), packed_tokens=int(rows.lengths.sum()))
     if is_mixed and rows.order is not None:
         drawn = np.histogram(rows.order, bins=[0, *np.cumsum(kept)])[0].tolist()
-        paths, epochs = [source.path for source in data.train], [_epochs(config, len(arranged))] * len(kept)
-        described = tuple(map(Drawn, paths, shares_of(data.train), kept, drawn, epochs))
+        steps, epochs = config.training.max_steps, config.training.num_train_epochs
+        epochs = epochs if steps is None else steps * config.batch.global_size / len(arranged)
+        paths = [source.path for source in data.train]
+        described = tuple(map(Drawn, paths, shares_of(data.train), kept, drawn, [epochs] * len(kept)))
         report = replace(report, mixture=described, mixing=str(data.mixing))
     return arranged, report
 
@@ -349,12 +347,6 @@ def _arrange_held_out(
     return packs, replace(report, packs=len(packs), packed_tokens=int(rows.lengths.sum())), sets
 
 
-def _epochs(config: TrainingConfig, rows: int) -> float:
-    """How often the run goes through the rows of an epoch."""
-    steps = config.training.max_steps
-    return config.training.num_train_epochs if steps is None else steps * config.batch.global_size / rows
-
-
 def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
     """What the labels of the rows mean; None for tasks without. Classes are those of the training rows and of the rows
     held out from them, or `data.labels`."""
@@ -370,13 +362,6 @@ def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
     except WrongLabel as wrong:
         expected = "names or whole numbers; values are for training.task=regression"
         raise RequestError([Problem("data.train", f"column `label`: {wrong}", expected=expected)]) from None
-
-
-def _learnt(config: TrainingConfig) -> Supervise | None:
-    """Which tokens are asked for; None where it is left to the rows' form."""
-    if config.data.supervise is None and config.training.task is Task.PRETRAIN:
-        return Supervise.ALL
-    return config.data.supervise
 
 
 def _row_limit(limit: int | str | None) -> int:

@@ -123,7 +123,8 @@ class RowCache:
             aside.mkdir()
             for name, array in arrays.items():
                 np.save(aside / f"{name}.npy", array)
-            document = {name: value for name, value in asdict(_without_rows(fitted)).items() if name not in splits}
+            said = _Said(**{field.name: getattr(fitted, field.name) for field in fields(_Said)})
+            document = {name: value for name, value in asdict(said).items() if name not in splits}
             (aside / "rows.json").write_text(json.dumps(document), encoding="utf-8")
             if self.folder.exists():  # another process was faster
                 shutil.rmtree(aside)
@@ -210,10 +211,6 @@ def _load(folder: Path, name: str) -> Rows:
     if len(rows.tokens) != rows.offsets[-1] or len(rows.labels) != len(rows.tokens):
         raise ValueError(f"{folder} does not hold whole rows")
     return rows
-
-
-def _without_rows(fitted: Fitted) -> "_Said":
-    return _Said(**{field.name: getattr(fitted, field.name) for field in fields(_Said)})
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class Stream:
         """The blocks of one epoch from number `first` on. Raises RequestError for rows that cannot be read, and for a
         source of a mixture that was read from its first row to its last and of which none is kept."""
         ended, kept = set[str](), set[str]()
-        raw = self._mixed(epoch, ended) if self.mixing is not Mixing.CONCATENATE else self._joined()
+        raw = self._mixed(epoch, ended) if not self.repeats else chain.from_iterable(map(_raw, self.sources))
         behind = islice(raw, first * self.buffer, None)
         for number, rows in enumerate(in_parts(behind, self.buffer), first):
             block = self._block(rows, epoch, number)
@@ -168,9 +168,6 @@ class Stream:
             made = pack(kept, self.policy.limit, int(generator.integers(2**31)))
         order = generator.permutation(len(made)) if self.buffer > 1 else np.arange(len(made))
         return Block(made, order.tolist(), places, report, row_counts.lengths, row_counts.first_dropped)
-
-    def _joined(self) -> Iterator[Raw]:
-        return chain.from_iterable(_raw(source) for source in self.sources)
 
     def _mixed(self, epoch: int, ended: set[str]) -> Iterator[Raw]:
         """Rows of an epoch, the source of each drawn by weight, as `datasets.interleave_datasets` draws them. The keys

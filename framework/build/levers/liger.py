@@ -73,7 +73,16 @@ def use_liger_kernels(params: ModelParams, model: PreTrainedModel) -> None:
     for module in model.modules():
         kernel = _origin(module.forward)
         if kernel is None:
-            _call_replaced(module, replaced.get(type(module).__module__, {}))
+            # Let the forward of `module` alone find the replacements of the functions that it calls.
+            forward: Any = type(module).forward
+            code = getattr(inspect.unwrap(forward), "__code__", None)
+            called = {
+                name: value
+                for name, value in replaced.get(type(module).__module__, {}).items()
+                if code is not None and name in code.co_names
+            }
+            if called:
+                vars(module)["forward"] = MethodType(_finding(forward, called), module)
         elif kernel.endswith("Experts"):
             for attribute in ("forward", "_get_name"):
                 vars(module).pop(attribute, None)
@@ -103,15 +112,6 @@ def _names_put_back() -> Iterator[dict[str, dict[str, Any]]]:
                     if inspect.isfunction(new):
                         replaced.setdefault(owner.__name__, {})[name] = new
         ACT2FN.update(activations)
-
-
-def _call_replaced(module: nn.Module, replaced: Mapping[str, Any]) -> None:
-    """Let the forward of `module` alone find the replacements of the functions that it calls."""
-    forward: Any = type(module).forward
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    called = {name: value for name, value in replaced.items() if code is not None and name in code.co_names}
-    if called:
-        vars(module)["forward"] = MethodType(_finding(forward, called), module)
 
 
 def _finding(function: Any, names: Mapping[str, Any]) -> Any:

@@ -104,7 +104,14 @@ class StreamedBase:
         home = _host_bytes(size, self.place)
         block = Block(parameters, home)
         if self.place.kind == "cuda" and not self.place.rehearsed and size:
-            _pin(home)
+            # Pin where it lies. torch's own pinned memory would be a second copy, in sizes of powers of two.
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(runtime.cudaHostRegister(home.data_ptr(), -(-len(home) // _PAGE) * _PAGE, 0))
+            if error:
+                message = could_not_pin(len(home), f"CUDA error {error}")
+                raise RequestError(
+                    [Problem(KEY, message, expected="more memory that may be locked (ulimit -l), or false")]
+                )
             self._addresses.append(home.data_ptr())
         self.parameters |= set(parameters)
         return block
@@ -261,15 +268,6 @@ def _host_bytes(size: int, place: Place) -> Tensor:
         return _bytes(0, torch.device("cpu"))
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _pin(home: Tensor) -> None:
-    """Pin where it lies. torch's own pinned memory would be a second copy, in sizes of powers of two."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(runtime.cudaHostRegister(home.data_ptr(), -(-len(home) // _PAGE) * _PAGE, 0))
-    if error:
-        message = could_not_pin(len(home), f"CUDA error {error}")
-        raise RequestError([Problem(KEY, message, expected="more memory that may be locked (ulimit -l), or false")])
 
 
 def _unpin(addresses: list[int]) -> None:

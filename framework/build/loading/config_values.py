@@ -132,8 +132,16 @@ def scale_positions(model: ModelParams, architecture: PretrainedConfig) -> None:
     if own is None or positions is None:
         message = f"{architecture.model_type} has no rotary positions to stretch"
         raise RequestError([Problem(KEY, message, expected="unset")])
-    trained = scaling.original_max_position_embeddings or _trained(own, positions)
-    rope = _rope(scaling, own, trained)
+    before = own.get("original_max_position_embeddings") or positions  # of the model's own stretching of them
+    if own.get("rope_type") == RopeType.LINEAR:
+        before = positions / own.get("factor", 1)
+    trained = scaling.original_max_position_embeddings or int(before)
+    own_keys = OWN_KEYS[RopeType(scaling.rope_type)]
+    kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if own.get(name) is not None}
+    original = {"original_max_position_embeddings": trained} if own_keys else {}
+    written = {name: getattr(scaling, name) for name in ("rope_theta", *own_keys)}
+    given = _set({**own_keys, **_set(written)})
+    rope = {**kept, "rope_type": str(scaling.rope_type), "factor": float(scaling.factor), **original, **given}
     if isinstance(text.rope_parameters.get(FULL), Mapping):
         text.rope_parameters = {**text.rope_parameters, FULL: rope}
     else:
@@ -141,13 +149,6 @@ def scale_positions(model: ModelParams, architecture: PretrainedConfig) -> None:
     text.max_position_embeddings = stretched(scaling, trained)
     if hasattr(text, "original_max_position_embeddings"):
         text.original_max_position_embeddings = trained
-
-
-def _trained(own: Mapping[str, Any], positions: int) -> int:
-    """Positions before the model's own stretching of them, if it has one."""
-    if own.get("rope_type") == RopeType.LINEAR:
-        return int(positions / own.get("factor", 1))
-    return int(own.get("original_max_position_embeddings") or positions)
 
 
 def stretched(scaling: RopeScaling, trained: int) -> int:
@@ -163,15 +164,6 @@ def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
     nested = [value for value in rope.values() if isinstance(value, Mapping)]
     found = rope.get(FULL) if nested else rope
     return found if isinstance(found, Mapping) and found.get("rope_theta") else None
-
-
-def _rope(scaling: RopeScaling, own: Mapping[str, Any], trained: int) -> dict[str, Any]:
-    own_keys = OWN_KEYS[RopeType(scaling.rope_type)]
-    kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if own.get(name) is not None}
-    original = {"original_max_position_embeddings": trained} if own_keys else {}
-    written = {name: getattr(scaling, name) for name in ("rope_theta", *own_keys)}
-    given = _set({**own_keys, **_set(written)})
-    return {**kept, "rope_type": str(scaling.rope_type), "factor": float(scaling.factor), **original, **given}
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:

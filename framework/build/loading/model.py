@@ -183,16 +183,13 @@ def build_model(
         message = f"{architecture.model_type} does not use torch's attention here"
         raise RequestError([Problem("model.sdpa_backend", message, expected="leave it unset")])
     if config.training.task.is_of_rows:
-        _read_no_ids(model)
+        # BERT and GPT-2 look whether ids are padding, to warn: it waits for the card, and masks of ours go by
+        # position.
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.warn_if_padding_and_no_attention_mask = lambda *_: None
     model.train()
     return model, new
-
-
-def _read_no_ids(model: PreTrainedModel) -> None:
-    """BERT and GPT-2 look whether ids are padding, to warn: it waits for the card, and masks of ours go by position."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = lambda *_: None
 
 
 def is_packed_when_loaded(config: TrainingConfig) -> bool:

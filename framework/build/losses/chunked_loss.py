@@ -218,7 +218,7 @@ def compare(scores: Tensor, teachers: Tensor, targets: Tensor, rule: Distillatio
     log_q, log_p = ((part.float() / rule.temperature).log_softmax(1) for part in (scores, teachers))
     divergence = _between(log_p, log_q, rule.divergence).where(supervised, 0).sum()
     label_loss = F.cross_entropy(scores.float(), targets, ignore_index=IGNORED, reduction="sum")
-    return Compared(_mixed(divergence, label_loss, rule), divergence, label_loss, _hits(scores, targets))
+    return Compared(_mixed(divergence, label_loss, rule), divergence, label_loss, (scores.argmax(1) == targets).sum())
 
 
 def chunked_distillation(student: Head, teacher: Head, targets: Tensor, rule: DistillationParams, chunk: int) -> Tensor:
@@ -336,7 +336,3 @@ def _with_slope(log_p: Tensor, log_q: Tensor, kind: Divergence) -> tuple[Tensor,
     gap = log_q.sub_(log_m)
     own = (q * gap).sum(1)
     return 0.5 * (teachers + own), q.mul_(gap.sub_(own.unsqueeze(1))).mul_(0.5)
-
-
-def _hits(scores: Tensor, targets: Tensor) -> Tensor:
-    return (scores.argmax(1) == targets).sum()

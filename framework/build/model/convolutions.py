@@ -102,12 +102,9 @@ class TextCNNBody(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         vectors = self.embeddings(input_ids, attention_mask)
-        return torch.cat([_highest(self._windows(layer, vectors), attention_mask) for layer in self.convolutions], 1)
-
-    @staticmethod
-    def _windows(layer: Any, vectors: Tensor) -> Tensor:
-        """Every token begins a window, which zeros fill behind the row."""
-        return F.relu(layer(F.pad(vectors, (0, layer.kernel_size[0] - 1))))
+        # every token begins a window, which zeros fill behind the row
+        windows = (F.relu(layer(F.pad(vectors, (0, layer.kernel_size[0] - 1)))) for layer in self.convolutions)
+        return torch.cat([_highest(window, attention_mask) for window in windows], 1)
 
 
 class NormedConvolution(nn.Module):

@@ -61,7 +61,16 @@ def fit_head(config: TrainingConfig, architecture: PretrainedConfig) -> None:
     that cannot have the head of this task."""
     task = config.training.task
     if not task.is_of_rows:
-        _refuse_encoder(architecture)
+        # Tasks of tokens predict the next one, which a model that reads both ways would simply see.
+        if not _has_causal_model(architecture):
+            message = f"{architecture.model_type} is not a causal language model"
+            expected = "a decoder, such as llama; or training.task=classification"
+            raise RequestError([Problem(f"{_KEY}.model_type", message, expected=expected)])
+        if reads_both_ways(architecture):
+            message = f"{architecture.model_type} reads both ways here, so the next token would be visible to it"
+            raise RequestError(
+                [Problem(f"{_KEY}.is_decoder", message, expected="true; or training.task=classification")]
+            )
         return
     _refuse_without_classifier(config, architecture)
     names = answers(config)
@@ -157,17 +166,6 @@ def _reads(kind: Any, key: str) -> bool:
         return False
     name = re.escape(key)  # not where an example in a docstring sets it
     return re.search(rf'config\.{name}\b(?!\s*=[^=])|getattr\((?:self\.)?config, "{name}"', code) is not None
-
-
-def _refuse_encoder(architecture: PretrainedConfig) -> None:
-    """Tasks of tokens predict the next one, which a model that reads both ways would simply see."""
-    if not _has_causal_model(architecture):
-        message = f"{architecture.model_type} is not a causal language model"
-        expected = "a decoder, such as llama; or training.task=classification"
-        raise RequestError([Problem(f"{_KEY}.model_type", message, expected=expected)])
-    if reads_both_ways(architecture):
-        message = f"{architecture.model_type} reads both ways here, so the next token would be visible to it"
-        raise RequestError([Problem(f"{_KEY}.is_decoder", message, expected="true; or training.task=classification")])
 
 
 def _refuse_without_classifier(config: TrainingConfig, architecture: PretrainedConfig) -> None:

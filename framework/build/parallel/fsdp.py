@@ -99,7 +99,15 @@ def refuse_unsharded(config: TrainingConfig, root: nn.Module, model: nn.Module) 
     asked, whatever their values."""
     blocks = sharded_blocks(config.fsdp, model)
     _refuse_mixed_units(root, blocks, precision(config).param_dtype)
-    _refuse_units_within_graphs(model, blocks)
+    # A graph cannot wait for weights that are gathered in the middle of it.
+    for region in compiled_regions(model):
+        within = set(region.module.modules()) - {region.module}
+        if not within.isdisjoint(blocks):
+            whole = type(region.module).__name__
+            message = (
+                f"training.compile makes one graph of each {whole}, and {type(blocks[0]).__name__} is a part of it"
+            )
+            raise RequestError([Problem("fsdp.transformer_layer_cls", message, expected=f"{whole}, or leave it unset")])
     return blocks
 
 
@@ -243,18 +251,6 @@ def _refuse_mixed_units(root: nn.Module, blocks: list[nn.Module], lower: torch.d
 
 def _words(dtypes: set[torch.dtype]) -> list[str]:
     return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def _refuse_units_within_graphs(model: nn.Module, blocks: list[nn.Module]) -> None:
-    """A graph cannot wait for weights that are gathered in the middle of it."""
-    for region in compiled_regions(model):
-        within = set(region.module.modules()) - {region.module}
-        if not within.isdisjoint(blocks):
-            whole = type(region.module).__name__
-            message = (
-                f"training.compile makes one graph of each {whole}, and {type(blocks[0]).__name__} is a part of it"
-            )
-            raise RequestError([Problem("fsdp.transformer_layer_cls", message, expected=f"{whole}, or leave it unset")])
 
 
 def _arrange_prefetch(params: FSDPParams, blocks: tuple[FSDPModule, ...]) -> None:

@@ -122,7 +122,11 @@ def read_csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(CSV_FIELD_LIMIT)
     delimiter = "\t" if ending(path) == ".tsv" else ","
     with open_bytes(path) as file:
-        reader = csv.reader(_decoded(file), delimiter=delimiter, strict=True)
+        reader = csv.reader(
+            (line.decode("utf-8-sig" if not number else "utf-8") for number, line in enumerate(file)),
+            delimiter=delimiter,
+            strict=True,
+        )
         header: list[str] = []
         try:
             for values in reader:
@@ -256,11 +260,6 @@ def _json_lines(path: Path) -> Iterator[Record]:
         yield 0, Fault("an array is one JSON text, which has to be read whole; for streaming write an object a line")
     else:
         yield from read_jsonl(path)
-
-
-def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
-    """The lines as text, ends of lines kept. Raises UnicodeDecodeError."""
-    return (line.decode("utf-8-sig" if not number else "utf-8") for number, line in enumerate(lines))
 
 
 def _twice(names: Iterable[str]) -> str:

@@ -46,27 +46,29 @@ def find_files(written: str, split: Split, key: str) -> list[Path]:
     are meant; in one that `save_to_disk` wrote, the files that it lists.
     """
     if is_url(written):
-        return _regular(_remote(written, split, key), key)
+        if problem := data_url_problem(written):
+            raise RequestError([Problem(key, problem[0], expected=problem[1])])
+        return _regular(fetch(written, key, lambda inside: _of_split(inside, Path(), split)), key)
     path = Path(written).expanduser()
     if path.is_dir():
-        return _regular(_files_of(path, split, key), key)
+        saved = _saved(path, split, key)
+        files = saved or _of_split([file for file in sorted(path.rglob("*")) if _is_data(file, path)], path, split)
+        if not files:
+            raise RequestError([_nothing_in(path, split, key)])
+        return _regular(files, key)
     if not path.exists() and glob.has_magic(written):
         found = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
     else:
         found = [path] if path.exists() else []
     if not found:
-        raise RequestError([_missing(path, written, key)])
+        what = "no file matches" if glob.has_magic(written) else "there is no file or folder"
+        looked = "" if Path(written).is_absolute() else f" (looked at {path.absolute()})"
+        raise RequestError([Problem(key, f"{what} {written}{looked}", nearest=nearest_path(path.absolute(), written))])
     unread = [file for file in found if not is_read(file)]
     if unread:
         message = f"{unread[0]} is of a kind that is not read (it ends in {''.join(unread[0].suffixes) or 'nothing'!r})"
         raise RequestError([Problem(key, message, expected=endings())])
     return _regular(found, key)
-
-
-def _remote(url: str, split: Split, key: str) -> list[Path]:
-    if problem := data_url_problem(url):
-        raise RequestError([Problem(key, problem[0], expected=problem[1])])
-    return fetch(url, key, lambda inside: _of_split(inside, Path(), split))
 
 
 def _regular(files: list[Path], key: str) -> list[Path]:
@@ -85,14 +87,6 @@ def nearest_path(path: Path, written: str) -> str | None:
         path.name, [*(sibling.name for sibling in path.parent.glob("*")), STANDARD_LIBRARY, STANDARD_DOCSTRINGS]
     )
     return os.path.join(os.path.dirname(written), close) if close else None
-
-
-def _files_of(folder: Path, split: Split, key: str) -> list[Path]:
-    saved = _saved(folder, split, key)
-    found = saved or _of_split([file for file in sorted(folder.rglob("*")) if _is_data(file, folder)], folder, split)
-    if not found:
-        raise RequestError([_nothing_in(folder, split, key)])
-    return found
 
 
 def _saved(folder: Path, split: Split, key: str) -> list[Path]:
@@ -143,12 +137,6 @@ def _nothing_in(folder: Path, split: Split, key: str) -> Problem:
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     message = f"the folder {folder.absolute()} has no data files; it has {found}"
     return Problem(key, message, expected=endings())
-
-
-def _missing(path: Path, written: str, key: str) -> Problem:
-    what = "no file matches" if glob.has_magic(written) else "there is no file or folder"
-    looked = "" if Path(written).is_absolute() else f" (looked at {path.absolute()})"
-    return Problem(key, f"{what} {written}{looked}", nearest=nearest_path(path.absolute(), written))
 
 
 FOLDER = "files"

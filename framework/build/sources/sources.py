@@ -173,7 +173,9 @@ def open_source(
     """
     _check_request(source, key)
     template = read_row_template(source.template, f"{key}.template")
-    reach = _Reach(*_opener(source, key, given, streamed), _slice_of(source, streamed), template)
+    # the hub's client takes the slice itself, but of no stream
+    split = Split("train") if _is_on_hub(source) and not streamed else parse_split(source.split)
+    reach = _Reach(*_opener(source, key, given, streamed), split, template)
     head = list(_through_first_record(reach.records()))
     if not head:
         message = f"`{source.split}` holds none: the source has {counted(reach.count, 'row')}"
@@ -227,26 +229,16 @@ def _opener(
     columns = dataset.column_names or []
     if source.template is not None:  # which may read any
         return lambda: [(source.path, _dataset_records(dataset))], ()
-    readable = _readable(columns, source)
+    # decoding pictures or sound only to drop them would take most of the time
+    wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
+    readable = [column for column in columns if column in wanted] or list(columns)
     left = [f"`{column}`" for column in columns if column not in readable]
     kept = dataset.select_columns(readable) if left else dataset
     return lambda: [(source.path, _dataset_records(kept))], left
 
 
-def _readable(columns: Sequence[str], source: DatasetParams) -> list[str]:
-    """Columns that some form may read; all where there is none. Decoding pictures or sound only to drop them would take
-    most of the time."""
-    wanted = {name for form in FORMS.values() for name in form.names(source.columns)}
-    return [column for column in columns if column in wanted] or list(columns)
-
-
 def _is_on_hub(source: DatasetParams) -> bool:
     return source.path not in (STANDARD_LIBRARY, STANDARD_DOCSTRINGS, PYTHON_ROWS) and not is_local(source.path)
-
-
-def _slice_of(source: DatasetParams, streamed: bool) -> Split:
-    """The slice that is left for us to take; the hub's client takes its own, but of no stream."""
-    return Split("train") if _is_on_hub(source) and not streamed else parse_split(source.split)
 
 
 def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:

@@ -188,14 +188,14 @@ class Pairs:
     def _judge(self, model: nn.Module, batch: Batch, observe: Observe) -> tuple[Judged, Answers, Answers]:
         answers = self.asked.answers(model, batch, observe)
         better, worse = (
-            Answers(answers.sums.chunk(2)[half], answers.tokens.chunk(2)[half], _half(answers.reference, half))
+            Answers(
+                answers.sums.chunk(2)[half],
+                answers.tokens.chunk(2)[half],
+                answers.reference.chunk(2)[half] if answers.reference is not None else None,
+            )
             for half in (0, 1)
         )
         return self.rule(better, worse), better, worse
-
-
-def _half(numbers: Tensor | None, half: int) -> Tensor | None:
-    return numbers.chunk(2)[half] if numbers is not None else None
 
 
 def counting_pairs(batch: Batch) -> Tensor:

@@ -118,7 +118,9 @@ class Template:
             )
             return cast(str, written)
 
-        if _is_plain(chat):
+        # Of turns with texts alone `apply_chat_template` makes no other messages first. Walking through them for each
+        # rendering would take longer than the rendering; a test compares the two.
+        if chat.messages and not chat.tools and all(each.keys() <= _PLAIN for each in chat.messages):
             return self._timed(plain, chat, chat.messages, str)
         return self._with_arguments(prepared, chat, str)
 
@@ -281,14 +283,6 @@ def _with_text_arguments(message: Message) -> Message:
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool = False) -> str:
     """One conversation, as `Template.render` has it."""
     return Template(tokenizer).render(chat, generation_prompt)
-
-
-def _is_plain(chat: Chat) -> bool:
-    """Whether there are only turns with texts, of which `apply_chat_template` makes no other messages first.
-
-    Walking through them for each rendering would take longer than the rendering; a test compares the two.
-    """
-    return bool(chat.messages) and not chat.tools and all(each.keys() <= _PLAIN for each in chat.messages)
 
 
 @cache

@@ -191,8 +191,19 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
             for call in message.get("tool_calls", ()):
                 if call.get("function", call)["name"] not in whole:
                     raise UnsuitedChat(f"the chat template does not write the tool call in message {number}")
-        answers = _supervised_answers(chat, learnt)
-        remarks = _remarks(chat, whole, answers)
+        answers = chat.answers()
+        if learnt is Supervise.LAST:
+            answers = answers[-1:]
+        if learnt is Supervise.COMPLETION:
+            answers = [index for index in answers if index >= chat.prompt]
+        answers = [index for index in answers if index not in chat.left_out]
+        written = (text for index in chat.answers() for text in thoughts(chat.messages[index]))
+        seen = {
+            Remark.EMPTY_ANSWER: any(is_empty(chat.messages[index]) for index in answers),
+            Remark.LOST_THOUGHT: any(text not in whole for text in written),
+            Remark.OTHER_TURN: chat.asks_others,
+        }
+        remarks = frozenset(remark for remark, is_so in seen.items() if is_so)
         if learnt is Supervise.ALL:
             remarks -= {Remark.OTHER_TURN}
             return Marked(whole, list(_around(_left_out_spans(template, chat, whole), len(whole))), remarks)
@@ -206,16 +217,6 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
         return unsuited
     except TemplateFault as fault:
         return UnsuitedChat(f"the chat template does not render it: {fault}")
-
-
-def _remarks(chat: Chat, whole: str, answers: Sequence[int]) -> frozenset[Remark]:
-    written = (text for index in chat.answers() for text in thoughts(chat.messages[index]))
-    seen = {
-        Remark.EMPTY_ANSWER: any(is_empty(chat.messages[index]) for index in answers),
-        Remark.LOST_THOUGHT: any(text not in whole for text in written),
-        Remark.OTHER_TURN: chat.asks_others,
-    }
-    return frozenset(remark for remark, is_so in seen.items() if is_so)
 
 
 def _left_out_spans(template: Template, chat: Chat, whole: str) -> list[Span]:
@@ -241,15 +242,6 @@ def _around(spans: Sequence[Span], length: int) -> Iterator[Span]:
         at = max(at, end)
     if at < length:
         yield (at, length)
-
-
-def _supervised_answers(chat: Chat, learnt: Supervise) -> list[int]:
-    answers = chat.answers()
-    if learnt is Supervise.LAST:
-        answers = answers[-1:]
-    if learnt is Supervise.COMPLETION:
-        answers = [index for index in answers if index >= chat.prompt]
-    return [index for index in answers if index not in chat.left_out]
 
 
 _CALLED = ("__call__", "_encode_plus", "_batch_encode_plus")

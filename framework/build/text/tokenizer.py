@@ -118,7 +118,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    sample = _first_characters(texts, BPE_CHARACTERS)
+    limit = BPE_CHARACTERS
+    sample = []
+    for text in texts:
+        sample.append(text[:limit])
+        limit -= len(sample[-1])
+        if not limit:
+            break
     if not any(sample):
         raise RequestError([Problem("model.tokenizer", "there is no training text to build the tokenizer on")])
     tokenizer.train_from_iterator(sample, trainer)
@@ -140,16 +146,6 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if isinstance(token_id, int):
             return token_id
     return 0
-
-
-def _first_characters(texts: Iterable[str], limit: int) -> list[str]:
-    taken = []
-    for text in texts:
-        taken.append(text[:limit])
-        limit -= len(taken[-1])
-        if not limit:
-            break
-    return taken
 
 
 def load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:

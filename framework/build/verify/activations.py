@@ -245,7 +245,11 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _watched(model: nn.Module, seen: Seen) -> Iterator[None]:
     """Within the block, note what each transformer block does."""
     blocks = transformer_blocks(model)
-    runners = {index: block._gradient_checkpointing_func for index, block in enumerate(blocks) if _has_runner(block)}
+    runners = {
+        index: block._gradient_checkpointing_func
+        for index, block in enumerate(blocks)
+        if hasattr(block, "_gradient_checkpointing_func")
+    }
     handles = [block.register_forward_hook(_output_noted(index, seen)) for index, block in enumerate(blocks)]
     for index, runner in runners.items():
         blocks[index]._gradient_checkpointing_func = _call_noted(index, runner, seen)
@@ -256,10 +260,6 @@ def _watched(model: nn.Module, seen: Seen) -> Iterator[None]:
             handle.remove()
         for index, runner in runners.items():
             blocks[index]._gradient_checkpointing_func = runner
-
-
-def _has_runner(block: nn.Module) -> bool:
-    return hasattr(block, "_gradient_checkpointing_func")
 
 
 def _call_noted(index: int, runner: Callable[..., Any], seen: Seen) -> Callable[..., Any]:

@@ -124,7 +124,15 @@ def read_context(assembly: Assembly) -> Iterator[Reading]:
         return
     asked = f"{assembly.config.context_size} devices share each row"
     before = context.calls
-    difference = _context_difference(assembly, context.size)
+    # Mean over all tokens of all ranks of the relative difference of a token's logits.
+    batch = few_tokens(assembly, min(2 * CHUNK * context.size, assembly.config.longest))
+    part = assembly.part_of(batch)
+    with predicting(assembly) as predict:
+        with assembly.attention:
+            parts = predict(part)
+        whole = predict(batch)[:, part["positions"][0]]
+    apart = (parts - whole).norm(dim=-1) / whole.norm(dim=-1)
+    difference = float(assembly.ranks.sum(apart.mean()) / assembly.ranks.world)
     layers = context.calls - before
     found = f"{context.size} devices share each row"
     if not layers:
@@ -133,18 +141,6 @@ def read_context(assembly: Assembly) -> Iterator[Reading]:
         found = f"more than attention mixes tokens: a prediction differs by {difference:.0%}"
     source = f"ring_attention of {counted(layers, 'layer')}; logits differ by {difference:.0e} from those of whole rows"
     yield Reading("fsdp.context_parallel_size", asked, found, source)
-
-
-def _context_difference(assembly: Assembly, size: int) -> float:
-    """Mean over all tokens of all ranks of the relative difference of a token's logits."""
-    batch = few_tokens(assembly, min(2 * CHUNK * size, assembly.config.longest))
-    part = assembly.part_of(batch)
-    with predicting(assembly) as predict:
-        with assembly.attention:
-            parts = predict(part)
-        whole = predict(batch)[:, part["positions"][0]]
-    apart = (parts - whole).norm(dim=-1) / whole.norm(dim=-1)
-    return float(assembly.ranks.sum(apart.mean()) / assembly.ranks.world)
 
 
 MATRICES_KEY = "fsdp.tensor_parallel_size"
@@ -166,7 +162,13 @@ def read_shared_matrices(assembly: Assembly) -> Iterator[Reading]:
         MATRICES_KEY, asked, found, f"parameters of this rank: {_shapes(tensor, assembly.model)}; all else is whole"
     )
     asked = f"the same on {tensor.size} devices"
-    difference = _matrices_difference(assembly, tensor)
+    # How far the logits of this rank's group are from each other, relative to their size.
+    with predicting(assembly) as predict, assembly.attention:
+        logits = predict(few_tokens(assembly, MATRICES_TOKENS))
+    most, least = logits.clone(), logits.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, tensor.group)
+    dist.all_reduce(least, dist.ReduceOp.MIN, tensor.group)
+    difference = float((most - least).norm() / most.norm())
     found = asked if is_alike(assembly, difference) else f"predictions differ by {difference:.0%}"
     yield Reading(
         MATRICES_KEY, asked, found, f"logits of {MATRICES_TOKENS} tokens, which differ by {difference:.0e} in a group"
@@ -181,16 +183,6 @@ def _shapes(tensor: "TensorParallel", model: nn.Module) -> str:
             kind = ".".join(part for part in name.split(".")[-4:-1] if part not in ("base_layer", "default"))
             shapes.setdefault(".".join(kind.split(".")[-2:]), "x".join(map(str, parameter.shape)))
     return ", ".join(f"{kind} {shape}" for kind, shape in shapes.items())
-
-
-def _matrices_difference(assembly: Assembly, tensor: "TensorParallel") -> float:
-    """How far the logits of this rank's group are from each other, relative to their size."""
-    with predicting(assembly) as predict, assembly.attention:
-        logits = predict(few_tokens(assembly, MATRICES_TOKENS))
-    most, least = logits.clone(), logits.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX, tensor.group)
-    dist.all_reduce(least, dist.ReduceOp.MIN, tensor.group)
-    return float((most - least).norm() / most.norm())
 
 
 _TOLERANCE = {torch.float32: 1e-3}

@@ -34,7 +34,15 @@ def optimizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if training.learning_rate == 0:
         yield Conflict(("training.learning_rate",), "is 0: no weight changes", "a rate above 0", is_warning=True)
     is_trained_in_float32 = config.model.torch_dtype_str == TorchDtype.FLOAT32 and not training.use_peft
-    yield from _group_conflicts(config)
+    # Parameter groups that change nothing, or whose rate is a multiple of 0.
+    for index, group in enumerate(config.training.parameter_groups):
+        where = f"training.parameter_groups[{index}]"
+        if group.learning_rate is None and group.weight_decay is None:
+            yield Conflict((where,), "has neither a rate nor a decay of its own", "learning_rate, weight_decay or both")
+        if group.learning_rate is not None and config.training.learning_rate == 0:
+            why = "the schedule of a rate of 0 has no multiple"
+            keys = (f"{where}.learning_rate", "training.learning_rate")
+            yield Conflict(keys, why, "a rate above 0; model.freeze_layers for weights that are not trained")
     if facts_of(choice).keeps_small_updates and is_trained_in_float32:
         message = f"{choice} is for bfloat16 weights: float32 ones have nothing to round"
         works = "model.torch_dtype_str=bfloat16 with training.mixed_precision_dtype=none, or adamw_torch_fused"
@@ -42,18 +50,6 @@ def optimizer_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if choice is Optimizer.SCHEDULE_FREE_ADAMW and training.lr_scheduler_type is not Scheduler.CONSTANT:
         message = f"schedule_free_adamw averages instead of decaying: a {training.lr_scheduler_type} rate undoes that"
         yield Conflict(("training.lr_scheduler_type", key), message, "constant", is_warning=True)
-
-
-def _group_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
-    """Parameter groups that change nothing, or whose rate is a multiple of 0."""
-    for index, group in enumerate(config.training.parameter_groups):
-        key = f"training.parameter_groups[{index}]"
-        if group.learning_rate is None and group.weight_decay is None:
-            yield Conflict((key,), "has neither a rate nor a decay of its own", "learning_rate, weight_decay or both")
-        if group.learning_rate is not None and config.training.learning_rate == 0:
-            message = "the schedule of a rate of 0 has no multiple"
-            keys = (f"{key}.learning_rate", "training.learning_rate")
-            yield Conflict(keys, message, "a rate above 0; model.freeze_layers for weights that are not trained")
 
 
 def update_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
