@@ -27,7 +27,7 @@ from typing import Any
 import datasets
 
 from framework.build.data.prepare import prepare_data
-from framework.build.sources.sources import standard_library
+from framework.build.sources.python_library import standard_library
 from framework.build.text.named_templates import read_template
 from framework.build.text.tokenizer import train_tokenizer
 from framework.schema.config import TrainingConfig

@@ -21,7 +21,7 @@ import psutil
 
 from framework.build.data.prepare import prepare_data, training_texts
 from framework.build.data.streamed_batches import StreamedBatches
-from framework.build.sources.sources import standard_library
+from framework.build.sources.python_library import standard_library
 from framework.build.text.tokenizer import build_tokenizer
 from framework.schema.config import TrainingConfig
 

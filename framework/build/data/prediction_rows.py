@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from framework.build.data.prepare import ENCODE_BATCH
 from framework.build.data.rows import row_length, truncate
+from framework.build.data.stream import ENCODE_BATCH
 from framework.build.hub import nearest
 from framework.build.sources.files import Fault, read_records
 from framework.build.sources.find_files import find_files, is_local
 from framework.build.sources.sources import PROBLEM_LIMIT, Place, read_source
-from framework.build.text.boundaries import own_start, without_start
+from framework.build.text.boundaries import own_start
 from framework.build.text.chat import Chat, TemplateFault, has_template, render
 from framework.build.text.encode import Encoding, StoredRow
 from framework.build.text.format_table import FORMS, Form
@@ -236,7 +236,7 @@ def encode_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase, most: int 
         except TemplateFault as fault:
             return f"the chat template does not render it: {fault}"
     elif isinstance(asked, str):
-        ids = tokenizer(without_start(asked, own_start(tokenizer)), verbose=False)["input_ids"]
+        ids = tokenizer(asked.removeprefix(own_start(tokenizer)), verbose=False)["input_ids"]
         ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1 else ids
     else:
         ids = list(asked)

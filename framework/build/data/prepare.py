@@ -23,7 +23,7 @@ from framework.build.data.report import (
 )
 from framework.build.data.row_cache import Fitted, RowCache
 from framework.build.data.rows import Rows, row_progress
-from framework.build.data.stream import Stream, columns_of, in_parts
+from framework.build.data.stream import ENCODE_BATCH, Stream, columns_of, in_parts
 from framework.build.data.truncation import RowCounts, RowPolicy
 from framework.build.sources.files import Fault
 from framework.build.sources.python_rows import NO_ROWS, PythonRows, RowsFromPython
@@ -38,9 +38,6 @@ from framework.schema.choices import Mixing, RowFormat, Supervise, Task
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams, Datasets
 from framework.schema.plural import counted
-
-ENCODE_BATCH = 256
-"""Rows tokenised in one call: enough to keep every core of a big host busy, little memory next to the rows."""
 
 HELD_OUT, TOKENIZER_TEXTS = 1, 2
 """Streams of random numbers drawn from the run's seed, next to the epochs' (see `epoch_order`) and that of packing."""

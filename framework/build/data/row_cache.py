@@ -22,9 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from framework.build.data.report import SplitReport
 from framework.build.data.rows import Rows
-from framework.build.sources.docstrings import docstring_files
 from framework.build.sources.find_files import PYTHON_ROWS, STANDARD_DOCSTRINGS, STANDARD_LIBRARY, find_files, is_local
-from framework.build.sources.sources import library_files
+from framework.build.sources.python_library import docstring_files, library_files
 from framework.build.text.classes import Targets
 from framework.caches import cache_folder, our_files, versions
 from framework.errors import RequestError

@@ -26,7 +26,7 @@ from framework.errors import Problem, RequestError
 from framework.schema.choices import Mixing
 
 ENCODE_BATCH = 256
-"""Rows tokenised in one call."""
+"""Rows tokenised in one call: enough to keep every core of a big host busy, little memory next to the rows."""
 
 _ORDER_STREAM = 4
 """Stream of random numbers drawn from the run's seed, next to those of data.py and packing.py."""

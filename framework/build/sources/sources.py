@@ -1,6 +1,5 @@
 """Where rows come from: local files, the Hugging Face hub, or the sources of Python's own standard library."""
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import pyarrow as pa
 
 from framework.build.hub import hub_host, hub_is_reachable, nearest, one_line
-from framework.build.sources.docstrings import standard_docstrings
 from framework.build.sources.files import Fault, Record, is_read, read_records, stream_records, without_nulls
 from framework.build.sources.find_files import (
     PYTHON_ROWS,
@@ -23,6 +21,7 @@ from framework.build.sources.find_files import (
     nearest_path,
     note_of,
 )
+from framework.build.sources.python_library import standard_docstrings, standard_library
 from framework.build.sources.python_rows import PythonRows, python_records
 from framework.build.sources.row_table import RowTable, joined
 from framework.build.sources.row_template import RowTemplate, read_row_template
@@ -39,8 +38,6 @@ from framework.schema.urls import is_url
 if TYPE_CHECKING:
     import datasets
 
-LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
-"""Folders of the standard library's folder that hold no library source."""
 
 PROBLEM_LIMIT = 10
 """Broken rows that are listed before reading stops."""
@@ -239,30 +236,6 @@ def _opener(
 
 def _is_on_hub(source: DatasetParams) -> bool:
     return source.path not in (STANDARD_LIBRARY, STANDARD_DOCSTRINGS, PYTHON_ROWS) and not is_local(source.path)
-
-
-def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
-    """The running Python's library sources, a file a row, by path below its folder; sorted, so always in one order.
-
-    Tests, caches and installed packages are left out, and files that are not UTF-8.
-    """
-    root = Path(os.__file__).parent
-    for path in library_files():
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        yield path.relative_to(root).as_posix(), iter([(1, {"text": text})])
-
-
-def library_files() -> list[Path]:
-    """Its files, sorted."""
-    root = Path(os.__file__).parent
-    found: list[Path] = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = set(folders) - LEFT_OUT  # never enters site-packages, which may be enormous
-        found.extend(Path(folder, file) for file in files if file.endswith(".py"))
-    return sorted(found, key=lambda path: path.relative_to(root))
 
 
 def _check_request(source: DatasetParams, key: str) -> None:

@@ -13,11 +13,6 @@ def own_end(tokenizer: PreTrainedTokenizerBase) -> str:
     return _written(tokenizer, -1, tokenizer.eos_token, tokenizer.sep_token)
 
 
-def without_start(text: str, token: str) -> str:
-    """The text without this token at its beginning."""
-    return text.removeprefix(token)
-
-
 def without_end(text: str, token: str) -> str:
     """The text without this token at its end, nor the line breaks and spaces behind it: generation stops before."""
     bare = text.rstrip() if token else text

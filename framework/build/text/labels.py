@@ -10,15 +10,8 @@ import numpy.typing as npt
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from framework.build.text.boundaries import own_end, own_start, without_end, without_start
-from framework.build.text.chat import (
-    RENDER_SECONDS,
-    Chat,
-    Message,
-    Span,
-    Template,
-    TemplateFault,
-)
+from framework.build.text.boundaries import own_end, own_start, without_end
+from framework.build.text.chat import RENDER_SECONDS, Chat, Message, Span, Template, TemplateFault
 from framework.build.text.limits import watched
 from framework.build.text.remarks import REASONING, Remark, is_empty, thoughts
 from framework.schema.choices import Supervise
@@ -72,7 +65,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     """Whole texts, every token learnt, with the tokenizer's own start token if it adds one and its end token; one of
     each where the text has them written out."""
     start, last = own_start(tokenizer), tokenizer.eos_token or ""
-    bare = [without_end(without_start(text, start), last) for text in texts]
+    bare = [without_end(text.removeprefix(start), last) for text in texts]
     batch = tokenizer(bare, return_attention_mask=False, return_token_type_ids=False, verbose=False)
     end = tokenizer.eos_token_id
     rows = []
@@ -116,7 +109,10 @@ def encode_completions(
     """
     if not rows:
         return []
-    bare = [_bare(tokenizer.eos_token or "", own_start(tokenizer), *row) for row in rows]
+    start, bare = own_start(tokenizer), list[tuple[str, str]]()
+    for prompt, completion in rows:
+        completion = without_end(completion, tokenizer.eos_token or "")
+        bare.append((prompt.removeprefix(start), completion) if prompt else ("", completion.removeprefix(start)))
     texts = [prompt + completion for prompt, completion in bare]
     batch = tokenizer(texts, return_offsets_mapping=True, verbose=False)
     end = tokenizer.eos_token_id
@@ -126,24 +122,21 @@ def encode_completions(
         is_ended = isinstance(end, int) and bool(rows[number][1])
         if is_ended and ids[-1:] != [end]:
             ids, offsets = [*ids, end], [*offsets, (0, 0)]
-        row = _label_spans(ids, offsets, [(0 if everything else len(prompt), len(prompt) + len(completion))])
+        characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        first, behind = 0 if everything else len(prompt), len(prompt) + len(completion)
+        learnt = (characters[:, 1] > first) & (characters[:, 0] < behind)
+        row = _encoded(np.array(ids, dtype=np.int32), learnt)
         if is_ended:
             row.labels[-1:] = end
         found.append(row if completion.strip() else replace(row, remarks=frozenset({Remark.EMPTY_ANSWER})))
     return found
 
 
-def _bare(end: str, start: str, prompt: str, completion: str) -> tuple[str, str]:
-    """Prompt and completion without a start and an end token that are written out."""
-    completion = without_end(completion, end)
-    return (without_start(prompt, start), completion) if prompt else ("", without_start(completion, start))
-
-
 def encode_labelled(tokenizer: PreTrainedTokenizerBase, texts: Sequence[tuple[str, str | None]]) -> list[Encoded]:
     """Texts, or pairs of them, with the tokenizer's own special tokens; no token is trained on."""
     found, start, end = [], own_start(tokenizer), own_end(tokenizer)
     for written in texts:
-        text, pair = (each and (without_end(without_start(each, start), end) or each) for each in written)
+        text, pair = (each and (without_end(each.removeprefix(start), end) or each) for each in written)
         batch = tokenizer(text, pair, return_attention_mask=False, return_token_type_ids=False, verbose=False)
         ids = np.array(batch["input_ids"], dtype=np.int32)
         owners = np.array([-1 if owner is None else owner for owner in batch.sequence_ids(0)])
@@ -176,8 +169,10 @@ def answer_spans(template: Template, chat: Chat, whole: str, answers: Sequence[i
     spans = []
     for index in answers:
         span = _difference_span(template, chat, index, whole, prompts[index], closing)
-        span = span or _stand_in_span(template, chat, index, whole)
-        spans.append(_without_space_after_end(span, whole, template.specials))
+        start, end = span or _stand_in_span(template, chat, index, whole)
+        # a line break after the token that ends the turn is the template's; generation has stopped before it
+        text = whole[start:end].rstrip()
+        spans.append((start, start + len(text) if template.specials and text.endswith(template.specials) else end))
     return spans
 
 
@@ -281,14 +276,6 @@ def _label_between(tokens: Encoding, spans: Sequence[Span]) -> Encoded:
         labels[first:behind] = input_ids[first:behind]
     labels[:1] = IGNORED
     return Encoded(input_ids, labels)
-
-
-def _label_spans(ids: list[int], offsets: list[Span], spans: Sequence[Span]) -> Encoded:
-    characters = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-    learnt = np.zeros(len(ids), dtype=np.bool_)
-    for start, end in spans:
-        learnt |= (characters[:, 1] > start) & (characters[:, 0] < end)
-    return _encoded(np.array(ids, dtype=np.int32), learnt)
 
 
 def _encoded(input_ids: npt.NDArray[np.int32], learnt: npt.NDArray[np.bool_]) -> Encoded:
@@ -399,13 +386,6 @@ def _end_of_turn(template: Template, through: Chat, whole: str, end: int) -> int
     shared = closing[: _shared_length(closing, whole[end:])]
     ends = [shared.rfind(token) + len(token) for token in template.specials if token in shared]
     return end + max(ends, default=len(shared))
-
-
-def _without_space_after_end(span: Span, whole: str, specials: tuple[str, ...]) -> Span:
-    """A line break after the token that ends the turn is the template's; generation has stopped before it."""
-    start, end = span
-    text = whole[start:end].rstrip()
-    return (start, start + len(text)) if specials and text.endswith(specials) else span
 
 
 def _shared_length(first: str, second: str) -> int:

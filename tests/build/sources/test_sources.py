@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from framework.build.sources.files import Fault
-from framework.build.sources.sources import join_sources, open_source, read_source, read_sources, standard_library
+from framework.build.sources.python_library import standard_library
+from framework.build.sources.sources import join_sources, open_source, read_source, read_sources
 from framework.errors import Problem, RequestError
 from framework.schema.choices import Task
 from framework.schema.data import DatasetParams
@@ -134,7 +135,7 @@ class TestStandardLibrary:
     @pytest.mark.slow
     def test_is_the_same_in_another_process(self) -> None:
         program = (
-            "import hashlib; from framework.build.sources.sources import standard_library\n"
+            "import hashlib; from framework.build.sources.python_library import standard_library\n"
             "for path, rows in standard_library(): print(path, hashlib.md5(str(next(rows)).encode()).hexdigest())"
         )
         other = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)

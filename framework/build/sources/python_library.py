@@ -1,5 +1,5 @@
-"""Docstrings of the running Python's standard library, each labelled with the package it stands in: class labels that
-every machine has."""
+"""Rows that every machine has: sources of the running Python's standard library, and its docstrings labelled with the
+package that they stand in."""
 
 import ast
 import inspect
@@ -13,9 +13,34 @@ PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing
 """Those that every Python has, with 130 docstrings or more."""
 LEAST_CHARACTERS = 20
 """A shorter docstring says nothing of its package."""
-LEFT_OUT = ("test", "tests", "__pycache__")
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"})
+"""Folders of the standard library's folder that hold no library source."""
 
 Record = tuple[int, dict[str, Any]]
+
+
+def standard_library() -> Iterator[tuple[str, Iterator[Record]]]:
+    """The running Python's library sources, a file a row, by path below its folder; sorted, so always in one order.
+
+    Tests, caches and installed packages are left out, and files that are not UTF-8.
+    """
+    root = Path(os.__file__).parent
+    for path in library_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        yield path.relative_to(root).as_posix(), iter([(1, {"text": text})])
+
+
+def library_files() -> list[Path]:
+    """The library's files, sorted."""
+    root = Path(os.__file__).parent
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - LEFT_OUT  # never enters site-packages, which may be enormous
+        found.extend(Path(folder, file) for file in files if file.endswith(".py"))
+    return sorted(found, key=lambda path: path.relative_to(root))
 
 
 def standard_docstrings() -> Iterator[tuple[str, Iterator[Record]]]:
@@ -34,10 +59,9 @@ def standard_docstrings() -> Iterator[tuple[str, Iterator[Record]]]:
 
 
 def docstring_files() -> list[Path]:
-    """The packages' files, those of each sorted."""
+    """The files of PACKAGES, sorted."""
     root = Path(os.__file__).parent
-    found = (file for package in PACKAGES for file in sorted((root / package).rglob("*.py")))
-    return [file for file in found if not set(file.relative_to(root).parts) & set(LEFT_OUT)]
+    return [file for file in library_files() if file.relative_to(root).parts[0] in PACKAGES]
 
 
 def _docstrings(file: Path, package: str) -> Iterator[tuple[int, str]]:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from framework.build.sources.docstrings import LEAST_CHARACTERS, PACKAGES, standard_docstrings
+from framework.build.sources.python_library import LEAST_CHARACTERS, PACKAGES, standard_docstrings
 from framework.build.sources.sources import read_source
 from framework.schema.choices import RowFormat, Task
 from framework.schema.data import DatasetParams
