@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from framework.build.levers.allocator import DeviceCache
 from framework.build.levers.compiled import compile_regions
 from framework.build.levers.float8 import convert_products
 from framework.build.levers.liger import use_liger_kernels
-from framework.build.levers.matmul_precision import choose_float32_products
 from framework.build.levers.streamed_base import StreamedBase, loading_place
 from framework.build.loading.model import build_model
 from framework.build.loading.sharded import ShardLoader, await_weights
@@ -178,34 +177,23 @@ def assemble(
     replace objective and optimizer. Raises RequestError for what only the built model can tell: names that match
     nothing, weights that do not load.
     """
-    choose_float32_products(config.training, place)
-    stated = architecture.dtype  # building writes the training dtype over it
-    quantized = config.training.use_peft and config.peft.q_lora
-    if quantized:
-        require_bitsandbytes("peft.q_lora", "false (LoRA on a base in bfloat16)")
-    autocast = autocast_dtype(config.training)
+    if config.training.tf32 is not None and not place.rehearsed:
+        # A setting of the process; unset leaves torch's own ("highest"). The one function that torch 2.11 to 2.13 keep
+        # in step with both of their newer and older switches.
+        torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
     context, (tensor, ranks) = share_rows(config, ranks), _sharing_matrices(config, place, ranks)
-    built, new_weights, loaded_at, shard_loader = _loaded(config, architecture, place, ranks, autocast)
-    drawn = _drawn(config, built) if shard_loader is None and not place.rehearsed else None
-    export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or built.dtype
-    frozen_model = build_frozen_model(config, built, place, autocast)
-    lost = _pack(config, built, loaded_at, ranks) if quantized else {}
-    if shard_loader is not None:
-        shard_loader.learn_names()
-    use_liger_kernels(config.model, built)
-    if frozen_model is not None and config.training.has_reference:
-        use_liger_kernels(config.model, frozen_model)  # of the same kind
-    frozen = freeze(config.model, built)
-    adapter = _adapted(config, built, loaded_at, autocast is not None, lost)
-    model: nn.Module = built if adapter is None else adapter.model
-    frozen_model = FirstAdapter(model) if config.has_first_adapter else frozen_model
+    base = _load_base(config, architecture, place, ranks)
+    frozen = freeze(config.model, base.model)
+    adapter = _adapted(config, base)
+    model: nn.Module = base.model if adapter is None else adapter.model
+    frozen_model = FirstAdapter(model) if config.has_first_adapter else base.frozen_model
     add_embedding_noise(config.training.neftune_noise_alpha, model)
     convert_products(config.training, model)
     arrange_blocks(config.training, model, place)
     streamed = StreamedBase(model, place) if config.model.offload_frozen_base is True else None
     objective = from_python.made_objective(build_objective(config, model, frozen_model))
     compile_regions(config, model, place)
-    parallel = parallelize(config, model, place, ranks, shard_loader, tensor)
+    parallel = parallelize(config, model, place, ranks, base.shard_loader, tensor)
     return Assembly(
         config=config,
         place=place,
@@ -216,14 +204,14 @@ def assemble(
         schedule=build_schedule(config.training, total_steps),
         loss_scale=build_loss_scale(config.training, place),
         cache=DeviceCache(place, config.training.empty_device_cache_steps),
-        export_dtype=export_dtype,
+        export_dtype=base.export_dtype,
         adapter=adapter,
         streamed=streamed,
         frozen_model=frozen_model,
         ranks=ranks,
         parallel=parallel,
-        drawn=drawn,
-        new_weights=new_weights,
+        drawn=base.drawn,
+        new_weights=base.new_weights,
         context=context,
         tensor=tensor,
         from_python=from_python,
@@ -231,30 +219,55 @@ def assemble(
     )
 
 
-def _loaded(
-    config: TrainingConfig,
-    architecture: PretrainedConfig,
-    place: Place,
-    ranks: Ranks,
-    autocast: torch.dtype | None,
-) -> tuple[PreTrainedModel, tuple[str, ...], Place, ShardLoader | None]:
-    """The model, which of its weights are new, where it lies, and the way by which shards come to it, if they do."""
+class _Base(NamedTuple):
+    """The model as it was built or loaded, before anything is frozen or attached; fields as those of `Assembly`."""
+
+    model: PreTrainedModel
+    place: Place
+    """Where it lies: on the host if it goes to the device later."""
+    shard_loader: ShardLoader | None
+    """The way by which shards come to it, if they do."""
+    export_dtype: torch.dtype
+    new_weights: tuple[str, ...]
+    drawn: str | None
+    frozen_model: nn.Module | None
+    lost: Factors
+    """What quantization has lost, which loftq starts from."""
+
+
+def _load_base(config: TrainingConfig, architecture: PretrainedConfig, place: Place, ranks: Ranks) -> _Base:
+    stated = architecture.dtype  # building writes the training dtype over it
+    computed, quantized = autocast_dtype(config.training), config.training.use_peft and config.peft.q_lora
+    if quantized:
+        require_bitsandbytes("peft.q_lora", "false (LoRA on a base in bfloat16)")
     shard_loader = await_weights(config, architecture, place, ranks)
     if shard_loader is not None:
-        return shard_loader.model, shard_loader.new, shard_loader.place, shard_loader
-    loaded_at = loading_place(place) if config.model.offload_frozen_base is True else place
-    return *build_model(config, architecture, loaded_at, autocast), loaded_at, None
-
-
-def _drawn(config: TrainingConfig, built: PreTrainedModel) -> str | None:
-    """The fingerprint of a base that has no files, next to which an adapter is trained."""
+        model, new_weights, loaded_at = shard_loader.model, shard_loader.new, shard_loader.place
+    else:
+        loaded_at = loading_place(place) if config.model.offload_frozen_base is True else place
+        model, new_weights = build_model(config, architecture, loaded_at, computed)
     is_drawn = config.training.use_peft and not config.model.load_pretrained_weights
-    return f"{fingerprint(built.parameters()):016x}" if is_drawn else None
+    has_values = shard_loader is None and not place.rehearsed
+    drawn = f"{fingerprint(model.parameters()):016x}" if is_drawn and has_values else None
+    export_dtype = getattr(torch, stated) if isinstance(stated, str) else stated or model.dtype
+    frozen_model = build_frozen_model(config, model, place, computed)
+    lost: Factors = {}
+    if quantized:
+        computed = computed or model.dtype
+        lost = quantize(config.peft, model, computed, loaded_at)
+        if config.fsdp.is_sharded and max(ranks.world, config.gpu.count if place.rehearsed else 1) > 1:
+            from framework.build.parallel.quantized_shards import store_as  # bitsandbytes takes seconds to import
+
+            store_as(computed, model)  # in which its units are gathered
+    if shard_loader is not None:
+        shard_loader.learn_names()
+    use_liger_kernels(config.model, model)
+    if frozen_model is not None and config.training.has_reference:
+        use_liger_kernels(config.model, frozen_model)  # of the same kind
+    return _Base(model, loaded_at, shard_loader, export_dtype, new_weights, drawn, frozen_model, lost)
 
 
-def _adapted(
-    config: TrainingConfig, built: PreTrainedModel, place: Place, masters: bool, lost: Factors
-) -> "Adapter | None":
+def _adapted(config: TrainingConfig, base: _Base) -> "Adapter | None":
     if not config.training.use_peft:
         return None
     from framework.build.adapters.without_bitsandbytes import without_bitsandbytes
@@ -262,27 +275,16 @@ def _adapted(
     with contextlib.nullcontext() if config.peft.q_lora else without_bitsandbytes():
         from framework.build.adapters.adapter import attach_adapter  # peft takes seconds to import
 
-        return attach_adapter(config.peft, built, place, masters=masters, lost=lost, seed=config.training.seed)
-
-
-def _pack(config: TrainingConfig, model: PreTrainedModel, place: Place, ranks: Ranks) -> Factors:
-    """The frozen base in 4 or 8 bits; where it is split, stored in the dtype that its units are gathered in."""
-    computed = autocast_dtype(config.training) or model.dtype
-    lost = quantize(config.peft, model, computed, place)
-    if config.fsdp.is_sharded and max(ranks.world, config.gpu.count if place.rehearsed else 1) > 1:
-        from framework.build.parallel.quantized_shards import store_as  # bitsandbytes takes seconds to import
-
-        store_as(computed, model)
-    return lost
+        masters, seed = autocast_dtype(config.training) is not None, config.training.seed
+        return attach_adapter(config.peft, base.model, base.place, masters=masters, lost=base.lost, seed=seed)
 
 
 def _sharing_matrices(config: TrainingConfig, place: Place, ranks: Ranks) -> "tuple[TensorParallel | None, Ranks]":
     """The ranks that share this one's matrices, and all of them with the knowledge of which are alike."""
     if config.fsdp.tensor_parallel_size == 1:
         return None, ranks
-    from framework.build.parallel.tensor_parallel import (
-        share_matrices,  # torch's tensors in parts take seconds to import
-    )
+    # torch's tensors in parts take seconds to import
+    from framework.build.parallel.tensor_parallel import share_matrices
 
     tensor = share_matrices(config, place, ranks)
     return tensor, replace(ranks, alike=tensor.size, others=tensor.others)

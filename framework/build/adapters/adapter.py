@@ -125,7 +125,7 @@ def attach_adapter(
         _cast_projections(adapted, adapter_dtype(params, model))
     compute_in_input_dtype(adapted)
     norm_by_rows(adapted)
-    started = sum(_start_from(layer, factors) for layer, factors in _layers(adapted, lost))
+    started = sum(_start_from(adapted.get_submodule(f"base_model.model.{name}"), lost[name]) for name in lost)
     if params.adapter_path is not None:
         load_first_adapter(params.adapter_path, adapted, place.rehearsed)
     moved = params.peft_method in MOVES_WEIGHTS and not place.rehearsed
@@ -146,11 +146,6 @@ def _cast_projections(adapted: PeftModel, dtype: torch.dtype) -> None:
     for shared in (adapted.base_model.vera_A, adapted.base_model.vera_B):
         for name in list(shared.keys()):
             shared[name] = shared[name].to(dtype)
-
-
-def _layers(adapted: PeftModel, lost: Factors) -> Iterator[tuple[nn.Module, tuple[Tensor, Tensor]]]:
-    for name, factors in lost.items():
-        yield adapted.get_submodule(f"base_model.model.{name}"), factors
 
 
 def _start_from(layer: nn.Module, factors: tuple[Tensor, Tensor]) -> bool:

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from multiprocessing.connection import wait
 from typing import Any, TypeAlias
 
@@ -223,7 +223,8 @@ class GlobalBatches:
         """
         if not self.rows:
             raise ValueError("there are no rows to make batches of")
-        batches = load(self._micro_batches, self._shares(step), self.workers)
+        micro_batches = MicroBatches(self.rows, self.pad_token_id, self.padding_free, self.multiple)
+        batches = load(micro_batches, chain.from_iterable(self._steps(step)), self.workers)
         for step_shares in self._steps(step):
             yield [next(batches) for _ in step_shares]
 
@@ -242,24 +243,14 @@ class GlobalBatches:
         packs = self.rows if isinstance(self.rows, Packs) else None
         return [[row for pack in share for row in packs.rows_of(pack)] for share in shares] if packs else shares
 
-    @property
-    def _micro_batches(self) -> MicroBatches:
-        return MicroBatches(self.rows, self.pad_token_id, self.padding_free, self.multiple)
-
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        if not self.by_length:
-            return epoch_order(len(self.rows), self.seed, epoch)
-        return order_by_length(self.rows.lengths, self.batch.global_size, self.seed, epoch)
-
-    def _shares(self, step: int) -> Iterator[Share]:
-        for step_shares in self._steps(step):
-            yield from step_shares
-
     def _steps(self, step: int) -> Iterator[list[Share]]:
         first_epoch, skipped = divmod(step, self.steps_per_epoch)
         size = self.batch.global_size
         for epoch in count(first_epoch):
-            order = self._order(epoch)
+            if self.by_length:
+                order = order_by_length(self.rows.lengths, size, self.seed, epoch)
+            else:
+                order = epoch_order(len(self.rows), self.seed, epoch)
             for start in range(skipped * size, len(order), size):
                 indices = order[start : start + size].tolist()
                 yield shares(indices, self.batch.per_device, self.batch.world, self.rank)

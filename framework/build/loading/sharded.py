@@ -165,21 +165,15 @@ class ShardLoader:
                 if module in missing or (complete and len(missing) > 1):
                     self.model._init_weights(module)
         if adapted:
-            from framework.build.adapters.first_adapter import start_layers  # peft takes seconds to import
+            from framework.build.adapters.first_adapter import FirstWeights, start_layers  # peft: seconds to import
 
             layers = [(names.get(id(module), ""), module) for module in unit.modules()]
             started = [(name, layer) for name, layer in layers if not adapted.isdisjoint(layer.parameters())]
             start_layers(started, self._config.training.seed, self._place, self._config.peft)
             if self._config.peft.adapter_path is not None:
-                self._take_first_adapter(self._config.peft.adapter_path, started)
-
-    def _take_first_adapter(self, written: str, layers: list[tuple[str, nn.Module]]) -> None:
-        """The weights of the adapter that the run goes on training, in place of those just drawn."""
-        from framework.build.adapters.first_adapter import FirstWeights
-
-        with torch.no_grad(), FirstWeights(written) as saved:
-            for name, layer in layers:
-                saved.fill(layer, name)
+                with torch.no_grad(), FirstWeights(self._config.peft.adapter_path) as saved:
+                    for name, layer in started:
+                        saved.fill(layer, name)
 
     def _find_source(self, architecture: PretrainedConfig, ranks: Ranks) -> Source:
         files = list(checkpoint_files(self._config.model))

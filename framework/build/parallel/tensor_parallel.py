@@ -86,8 +86,18 @@ class TensorParallel:
             message = f"transformers' plan names no module of {type(causal_model(model)).__name__}"
             raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
         for parent, children in planned.items():
-            _refuse_unpaired(parent, children)
-            _refuse_unknown(names, parent, children)
+            if not {*_DIMENSIONS} <= {*children.values()}:
+                message = (
+                    f"transformers' plan cuts {type(parent).__name__} by inputs or outputs alone, which is not built"
+                )
+                raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
+            # What is next to the planned modules sees a part of the heads or features, of which the plan would have
+            # to tell.
+            inside = {parameter for child in children for parameter in child.parameters()}
+            for own, parameter in parent.named_parameters():
+                if parameter not in inside:
+                    message = f"transformers' plan says nothing of {names[parent]}.{own}, which would see a part alone"
+                    raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
             parent.register_forward_pre_hook(_entering(self.group), with_kwargs=True)
             for child, style in children.items():
                 self._find(names, child, style)
@@ -244,28 +254,12 @@ def _planned(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Module, dict[
     return found
 
 
-def _refuse_unpaired(parent: nn.Module, children: Mapping[nn.Module, str]) -> None:
-    if not {*_DIMENSIONS} <= {*children.values()}:
-        message = f"transformers' plan cuts {type(parent).__name__} by inputs or outputs alone, which is not built"
-        raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
-
-
 def _matrices(module: nn.Module) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
     """The linear layer itself, and what LoRA has put next to it: the matrix of its inputs and that of its outputs."""
     if not hasattr(module, "lora_A"):
         return module, None, None
     adapted: Any = module
     return adapted.get_base_layer(), adapted.lora_A["default"], adapted.lora_B["default"]
-
-
-def _refuse_unknown(names: Mapping[nn.Module, str], parent: nn.Module, children: Mapping[nn.Module, str]) -> None:
-    """What is next to the planned modules sees a part of the heads or features, of which the plan would have to
-    tell."""
-    planned = {parameter for child in children for parameter in child.parameters()}
-    for name, parameter in parent.named_parameters():
-        if parameter not in planned:
-            message = f"transformers' plan says nothing of {names[parent]}.{name}, which would see a part alone"
-            raise RequestError([Problem(KEY, message, expected=_INSTEAD)])
 
 
 # -- what blocks exchange

@@ -68,8 +68,12 @@ def _reference(config: TrainingConfig) -> Iterator[Conflict]:
 
 def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Keys that are about the logits of tokens, and labels where no row has any."""
-    yield from _labels(config)
     task, data = config.training.task, config.data
+    labels = data.labels or ()
+    if twice := sorted({label for label in labels if labels.count(label) > 1}):
+        yield Conflict(("data.labels",), f"{twice[0]!r} is there twice", "each class once")
+    elif len(labels) == 1 and task is Task.CLASSIFICATION and data.multi_label is not True:
+        yield Conflict(("data.labels",), "one class is nothing to tell apart", "at least two")
     if not task.is_of_rows:
         return
     if config.model.chunked_loss not in (None, False, "auto"):
@@ -87,13 +91,3 @@ def classifier_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     if data.supervise is not None:
         message = f"{task} has no supervised tokens: a row has one target as a whole"
         yield Conflict(("data.supervise", TASK), message, "unset")
-
-
-def _labels(config: TrainingConfig) -> Iterator[Conflict]:
-    task, data = config.training.task, config.data
-    labels = data.labels or ()
-    twice = sorted({label for label in labels if labels.count(label) > 1})
-    if twice:
-        yield Conflict(("data.labels",), f"{twice[0]!r} is there twice", "each class once")
-    elif len(labels) == 1 and task is Task.CLASSIFICATION and data.multi_label is not True:
-        yield Conflict(("data.labels",), "one class is nothing to tell apart", "at least two")
