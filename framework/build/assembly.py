@@ -27,7 +27,7 @@ from framework.build.losses.loss import Batch, Observe
 from framework.build.model.embedding_noise import add_embedding_noise
 from framework.build.model.experts import ExpertLoad, watch_experts
 from framework.build.model.freeze import Frozen, fingerprint, freeze
-from framework.build.optimizer import build_optimizer
+from framework.build.optimizers.build import build_optimizer
 from framework.build.parallel.gradient_buckets import GradientBuckets
 from framework.build.parallel.parallelize import parallelize
 from framework.build.place import Place

@@ -13,7 +13,7 @@ from torch import Tensor
 from framework.build.assembly import Assembly
 from framework.build.levers.compiled import forget_recorded
 from framework.build.losses.loss import Batch, Observe, ignore_phases
-from framework.build.optimizer import RATE_FACTOR
+from framework.build.optimizers.build import RATE_FACTOR
 from framework.build.optimizers.clipping import clip_gradients, gradient_norms
 from framework.build.optimizers.parameter_wise import ParameterWise
 from framework.build.optimizers.weights_average import average_follows

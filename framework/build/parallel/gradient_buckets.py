@@ -33,9 +33,7 @@ class GradientBuckets:
         self.buckets: list[Tensor] = []
         self.reached: set[nn.Parameter] = set()
         if not place.rehearsed:  # a rehearsal holds them when its record has begun
-            ranks.meet()  # those that still load are waited for
-            for parameter in self._trained:  # as the first rank has them, as with DDP
-                torch.distributed.broadcast(parameter.detach(), 0)
+            self._begin_alike()
             self.hold()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -69,6 +67,12 @@ class GradientBuckets:
         if self._ranks.world > 1:
             for bucket in self.buckets:
                 torch.distributed.all_reduce(bucket)
+
+    def _begin_alike(self) -> None:
+        """Trained weights as the first rank has them, as DDP does. Waits for ranks that still load."""
+        self._ranks.meet()
+        for parameter in self._trained:
+            torch.distributed.broadcast(parameter.detach(), 0)
 
 
 def reached_by_backward(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:

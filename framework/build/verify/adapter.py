@@ -18,7 +18,7 @@ from framework.build.adapters.targets import of_pattern
 from framework.build.assembly import Assembly
 from framework.build.model.heads import head_layers
 from framework.build.model.parts import causal_model
-from framework.build.optimizer import RATE_FACTOR, rate_and_decay
+from framework.build.optimizers.build import RATE_FACTOR, rate_and_decay
 from framework.build.ranks import local_part
 from framework.build.verify.reading import Reading
 from framework.schema.adapters import ADAPTERS

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from framework.build.assembly import Assembly
 from framework.build.model.freeze import matches
-from framework.build.optimizer import RATE_FACTOR, decays, matrix_parameters
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW
+from framework.build.optimizers.build import RATE_FACTOR, decays, matrix_parameters
 from framework.build.optimizers.low_bit import is_managed, parts_of
 from framework.build.optimizers.parameter_wise import ParameterWise, moves
 from framework.build.optimizers.row import Looked, State, made_of, rows_beside

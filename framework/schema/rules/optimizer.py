@@ -11,7 +11,7 @@ from framework.schema.rules.conflict import Conflict
 
 def matrix_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """Adapters that have no matrix for the optimizer: it would be AdamW under another name. Other models without one
-    are found when the model is there (framework/build/optimizer.py)."""
+    are found when the model is there (framework/build/optimizers/build.py)."""
     choice, peft, key = config.training.optimizer, config.peft, "training.optimizer"
     facts = facts_of(choice)
     if not facts.of_matrices or not config.training.use_peft or peft.lora_modules_to_save:

@@ -31,8 +31,7 @@ OPEN = [key for key in every_key() if admits_auto(key)]
 COMPANY = {"training.activation_memory_budget": ["training.compile=true"]}
 FOUND = {
     "framework/build/parallel": {
-        "store_as", "sharded_blocks", "_refuse_mixed_units", "_refuse_units_within_graphs", "refuse_unplanned",
-        "_refuse_unpaired", "_refuse_unknown", "arrange", "_find",
+        "store_as", "sharded_blocks", "_refuse_mixed_units", "refuse_unsharded", "refuse_unplanned", "arrange", "_find",
     },
     "framework/build/attention": {"choose_kernel", "_refuse"},
     "framework/build/levers": {
@@ -50,7 +49,7 @@ forward pass planned."""
 OF_THE_START = {
     "choose_allocator": "the environment that the run starts in",
     "_refuse_contradiction": "the environment that the run starts in",
-    "_pin": "host memory that may be locked there",
+    "_bring_home": "host memory that may be locked there",
     "_mapped": "how much the disk of training.optimizer_offload_folder has free",
     "trackers.__init__": "the account and the server of a tracker",
     **dict.fromkeys(("check_read", "_read", "_sums", "_told", "_origin_of"), "the run that --resume goes on with"),
