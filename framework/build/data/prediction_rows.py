@@ -13,13 +13,13 @@ from framework.build.hub import nearest
 from framework.build.sources.files import Fault, read_records
 from framework.build.sources.find_files import find_files, is_local
 from framework.build.sources.sources import PROBLEM_LIMIT, Place, read_source
-from framework.build.text.boundaries import own_start
 from framework.build.text.chat import Chat, TemplateFault, has_template, render
 from framework.build.text.encode import Encoding, StoredRow
 from framework.build.text.format_table import FORMS, Form
 from framework.build.text.labels import IGNORED, Encoded, UnsuitedChat, encode_labelled
 from framework.build.text.row_formats import QUESTIONS, detect_form
 from framework.build.text.stored_rows import encode_batch, row_question
+from framework.build.text.tokenizer import own_start
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise, Task, Truncation
 from framework.schema.config import TrainingConfig

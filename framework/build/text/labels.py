@@ -10,10 +10,10 @@ import numpy.typing as npt
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from framework.build.text.boundaries import own_end, own_start, without_end
 from framework.build.text.chat import RENDER_SECONDS, Chat, Message, Span, Template, TemplateFault
 from framework.build.text.limits import watched
 from framework.build.text.remarks import REASONING, Remark, is_empty, thoughts
+from framework.build.text.tokenizer import own_end, own_start, without_end
 from framework.schema.choices import Supervise
 
 IGNORED = -100
