@@ -4,6 +4,7 @@ They are transformers models like any other, so that configs, checkpoints, expor
 this file makes their `model_type` known to the process. What they say of a row does not depend on its padding.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -103,7 +104,8 @@ class TextCNNBody(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         vectors = self.embeddings(input_ids, attention_mask)
         # every token begins a window, which zeros fill behind the row
-        windows = (F.relu(layer(F.pad(vectors, (0, layer.kernel_size[0] - 1)))) for layer in self.convolutions)
+        layers: Iterable[Any] = self.convolutions
+        windows = (F.relu(layer(F.pad(vectors, (0, layer.kernel_size[0] - 1)))) for layer in layers)
         return torch.cat([_highest(window, attention_mask) for window in windows], 1)
 
 
