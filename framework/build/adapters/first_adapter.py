@@ -20,9 +20,9 @@ from transformers.utils import cached_file
 
 from framework.build.hub import hub_is_reachable, one_line
 from framework.build.model_folder import local_folder
-from framework.build.optimizers.seeds import mixed
 from framework.build.place import Place
 from framework.build.ranks import local_part, shard_number
+from framework.build.seeds import mixed
 from framework.compose.own_adapter import find_adapter
 from framework.errors import Problem, RequestError
 from framework.regular_files import open_regular

@@ -28,9 +28,9 @@ from framework.build.loading.model import build_model
 from framework.build.loading.vocabulary import changes_rows
 from framework.build.model.heads import is_new
 from framework.build.model_folder import checkpoint_files, local_folder, weight_files
-from framework.build.optimizers.seeds import mixed
 from framework.build.place import Place
 from framework.build.ranks import Ranks
+from framework.build.seeds import mixed
 from framework.errors import Problem, RequestError
 from framework.schema.adapters import ADAPTERS
 from framework.schema.config import TrainingConfig

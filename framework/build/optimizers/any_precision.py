@@ -19,8 +19,8 @@ from torch import Tensor
 
 from framework.build.launches import note_launch
 from framework.build.optimizers import codes
-from framework.build.optimizers.seeds import mixed, random_bits
 from framework.build.ranks import local_part, shard_number
+from framework.build.seeds import mixed, random_bits
 from framework.schema.choices import Rounding
 
 PIECE = 1 << 24

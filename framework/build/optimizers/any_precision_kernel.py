@@ -6,8 +6,8 @@ import triton.language as tl
 from framework.build.optimizers.any_precision import CHUNK, FIRST_NOISE, Numbers, Update
 from framework.build.optimizers.codes import BLOCK as SCALED_BLOCK
 from framework.build.optimizers.codes import DROPPED, FIRST, LARGEST, SECOND, TINIEST_SCALE
-from framework.build.optimizers.seeds import FACTORS, SPREAD
 from framework.build.ranks import local_part
+from framework.build.seeds import FACTORS, SPREAD
 
 _COLUMNS = tl.constexpr(10)
 _CHUNK = tl.constexpr(CHUNK)

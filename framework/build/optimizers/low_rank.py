@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from framework.build.optimizers.row import Groups, Looked, Row, State, Trained, betas_of, in_its_dtype
-from framework.build.optimizers.seeds import mixed
+from framework.build.seeds import mixed
 from framework.schema.optimizers import Optimizer
 from framework.schema.training import TrainingParams
 

@@ -9,7 +9,7 @@ import torch
 
 from framework.build.optimizers import codes
 from framework.build.optimizers.any_precision import CHUNK, AnyPrecisionAdamW, Kernel, round_stochastically
-from framework.build.optimizers.seeds import random_bits
+from framework.build.seeds import random_bits
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.choices import Rounding
