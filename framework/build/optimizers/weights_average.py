@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from framework.build.levers.pinned import pinning
+from framework.build.levers.offload import pinning
 from framework.build.place import Place
 from framework.build.ranks import local_part
 from framework.schema.choices import EmaDevice
