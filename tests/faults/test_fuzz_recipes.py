@@ -1,5 +1,6 @@
 """Mutated recipes: each is accepted or refused with located problems, in time and in bounded memory."""
 
+import copy
 import random
 import resource
 import string
@@ -104,49 +105,20 @@ def encode(text: str, dice: random.Random) -> bytes:
 
 
 MUTATIONS = (edit_key, swap_value, add_key, delete, shuffle, nest)
-VALUES = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    3,
-    2**70,
-    1.5,
-    1e-5,
-    1e300,
-    "",
-    "auto",
-    "none",
-    "bf16",
-    "yes",
-    "1e-5",
-    "1e5x",
-    "???",
+# fmt: off
+VALUES: list[Any] = [
+    None, True, False, 0, 1, -1, 3, 2**70, 1.5, 1e-5, 1e300,
+    "", "auto", "none", "bf16", "yes", "1e-5", "1e5x", "???", "${training.seed}", "${oc.env:HOME}", "${nope}",
+    "gone.jsonl", "./gone", "h100_80gb", "eager", "x" * 9000,
+    [], {}, ["a"], [1], [["a"]], [{"path": "a"}], [{"pth": "a"}],
+    {"append": ["a"]}, {"append": 3}, {"model_type": "llama"},
 ]
-VALUES += [
-    "${training.seed}",
-    "${oc.env:HOME}",
-    "${nope}",
-    "gone.jsonl",
-    "./gone",
-    "h100_80gb",
-    "eager",
-    "x" * 9000,
-    [],
-    {},
-]
-VALUES += [
-    ["a"],
-    [1],
-    [["a"]],
-    [{"path": "a"}],
-    [{"pth": "a"}],
-    {"append": ["a"]},
-    {"append": 3},
-    {"model_type": "llama"},
-]
+# fmt: on
+
+
+def some_value(dice: random.Random) -> Any:
+    """One of VALUES, as a copy: a later change of the same recipe may go inside it."""
+    return copy.deepcopy(dice.choice(VALUES))
 
 
 def change_tree(tree: dict[str, Any], dice: random.Random) -> None:
@@ -159,14 +131,14 @@ def change_tree(tree: dict[str, Any], dice: random.Random) -> None:
         at = dice.randrange(len(key) + 1)  # it may be empty by now
         here[key[:at] + dice.choice(["", "_", "-", "x", "."]) + key[at + 1 :]] = here.pop(key)
     elif action == 1:
-        here[key] = dice.choice(VALUES)
+        here[key] = some_value(dice)
     elif action == 2 and len(here) > 1:
         del here[key]
     else:
         section, _, name = dice.choice([word for word in every_key() if "." in word]).partition(".")
         branch = tree.setdefault(section, {})
         if isinstance(branch, dict):
-            branch[name] = dice.choice(VALUES)
+            branch[name] = some_value(dice)
 
 
 def mutated(dice: random.Random) -> bytes:
