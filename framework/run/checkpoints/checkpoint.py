@@ -28,7 +28,15 @@ from framework.memory.explain.causes import Repair
 from framework.run.checkpoints.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.checkpoints.read_back import damage, save_verified, told
 from framework.run.record.files import aside_of, discard
-from framework.run.record.layout import FINAL, PARTS, checkpoint_name, checkpoints, exported, leftovers, step_of
+from framework.run.record.layout import (
+    PARTS,
+    checkpoint_name,
+    checkpoints,
+    kept_for,
+    leftovers,
+    others_files,
+    step_of,
+)
 from framework.run.rng import parsed, random_state, restore_random_state
 from framework.run.trained_parameters import trained_state
 from framework.schema.choices import StateDictType
@@ -95,10 +103,9 @@ def written_aside(target: Path) -> Iterator[Path]:
             target.rename(replaced)
         aside.rename(target)
         _flush(target.parent)
-        if target.name == FINAL and replaced.is_dir():
-            for path in set(replaced.iterdir()) - set(exported(replaced)):  # which someone else has put there
-                if not os.path.lexists(target / path.name):
-                    path.rename(target / path.name)
+        for path in others_files(replaced, target.name):  # which go on to the new folder
+            if not os.path.lexists(target / path.name):
+                path.rename(target / path.name)
         discard(replaced)
     except (OSError, SafetensorError) as error:
         discard(aside)
@@ -228,10 +235,10 @@ def retire_older(folder: Path, keep: int, best: int | None, say: Callable[[str],
 
 def _retire(checkpoint: Path) -> str | None:
     """Delete a checkpoint, under another name first: a kill must leave no half one under its own. Else why not."""
-    if checkpoint.is_symlink():
-        return f"it is a link to {os.readlink(checkpoint)}, which no run made"
     aside = checkpoint.with_name(f".{checkpoint.name}.retired")
     try:
+        if reason := kept_for(checkpoint):
+            return reason
         discard(aside)
         checkpoint.rename(aside)
         shutil.rmtree(aside)

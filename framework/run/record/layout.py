@@ -1,5 +1,6 @@
 """Names of checkpoints, exports and what is in them, for whoever reads or writes any. Loads no torch."""
 
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,8 @@ _EXPORTED = (
     *("chat_template.*", "additional_chat_templates", "*.py", "base_model*"),
 )
 """What an export consists of, as patterns. Other files in its folder are someone else's and stay."""
+_SAVED = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "random-[0-9]*.json", "state.json", PARTS)
+"""What a checkpoint consists of."""
 _NAME = re.compile(r"step-[0-9]{8}")
 _LEFT = re.compile(r"\.step-[0-9]{8}\.(incomplete|replaced|retired)|\.parts")
 """What a run that was killed may leave: a checkpoint on its way in or out."""
@@ -43,6 +46,22 @@ def leftovers(folder: Path) -> list[Path]:
 def exported(folder: Path) -> list[Path]:
     """What of an export's folder a run wrote."""
     return sorted({path for pattern in _EXPORTED for path in folder.glob(pattern)})
+
+
+def others_files(folder: Path, name: str) -> list[Path]:
+    """What no run wrote of the folder of a checkpoint, or else of an export, that has or had this name."""
+    patterns = _SAVED if _NAME.fullmatch(name) else _EXPORTED
+    found = set(folder.iterdir()) if folder.is_dir() else set()
+    return sorted(found.difference(*(folder.glob(pattern) for pattern in patterns)))
+
+
+def kept_for(path: Path) -> str | None:
+    """Why a file or folder of a run folder is not a run's to delete, in words; None where it is."""
+    if path.is_symlink():
+        return f"it is a link to {os.readlink(path)}, which no run made"
+    if _NAME.fullmatch(path.name) and (others := others_files(path, path.name)):
+        return f"no run wrote {', '.join(other.name for other in others[:3])} in it"
+    return None
 
 
 def _entries(folder: Path) -> list[Path]:

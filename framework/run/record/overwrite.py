@@ -14,7 +14,7 @@ from framework.build.sources.find_files import find_files
 from framework.errors import Problem, RequestError
 from framework.regular_files import read_regular
 from framework.run.record.files import discard
-from framework.run.record.layout import FINAL, UNFINISHED, checkpoints, exported, leftovers
+from framework.run.record.layout import FINAL, UNFINISHED, checkpoints, exported, kept_for, leftovers
 from framework.schema.config import TrainingConfig
 from framework.schema.split import parse_split
 
@@ -32,7 +32,8 @@ def overwrite_problems(config: TrainingConfig, folder: Path, held: Sequence[Path
     for key, file in inputs(config):
         resolved = file.resolve()
         if under := next((path for path in going if resolved == path or path in resolved.parents), None):
-            message = f"{file} lies in {under}, which --overwrite would remove before it is read"
+            lies = ", which" if resolved == under else f" lies in {under}, which"
+            message = f"{file}{lies} --overwrite would remove before it is read"
             problems.append(Problem(key, message, expected="another training.output_dir"))
             return problems  # one of them suffices: a model has many files
     return problems
@@ -102,8 +103,8 @@ def read_environment(folder: Path) -> dict[str, Any]:
 def _immovable(held: Sequence[Path]) -> Iterator[Problem]:
     for found in held:
         for path in dict.fromkeys((found, *_of_runs(found))):
-            if path.is_symlink():
-                yield _unmoved(path, f"it is a link to {os.readlink(path)}, which no run made")
+            if reason := kept_for(path):
+                yield _unmoved(path, reason)
             elif not os.access(path.parent, os.W_OK | os.X_OK):
                 yield _unmoved(path, "Permission denied")
 

@@ -175,7 +175,7 @@ def test_retention_deletes_the_oldest_after_the_newest_is_complete(tmp_path, mon
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
 
 
-@pytest.mark.parametrize("why", ["link", "permission", "left over"])
+@pytest.mark.parametrize("why", ["link", "permission", "left over", "notes"])
 def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_stays(tmp_path, monkeypatch, why):
     assembly, said = tiny_assembly(tiny_config()), []
     old = save_checkpoint(tmp_path / "other", contents_of(assembly, 1), keep=1)
@@ -185,6 +185,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_stays(tmp_path, mo
         target.symlink_to(old)
     else:
         shutil.move(old, target)
+    if why == "notes":
+        (target / "notes.txt").write_text("mine")
 
     def refuse(path, *arguments, **options):
         if "step-00000001" in str(path):
@@ -197,7 +199,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_stays(tmp_path, mo
         monkeypatch.setattr(f"{holder}.{name}", refuse)
     save_checkpoint(tmp_path, contents_of(assembly, 2), keep=1, say=said.append)
     assert len(said) == 1
-    assert {"link": "it is a link to"}.get(why, "Operation not permitted") in said[0]
+    assert {"link": "it is a link to", "notes": "no run wrote notes.txt in it"}.get(why, "Operation not permitted") in said[0]
     assert ((tmp_path / "checkpoints" / ".step-00000001.retired") / "state.json").exists() is (why == "left over")
     assert (target / "state.json").exists() is (why != "left over")
     assert [path.name for path in checkpoints(tmp_path)][-1] == "step-00000002"

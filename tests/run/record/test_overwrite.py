@@ -100,6 +100,12 @@ def test_a_link_is_refused_before_anything_is_removed(folder, tmp_path, name):
     assert elsewhere.exists()
 
 
+def test_a_checkpoint_with_a_file_of_someone_else_is_refused(folder):
+    (folder / "checkpoints/step-00000002/notes.txt").write_text("mine")
+    [problem] = refused(folder)
+    assert "no run wrote notes.txt in it" in problem.message
+
+
 def test_what_cannot_be_renamed_leaves_everything(folder, monkeypatch):
     before, rename, calls = names(folder), os.rename, []
 
