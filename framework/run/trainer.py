@@ -240,10 +240,13 @@ def _unsaved(session: Session, error: SaveFailed) -> SaveFailed:
 
 def _exported_instead(session: Session, said: str, name: str) -> SaveFailed:
     """The error of a checkpoint that could not be written, of weights that are exported."""
+    exported = f"The weights after step {session.step} are exported: {session.folder.path / name}"
+    return SaveFailed(f"{said}\n{exported}; {_goes_on(session)}")
+
+
+def _goes_on(session: Session) -> str:
     saved = session.saving.newest()
-    then = f"--resume goes on from step {saved}" if saved else "there is no checkpoint to go on from"
-    exported = f"The weights after step {session.step} are exported: {session.folder.path / name}; {then}"
-    return SaveFailed(f"{said}\n{exported}")
+    return f"--resume goes on from step {saved}" if saved else "there is no checkpoint to go on from"
 
 
 def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
@@ -311,14 +314,18 @@ def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
             export(session.assembly, tokenizer, folder.path / name, base, fallback)
         return "written"
 
-    with session.coordinator.phase("exporting"):
-        if session.assembly.is_in_parts:
-            from framework.run.checkpoints.sharded_export import export_sharded
+    try:
+        with session.coordinator.phase("exporting"):
+            if session.assembly.is_in_parts:
+                from framework.run.checkpoints.sharded_export import export_sharded
 
-            export_sharded(session.assembly, tokenizer, folder.path / name, base, fallback)
-            session.coordinator.shared("exported", lambda: "written")
-            return None  # a completion would gather every block for each of its tokens
-        session.coordinator.shared("exported", write)
+                export_sharded(session.assembly, tokenizer, folder.path / name, base, fallback)
+                session.coordinator.shared("exported", lambda: "written")
+                return None  # a completion would gather every block for each of its tokens
+            session.coordinator.shared("exported", write)
+    except SaveFailed as error:
+        hint = "" if fallback else "; training.fallback_dir names a second disk for what has no room here"
+        raise SaveFailed(f"{error}\n{_goes_on(session)}{hint}") from error
     return samples[-1]
 
 

@@ -10,12 +10,12 @@ import psutil
 from framework.errors import DoesNotFit
 from framework.memory.ledger import Plan
 from framework.memory.planning import WORKER_BYTES
+from framework.memory.units import size
 from framework.run.record.run_folder import held
 from framework.schema.plural import counted
 
 _MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
-_GIB = 1 << 30
 
 
 def require_capacity(
@@ -39,14 +39,14 @@ def _short_of_disk(plan: Plan, folder: Path, fallback: Path | None) -> Iterator[
     at, free = _free(folder)
     if plan.disk_bytes > free:
         yield (
-            f"the run writes up to {_gib(plan.disk_bytes)} ({_gib(plan.checkpoint_bytes)} a checkpoint), "
-            f"{at} has {_gib(free)} free: lower training.save_total_limit, raise training.save_steps "
+            f"the run writes up to {size(plan.disk_bytes)} ({size(plan.checkpoint_bytes)} a checkpoint), "
+            f"{at} has {size(free)} free: lower training.save_total_limit, raise training.save_steps "
             "or choose another training.output_dir"
         )
     at, free = _free(fallback) if fallback is not None else (at, free)
     if fallback is not None and plan.checkpoint_bytes > free:
         yield (
-            f"training.fallback_dir is for checkpoints of {_gib(plan.checkpoint_bytes)}, {at} has {_gib(free)} free: "
+            f"training.fallback_dir is for checkpoints of {size(plan.checkpoint_bytes)}, {at} has {size(free)} free: "
             "choose another, or none"
         )
 
@@ -76,11 +76,11 @@ class HostRoom:
             return None
         among = f" for {counted(processes, 'process', 'processes')}" if processes > 1 else ""
         pinned = plan.host.pinned_bytes * processes
-        among += f" ({_gib(pinned)} of it pinned)" if pinned else ""
-        said = f"the run needs up to {_gib(needed)} of host memory{among}, {_gib(held + self.free)} can be had"
+        among += f" ({size(pinned)} of it pinned)" if pinned else ""
+        said = f"the run needs up to {size(needed)} of host memory{among}, {size(held + self.free)} can be had"
         left = workers - -(-(missing - self.free) // (WORKER_BYTES * processes))
         if workers and left >= 0:
-            said += f": there is room for {left} of the {workers} data.workers ({_gib(WORKER_BYTES)} each)"
+            said += f": there is room for {left} of the {workers} data.workers ({size(WORKER_BYTES)} each)"
         return said
 
 
@@ -97,10 +97,6 @@ def _held(folder: Path) -> int:
     """Bytes of an earlier or interrupted run in the folder, which new saves replace."""
     files = (file for path in held(folder) for file in (path, *path.rglob("*")))
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _gib(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB"
 
 
 def too_large(plan: Plan) -> str:

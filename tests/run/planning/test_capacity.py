@@ -29,7 +29,7 @@ def _ample_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_c07_three_checkpoints_of_90_gib_do_not_go_into_200(tmp_path: Path, disk: SimpleNamespace) -> None:
     plan = replace(PLAN, checkpoint_bytes=90 * GIB, disk_bytes=285 * GIB)
-    with pytest.raises(DoesNotFit, match=r"up to 285.0 GiB \(90.0 GiB a checkpoint\), .* has 200.0 GiB free") as raised:
+    with pytest.raises(DoesNotFit, match=r"up to 285.00 GiB \(90.00 GiB a checkpoint\), .* has 200.00 GiB free") as raised:
         room.require_capacity(plan, tmp_path / "not" / "yet" / "made")
     assert "training.save_total_limit" in str(raised.value)
     room.require_capacity(replace(plan, disk_bytes=199 * GIB), tmp_path)
@@ -40,12 +40,12 @@ def test_a_fallback_has_room_for_a_checkpoint(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "other").mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
     plan = replace(PLAN, checkpoint_bytes=90 * GIB, disk_bytes=285 * GIB)
-    with pytest.raises(DoesNotFit, match=r"fallback_dir is for checkpoints of 90\.0 GiB, .*other has 89\.0 GiB free"):
+    with pytest.raises(DoesNotFit, match=r"fallback_dir is for checkpoints of 90\.00 GiB, .*other has 89\.00 GiB free"):
         room.require_capacity(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
     free[tmp_path / "other"] = 90 * GIB
     room.require_capacity(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
     free[tmp_path] = 284 * GIB
-    with pytest.raises(DoesNotFit, match=r"writes up to 285\.0 GiB"):
+    with pytest.raises(DoesNotFit, match=r"writes up to 285\.00 GiB"):
         room.require_capacity(plan, tmp_path / "run", fallback=tmp_path / "other" / "run-1")
 
 
@@ -65,7 +65,7 @@ def test_both_shortages_are_said_at_once(
 ) -> None:
     monkeypatch.setattr(room, "available_host_bytes", lambda: GIB)
     disk.free = 0
-    with pytest.raises(DoesNotFit, match=r"has 0.0 GiB free.*needs up to 1280.0 GiB of host memory"):
+    with pytest.raises(DoesNotFit, match=r"has 0 bytes free.*needs up to 1,280.00 GiB of host memory"):
         room.require_capacity(replace(PLAN, host_bytes=1280 * GIB), tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_all_processes_of_a_machine_need_room(
     host = HostUse(processes=8, other_bytes=10 * GIB, pinned_bytes=6 * GIB)
     plan = replace(PLAN, host_bytes=30 * GIB, host=host)
     room.require_capacity(plan, tmp_path, processes=8)
-    said = r"needs up to 101.0 GiB of host memory for 8 processes \(48.0 GiB of it pinned\), 100.0 GiB can be had"
+    said = r"needs up to 101.00 GiB of host memory for 8 processes \(48.00 GiB of it pinned\), 100.00 GiB can be had"
     with pytest.raises(DoesNotFit, match=said):
         room.require_capacity(replace(plan, host_bytes=31 * GIB), tmp_path, processes=8)
     disk.free = 0
