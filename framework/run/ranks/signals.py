@@ -1,7 +1,8 @@
 """Ctrl-C: before the first step leave at once; later finish the step, save, leave. A second Ctrl-C leaves at once.
 
-A job scheduler's SIGTERM is taken for Ctrl-C, and so is SIGHUP, of a terminal or ssh session that has gone; but that
-one never counts as the second, since shells and the system send it more than once. Loads no torch.
+A job scheduler's SIGTERM is taken for Ctrl-C. So are SIGHUP, of a terminal or ssh session that has gone, and SIGUSR1,
+SIGUSR2 and SIGXCPU, with which schedulers warn of a limit; but those never count as the second, since they may be sent
+more than once. Loads no torch.
 """
 
 import contextlib
@@ -14,7 +15,11 @@ from typing import Any
 
 from framework.errors import Interrupted
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_WARNING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Handled only where they would end the process: nohup ignores SIGHUP, submitit has a handler of its own for SIGUSR2."""
+_ENDING = (signal.SIGTERM, *_WARNING)
+_handlers: list[Callable[[int, FrameType | None], Any]] = []
+"""Functions of this module that handle a signal now."""
 BEFORE_ALL = "left before the first step; nothing was written"
 
 
@@ -26,7 +31,7 @@ class Interrupt:
 
 @contextlib.contextmanager
 def announced_interrupt(said: Callable[[], str]) -> Iterator[None]:
-    """Raises Interrupted, with what was left, where Ctrl-C, SIGTERM or SIGHUP ends what is within. Main thread only."""
+    """Raises Interrupted, with what was left, where Ctrl-C or a signal of _ENDING ends what is within. Main thread only."""
     try:
         with _handled(signal.default_int_handler, _ENDING):
             yield
@@ -44,10 +49,10 @@ def watched_interrupt() -> Iterator[Interrupt]:
             interrupt.asked = True
             handlers.close()
 
-        def hang_up(number: int, frame: FrameType | None) -> None:
+        def warn(number: int, frame: FrameType | None) -> None:
             interrupt.asked = True
 
-        with _handled(hang_up, (signal.SIGHUP,)):
+        with _handled(warn, _WARNING):
             handlers.enter_context(_handled(ask, (signal.SIGINT, signal.SIGTERM)))
             with handlers:
                 yield interrupt
@@ -55,7 +60,7 @@ def watched_interrupt() -> Iterator[Interrupt]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """SIGINT, SIGTERM and SIGHUP as they come, for who looks at the list. Main thread only."""
+    """SIGINT and those of _ENDING as they come, for who looks at the list. Main thread only."""
     noted: list[int] = []
     with _handled(lambda number, frame: noted.append(number), (signal.SIGINT, *_ENDING)):
         yield noted
@@ -63,7 +68,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def passing_signals_on(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP go to the processes, which save and end. Start them in sessions of their own, so that
+    """Ctrl-C and signals of _ENDING go to the processes, which save and end. Start them in sessions of their own, so that
     a terminal does not send them a second one. Main thread only."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -77,14 +82,17 @@ def passing_signals_on(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterat
 
 @contextlib.contextmanager
 def _handled(by: Callable[[int, FrameType | None], Any], numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Within the block the signals are handled by a function. SIGHUP stays ignored where it was (nohup)."""
+    """Within the block the signals are handled by a function."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    taken = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+    own = (signal.SIG_DFL, *_handlers)
+    taken = [each for each in numbers if each not in _WARNING or signal.getsignal(each) in own]
     earlier = {number: signal.signal(number, by) for number in taken}
+    _handlers.append(by)
     try:
         yield
     finally:
+        _handlers.remove(by)
         for number, handler in earlier.items():
             signal.signal(number, handler)

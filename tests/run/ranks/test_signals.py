@@ -29,7 +29,7 @@ def press(number: object = signal.SIGINT, *_: object, **__: object) -> None:
     os.kill(os.getpid(), number if isinstance(number, signal.Signals) else signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU])
 def test_either_signal_is_told_in_the_words_of_the_innermost(number):
     before = signal.getsignal(signal.SIGTERM)
     with (
@@ -52,7 +52,7 @@ def test_a_dropped_session_hangs_up_as_often_as_it_likes_and_the_run_still_saves
     """bash and the kernel send SIGHUP each, systemd SIGTERM and SIGHUP: neither is a second Ctrl-C."""
     before = signal.getsignal(signal.SIGHUP)
     with announced_interrupt(lambda: "left"), watched_interrupt() as interrupt:
-        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             press(number)
         assert interrupt.asked
     assert signal.getsignal(signal.SIGHUP) == before
@@ -61,15 +61,18 @@ def test_a_dropped_session_hangs_up_as_often_as_it_likes_and_the_run_still_saves
         [press(number) for number in numbers]
 
 
-def test_nohup_stays_in_effect():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR2])
+def test_nohup_and_handlers_of_others_stay_in_effect(number):
+    came: list[int] = []
+    before = signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else lambda found, _: came.append(found))
     try:
         with announced_interrupt(lambda: "left"), watched_interrupt() as interrupt, noted_signals() as noted:
-            press(signal.SIGHUP)
+            press(number)
             assert not interrupt.asked
             assert not noted
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+    assert came == ([] if number == signal.SIGHUP else [number])
 
 
 def test_while_rows_are_read_nothing_is_written(corpus, tmp_path, monkeypatch):  # noqa: F811
