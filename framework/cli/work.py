@@ -140,7 +140,7 @@ def _in_its_folder(composition: "Composition", recipe: str, options: Options) ->
     if named is not None and os.path.realpath(named) == os.path.realpath(folder):
         return composition
     if named is not None:
-        say(f"the run is the one in {folder}, where its config is, and not {named}, which that names")
+        say(f"the run in {folder} goes on, where this config lies; the config itself names {named}")
     config = composition.config.model_copy(update={"training": training.model_copy(update={"output_dir": str(folder)})})
     return replace(composition, config=config)
 
