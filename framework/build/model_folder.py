@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,26 @@ OBJECTS = (
     "vocab.json",
 )
 """Files of a folder that hold one JSON object each. Of some of them transformers takes a damaged one for none."""
+_NAMES = (lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of names")
+_NUMBER = (lambda value: type(value) in (int, float), "a number")
+_COUNT = (lambda value: type(value) is int and value >= 0, "a whole number, 0 or more")
+_ONE_OR_MORE = (lambda value: type(value) is int and value >= 1, "a whole number, 1 or more")
+_TOKENS = (
+    lambda value: all(type(token) is int for token in (value if isinstance(value, list) else [value])),
+    "the number of a token, or a list of them",
+)
+_VALUES: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    CONFIG_FILE: {"architectures": _NAMES},
+    "generation_config.json": {
+        **dict.fromkeys(
+            ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty"), _NUMBER
+        ),
+        **dict.fromkeys(("top_k", "min_length", "max_length", "min_new_tokens", "no_repeat_ngram_size"), _COUNT),
+        **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "max_new_tokens"), _ONE_OR_MORE),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKENS),
+    },
+}
+"""Of a file's settings whether a value is right, and what is."""
 TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "consolidated.00.pth")
 
@@ -77,7 +98,7 @@ def require_readable(folder: Path, key: str) -> None:
     """Raises RequestError, under `key`, naming each small file of a folder that is not what its name says."""
     require_regular_files(folder, key)
     problems = [*_damaged_objects(folder, key), *_damaged_texts(folder, key)]
-    if problems:
+    if problems := problems or [*_wrong_values(folder, key)]:
         raise RequestError(problems)
 
 
@@ -97,6 +118,16 @@ def _damaged_texts(folder: Path, key: str) -> Iterator[Problem]:
                 read_regular(folder / name)
             except (OSError, ValueError) as error:
                 yield _damaged(folder / name, key, one_line(error))
+
+
+def _wrong_values(folder: Path, key: str) -> Iterator[Problem]:
+    """Values of a config that transformers reads without a look and that fail where they are first used."""
+    for name, checks in _VALUES.items():
+        settings = read_object(folder / name, key) if (folder / name).exists() else {}
+        for setting, (is_right, expected) in checks.items():
+            if settings.get(setting) is not None and not is_right(settings[setting]):
+                shown = textwrap.shorten(repr(settings[setting]), 60)
+                yield Problem(key, f"{folder / name} has {setting} {shown}", expected=expected)
 
 
 def read_object(file: Path, key: str) -> dict[str, Any]:

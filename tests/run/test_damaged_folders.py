@@ -134,6 +134,31 @@ def test_a_value_that_the_config_cannot_have_is_no_fault_of_ours(base, key, valu
     problems_of(base)
 
 
+FAILS_LATE = [
+    *(("config.json", "architectures", value) for value in ("x", 3, [3])),
+    *(("generation_config.json", "eos_token_id", value) for value in ("x", [[1]])),
+    *(("generation_config.json", name, value) for name, value in (("top_k", "x"), ("num_beams", 0), ("top_p", "1"))),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), FAILS_LATE)
+def test_a_setting_that_would_fail_where_it_is_first_used_is_named(base, name, key, value):
+    settings = json.loads((base / name).read_text())
+    (base / name).write_text(json.dumps({**settings, key: value}))
+    [problem] = inspect(config_of(base)).problems
+    assert f"{name} has {key} {value!r}" in problem.message
+
+
+def test_what_transformers_says_of_a_config_is_a_warning_of_ours_once(base, capfd):
+    change_config(base, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "foo": 3})
+    settings = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.5}))
+    said = [warning for warning in inspect(config_of(base)).warnings if "transformers says" in warning.message]
+    assert [warning.key for warning in said] == ["model.model_name"]
+    assert "Unrecognized keys in `rope_parameters`" in said[0].message
+    assert "[transformers]" not in capfd.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classifier") / "base"

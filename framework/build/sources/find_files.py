@@ -66,7 +66,8 @@ def find_files(written: str, split: Split, key: str) -> list[Path]:
         raise RequestError([Problem(key, f"{what} {written}{looked}", nearest=nearest_path(path.absolute(), written))])
     unread = [file for file in found if not is_read(file)]
     if unread:
-        message = f"{unread[0]} is of a kind that is not read (it ends in {''.join(unread[0].suffixes) or 'nothing'!r})"
+        ending = "".join(unread[0].suffixes)
+        message = f"{unread[0]} is of a kind that is not read ({f'it ends in {ending!r}' if ending else 'no ending'})"
         raise RequestError([Problem(key, message, expected=endings())])
     return _regular(found, key)
 

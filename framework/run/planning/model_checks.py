@@ -1,7 +1,10 @@
 """Tier B of `check`: what only the tokenizer, the model's shape and the rows can tell. Loads no weights."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import logging
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from framework.build.assembly import Assembly, assemble
@@ -39,6 +42,37 @@ def inspect(config: TrainingConfig) -> Findings:
     Rows are read and tokenised as for training: all of them, of a stream the first block. A lever that is `auto` is
     looked at with its plain value, where its search begins.
     """
+    key = "model.architecture" if config.model.model_name is None else "model.model_name"
+    with _log_of_transformers() as log:
+        found = _inspect(config)
+    said = (Problem(key, f"transformers says: {text}") for text in log)
+    return replace(found, warnings=(*found.warnings, *said))
+
+
+class _Messages(logging.Handler):
+    """Each warning once, on one line. Sampling settings of a base, which training does not read, are left out."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found = dict[str, None]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not record.name.startswith("transformers.generation"):
+            self.found[textwrap.shorten(record.getMessage(), 300)] = None
+
+
+@contextlib.contextmanager
+def _log_of_transformers() -> Iterator[dict[str, None]]:
+    """What transformers would write to the terminal inside."""
+    logger, messages = logging.getLogger("transformers"), _Messages()
+    before, logger.handlers = logger.handlers, [messages]
+    try:
+        yield messages.found
+    finally:
+        logger.handlers = before
+
+
+def _inspect(config: TrainingConfig) -> Findings:
     problems, cautions = list[Problem](), list[Problem]()
 
     def attempt(action: Callable[[], T]) -> T | None:

@@ -16,7 +16,7 @@ from typing import Any
 from framework.errors import Interrupted
 
 _WARNING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Handled only where they would end the process: nohup ignores SIGHUP, submitit has a handler of its own for SIGUSR2."""
+"""Handled only where they would end the process: nohup ignores SIGHUP, submitit handles SIGUSR2 itself."""
 _ENDING = (signal.SIGTERM, *_WARNING)
 _handlers: list[Callable[[int, FrameType | None], Any]] = []
 """Functions of this module that handle a signal now."""
@@ -31,7 +31,7 @@ class Interrupt:
 
 @contextlib.contextmanager
 def announced_interrupt(said: Callable[[], str]) -> Iterator[None]:
-    """Raises Interrupted, with what was left, where Ctrl-C or a signal of _ENDING ends what is within. Main thread only."""
+    """Raises Interrupted, with what was left, where Ctrl-C or one of _ENDING ends what is within. Main thread only."""
     try:
         with _handled(signal.default_int_handler, _ENDING):
             yield
@@ -68,7 +68,7 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def passing_signals_on(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Ctrl-C and signals of _ENDING go to the processes, which save and end. Start them in sessions of their own, so that
+    """Ctrl-C and those of _ENDING go to the processes, which save and end. Start them in sessions of their own, so that
     a terminal does not send them a second one. Main thread only."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -199,7 +199,9 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said_and_stays(tmp_path, mo
         monkeypatch.setattr(f"{holder}.{name}", refuse)
     save_checkpoint(tmp_path, contents_of(assembly, 2), keep=1, say=said.append)
     assert len(said) == 1
-    assert {"link": "it is a link to", "notes": "no run wrote notes.txt in it"}.get(why, "Operation not permitted") in said[0]
+    assert {"link": "it is a link to", "notes": "no run wrote notes.txt in it"}.get(
+        why, "Operation not permitted"
+    ) in said[0]
     assert ((tmp_path / "checkpoints" / ".step-00000001.retired") / "state.json").exists() is (why == "left over")
     assert (target / "state.json").exists() is (why != "left over")
     assert [path.name for path in checkpoints(tmp_path)][-1] == "step-00000002"

@@ -29,7 +29,9 @@ def _ample_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_c07_three_checkpoints_of_90_gib_do_not_go_into_200(tmp_path: Path, disk: SimpleNamespace) -> None:
     plan = replace(PLAN, checkpoint_bytes=90 * GIB, disk_bytes=285 * GIB)
-    with pytest.raises(DoesNotFit, match=r"up to 285.00 GiB \(90.00 GiB a checkpoint\), .* has 200.00 GiB free") as raised:
+    with pytest.raises(
+        DoesNotFit, match=r"up to 285.00 GiB \(90.00 GiB a checkpoint\), .* has 200.00 GiB free"
+    ) as raised:
         room.require_capacity(plan, tmp_path / "not" / "yet" / "made")
     assert "training.save_total_limit" in str(raised.value)
     room.require_capacity(replace(plan, disk_bytes=199 * GIB), tmp_path)
