@@ -151,9 +151,7 @@ class _RingAttention(torch.autograd.Function):
             out, logarithm, rest = kernel.forward(queries, keys, values, True, scale)
             for keys, values in earlier:
                 more, of_more, _ = kernel.forward(queries, keys, values, False, scale)
-                # Attention over two sets of keys from that over each, in float32.
-                share = torch.sigmoid(of_more - logarithm).unsqueeze(-1)
-                out, logarithm = torch.lerp(out.float(), more.float(), share), torch.logaddexp(logarithm, of_more)
+                out, logarithm = _merged(out, logarithm, more, of_more)
             result[:, chunk * length : (chunk + 1) * length] = out.transpose(1, 2)
             logarithms.append(logarithm)
         ctx.save_for_backward(query, own, result, *logarithms, *rest)
@@ -237,3 +235,9 @@ def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
 def _apart(both: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = both.permute(1, 2, 0, 3).chunk(2, -1)
     return keys, values
+
+
+def _merged(out: Tensor, logarithm: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each, in float32."""
+    share = torch.sigmoid(of_more - logarithm).unsqueeze(-1)
+    return torch.lerp(out.float(), more.float(), share), torch.logaddexp(logarithm, of_more)
