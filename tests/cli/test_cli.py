@@ -1,6 +1,7 @@
 """The command line: exit codes, one JSON document, errors on stderr, no traceback."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from framework import errors
 from framework.cli import main
 from framework.compose import compose
+
+ROOT = Path(__file__).parents[2]
 
 GOOD = "model: {model_name: a}\ndata: {train: [{path: user/set}]}\n"
 
@@ -202,33 +205,32 @@ def test_debug_adds_the_traceback(capsys, write, monkeypatch):
 def test_the_module_is_the_command_and_no_color_is_honoured(write):
     write("training: {sed: 1}\n")
     command = [sys.executable, "-m", "framework", "check", "r.yaml", "--quick"]
-    root = Path(__file__).parents[2]
-    env = {"PYTHONPATH": str(root), "NO_COLOR": "1", "FORCE_COLOR": "1", "PATH": "/usr/bin:/bin"}
+    env = {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "FORCE_COLOR": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 2
     assert "\x1b[3" not in done.stderr
     assert "training.seed" in done.stderr
 
 
+@pytest.mark.fresh_process
 def test_a_reader_that_leaves_is_no_fault():
-    root = Path(__file__).parents[2]
-    pipeline = f"{sys.executable} -m framework show quickstart | true; exit ${{PIPESTATUS[0]}}"
-    for _ in range(2):
-        done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, cwd=root, check=False)
-        assert done.returncode in (0, 141)
-        assert done.stderr == ""
+    command = [sys.executable, "-m", "framework", "show", "quickstart"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as left:
+        done = subprocess.run(command, stdout=left, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert done.returncode in (0, 141)
+    assert done.stderr == ""
 
 
-@pytest.mark.parametrize("words", ["show quickstart", "list gpus --json", "plan none.yaml --json"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param("show quickstart", marks=pytest.mark.fresh_process), "list gpus --json", "plan none.yaml --json"],
+)
 def test_a_full_disk_is_no_fault_of_ours(words):
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m framework {words} > /dev/full"],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        check=False,
-    )
+    command = [sys.executable, "-m", "framework", *words.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
     said = [line for line in done.stderr.splitlines() if not line.startswith("working ")]
     assert said == ["error not all could be written: No space left on device"]

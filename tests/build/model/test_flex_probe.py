@@ -11,6 +11,7 @@ from framework.build.verify import verify
 from tests.tiny import LLAMA, tiny_config
 
 
+@pytest.mark.slow
 def test_flex_attention_is_seen_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)  # "no backward on CPU": none is made
     config = tiny_config(LLAMA, model={"attn_implementation": "flex_attention", "model_max_length": 64})
