@@ -29,7 +29,8 @@ def test_the_kernel_against_float64(dtype, close, terms):
     token_losses(logits, targets, losses, hits=hits, with_grad=True, terms=terms)
     assert torch.cuda.max_memory_allocated() == held
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits.double(), exact.grad, rtol=close, atol=1e-7)
+    # A target's gradient is a difference of numbers of at most 1, each of them rounded.
+    torch.testing.assert_close(logits.double(), exact.grad, rtol=close, atol=1e-5 if dtype is torch.float32 else close)
     assert torch.equal(hits, exact.argmax(1) == targets)
 
 

@@ -56,6 +56,21 @@ def test_the_first_checkpoint_has_the_principal_components(tmp_path, monkeypatch
     assert json.loads((folder / "final" / "adapter_config.json").read_text())["r"] == 4
 
 
+def test_components_are_found_outside_autocast(tmp_path, monkeypatch):
+    """CUDA's QR, which `svd_lowrank` calls on a product, takes no half precision."""
+    from peft.utils.incremental_pca import IncrementalPCA
+
+    decompose, seen = IncrementalPCA._svd_fn_lowrank, set()
+
+    def watched(self, states):
+        seen.add(torch.is_autocast_enabled("cpu"))
+        return decompose(self, states)
+
+    monkeypatch.setattr(IncrementalPCA, "_svd_fn_lowrank", watched)
+    train(asked(tmp_path, mixed_precision_dtype="bf16"), planner=None, quiet=True)
+    assert seen == {False}
+
+
 def test_rows_with_fewer_tokens_than_the_rank_are_refused(tmp_path):
     with pytest.raises(RequestError, match="no micro batch has as many supervised tokens as the rank"):
         train(asked(tmp_path, {**PEFT, "lora_r": 200}), planner=None, quiet=True)

@@ -5,6 +5,7 @@ Paischer et al. 2024, arXiv 2410.07170, by peft's own `initialize_lora_eva_weigh
 
 import time
 from itertools import islice
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def start_from_rows(session: Session) -> None:
     if adapter is None or not is_asked or session.step or config.peft.adapter_path is not None:
         return
     from peft.tuners.lora.config import EvaConfig
-    from peft.tuners.lora.eva import initialize_lora_eva_weights  # seconds to import
+    from peft.tuners.lora.eva import SVDHook, initialize_lora_eva_weights  # seconds to import
 
     from framework.build.adapters.first_adapter import drawn_for
 
@@ -56,7 +57,10 @@ def start_from_rows(session: Session) -> None:
 
     own = adapter.model.peft_config["default"]
     own.init_lora_weights, own.eva_config = "eva", EvaConfig(rho=1.0)  # each module keeps the rank that was planned
-    with drawn_for("eva", config.training.seed, session.assembly.place), torch.no_grad():
+    # Under autocast the decomposition's products would be half precision, which torch's QR takes on no device.
+    decompose = torch.autocast(session.assembly.place.kind, enabled=False)(SVDHook.__call__)
+    drawn = drawn_for("eva", config.training.seed, session.assembly.place)
+    with drawn, torch.no_grad(), patch.object(SVDHook, "__call__", decompose):
         initialize_lora_eva_weights(
             adapter.model,
             dataloader=batches,
