@@ -71,6 +71,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "groups": ("training.parameter_groups=[{match: embed_tokens, learning_rate: 1e-5}]",),
     "dpo_adapter_graphs": (
         *DPO,
+        ONCE,
         "training.compile=true",
         "training.cuda_graphs=true",
         "data.pad_to_multiple_of=2048",

@@ -448,6 +448,11 @@ EVEN = {"model": {"model_max_length": 1000}, "data": {"pad_to_multiple_of": 125}
         (EVEN | {"training": {"optimizer_offload": "host"}}, "training.optimizer_offload", "false"),
         (EVEN | {"training": {"on_oom": "shrink"}}, "training.on_oom", "false"),
         (EVEN | {"training": {"use_peft": True}, "peft": {"q_lora": True}}, "peft.q_lora", "false"),
+        (
+            EVEN | {"training": {"use_peft": True, "task": "preference"}},
+            "training.preference.precompute_reference",
+            "false",
+        ),
     ],
 )
 def test_cuda_graphs_are_for_few_shapes_and_what_was_tried(sections, other, expected):
@@ -456,6 +461,11 @@ def test_cuda_graphs_are_for_few_shapes_and_what_was_tried(sections, other, expe
     assert expected in found["training.cuda_graphs"].expected
     without = sections | {"training": {"compile": True} | sections.get("training", {})}
     assert "training.cuda_graphs" not in conflicts(**without)
+
+
+def test_cuda_graphs_go_with_a_reference_that_is_asked_once():
+    once = {"use_peft": True, "task": "preference", "preference": {"precompute_reference": True}}
+    assert "training.cuda_graphs" not in conflicts(training=RECORDED | once, **EVEN)
 
 
 def test_cuda_graphs_go_with_eight_lengths():
