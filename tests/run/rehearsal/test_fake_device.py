@@ -212,3 +212,21 @@ def test_optimizers_take_their_fused_and_foreach_kernels() -> None:
             torch.nn.utils.clip_grad_norm_([weight], 1.0)
         assert kernel in operators.names()
         assert "_foreach_norm" in operators.names()
+
+
+def test_a_weight_that_was_cast_where_nothing_is_recorded_still_gets_its_gradient() -> None:
+    """A norm of DoRA reads the factors first; with a copy that has no gradient their inputs would not be kept."""
+
+    def used_twice(device: str) -> tuple[int, int]:
+        weight, rows = torch.nn.Parameter(torch.zeros(4, 4, device=device)), torch.zeros(2, 4, device=device)
+        kept: list[torch.Tensor] = []
+        with torch.autocast(device, torch.bfloat16):
+            with torch.no_grad():
+                functional.linear(rows, weight)
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda it: it):
+                product = functional.linear(rows, weight)
+        return product.requires_grad, len(kept)
+
+    with pretend(H100):
+        rehearsed = used_twice("cuda")
+    assert rehearsed == used_twice("cpu") == (True, 1)
