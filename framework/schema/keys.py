@@ -147,7 +147,9 @@ def value_of(config: TrainingConfig, key: str) -> Any:
 
 def values(config: TrainingConfig) -> Iterator[tuple[Path, Any]]:
     """Every value of a config that is not a mapping, lists both whole and item by item."""
-    yield from _values(config.model_dump(), ())
+    found: list[tuple[Path, Any]] = []
+    _collect(config.model_dump(), (), found)
+    return iter(found)
 
 
 def written_keys(section: BaseModel, inside: str = "") -> Iterator[str]:
@@ -219,14 +221,17 @@ def _walk(key: Key, prefix: str) -> Iterator[str]:
         yield from _walk(child, f"{prefix}{name}.")
 
 
-def _values(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
+    """Append the values within one: a search asks for those of a thousand configs, which generators in generators tell
+    at a third of the speed."""
     if isinstance(value, dict) and value:
         for name, child in value.items():
-            yield from _values(child, (*path, name))
+            _collect(child, (*path, name), found)
         return
-    yield path, value
-    for index, item in enumerate(value) if isinstance(value, list | tuple) else ():
-        yield from _values(item, (*path, index))
+    found.append((path, value))
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _collect(item, (*path, index), found)
 
 
 def _key(fragment: Mapping[str, Any], definitions: Mapping[str, Any]) -> Key:

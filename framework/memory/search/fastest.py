@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from framework.memory.ledger import Plan
 from framework.memory.search.estimate import Estimate, Figures, deepened, depths_of, with_depth
 from framework.memory.search.mixed import Mix, kin_of, mixed, mixes
-from framework.memory.search.space import ACTIVATIONS, COMPILE, EXPANDABLE, Structure, with_rows
+from framework.memory.search.space import ACTIVATIONS, COMPILE, EXPANDABLE, Order, Structure, with_rows
 from framework.schema.config import TrainingConfig
 
 AT_A_TIME = 2
@@ -60,15 +63,6 @@ class Candidate(NamedTuple):
     micro: int
 
 
-class Relation(NamedTuple):
-    """What one structure is next to another at the same batch, as far as it is sure."""
-
-    is_no_smaller: bool
-    is_no_faster: bool
-    has_its_rows: bool
-    """What grows with the rows is the same."""
-
-
 @dataclass(frozen=True)
 class Space:
     """All candidates: every structure with every size, `rows` an optimizer step and device, within `usable` bytes and
@@ -96,17 +90,9 @@ class Space:
         return [tuple(word for word in item.name if not word.startswith(EXPANDABLE)) for item in self.structures]
 
     @cached_property
-    def _relations(self) -> dict[tuple[int, int], Relation]:
-        return {}
-
-    def relation(self, number: int, other: int) -> Relation:
-        """What the structure `number` is next to `other`."""
-        found = self._relations.get((number, other))
-        if found is None:
-            mine, its = self.structures[number], self.structures[other]
-            found = Relation(mine.is_no_smaller_than(its), its.is_no_slower_than(mine), mine.differs_by_host(its))
-            self._relations[number, other] = found
-        return found
+    def order(self) -> Order:
+        """What the structures are to each other."""
+        return Order(self.structures)
 
     def weight(self, number: int) -> int:
         """How far a structure is from the plain settings: of those about as fast the plainer one is taken."""
@@ -114,17 +100,6 @@ class Space:
 
     def config(self, candidate: Candidate) -> TrainingConfig:
         return with_rows(self.structures[candidate.number].config, self.rows, candidate.micro, self.free)
-
-
-@dataclass(frozen=True)
-class _AtEachSize:
-    """(upper end of bytes, bytes that grow with the rows, seconds) of a structure, by size."""
-
-    rows: tuple[tuple[float, float, float], ...]
-
-    @classmethod
-    def of(cls, estimate: Estimate, sizes: Sequence[int]) -> "_AtEachSize":
-        return cls(tuple((estimate.upper(size), estimate.grown(size), estimate.seconds(size)) for size in sizes))
 
 
 @dataclass
@@ -175,7 +150,7 @@ class Search:
         on_the_card = frozenset(number for number in everything if not self.space.structures[number].uses_host)
         for self.within in (on_the_card, everything):
             if self.best is None:
-                self._probe(_strongest(self.space.structures, self.within))
+                self._probe(_strongest(self.space.order, self.within))
             while len(self.plans) < MOST_PLANS and (chosen := self._most_promising()):
                 self._probe([number for number, micro in chosen if micro is None])
                 self._look_closer([Candidate(number, micro) for number, micro in chosen if micro is not None])
@@ -233,13 +208,13 @@ class Search:
     def _unknown_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
         """The same for structures of which nothing is known, the most promising of those that are known together."""
         together: dict[frozenset[tuple[str, ...]], tuple[float, int, int, int | None]] = {}
-        known = {number: _AtEachSize.of(item, self.space.sizes) for number, item in self.estimates.items()}
+        least = self._least_seconds()
         for number in sorted(self.within - self.estimates.keys() - self.refused):
             if all(self._is_short(number, size) for size in self.space.sizes):
                 continue
             parents = [parent for parent in self._parents(number) if parent not in self.estimates]
             behind = frozenset(self.space.families[parent] for parent in parents)
-            promise = self._least_seconds(number, known), self.space.weight(number), number, None
+            promise = float(least[number]), self.space.weight(number), number, None
             together[behind] = min(promise, together.get(behind, promise))
         yield from (promise for promise in together.values() if promise[0] < math.inf)
 
@@ -275,19 +250,20 @@ class Search:
                 return True
         return False
 
-    def _least_seconds(self, number: int, known: Mapping[int, "_AtEachSize"]) -> float:
-        """Seconds that a structure needs at least, at the sizes at which it may fit; infinite where there are none.
+    def _least_seconds(self) -> npt.NDArray[np.float64]:
+        """Seconds that each structure needs at least, at the sizes at which it may fit; infinite where there are none.
 
         One that takes no more memory says what is too large, and so do the rows of one that keeps more on the card."""
-        least = [0.0] * len(self.space.sizes)
-        usable = self.space.usable * LIKELY
-        for other, figures in known.items():
-            relation = self.space.relation(number, other)
-            for place, (upper, grown, seconds) in enumerate(figures.rows if any(relation) else ()):
-                is_too_large = (relation.is_no_smaller and upper > usable) or (relation.has_its_rows and grown > usable)
-                bound = math.inf if is_too_large else seconds if relation.is_no_faster else 0.0
-                least[place] = max(least[place], bound)
-        return min(least)
+        sizes, usable = self.space.sizes, self.space.usable * LIKELY
+        least = np.zeros((len(self.space.structures), len(sizes)))
+        for other, known in self.estimates.items():
+            upper, grown, seconds = (
+                np.array([*map(told, sizes)]) for told in (known.upper, known.grown, known.seconds)
+            )
+            no_smaller, no_faster, same_rows = (flags[:, None] for flags in self.space.order.to(other))
+            is_too_large = (no_smaller & (upper > usable)) | (same_rows & (grown > usable))
+            least = np.maximum(least, np.where(is_too_large, math.inf, np.where(no_faster, seconds, 0.0)))
+        return least.min(axis=1)  # type: ignore[no-any-return]
 
     def _probe(self, numbers: Sequence[int]) -> None:
         """Plan structures of which nothing is known with few layers, at the first sizes."""
@@ -383,10 +359,9 @@ def without_evaluation(config: TrainingConfig) -> TrainingConfig:
     return config.model_copy(update={"data": data, "training": training})
 
 
-def _strongest(structures: Sequence[Structure], within: frozenset[int]) -> list[int]:
+def _strongest(order: Order, within: frozenset[int]) -> list[int]:
     """Structures that no other of them is sure to be smaller than: when these do not fit, little else can."""
-    return [
-        number
-        for number in sorted(within)
-        if not any(structures[number].is_no_smaller_than(structures[other]) for other in within if other != number)
-    ]
+    is_larger = np.zeros(order.count, dtype=bool)
+    for other in within:
+        is_larger |= order.is_no_smaller(other) & (np.arange(order.count) != other)
+    return [number for number in sorted(within) if not is_larger[number]]

@@ -4,10 +4,13 @@ Values come from the levers table: which are worth trying and in which order, wi
 No torch.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from framework.memory.editing import default_of, possible, with_values
 from framework.memory.levers import LEVERS, Axis, lever, word
@@ -33,6 +36,7 @@ STATES, BASE, PARTS = "training.optimizer_offload", "model.offload_frozen_base",
 AXES: Mapping[str, Axis] = {row.key: row.search for row in LEVERS if row.search is not None}
 """Every lever that `fit` moves without being asked; none of them changes what is learned."""
 Table = Mapping[str, tuple[Any, ...]]
+Flags = npt.NDArray[np.bool_]
 SHARDING: Table = {key: axis.values for key, axis in AXES.items() if key.startswith("fsdp.")}
 """What several devices may split between them."""
 OFF_THE_CARD: Table = {key: axis.values for key, axis in AXES.items() if axis.values and key not in SHARDING}
@@ -70,25 +74,50 @@ class Structure:
             for key, mine, its in zip(self.choices, self.positions, other.positions, strict=True)
         )
 
-    def is_no_slower_than(self, other: "Structure") -> bool:
-        """Whether it takes no longer at the same batch. Of chunks of the loss the smaller are no faster, and none is
-        sure to be slower than all logits at once."""
-        return self._is_below(other, lambda key: AXES[key].slower or (key == CHUNKS and self.choices[key] is not False))
 
-    def is_no_smaller_than(self, other: "Structure") -> bool:
-        """Whether it takes at least the memory of `other` at the same batch."""
-        return self._is_below(other, lambda key: AXES[key].smaller)
+class Relation(NamedTuple):
+    """What each structure is next to another at the same batch, as far as it is sure."""
 
-    def differs_by_host(self, other: "Structure") -> bool:
-        """Whether nothing but what is kept in host memory may be another: the same grows with the rows."""
-        return all(
-            mine == its or AXES[key].on_host
-            for key, mine, its in zip(self.choices, self.positions, other.positions, strict=True)
-        )
+    is_no_smaller: Flags
+    """Takes at least the other's memory."""
+    is_no_faster: Flags
+    has_its_rows: Flags
+    """What grows with the rows is the same: nothing but what is kept in host memory may be another."""
 
-    def _is_below(self, other: "Structure", is_ordered: Callable[[str], bool]) -> bool:
-        pairs = zip(self.choices, self.positions, other.positions, strict=True)
-        return all(mine == its or (mine < its and is_ordered(key)) for key, mine, its in pairs)
+
+class Order:
+    """The relations of structures. A search asks for hundreds of thousands, so they are computed for all at once."""
+
+    def __init__(self, structures: Sequence[Structure]) -> None:
+        keys = list(structures[0].choices) if structures else []
+        self._places = np.array([item.positions for item in structures], dtype=np.int16).reshape(-1, len(keys))
+        self._smaller = np.array([AXES[key].smaller for key in keys], dtype=bool)
+        self._on_host = np.array([AXES[key].on_host for key in keys], dtype=bool)
+        slower = np.array([AXES[key].slower for key in keys], dtype=bool)
+        # Of chunks of the loss the smaller are no faster, and none is sure to be slower than all logits at once.
+        chunks = np.array([key == CHUNKS for key in keys], dtype=bool)
+        self._slower = [slower | chunks if item.choices[CHUNKS] is not False else slower for item in structures]
+        self._known: dict[int, Relation] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._places)
+
+    def to(self, other: int) -> Relation:
+        """What each structure is next to the one of that number."""
+        if other not in self._known:
+            its = self._places[other]
+            same, above = self._places == its, self._places > its
+            is_no_faster = (same | (above & self._slower[other])).all(axis=1)
+            has_its_rows = (same | self._on_host).all(axis=1)
+            self._known[other] = Relation(self.is_no_smaller(other), is_no_faster, has_its_rows)
+        return self._known[other]
+
+    def is_no_smaller(self, other: int) -> Flags:
+        """Whether each structure takes at least the memory of the one of that number."""
+        its = self._places[other]
+        same, below = self._places == its, self._places < its
+        return (same | (below & self._smaller)).all(axis=1)  # type: ignore[no-any-return]
 
 
 def with_rows(config: TrainingConfig, rows: int, micro: int, free: Collection[str]) -> TrainingConfig:
@@ -137,19 +166,21 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
     if CHECKPOINTS in free and EVERY in free and (depths := depths_of(config)) is not None:
         table = {**table, EVERY: tuple(every for every in FINE if every < depths.all)}
     axes = {key: _values(config, key, table[key]) if key in free else (value_of(config, key),) for key in table}
+    company = {key: _company(config, key, axes) for key in axes}
+    plain = {key: _places_of(default_of(key), axes[key]) if key in free else range(len(axes[key])) for key in axes}
     found: list[Structure] = []
     changed_to = _Changed(config, runs_here)
-    for chosen in product(*axes.values()):
-        choices = dict(zip(axes, chosen, strict=True))
-        idle = {key for key in axes if not _has_company(config, key, choices)}
-        if any(key in free and not _same(choices[key], default_of(key)) for key in idle):
+    for places in product(*(range(len(values)) for values in axes.values())):
+        at = dict(zip(axes, places, strict=True))
+        idle = {key for key in axes if any(at[name] not in fitting for name, fitting in company[key].items())}
+        if any(at[key] not in plain[key] for key in idle):
             continue
-        is_as_written = all(_same(value_of(config, key), value) for key, value in choices.items())
-        if _is_left_out(choices, free) and not is_as_written:
+        choices = {key: axes[key][place] for key, place in at.items()}
+        if _is_left_out(choices, free) and not all(_same(value_of(config, key), choices[key]) for key in axes):
             continue
         changed = changed_to({key: value for key, value in choices.items() if key in free})
         if changed is not None:
-            positions = tuple(0 if key in idle else axes[key].index(value) + 1 for key, value in choices.items())
+            positions = tuple(0 if key in idle else place + 1 for key, place in at.items())
             found.append(Structure(changed, choices, positions))
     return found
 
@@ -200,12 +231,17 @@ def _can_be_had(config: TrainingConfig, key: str, value: Any) -> bool:
     return suits(setting.hardware, config.gpu) and all(map(is_installed, filter(None, setting.package.split(", "))))
 
 
-def _has_company(config: TrainingConfig, key: str, choices: Mapping[str, Any]) -> bool:
-    """Whether the other keys are such that this one has an effect."""
+def _company(config: TrainingConfig, key: str, axes: Table) -> Mapping[str, Collection[int]]:
+    """The places that other keys must have on their axes for this one to have an effect; none where one that is no axis
+    has another value than it must."""
     beside = lever(key).settings[0].beside
-    return all(
-        _same(choices[name] if name in choices else value_of(config, name), value) for name, value in beside.items()
-    )
+    if any(name not in axes and not _same(value_of(config, name), value) for name, value in beside.items()):
+        return {key: ()}
+    return {name: _places_of(value, axes[name]) for name, value in beside.items() if name in axes}
+
+
+def _places_of(value: Any, among: tuple[Any, ...]) -> Collection[int]:
+    return {place for place, other in enumerate(among) if _same(value, other)}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -74,6 +74,7 @@ def unused_key_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
             yield Conflict((key, use.key), message, fitting if use.refused else None, is_warning=not use.refused)
 
 
+@cache
 def _key(path: Path) -> str:
     """The key around a value: a list or a mapping with keys of the user's own stands for what it holds."""
     names = [dotted(path[: end + 1]) for end in range(len(path))]
