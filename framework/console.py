@@ -1,13 +1,35 @@
 """The rich console that everything of ours is printed on: styles are obeyed, and no text is."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
 from framework.terminal import BEFORE_OUTPUT, OBEYED, visible
+
+
+def folded(text: Text, width: int) -> Text:
+    """The text with lines of at most `width` cells, broken between words and indented as their first. A word that is
+    longer, such as a path, stays whole, so that it can be copied."""
+    lines = list[Text]()
+    for line in text.split("\n", allow_blank=True):
+        plain, ends, used = line.plain, list[int](), 0
+        indent = len(plain) - len(plain.lstrip(" "))
+        for word in re.finditer(r"\S+ *", plain):
+            cells, trailing = cell_len(word[0].rstrip()), len(word[0]) - len(word[0].rstrip())
+            used = used or word.start()
+            if used + cells > width and used > indent:
+                ends.append(word.start())
+                used = indent
+            used += cells + trailing
+        for number, part in enumerate(line.divide(ends)):
+            part.rstrip()
+            lines.append(Text(" " * indent) + part if number else part)
+    return Text("\n").join(lines)
 
 
 class TerminalConsole(Console):
@@ -17,6 +39,9 @@ class TerminalConsole(Console):
         """Print below nothing that is written over."""
         for give_way in BEFORE_OUTPUT:
             give_way()
+        if self.is_terminal and self.soft_wrap and all(isinstance(each, str | Text) for each in arguments):
+            texts = (self.render_str(each) if isinstance(each, str) else each for each in arguments)
+            arguments = (folded(Text(" ").join(texts), self.width),)
         super().print(*arguments, **options)
 
     def render_str(self, text: str, *arguments: Any, **options: Any) -> Text:

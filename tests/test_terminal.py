@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.text import Text
 
 from framework.cli import main
 from framework.cli.printing import print_columns, print_json, print_problems
 from framework.compose import compose
-from framework.console import TerminalConsole
+from framework.console import TerminalConsole, folded
 from framework.converters import convert
 from framework.errors import Problem
 from framework.escaping import escape
@@ -198,3 +199,12 @@ def test_only_one_module_prints_results_and_one_makes_consoles():
         if printing.search(file.read_text())
     }
     assert users == {"cli/printing.py"}
+
+
+def test_lines_are_folded_between_words_and_a_long_word_stays_whole():
+    path = "/a/" + "b" * 30
+    text = Text(f"  one two three four\n{path} ends\nx")
+    text.stylize("bold", 2, 5)
+    found = folded(text, 12)
+    assert found.plain.split("\n") == ["  one two", "  three four", path, "ends", "x"]
+    assert [(span.start, span.end) for span in found.spans if span.style == "bold"] == [(2, 5)]

@@ -63,7 +63,7 @@ def complain(message: str, with_traceback: bool) -> None:
 
 
 def stdout() -> "Console":
-    """The console that results go to. It is in colour on a terminal alone, and lines keep their length in a pipe."""
+    """The console that results go to. On a terminal alone it is in colour, and lines are folded between words."""
     from framework.console import TerminalConsole
 
     return TerminalConsole(soft_wrap=True, highlight=False, emoji=False)

@@ -13,10 +13,6 @@ ROWS = 20
 """Of the table next to a plot: evenly spaced steps, and those of the least and the greatest values."""
 FAR = 5
 """Times the greatest curve, beyond which the card's size is said and not drawn: the curves would lie on the axis."""
-MOST_OPEN = 8
-"""Evaluations up to which their table is unfolded."""
-MOST_METRICS = 6
-"""Columns of the table of evaluations; `metrics.jsonl` has all."""
 
 Write = Callable[[float], str]
 
@@ -33,8 +29,8 @@ def curve_parts(run: Run) -> Iterator[str]:
     yield '<div class="small">'
     for title, name, write, is_noisy in (
         ("Tokens a second, all devices", "tokens_per_second", _count, True),
-        ("Gradient norm, before clipping", "grad_norm", _plain, True),
-        ("Learning rate", "learning_rate", _plain, False),
+        ("Gradient norm, before clipping", "grad_norm", plain, True),
+        ("Learning rate", "learning_rate", plain, False),
     ):
         curve, from_zero = Curve(title, "first", run.metrics.trained(name), is_noisy=is_noisy), name != "grad_norm"
         yield f"<div><h3>{title}</h3>{''.join(_plot(title, [curve], write, frame=SMALL, from_zero=from_zero))}</div>"
@@ -46,38 +42,20 @@ def _loss(run: Run) -> Iterator[str]:
     held_out = Curve("loss on held-out rows", "second", run.metrics.evaluated("eval_loss"), is_marked=True)
     yield "<h2>Loss</h2>"
     yield f'<p class="soft">{escape(" ".join(_last_losses(run)))}</p>'
-    yield from _plot("Loss against steps", [train, held_out], _plain)
-    yield from _evaluations(run)
+    yield from _plot("Loss against steps", [train, held_out], plain)
 
 
 def _last_losses(run: Run) -> Iterator[str]:
     """Where training and evaluation came to."""
     if points := run.metrics.trained("loss").points:
-        yield f"Training: {_plain(points[-1][1])} at step {points[-1][0]:,}."
+        yield f"Training: {plain(points[-1][1])} at step {points[-1][0]:,}."
     if points := run.metrics.evaluated("eval_loss").points:
         (first, before), (last, after) = points[0], points[-1]
         at, least = min(points, key=lambda point: point[1])
-        since = f", {_plain(after)} at step {last:,}, {_plain(least)} at the least (step {at:,})"
-        yield f"Held-out rows: {_plain(before)} at step {first:,}{since if len(points) > 1 else ''}."
+        since = f", {plain(after)} at step {last:,}, {plain(least)} at the least (step {at:,})"
+        yield f"Held-out rows: {plain(before)} at step {first:,}{since if len(points) > 1 else ''}."
     elif not run.metrics.evals:
         yield "Nothing was evaluated."
-
-
-def _evaluations(run: Run) -> Iterator[str]:
-    """The metrics of the task next to the loss, where there are any."""
-    evals = run.metrics.evals
-    names = list(dict.fromkeys(name for values in evals.values() for name in values))[:MOST_METRICS]
-    if len(names) < 2:
-        return
-    losses = [step for step, _ in run.metrics.evaluated("eval_loss").points]
-    best = {min(losses, key=lambda step: evals[step]["eval_loss"] or 0.0)} if losses else set()
-    rows = [
-        (f"{step:,}", *(_plain(value) if (value := evals[step].get(name)) is not None else "-" for name in names))
-        for step in _chosen(sorted(evals), best)
-    ]
-    heading = ("Step", *(name.replace("_", " ") for name in names))
-    shown = " open" if len(rows) <= MOST_OPEN else ""
-    yield f"<details{shown}><summary>Evaluations</summary>{table(heading, rows)}</details>"
 
 
 def _memory(run: Run) -> Iterator[str]:
@@ -148,7 +126,7 @@ def _plot(
         yield f'<p class="soft">{escape(line)}</p>'
     found = [dict(curve.series.points) for curve in drawn]
     ends = {end(curve, key=curve.__getitem__) for curve in found for end in (min, max)}
-    steps = _chosen(sorted({step for curve in found for step in curve}), ends)
+    steps = chosen(sorted({step for curve in found for step in curve}), ends)
     rows = [(f"{step:,}", *(write(curve[step]) if step in curve else "-" for curve in found)) for step in steps]
     figures = table(("Step", *(curve.name.lower() for curve in drawn)), rows)
     yield f"<details><summary>Figures: {escape(title.lower())}</summary>{figures}</details>"
@@ -177,7 +155,7 @@ def _remarks(curves: Sequence[Curve], levels: Sequence[Level], from_zero: bool) 
         yield "The scale is logarithmic."
 
 
-def _chosen(steps: Sequence[int], always: set[int]) -> list[int]:
+def chosen(steps: Sequence[int], always: set[int]) -> list[int]:
     """At most ROWS of the steps, evenly, with the first and the last, and those that are always wanted."""
     if len(steps) <= ROWS:
         return list(steps)
@@ -185,7 +163,8 @@ def _chosen(steps: Sequence[int], always: set[int]) -> list[int]:
     return sorted(even | always)
 
 
-def _plain(value: float) -> str:
+def plain(value: float) -> str:
+    """Four digits of a figure."""
     return f"{value:.4g}"
 
 

@@ -1,5 +1,6 @@
 """A run folder read again: every figure of the report is in one of its files. No torch."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
 from framework.regular_files import open_regular, read_regular
 from framework.run.record.layout import checkpoints, step_of
+from framework.run.record.metrics_log import SAMPLES
 from framework.run.record.predicted_and_measured import last_line
 from framework.schema.config import TrainingConfig
 
@@ -101,6 +103,15 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What the model wrote behind a prompt after a step."""
+
+    step: int
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
 class Run:
     """What the files of a run folder say. None where one is not there or cannot be read, which `lacks` tells."""
 
@@ -111,6 +122,7 @@ class Run:
     environment: Environment | None
     memory: Memory | None
     metrics: Metrics
+    samples: tuple[Sample, ...]
     checkpoints: tuple[int, ...]
     is_exported: bool
     lacks: tuple[str, ...]
@@ -134,6 +146,7 @@ def read_run(folder: Path) -> Run:
         environment=_read(folder / "environment.json", _environment, lacks),
         memory=_read(folder / "memory.json", _memory, lacks),
         metrics=_read_metrics(folder / "metrics.jsonl", lacks),
+        samples=_read_samples(folder / SAMPLES),
         checkpoints=tuple(step_of(found) for found in checkpoints(folder)),
         is_exported=any((folder / "final").glob("*")),
         lacks=tuple(lacks),
@@ -240,6 +253,21 @@ def _read_metrics(file: Path, lacks: list[str]) -> Metrics:
     if unread:
         lacks.append(f"{file.name}: {unread} {'line is' if unread == 1 else 'lines are'} not whole, and left out")
     return Metrics(steps, evals, unread)
+
+
+def _read_samples(file: Path) -> tuple[Sample, ...]:
+    """Samples of the steps that count, in the order of the file; none where there is no file."""
+    found: dict[tuple[int, str], Sample] = {}
+    try:
+        with TextIOWrapper(open_regular(file), encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                    document = json.loads(line)
+                    sample = Sample(int(document["step"]), str(document["prompt"]), str(document["completion"]))
+                    found[sample.step, sample.prompt] = sample
+    except OSError:
+        return ()
+    return tuple(sorted(found.values(), key=lambda sample: sample.step))
 
 
 def _line(text: str) -> tuple[int, dict[str, float | None]] | None:

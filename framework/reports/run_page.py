@@ -27,6 +27,7 @@ from framework.memory.ledger import STEP_PHASES
 from framework.reports import plan_text
 from framework.reports.page import definitions, document, items
 from framework.reports.run_curves import curve_parts, memory_parts
+from framework.reports.run_evaluations import evaluation_parts, sample_parts
 from framework.reports.run_files import Environment, Run
 from framework.schema.config import TrainingConfig
 from framework.schema.evaluation import steps_between
@@ -204,6 +205,8 @@ def run_page(run: Run) -> str:
         *items("Stopped, and gone on since", [f"tunesmith explain {file}" for file in earlier_reports(run.folder)]),
         *memory_parts(run),
         *curve_parts(run),
+        *evaluation_parts(run),
+        *sample_parts(run),
         *(items("Assumptions of the plan", run.plan.assumptions) if run.plan is not None else ()),
         *(items("Warnings of the plan", run.plan.warnings, "warnings") if run.plan is not None else ()),
         *items("Files that are not there or not whole", run.lacks),

@@ -207,7 +207,8 @@ def merged_names(found: Iterable[Mapping[str, Sequence[str]]]) -> dict[str, list
 
 
 def cautions(report: SplitReport) -> dict[str, str]:
-    """Warnings about what became of the rows, by kind: what was left out, lost to the limit, or may be a mistake."""
+    """Warnings about what became of the rows, by kind, each with the key of its rows: what was left out, lost to the
+    limit, or may be a mistake."""
     name, read = report.name, max(report.read, 1)
     found = {
         reason: f"{count / read:.0%} of the rows of {name} are left out: {what}"
@@ -222,7 +223,7 @@ def cautions(report: SplitReport) -> dict[str, str]:
         if (count := report.remarks.get(remark, 0)) and count >= remark.least_share * read:
             share = f"{count:,} of {counted(report.read, 'row')} of {name} ({_percent(count, read)})"
             found[remark] = f"{share} have {remark}"
-    return found
+    return {kind: f"data.{name}: {caution}" for kind, caution in found.items()}
 
 
 def loss_message(report: SplitReport) -> str:

@@ -295,8 +295,8 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer.chat_template)
 
 
-def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tuple[str, ...]:
-    """Whether this tokenizer can render these conversations; looks at the first three. Returns warnings.
+def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> dict[str, str]:
+    """Whether this tokenizer can render these conversations; looks at the first three. Returns warnings by kind.
 
     Raises RequestError when there is no template, or when the template does not compile or refuses a row.
     """
@@ -317,7 +317,7 @@ def check_chat(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]) -> tup
         except TemplateFault as error:
             message = f"the chat template does not render chat {number}: {error}"
             raise RequestError([Problem("model.chat_template", message)]) from error
-    return tuple(f"model.chat_template: {warning}" for warning in warnings.values())
+    return {kind: f"model.chat_template: {warning}" for kind, warning in warnings.items()}
 
 
 def _doubts(template: Template, chat: Chat) -> dict[str, str]:

@@ -74,7 +74,7 @@ def check_prompts(sources: Sequence[Rows], tokenizer: PreTrainedTokenizerBase) -
     if needy and not tokenizer.is_fast:
         message = f"{type(tokenizer).__name__} does not say which characters a token has, which `{needy[0]}` rows need"
         raise RequestError([Problem("model.tokenizer_name", message, expected="a tokenizer with a tokenizer.json")])
-    warnings: dict[str, None] = {}
+    of_chats, of_texts = dict[str, str](), dict[str, None]()
     for source in sources:
         if FORMS[source.form].prompt is None:
             continue
@@ -82,10 +82,10 @@ def check_prompts(sources: Sequence[Rows], tokenizer: PreTrainedTokenizerBase) -
         first = list(islice((prompt for prompt in prompts if prompt is not None), ROWS_CHECKED))
         chats = [prompt for prompt in first if isinstance(prompt, Chat)]
         if chats:
-            warnings.update(dict.fromkeys(check_chat(tokenizer, chats)))
+            of_chats = {**check_chat(tokenizer, chats), **of_chats}
         texts = (prompt for prompt in first if not isinstance(prompt, Chat))
-        warnings.update(dict.fromkeys(islice(_joined(tokenizer, texts), 1)))
-    return tuple(warnings)
+        of_texts.update(dict.fromkeys(islice(_joined(tokenizer, texts), 1)))
+    return (*of_chats.values(), *of_texts)
 
 
 def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterable[tuple[str, str]]) -> Iterator[str]:

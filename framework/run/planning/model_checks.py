@@ -20,6 +20,7 @@ from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.record.run_folder import unusable_folders
 from framework.schema.choices import Attention, CheckpointingPolicy
 from framework.schema.config import TrainingConfig
+from framework.schema.keys import every_key
 from framework.schema.plural import counted
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ def _inspect(config: TrainingConfig) -> Findings:
             if not problems and _shows_in_forward(config):
                 attempt(lambda: plan_in_subprocess(config))
         if assembly is not None and assembly.adapter is not None:
-            cautions.extend(_about_adapter(caution) for caution in assembly.adapter.cautions)
+            cautions.extend(_about(caution, "peft") for caution in assembly.adapter.cautions)
         if config.data.train:
             tokenizer = attempt(lambda: read_tokenizer(config, architecture))
             if tokenizer is not None:
@@ -113,7 +114,7 @@ def _inspect(config: TrainingConfig) -> Findings:
     )
     unread = dict.fromkeys(name for names in data.report.train.unread.values() for name in names)
     said = [*data.report.warnings, *([f"not read: {', '.join(unread)}"] if unread else [])]
-    warnings = (Problem("data.train", warning) for warning in said)
+    warnings = (_about(caution, "data.train") for caution in said)
     return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
 
 
@@ -145,7 +146,7 @@ def _shows_in_forward(config: TrainingConfig) -> bool:
     return policy or model.sdpa_backend is not None or model.attn_implementation == Attention.RING_ATTENTION
 
 
-def _about_adapter(caution: str) -> Problem:
+def _about(caution: str, section: str) -> Problem:
     """A caution as a problem: most begin with the key that they are about."""
-    key, colon, message = caution.partition(": ")
-    return Problem(key, message) if colon and key == "peft.lora_target_modules" else Problem("peft", caution)
+    key, _, message = caution.partition(": ")
+    return Problem(key, message) if key in every_key() else Problem(section, caution)

@@ -75,7 +75,8 @@ class TestTruncation:
         assert f"the first: {path}:8 has {length} tokens: no supervised token" in str(report)
         assert (report.supervised, report.supervised_lost) == (80, 10)
         assert data.report.warnings == (
-            "12.5% of the supervised tokens of train are lost to the limit of 64 tokens (0 of 8 rows cut, 1 dropped)",
+            "data.train: 12.5% of the supervised tokens of train are lost to the limit of 64 tokens "
+            "(0 of 8 rows cut, 1 dropped)",
         )
 
     def test_all_answers_cut_off_is_an_error_naming_row_length_and_limit(

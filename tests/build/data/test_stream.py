@@ -406,7 +406,7 @@ class TestAccount:
         assert [*told] == ([250, 375] if buffer == 1000 else [375])
         assert all("of the supervised tokens of train are lost" in news for news in told.values())
         most = told[375]
-        assert most.startswith("66.7% of the supervised tokens of train are lost to the limit of 32 tokens")
+        assert most.startswith("data.train: 66.7% of the supervised tokens of train are lost to the limit of 32 tokens")
         assert most.endswith("of rows that are not streamed this is an error")
         held = config(rows, streaming=False, truncation="drop")
         with pytest.raises(RequestError, match=r"66\.7% of the supervised tokens"):

@@ -89,7 +89,7 @@ def test_saved_template_renders_the_same_rows(name: str, make_tokenizer: MakeTok
 
 def test_a_sound_template_has_no_warnings(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(read_template("chatml"), CHATML_TOKENS)
-    assert check_chat(tokenizer, [CHAT, Chat(MESSAGES[1:3]), CHAT.through(4), CHAT.through(1)]) == ()
+    assert check_chat(tokenizer, [CHAT, Chat(MESSAGES[1:3]), CHAT.through(4), CHAT.through(1)]) == {}
 
 
 def test_no_template_is_refused_with_what_to_write(make_tokenizer: MakeTokenizer) -> None:
@@ -176,17 +176,19 @@ def test_bounded_steps_do_what_they_do(make_tokenizer: MakeTokenizer) -> None:
 
 def test_warns_when_the_prompt_differs_from_the_rows(make_tokenizer: MakeTokenizer) -> None:
     thinking = read_template("chatml").replace("assistant\\n' -}}", "assistant\\n<think>\\n' -}}")
-    warnings = check_chat(make_tokenizer(thinking, CHATML_TOKENS), [CHAT, CHAT])
+    warnings = [*check_chat(make_tokenizer(thinking, CHATML_TOKENS), [CHAT, CHAT]).values()]
     assert len(warnings) == 1
     assert "<think>" in warnings[0]
 
 
 def test_warns_when_the_end_of_turn_is_made_of_text(make_tokenizer: MakeTokenizer) -> None:
-    (warning,) = check_chat(make_tokenizer(read_template("chatml")), [CHAT])
+    (warning,) = check_chat(make_tokenizer(read_template("chatml")), [CHAT]).values()
     assert "<|im_end|>" in warning
     assert "no special token" in warning
     other = Chat([*MESSAGES[:-1], {"role": "assistant", "content": "Indeed."}])
-    assert check_chat(make_tokenizer(read_template("chatml")), [CHAT, other]) == (warning,), "once, whatever the row"
+    assert check_chat(make_tokenizer(read_template("chatml")), [CHAT, other]) == {"end": warning}, (
+        "once, whatever the row"
+    )
 
 
 def test_warns_when_generation_blocks_leave_the_end_out(make_tokenizer: MakeTokenizer) -> None:
@@ -196,7 +198,7 @@ def test_warns_when_generation_blocks_leave_the_end_out(make_tokenizer: MakeToke
         "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    (warning,) = check_chat(make_tokenizer(template, CHATML_TOKENS), [CHAT])
+    (warning,) = check_chat(make_tokenizer(template, CHATML_TOKENS), [CHAT]).values()
     assert "leaves out '<|im_end|>'" in warning
 
 

@@ -89,7 +89,7 @@ def test_an_empty_field_of_a_table_is_no_label(
     assert data.targets.names == ("a", "b")
     assert (data.report.train.kept, data.report.train.dropped) == (2, {"empty": 2})
     assert data.report.warnings == (
-        "50% of the rows of train are left out: a column that they need is absent or empty in them",
+        "data.train: 50% of the rows of train are left out: a column that they need is absent or empty in them",
     )
 
 

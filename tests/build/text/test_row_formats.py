@@ -442,7 +442,7 @@ def test_pairs_that_teach_nothing_are_left_out(prepare: Prepare) -> None:
     assert found.dropped == {"the same answer twice": 1, "the same answer twice within 32 tokens": 1}
     assert found.supervised_lost > 40
     half = prepare(rows[:2], "preference").report
-    assert half.warnings == ("50% of the rows of train are left out: both answers of a pair are the same",)
+    assert half.warnings == ("data.train: 50% of the rows of train are left out: both answers of a pair are the same",)
 
 
 def test_a_mapped_column_that_is_not_there_is_told_before_the_form_it_leaves(prepare: Prepare) -> None:

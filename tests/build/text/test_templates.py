@@ -235,17 +235,17 @@ def test_a_call_that_is_not_written_is_no_empty_answer(name: str, tokenizer_of: 
 
 def test_what_a_template_leaves_out_is_told(tokenizer_of: TokenizerOf) -> None:
     with_tools = Chat(TURNS.messages, TOOLS)
-    (warning,) = check_chat(tokenizer_of("chatml"), [with_tools])
+    (warning,) = check_chat(tokenizer_of("chatml"), [with_tools]).values()
     assert "does not write the `tools`" in warning
     speakers = Chat([{**message, "name": "Ann"} for message in TURNS.messages])
-    (warning,) = check_chat(tokenizer_of("chatml"), [speakers])
+    (warning,) = check_chat(tokenizer_of("chatml"), [speakers]).values()
     assert "does not write the `name` of turns" in warning
     thinking = Chat([user("two?"), answer("Four.", thinking="Easy.")])
     for name, lost in (("chatml", {Remark.LOST_THOUGHT}), ("harmony", set()), ("qwen3", set())):
         (row,) = encode_chats(tokenizer_of(name), [thinking])
         assert isinstance(row, Encoded)
         assert row.remarks == lost
-    assert check_chat(tokenizer_of("qwen25"), [with_tools]) == ()
+    assert check_chat(tokenizer_of("qwen25"), [with_tools]) == {}
 
 
 def test_a_system_message_that_a_template_refuses_is_said_so(tokenizer_of: TokenizerOf) -> None:
