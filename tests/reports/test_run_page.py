@@ -218,3 +218,16 @@ def test_names_are_text_and_never_markup(done):
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 5
     Reader(page)
+
+
+def test_evaluations_by_named_sets_and_samples(tmp_path):
+    sets = {"eval_loss/code": 2.5, "eval_loss/chat": 1.5, "perplexity/code": 12.18, "python/mine": 7.0}
+    lines = [step(1), {**evaluation(1, 2.0), **sets}, step(2), {**evaluation(2, 1.9), **sets, "eval_loss/chat": 1.25}]
+    folder = make_run(tmp_path / "r", lines)
+    samples = [{"step": each, "prompt": "<b>", "completion": f"after {each}"} for each in (1, 2)]
+    (folder / "samples.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in samples) + '{"step": 3, "pro')
+    said = text(page_of(folder))
+    assert "All held-out rows Step eval loss perplexity python/mine 1 2 2 7 2 1.9 2 7" in said
+    assert "Loss of each set Step code chat 1 2.5 1.5 2 2.5 1.25" in said
+    assert "Each set, at step 2 Set eval loss perplexity code 2.5 12.18 chat 1.25 -" in said
+    assert "What the model wrote at step 2, its likeliest token each time. <b> after 2 Before Step 1 after 1" in said

@@ -1,6 +1,7 @@
 """GGUF files: transformers reads the same model out of them; what llama.cpp would read as another is refused."""
 
 import json
+import os
 import sys
 import types
 
@@ -149,6 +150,18 @@ def test_other_architectures_and_positions_are_named(tmp_path):
         make(tmp_path / name, {**SHAPES[name], "rope_parameters": rope})
         with pytest.raises(RequestError, match=told):
             export_gguf(tmp_path / name, GgufKind.F16)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_merged_model_of_before_the_adapter_is_refused(tmp_path):
+    make(tmp_path / "merged", SHAPES["llama"])
+    (tmp_path / "final").mkdir()
+    adapter = tmp_path / "final" / "adapter_model.safetensors"
+    adapter.write_bytes(b"")
+    later = (tmp_path / "merged" / "model.safetensors").stat().st_mtime + 10
+    os.utime(adapter, (later, later))
+    with pytest.raises(RequestError, match="was merged before"):
+        export_gguf(tmp_path, GgufKind.F16)
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -13,13 +13,13 @@ from framework.errors import Problem, RequestError
 from framework.run.checkpoints.checkpoint import written_aside
 from framework.run.checkpoints.export import write_model
 from framework.run.checkpoints.trained_model import (
-    MERGED_FOLDER,
     PROMPTS,
     SavedModel,
     find_saved_model,
     load_base,
     with_adapter,
 )
+from framework.run.record.layout import MERGED
 from framework.run.record.run_folder import make_writable
 
 
@@ -43,7 +43,7 @@ def merge_run(source: Path, output: Path | None = None, trusts_code: bool = Fals
     folder is.
     """
     transformers.utils.logging.disable_progress_bar()  # it would be drawn into pipes too
-    target = output if output is not None else source / MERGED_FOLDER
+    target = output if output is not None else source / MERGED
     saved_model = _adapter(find_saved_model(source, trusts_code, allow))
     if target.exists():
         raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])

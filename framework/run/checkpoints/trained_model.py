@@ -30,7 +30,7 @@ from framework.compose.trained_folders import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
 from framework.run.checkpoints.export import BASE_FOLDER
 from framework.run.inputs.same_rows import MOST
-from framework.run.record.layout import FINAL, UNFINISHED
+from framework.run.record.layout import FINAL, MERGED, UNFINISHED
 from framework.run.record.overwrite import ENVIRONMENT
 from framework.run.rng import seed_all
 from framework.schema.choices import Task
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER_FILE, CONFIG_FILE, MODEL_FILE = "adapter_config.json", "config.yaml", "config.json"
-MERGED_FOLDER = "merged"
 ADAPTER_WEIGHTS, PICKLED_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 TRUST = "--trust-remote-code"
 PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
@@ -131,7 +130,7 @@ def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
     config in the folder above any other says nothing of it."""
     whole = folder.absolute()
     written = whole.parent / CONFIG_FILE
-    is_export = whole.name in (FINAL, MERGED_FOLDER) or whole.name.startswith(UNFINISHED)
+    is_export = whole.name in (FINAL, MERGED) or whole.name.startswith(UNFINISHED)
     is_of_run = is_export and (whole.parent / ENVIRONMENT).exists()
     if not is_of_run or not written.exists():
         return None

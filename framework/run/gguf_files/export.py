@@ -15,9 +15,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from framework.build.model_folder import weight_files
 from framework.errors import Problem, RequestError, SaveFailed
-from framework.run.checkpoints.trained_model import MERGED_FOLDER, find_saved_model
+from framework.run.checkpoints.trained_model import ADAPTER_WEIGHTS, find_saved_model
 from framework.run.gguf_files.vocabulary import Vocabulary, read_vocabulary
 from framework.run.record.files import aside_of, discard, replace_file
+from framework.run.record.layout import FINAL, GGUF, MERGED
 from framework.run.record.run_folder import make_writable
 from framework.schema.choices import Choice
 
@@ -99,7 +100,7 @@ def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exp
         raise RequestError([Problem("--gguf", message, expected="pip install gguf")]) from None
     folder = _plain(source)
     config = _read_config(folder)
-    target = output or source / "gguf" / f"{source.absolute().name}-{kind}.gguf"
+    target = output or source / GGUF / f"{source.absolute().name}-{kind}.gguf"
     if target.exists():
         raise RequestError([Problem("--output", f"{target} is already there", expected="a file that is not")])
     vocabulary = read_vocabulary(folder, config.vocab_size)
@@ -120,8 +121,14 @@ def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exp
 
 
 def _plain(source: Path) -> Path:
-    """The folder of the plain model. Raises RequestError for an adapter that was not merged."""
-    merged = source / MERGED_FOLDER
+    """The folder of the plain model. Raises RequestError for an adapter that was not merged, or that is newer."""
+    merged, adapter = source / MERGED, source / FINAL / ADAPTER_WEIGHTS
+    if merged.is_dir() and adapter.exists():
+        since = [file for file in merged.glob("*.safetensors") if file.stat().st_mtime < adapter.stat().st_mtime]
+        if since:
+            message = f"{merged} was merged before {adapter} was written"
+            expected = f"tunesmith merge {source} once more, with {merged} out of its way"
+            raise RequestError([Problem("RUN", message, expected=expected)])
     saved = find_saved_model(merged if merged.is_dir() else source)
     if saved.adapter_kind is not None:
         message = f"{saved.folder} is an adapter, and a GGUF file holds a whole model"

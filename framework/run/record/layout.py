@@ -10,6 +10,9 @@ UNFINISHED = "export-step-"
 """Beginning of the name of an export of a run that ended because no checkpoint could be written."""
 FINAL = "final"
 """Folder of the export in a run folder."""
+MERGED, GGUF = "merged", "gguf"
+"""Folders in a run folder of what `merge` and `export` make of the export."""
+_GGUF_FILES = ("*-f16.gguf", "*-q8_0.gguf", "Modelfile")
 _EXPORTED = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("*token*.json", "*token*.model", "*.spm", "spiece.model", "vocab.*", "merges.txt", "*.tiktoken"),
@@ -44,8 +47,9 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def exported(folder: Path) -> list[Path]:
-    """What of an export's folder a run wrote."""
-    return sorted({path for pattern in _EXPORTED for path in folder.glob(pattern)})
+    """What of an export's folder, or of one that was made of it, is ours."""
+    patterns = _GGUF_FILES if folder.name == GGUF else _EXPORTED
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
 def others_files(folder: Path, name: str) -> list[Path]:

@@ -14,7 +14,7 @@ from framework.build.sources.find_files import find_files
 from framework.errors import Problem, RequestError
 from framework.regular_files import read_regular
 from framework.run.record.files import discard
-from framework.run.record.layout import FINAL, UNFINISHED, checkpoints, exported, kept_for, leftovers
+from framework.run.record.layout import FINAL, GGUF, MERGED, UNFINISHED, checkpoints, exported, kept_for, leftovers
 from framework.schema.config import TrainingConfig
 from framework.schema.split import parse_split
 
@@ -79,7 +79,7 @@ def _of_runs(found: Path) -> list[Path]:
     """What of a file or folder a run wrote."""
     if found.name == "checkpoints" and found.is_dir():
         return [*checkpoints(found.parent), *leftovers(found.parent)]
-    if (found.name == FINAL or found.name.startswith(UNFINISHED)) and found.is_dir():
+    if (found.name in (FINAL, MERGED, GGUF) or found.name.startswith(UNFINISHED)) and found.is_dir():
         return exported(found)
     return [found]
 

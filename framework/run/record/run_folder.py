@@ -24,7 +24,7 @@ from framework.memory.explain.evidence import EARLIER, REPORT, STOPPED, read_cir
 from framework.regular_files import special_files
 from framework.run.best import FILE as BEST
 from framework.run.record.files import replace_file
-from framework.run.record.layout import FINAL, PARTS, UNFINISHED, checkpoints
+from framework.run.record.layout import FINAL, GGUF, MERGED, PARTS, UNFINISHED, checkpoints
 from framework.run.record.lock import refuse_taken
 from framework.run.record.metrics_log import FILE as METRICS
 from framework.run.record.metrics_log import SAMPLES
@@ -323,7 +323,8 @@ def held(folder: Path) -> list[Path]:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
         return []
-    return [folder / name for pattern in _OURS for name in fnmatch.filter(names, pattern)]
+    made_of_it = (MERGED, GGUF) if is_run_folder(folder) else ()  # else they are someone else's
+    return [folder / name for pattern in (*_OURS, *made_of_it) for name in fnmatch.filter(names, pattern)]
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -17,9 +17,17 @@ from tests.tiny import tiny_config
 def folder(tmp_path):
     """A run folder as one is left, with files of its user in it."""
     run = tmp_path / "r"
-    for name in ("checkpoints/step-00000002", "checkpoints/step-abcdefgh", "final/base_model"):
+    for name in ("checkpoints/step-00000002", "checkpoints/step-abcdefgh", "final/base_model", "merged", "gguf"):
         (run / name).mkdir(parents=True)
     for name in ("config.yaml", "metrics.jsonl", "final/model.safetensors", "final/config.json", "final/README.md"):
+        (run / name).write_text("{}")
+    for name in (
+        "merged/model.safetensors",
+        "merged/config.json",
+        "gguf/r-q8_0.gguf",
+        "gguf/Modelfile",
+        "gguf/my.gguf",
+    ):
         (run / name).write_text("{}")
     for name in ("notes.txt", "checkpoints/notes.txt", "checkpoints/step-00000002/state.json"):
         (run / name).write_text("mine")
@@ -45,7 +53,14 @@ def test_only_what_a_run_wrote_is_removed(folder):
     open_folder(tiny_config(training={"output_dir": str(folder)}), "r", resume=False, overwrite=True)
     remove(held(folder))
     kept = ["checkpoints", "checkpoints/notes.txt", "checkpoints/step-abcdefgh", "final", "final/README.md"]
-    assert names(folder) == [*kept, "notes.txt"]
+    assert names(folder) == [*kept, "gguf", "gguf/my.gguf", "notes.txt"]
+
+
+def test_what_was_made_of_an_earlier_run_goes_with_it_and_of_no_run_stays(tmp_path):
+    (tmp_path / "gguf").mkdir()
+    assert held(tmp_path) == []
+    RunFolder(tmp_path).write_environment({}, 0)
+    assert [path.name for path in held(tmp_path)] == ["environment.json", "gguf"]
 
 
 @pytest.mark.parametrize("through", ["itself", "link to it", "folder of links", "base_model"])
