@@ -245,7 +245,7 @@ def _precision(config: TrainingConfig) -> str:
     if not config.training.use_peft:
         weights = f"weights {held}"
     else:
-        packed = f"packed to {config.peft.q_lora_bits} bits, others " if config.peft.q_lora else ""
+        packed = f"quantized to {config.peft.q_lora_bits} bits, others " if config.peft.q_lora else ""
         dtype = "float32" if adapter is None else held if adapter is TorchDtype.AUTO else adapter
         weights = f"frozen weights {packed}{held}, adapter {dtype}"
     return f"precision: {weights}, autocast {config.training.mixed_precision_dtype}"
