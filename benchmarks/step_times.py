@@ -82,7 +82,7 @@ def main() -> None:
     end = time.monotonic() + float(limit)
     gpu = read_card(CARD)
     with Path(target).open("w") as results:
-        results.write(json.dumps({"name": "host", "seconds": probe_host()}) + "\n")
+        results.write(json.dumps({"name": "host", "seconds": probe_host().seconds}) + "\n")
         for line in Path(source).read_text().splitlines():
             row = json.loads(line)
             if time.monotonic() > end:
@@ -102,7 +102,7 @@ def main() -> None:
             print(f"({row['taken_seconds']:.1f} s)", flush=True)
             results.write(json.dumps(row) + "\n")
             results.flush()
-        results.write(json.dumps({"name": "host", "seconds": probe_host()}) + "\n")
+        results.write(json.dumps({"name": "host", "seconds": probe_host().seconds}) + "\n")
 
 
 if __name__ == "__main__":

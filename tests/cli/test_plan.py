@@ -16,7 +16,7 @@ from framework.compose.overrides import listed
 from framework.errors import OutOfMemory, Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.run.planning import plan_pool
-from framework.run.planning.host_probe import REFERENCE
+from framework.run.planning.host_probe import REFERENCE, HostSpeed
 from framework.run.planning.measure import Measured
 from framework.run.planning.plan_pool import plan_in_subprocess
 from tests.grids import first
@@ -306,7 +306,7 @@ def test_without_a_card_no_step_is_measured_and_the_host_alone_is_calibrated(run
     assert run("plan", write(RECIPE), "--measure")[0] == 2
     assert not configs
     monkeypatch.setattr("framework.run.planning.calibrate.installed_cards", list)
-    monkeypatch.setattr("framework.run.planning.calibrate.probe_host", lambda: REFERENCE)
+    monkeypatch.setattr("framework.run.planning.calibrate.probe_host", lambda: HostSpeed(REFERENCE, 1.0))
     assert run("doctor", "--calibrate", "--output", "card.yaml")[0] == 0
     assert yaml.safe_load(Path("card.yaml").read_text())["gpu"].keys() == {"host", "sources"}, "of a host alone"
     assert run("doctor", "--calibrate", "--output", "card.txt")[0] == 2

@@ -34,6 +34,8 @@ PRODUCT = 8192
 PRODUCTS = (512, 1024, 2048, 4096, PRODUCT)
 """The curve: the smallest takes mostly its start and end."""
 COPY_BYTES = 1 << 30
+STEADY = 1.1
+"""Slowest over fastest second of a host up to which its speed is not worth a word."""
 TORCH_ONLY = "torch"
 WARM_UPS, REPEATS = 3, 10
 
@@ -95,6 +97,8 @@ class Calibration:
     product_curve: Mapping[int, float]
     """Rows and columns of PRODUCTS -> seconds of such a product in the dtype that training uses."""
     host: HostParams
+    host_variation: float = 1.0
+    """Its slowest second over its fastest."""
 
     @property
     def where(self) -> str:
@@ -110,8 +114,13 @@ def has_card() -> bool:
 def calibrate_host() -> dict[str, Any]:
     """The `gpu` section of a machine without a card: the speed of its host, measured in under a minute."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    where = f"{CALIBRATED_BY} {_processor()}, torch {torch.__version__}, {date}"
-    return {"host": _rounded(shares_of(probe_host())), "sources": {"host": where}}
+    where, speed = f"{CALIBRATED_BY} {_processor()}, torch {torch.__version__}, {date}", probe_host()
+    return {"host": _rounded(shares_of(speed)), "sources": {"host": where + _varied(speed.variation)}}
+
+
+def _varied(variation: float) -> str:
+    """What a plan can know of a host whose speed changes while it is measured."""
+    return f"; the host's slowest second took {variation:.2f} times its fastest" if variation > STEADY else ""
 
 
 def _processor() -> str:
@@ -140,6 +149,7 @@ def calibrate() -> Calibration:
     free, total = torch.cuda.mem_get_info()
     bare = total - free - torch.cuda.memory_reserved() - others
     workspace = _workspace_bytes()  # the first product of this process
+    speed = probe_host()
     return Calibration(
         device_name=torch.cuda.get_device_name(),
         driver=driver,
@@ -156,7 +166,8 @@ def calibrate() -> Calibration:
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
         rates={**_copy_rates(), **dict(_product_rates(capability_of(card.capability)))},
         product_curve=_product_curve(capability_of(card.capability)),
-        host=shares_of(probe_host()),
+        host=shares_of(speed),
+        host_variation=speed.variation,
     )
 
 
@@ -311,6 +322,7 @@ def to_card(found: Calibration) -> dict[str, Any]:
         "usable_bytes": measured + others,
         "context_bytes": f"{measured}: {_contexts_in_words(found)}; allocator {found.allocator}",
         "product_seconds": f"{measured}: {_curve_in_words(found.product_curve)}",
+        "host": measured + _varied(found.host_variation),
         **{
             field: f"{measured}: {rate:.3g}, divided by {REACHED[field]:.3f}, the share of its data sheet that an H100 "
             "reaches in the same test"

@@ -2,19 +2,28 @@
 
 No card is needed: the calls are the same Python, dispatcher and autograd with which a step launches kernels. What a
 plan takes from them is their ratio to the host that its times were fitted on (`REFERENCE`).
+
+A virtual processor has two speeds, 1.7 apart, between which it changes every few seconds (three machines with an H200,
+2026-11-29): its neighbor on the same core works or rests. The shortest time of each kind, taken one kind after the
+other, gave one machine 1.69 for Python and 0.92 for operators, another 1.6 for all and 20 s later 0.96. So the kinds
+are measured in turn over many seconds, and their means are taken: a training step meets both speeds, too.
 """
 
 import time
 from collections.abc import Callable, Mapping
+from statistics import mean, median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from framework.activity import now
 from framework.schema.gpu import HostParams
 
-CALLS, GRAPHS, REPEATS = 100, 4, 100
-"""Calls of one measurement (half a millisecond), of a graph, and measurements, of which the shortest counts: no other
-process disturbed it."""
+CALLS, GRAPHS = 100, 4
+"""Calls of one measurement (half a millisecond), and of a graph."""
+SLICES, SLICE_SECONDS = 15, 1.0
+"""Stretches of time of which each gives the median of a kind; the plan takes their mean."""
 
 REFERENCE: Mapping[str, float] = {
     "python": 2.0e-6,
@@ -29,26 +38,51 @@ Measured next to an H200 (torch 2.11, 2026-11-29) and divided by 0.87: in the me
 the time of the fitted one."""
 
 
-def probe_host() -> dict[str, float]:
-    """Seconds of one call of each kind; takes about ten seconds, most of them for torch's compiler."""
+class HostSpeed(NamedTuple):
+    """`seconds` of one call of each kind, and the time that calls took in the slowest stretch over the fastest."""
+
+    seconds: Mapping[str, float]
+    variation: float
+
+
+def probe_host(slices: int = SLICES) -> HostSpeed:
+    """Measure for `slices` times SLICE_SECONDS, after a few seconds of torch's compiler."""
+    now("measuring the processor")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         leaf = torch.ones(8, requires_grad=True)
-        return {
-            "python": _shortest(_called_modules(leaf)),
-            "operator": _shortest(lambda: _chain(leaf)),
-            "view": _shortest(lambda: _views(leaf)),
-            "backward": _of_backward(leaf),
-            "graph": _shortest(_called_graph(leaf), GRAPHS),
+        timed = {
+            "python": lambda: _timed(modules) / CALLS,
+            "operator": lambda: _timed(lambda: _chain(leaf)) / CALLS,
+            "view": lambda: _timed(lambda: _views(leaf)) / CALLS,
+            "backward": lambda: _of_backward(leaf),
+            "graph": lambda: _timed(graph) / GRAPHS,
         }
+        modules, graph = _called_modules(leaf), _called_graph(leaf)
+        for call in timed.values():
+            call()  # compiles, and fills what is cached
+        stretches = [_stretch(timed) for _ in range(slices)]
     finally:
         torch.set_num_threads(threads)
+    seconds = {kind: mean(stretch[kind] for stretch in stretches) for kind in timed}
+    speeds = [mean(stretch[kind] / seconds[kind] for kind in timed) for stretch in stretches]
+    return HostSpeed(seconds, max(speeds) / min(speeds))
 
 
-def shares_of(seconds: Mapping[str, float]) -> HostParams:
+def _stretch(timed: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+    """Median seconds of each kind within SLICE_SECONDS, in which they take turns."""
+    found = {kind: list[float]() for kind in timed}
+    end = time.perf_counter() + SLICE_SECONDS
+    while time.perf_counter() < end:
+        for kind, call in timed.items():
+            found[kind].append(call())
+    return {kind: median(values) for kind, values in found.items()}
+
+
+def shares_of(speed: HostSpeed) -> HostParams:
     """Times of this host as shares of the reference's."""
-    return HostParams(**{kind: seconds[kind] / REFERENCE[kind] for kind in REFERENCE})
+    return HostParams(**{kind: speed.seconds[kind] / REFERENCE[kind] for kind in REFERENCE})
 
 
 def _chain(leaf: Tensor) -> Tensor:
@@ -92,21 +126,12 @@ def _called_graph(leaf: Tensor) -> Callable[[], object]:
     return call
 
 
-def _shortest(call: Callable[[], object], calls: int = CALLS) -> float:
-    """Seconds of one of so many calls, warm and undisturbed."""
-    call()
-    return min(_timed(call) for _ in range(REPEATS)) / calls
-
-
 def _of_backward(leaf: Tensor) -> float:
-    def seconds() -> float:
-        end = _chain(leaf).sum()
-        taken = _timed(end.backward)
-        leaf.grad = None
-        return taken
-
-    seconds()
-    return min(seconds() for _ in range(REPEATS)) / CALLS
+    """Seconds of one node of autograd."""
+    end = _chain(leaf).sum()
+    taken = _timed(end.backward)
+    leaf.grad = None
+    return taken / CALLS
 
 
 def _timed(call: Callable[[], object]) -> float:

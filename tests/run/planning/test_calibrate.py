@@ -20,7 +20,7 @@ from framework.run.planning.calibrate import (
     to_card,
     to_yaml,
 )
-from framework.run.planning.host_probe import REFERENCE
+from framework.run.planning.host_probe import REFERENCE, HostSpeed
 from framework.schema.gpu import GPUParams, HostParams
 
 H100 = Calibration(
@@ -105,7 +105,7 @@ def test_a_product_starts_for_what_its_arithmetic_leaves() -> None:
 
 def test_without_a_card_the_host_is_measured_and_goes_into_a_recipe(write, monkeypatch) -> None:
     seconds = {"python": 3.2e-6, "operator": 5e-6, "view": 1.6e-6, "backward": 4e-6, "graph": 1e-4}
-    monkeypatch.setattr("framework.run.planning.calibrate.probe_host", lambda: seconds)
+    monkeypatch.setattr("framework.run.planning.calibrate.probe_host", lambda: HostSpeed(seconds, 1.63))
     found = calibrate_host()
     text = section(found, "a title")
     write("model: {model_name: a}\n" + text, "recipe.yaml")
@@ -117,6 +117,7 @@ def test_without_a_card_the_host_is_measured_and_goes_into_a_recipe(write, monke
     assert card.host.python == pytest.approx(3.2e-6 / REFERENCE["python"], abs=1e-3)
     assert card.bf16_flops == 9.894e14
     assert any("doctor --calibrate" in line and line.endswith(": host") for line in assumptions(card))
+    assert "slowest second took 1.63 times its fastest" in found["sources"]["host"]
 
 
 def test_what_others_take_is_not_usable() -> None:
