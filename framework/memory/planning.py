@@ -20,8 +20,10 @@ from framework.memory.ledger import (
     phase_uses,
 )
 from framework.memory.rehearsal import Footprint, Rehearsal
+from framework.memory.requirements import decomposes
 from framework.memory.step_time import batch_use, step_cost, tokens_of
 from framework.memory.trace import Kind, Space, Trace
+from framework.memory.workspace import CUSOLVER_CONTEXT
 from framework.schema.choices import (
     CheckpointingPolicy,
     EmaDevice,
@@ -84,8 +86,8 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
     tensor, is_alone = config.fsdp.tensor_parallel_size, config.gpu.count == 1 or config.gpu.name == "cpu"
     communicators = 1 + (config.context_size > 1) + 2 * (1 < tensor < config.gpu.count)
     nccl = 0 if is_alone else NCCL_BYTES * communicators
-    context = context_of(card) + nccl
     operators = {operation.name for operation in rehearsal.trace.operations}
+    context = context_of(card) + nccl + (CUSOLVER_CONTEXT if decomposes(config, operators) else 0)
     band = choose_band(config, operators)
     uncertainty = UNCERTAINTY[band]
     step_peaks = [peak for peak in peaks if peak.phase in STEP_PHASES]

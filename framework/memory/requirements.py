@@ -4,12 +4,14 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 from framework.memory.cards import capability_of
 from framework.memory.levers import LEVERS, Lever, Setting
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import LoraInit
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 from framework.schema.plural import counted
@@ -61,6 +63,13 @@ def workers_over_cores(config: TrainingConfig) -> Iterator[Conflict]:
 def packs_teacher(config: TrainingConfig) -> bool:
     """Whether the teacher is held in 4 or 8 bits."""
     return config.training.teacher is not None and config.training.teacher.bits is not None
+
+
+def decomposes(config: TrainingConfig, operators: Container[str]) -> bool:
+    """Whether a card decomposes matrices: for an adapter's start, or by one of the `operators` of a step."""
+    peft = config.peft
+    starts = ADAPTERS[peft.peft_method].is_decomposed or peft.lora_init is LoraInit.EVA
+    return config.gpu.name != "cpu" and ("linalg_qr" in operators or (config.training.use_peft and starts))
 
 
 def needs_package(config: TrainingConfig, name: str) -> bool:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 FOREACH_CHUNK = 65536
 """Elements per chunk of the multi-tensor kernels (kChunkSize in MultiTensorApply.cuh)."""
+CUSOLVER_CONTEXT = 98 << 20
+"""What cuSOLVER holds next to torch's allocator once it has decomposed a matrix: OLoRA, PiSSA and GaLore each took as
+much on an H200 (torch 2.11+cu130, 2026-11; benchmarks/results/levers_h200.json and drawn_single_h200.json)."""
 EMBEDDING_ROWS_PER_THREAD = 10
 """NROWS_PER_THREAD in EmbeddingBackwardKernel.cu."""
 EMBEDDING_UNSORTED_LIMIT = 3072

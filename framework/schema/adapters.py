@@ -22,6 +22,8 @@ class AdapterFacts:
     """Whether its layers start from numbers of their own, not from the weights that they adapt."""
     moves_base: bool = False
     """Whether it takes its start out of the base: without the adapter the model is not what it was before training."""
+    is_decomposed: bool = False
+    """Whether it starts from a decomposition of each weight, made where the weights are."""
     is_cut: bool = False
     """Whether it is a product of two matrices, of which one can be cut as the weight next to them is."""
 
@@ -45,8 +47,8 @@ ADAPTERS: Mapping[PeftMethod, AdapterFacts] = {
     PeftMethod.LORA: AdapterFacts(_STARTED, has_own_start=True, is_cut=True),
     PeftMethod.RSLORA: AdapterFacts(_STARTED, has_own_start=True, is_cut=True),
     PeftMethod.DORA: AdapterFacts(_STARTED),
-    PeftMethod.PISSA: AdapterFacts(moves_base=True),
-    PeftMethod.OLORA: AdapterFacts(moves_base=True),
+    PeftMethod.PISSA: AdapterFacts(moves_base=True, is_decomposed=True),
+    PeftMethod.OLORA: AdapterFacts(moves_base=True, is_decomposed=True),
     PeftMethod.LOFTQ: AdapterFacts(moves_base=True),
     PeftMethod.VERA: AdapterFacts(_DRAWN),
     PeftMethod.IA3: AdapterFacts(_PLACED, has_own_start=True),

@@ -52,14 +52,14 @@ def probe_host(slices: int = SLICES) -> HostSpeed:
     torch.set_num_threads(1)
     try:
         leaf = torch.ones(8, requires_grad=True)
-        timed = {
+        modules, graph = _called_modules(leaf), _called_graph(leaf)
+        timed: dict[str, Callable[[], float]] = {
             "python": lambda: _timed(modules) / CALLS,
             "operator": lambda: _timed(lambda: _chain(leaf)) / CALLS,
             "view": lambda: _timed(lambda: _views(leaf)) / CALLS,
             "backward": lambda: _of_backward(leaf),
             "graph": lambda: _timed(graph) / GRAPHS,
         }
-        modules, graph = _called_modules(leaf), _called_graph(leaf)
         for call in timed.values():
             call()  # compiles, and fills what is cached
         stretches = [_stretch(timed) for _ in range(slices)]
@@ -129,7 +129,7 @@ def _called_graph(leaf: Tensor) -> Callable[[], object]:
 def _of_backward(leaf: Tensor) -> float:
     """Seconds of one node of autograd."""
     end = _chain(leaf).sum()
-    taken = _timed(end.backward)
+    taken = _timed(end.backward)  # type: ignore[no-untyped-call, unused-ignore]
     leaf.grad = None
     return taken / CALLS
 

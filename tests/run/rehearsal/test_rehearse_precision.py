@@ -83,3 +83,17 @@ def test_tf32_costs_time_and_no_memory() -> None:
     assert plain.step is not None
     assert rounded.step is not None
     assert rounded.step.seconds < 0.8 * plain.step.seconds
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"training": {"use_peft": True}, "peft": {"peft_method": "pissa"}}, 98 << 20),
+        ({"training": {"use_peft": True}, "peft": {"peft_method": "lora"}}, 0),
+        ({"training": {"optimizer": "galore_adamw"}}, 98 << 20),
+        ({"training": {"optimizer": "apollo_adamw"}}, 0),
+    ],
+    ids=["pissa", "lora", "galore", "apollo"],
+)
+def test_decompositions_on_the_card_take_their_library_next_to_the_allocator(sections: Any, expected: int) -> None:
+    assert plan(**sections).peak.terms.overhead - H100.context_bytes == expected
