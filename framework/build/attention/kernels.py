@@ -9,7 +9,7 @@ test_ring_attention_gpu.py): the `aten._scaled_dot_product_*` operators and thei
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,18 +28,33 @@ Rest = tuple[Tensor, ...]
 """What a kernel wants back in backward although it drops out nothing."""
 
 
+Forward = tuple[Tensor, Tensor, Rest]
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Attended(NamedTuple):
+    """What backward takes: the gradient of the result, the arguments of forward, and what that gave."""
+
+    gradient: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    logarithms: Tensor
+    rest: Rest
+
+
 @dataclass(frozen=True)
 class AttentionKernel:
     """Attention of queries `[rows, heads, queries, width]` over keys and values `[rows, key heads, keys, width]`.
 
     `forward(q, k, v, causal, scale)` gives the result, shaped as the queries, the logarithms, float32 `[rows, heads,
-    queries]`, and what backward wants. `backward(gradient, q, k, v, out, logarithms, rest, causal, scale)` gives the
-    gradients of q, k and v. With `causal` there are as many keys as queries.
+    queries]`, and what backward wants. `backward(attended, causal, scale)` gives the gradients of q, k and v. With `causal` there are as many keys as queries.
     """
 
     name: str
-    forward: Callable[..., tuple[Tensor, Tensor, Rest]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], Forward]
+    backward: Callable[[Attended, bool, float], Gradients]
 
 
 def choose_kernel(query: Tensor, asked: SdpaBackend | None = None) -> AttentionKernel:
@@ -72,103 +87,64 @@ def _able(query: Tensor) -> Iterator[AttentionKernel]:
         yield EFFICIENT
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
     out, logarithms = aten._scaled_dot_product_flash_attention_for_cpu(q, *_expanded(q, k, v), 0.0, causal, scale=scale)
     return out, logarithms, ()
 
 
-def _cpu_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logarithms: Tensor,
-    rest: Rest,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = _expanded(q, k, v)
+def _cpu_backward(of: Attended, causal: bool, scale: float) -> Gradients:
+    keys, values = _expanded(of.q, of.k, of.v)
     of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, keys, values, out, logarithms, 0.0, causal, scale=scale
+        of.gradient, of.q, keys, values, of.out, of.logarithms, 0.0, causal, scale=scale
     )
-    return of_q, *_summed(k, of_k, of_v)
+    return of_q, *_summed(of.k, of_k, of_v)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
     out, logarithms, *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, causal, False, scale=scale
     )
     return out, logarithms, (seed, offset)
 
 
-def _flash_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logarithms: Tensor,
-    rest: Rest,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    starts = (None, None, q.shape[2], k.shape[2])  # of documents: there are none
-    result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
-        gradient, q, k, v, out, logarithms, *starts, 0.0, causal, *rest, scale=scale
+def _flash_backward(of: Attended, causal: bool, scale: float) -> Gradients:
+    starts = (None, None, of.q.shape[2], of.k.shape[2])  # of documents: there are none
+    result: Gradients = aten._scaled_dot_product_flash_attention_backward(
+        *of[:-1], *starts, 0.0, causal, *of.rest, scale=scale
     )
     return result
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
     out, logarithms, *_, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
     return out, logarithms.reshape(q.shape[:3]), (seed, offset)  # `[rows, heads, queries, 1]` as it comes
 
 
-def _cudnn_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logarithms: Tensor,
-    rest: Rest,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    starts = (None, None, q.shape[2], k.shape[2])
-    result: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-        gradient, q, k, v, out, logarithms.unsqueeze(-1), *rest, None, *starts, 0.0, causal, scale=scale
+def _cudnn_backward(of: Attended, causal: bool, scale: float) -> Gradients:
+    starts = (None, None, of.q.shape[2], of.k.shape[2])
+    result: Gradients = aten._scaled_dot_product_cudnn_attention_backward(
+        *of[:5], of.logarithms.unsqueeze(-1), *of.rest, None, *starts, 0.0, causal, scale=scale
     )
     return result
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Rest]:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
     out, logarithms, seed, offset = aten._scaled_dot_product_efficient_attention(
         q, *_expanded(q, k, v), None, True, 0.0, causal, scale=scale
     )
     return out, logarithms[..., : q.shape[2]], (seed, offset)
 
 
-def _efficient_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logarithms: Tensor,
-    rest: Rest,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = _expanded(q, k, v)
-    aligned = F.pad(logarithms, (0, -logarithms.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
+def _efficient_backward(of: Attended, causal: bool, scale: float) -> Gradients:
+    keys, values = _expanded(of.q, of.k, of.v)
+    aligned = F.pad(of.logarithms, (0, -of.logarithms.shape[-1] % LSE_ALIGNMENT), value=torch.inf)
+    given, wanted = (of.gradient, of.q, keys, values, None, of.out, aligned), [True, True, True, False]
     of_q, of_k, of_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        gradient, q, keys, values, None, out, aligned, *rest, 0.0, [True, True, True, False], causal, scale=scale
+        *given, *of.rest, 0.0, wanted, causal, scale=scale
     )
-    return of_q, *_summed(k, of_k, of_v)
+    return of_q, *_summed(of.k, of_k, of_v)
 
 
 def _expanded(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:

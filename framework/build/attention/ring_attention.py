@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from framework.build.attention.kernels import AttentionKernel, Rest, choose_kernel
+from framework.build.attention.kernels import Attended, AttentionKernel, Rest, choose_kernel
 from framework.errors import Problem, RequestError
 from framework.schema.choices import SdpaBackend
 
@@ -175,10 +175,11 @@ class _RingAttention(torch.autograd.Function):
         for chunk, (queries, of_queries, out, asked, logarithm) in enumerate(by_chunk):
             seen = zip(parts.seen_by(chunk), sums.seen_by(chunk), strict=True)
             for number, ((keys, values), of_seen) in enumerate(seen):
-                found = kernel.backward(asked, queries, keys, values, out, logarithm, rest, number == 0, ctx.scale)
+                attended = Attended(asked, queries, keys, values, out, logarithm, tuple(rest))
+                found = kernel.backward(attended, number == 0, ctx.scale)
                 for total, part in zip((of_queries, *of_seen), found, strict=True):
                     total += part
-                del found
+                del attended, found
         del parts, keys, values
         of_own = sums.scattered().permute(1, 2, 0, 3).to(own.dtype)
         return of_query.to(query.dtype), of_own[..., :width], of_own[..., width:], None, None

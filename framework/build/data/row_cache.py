@@ -13,9 +13,9 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -122,8 +122,7 @@ class RowCache:
             aside.mkdir()
             for name, array in arrays.items():
                 np.save(aside / f"{name}.npy", array)
-            said = _Said(**{field.name: getattr(fitted, field.name) for field in fields(_Said)})
-            document = {name: value for name, value in asdict(said).items() if name not in splits}
+            document = asdict(replace(fitted, train=cast(Rows, None), eval=None))  # which are the arrays
             (aside / "rows.json").write_text(json.dumps(document), encoding="utf-8")
             if self.folder.exists():  # another process was faster
                 shutil.rmtree(aside)
@@ -210,21 +209,6 @@ def _load(folder: Path, name: str) -> Rows:
     if len(rows.tokens) != rows.offsets[-1] or len(rows.labels) != len(rows.tokens):
         raise ValueError(f"{folder} does not hold whole rows")
     return rows
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What is written of `Fitted` as JSON."""
-
-    train_report: SplitReport
-    kept: tuple[int, ...]
-    eval_report: SplitReport | None
-    eval_kept: tuple[int, ...]
-    form: str
-    sources: tuple[str, ...]
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
-    targets: Targets | None
 
 
 def _report(document: dict[str, Any]) -> SplitReport:

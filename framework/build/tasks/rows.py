@@ -1,5 +1,6 @@
 """`classification` and `regression`: one answer for each row, against the row's `targets`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,21 +31,38 @@ def rows_that_count(batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OneClass:
-    """Cross entropy of the one class of each row; its targets are (rows, 1) numbers of classes."""
+class _OfRows(ABC):
+    """A loss of one answer to each row, a sum over the rows that count."""
 
     names: tuple[str, ...]
-    smoothing: float = 0.0
-    """Share of the target that training spreads over the classes; evaluation has none."""
-    unit: str = "rows"
+    """Of the answers."""
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        answers, classes = row_answers(model, batch), _classes(batch)
+        answers = row_answers(model, batch)
         observe("loss")
-        return F.cross_entropy(answers, classes, ignore_index=IGNORED, reduction="sum", label_smoothing=self.smoothing)
+        return self._loss(answers, batch)
+
+    @property
+    def unit(self) -> str:
+        return "rows"
 
     def terms(self, batch: Batch) -> Tensor:
         return rows_that_count(batch).sum()
+
+    @abstractmethod
+    def _loss(self, answers: Tensor, batch: Batch) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class OneClass(_OfRows):
+    """Cross entropy of the one class of each row; its targets are (rows, 1) numbers of classes."""
+
+    smoothing: float = 0.0
+    """Share of the target that training spreads over the classes; evaluation has none."""
+
+    def _loss(self, answers: Tensor, batch: Batch) -> Tensor:
+        share = self.smoothing
+        return F.cross_entropy(answers, _classes(batch), ignore_index=IGNORED, reduction="sum", label_smoothing=share)
 
     def sums(self, model: nn.Module, batch: Batch) -> AddedUp:
         answers, truth = row_answers(model, batch), _classes(batch)
@@ -65,19 +83,8 @@ class OneClass:
 
 
 @dataclass(frozen=True)
-class SeveralClasses:
+class SeveralClasses(_OfRows):
     """Binary cross entropy of every class, its mean over the classes; targets are (rows, classes) of 0 and 1."""
-
-    names: tuple[str, ...]
-    unit: str = "rows"
-
-    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        answers = row_answers(model, batch)
-        observe("loss")
-        return self._loss(answers, batch)
-
-    def terms(self, batch: Batch) -> Tensor:
-        return rows_that_count(batch).sum()
 
     def sums(self, model: nn.Module, batch: Batch) -> AddedUp:
         answers, counted = row_answers(model, batch), rows_that_count(batch)
@@ -103,27 +110,15 @@ class SeveralClasses:
             **{f"f1.{name}": float(value) for name, value in zip(self.names, each, strict=True)},
         }
 
-    @staticmethod
-    def _loss(answers: Tensor, batch: Batch) -> Tensor:
+    def _loss(self, answers: Tensor, batch: Batch) -> Tensor:
         targets = batch["targets"].nan_to_num()  # before the loss: a NaN would reach the gradient of its row's mask
         losses = F.binary_cross_entropy_with_logits(answers, targets, reduction="none").mean(1)
         return (losses * rows_that_count(batch)).sum()
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Numbers(_OfRows):
     """Squared error, its mean over the numbers of a row; targets are (rows, numbers)."""
-
-    names: tuple[str, ...]
-    unit: str = "rows"
-
-    def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
-        answers = row_answers(model, batch)
-        observe("loss")
-        return self._loss(answers, batch)
-
-    def terms(self, batch: Batch) -> Tensor:
-        return rows_that_count(batch).sum()
 
     def sums(self, model: nn.Module, batch: Batch) -> AddedUp:
         answers, counted = row_answers(model, batch), rows_that_count(batch)
@@ -157,8 +152,7 @@ class Numbers:
             "pearson": float(torch.where(pearson.isfinite(), pearson, 0).mean()),
         }
 
-    @staticmethod
-    def _loss(answers: Tensor, batch: Batch) -> Tensor:
+    def _loss(self, answers: Tensor, batch: Batch) -> Tensor:
         errors = (answers - batch["targets"].nan_to_num()).square().mean(1)
         return (errors * rows_that_count(batch)).sum()
 
