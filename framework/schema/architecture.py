@@ -45,15 +45,14 @@ def laid_over(own: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, A
     below, above = with_current_names(own), with_current_names(written)
     rope = above.get(_ROPE)
     if isinstance(rope, Mapping) and isinstance(below.get(_ROPE), Mapping):
-        above[_ROPE] = {**below[_ROPE], **rope} if "rope_type" not in rope else {**_theta(below[_ROPE]), **rope}
+        own_rope = below[_ROPE]
+        if "rope_type" in rope:  # of another kind, of which the base alone is the same
+            own_rope = {name: value for name, value in own_rope.items() if name == "rope_theta"}
+        above[_ROPE] = {**own_rope, **rope}
     return {**below, **above}
 
 
 _ROPE = "rope_parameters"
-
-
-def _theta(rope: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
 
 
 def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,14 @@ def merge(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
     with warnings.catch_warnings():
         # peft reads a property that transformers 5.20 renamed; nothing a user could change
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        model = _on_plain_weights(model) if is_quantized(model) else model
+        if is_quantized(model):
+            config, state = model.peft_config["default"], get_peft_model_state_dict(model)
+            base = _unloaded(model)
+            dequantize(base)
+            config.init_lora_weights = True
+            config.fan_in_fan_out = any(isinstance(each, Conv1D) for each in base.modules())  # packed layers never are
+            model = PeftModel(base, config, autocast_adapter_dtype=True)
+            set_peft_model_state_dict(model, state)
     _lift_whole(model, trained=True)
     _part_adapted(model.get_base_model())
     with warnings.catch_warnings():
@@ -83,14 +90,3 @@ def _part_adapted(model: PreTrainedModel) -> None:
         if isinstance(layer, BaseTunerLayer):
             base = layer.get_base_layer()
             base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
-
-
-def _on_plain_weights(model: PeftModel) -> PeftModel:
-    config, state = model.peft_config["default"], get_peft_model_state_dict(model)
-    base = _unloaded(model)
-    dequantize(base)
-    config.init_lora_weights = True
-    config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in base.modules())  # packed layers never are
-    plain = PeftModel(base, config, autocast_adapter_dtype=True)
-    set_peft_model_state_dict(plain, state)
-    return plain

@@ -49,7 +49,8 @@ class AttentionKernel:
     """Attention of queries `[rows, heads, queries, width]` over keys and values `[rows, key heads, keys, width]`.
 
     `forward(q, k, v, causal, scale)` gives the result, shaped as the queries, the logarithms, float32 `[rows, heads,
-    queries]`, and what backward wants. `backward(attended, causal, scale)` gives the gradients of q, k and v. With `causal` there are as many keys as queries.
+    queries]`, and what backward wants. `backward(attended, causal, scale)` gives the gradients of q, k and v. With
+    `causal` there are as many keys as queries.
     """
 
     name: str

@@ -180,15 +180,11 @@ class MicroBatches(Dataset[MicroBatch]):
         indices, counts = share
         rows = [self.rows[index] for index in indices]
         batch = collate([end_to_end(rows)] if self.padding_free else rows, self.pad_token_id, self.multiple)
-        return batch if counts else _uncounted(batch)
-
-
-def _uncounted(batch: MicroBatch) -> MicroBatch:
-    """The batch with nothing to learn from it."""
-    nothing = {"labels": torch.full_like(batch["labels"], IGNORED)}
-    if "targets" in batch:
-        nothing["targets"] = torch.full_like(batch["targets"], torch.nan)
-    return {**batch, **nothing}
+        if not counts:
+            batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+            if "targets" in batch:
+                batch["targets"] = torch.full_like(batch["targets"], torch.nan)
+        return batch
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,14 @@ def _encoding(
 
 
 def _policy(config: TrainingConfig, vocab_size: int | None) -> RowPolicy:
+    limit = config.model.model_max_length
+    if not isinstance(limit, int):
+        raise TypeError("rows are made for a resolved config, whose length is known")
+    if limit < 2:
+        message = "a row of one token has nothing to predict"
+        raise RequestError([Problem("model.model_max_length", message, expected="at least 2")])
     return RowPolicy(
-        limit=_row_limit(config.model.model_max_length),
+        limit=limit,
         truncation=config.data.truncation,
         splits_documents=config.training.task is Task.PRETRAIN,
         vocab_size=vocab_size,
@@ -359,15 +365,6 @@ def find_targets(splits: Splits, config: TrainingConfig) -> Targets | None:
     except WrongLabel as wrong:
         expected = "names or whole numbers; values are for training.task=regression"
         raise RequestError([Problem("data.train", f"column `label`: {wrong}", expected=expected)]) from None
-
-
-def _row_limit(limit: int | str | None) -> int:
-    if not isinstance(limit, int):
-        raise TypeError("rows are made for a resolved config, whose length is known")
-    if limit < 2:
-        message = "a row of one token has nothing to predict"
-        raise RequestError([Problem("model.model_max_length", message, expected="at least 2")])
-    return limit
 
 
 def _try_read(sources: Datasets, key: str, task: Task, given: PythonRows | None) -> tuple[list[Source], list[Problem]]:

@@ -161,7 +161,13 @@ def _key(config: TrainingConfig, tokenizer: PreTrainedTokenizerBase, vocab_size:
         "task": [training.task, training.preference.model_dump(mode="json")],
         "seed": training.seed if data.eval_fraction and not data.eval else None,
         "limit": [config.model.model_max_length, vocab_size],
-        "tokenizer": _tokenizer(tokenizer),
+        "tokenizer": [
+            hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+            type(tokenizer).__name__,
+            tokenizer.chat_template,
+            tokenizer.padding_side,
+            {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        ],
         "made with": [versions(_LIBRARIES), our_files()],
     }
 
@@ -178,13 +184,6 @@ def _source(source: DatasetParams, key: str) -> list[Any]:
         files = find_files(source.path, parse_split(source.split), key)
     facts = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return [source.model_dump(mode="json", exclude={"weight"}), facts]
-
-
-def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    whole = tokenizer.backend_tokenizer.to_str()
-    named = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    facts = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.padding_side, named]
-    return [hashlib.sha256(whole.encode()).hexdigest(), *facts]
 
 
 def _arrays(rows: Rows, name: str) -> Iterator[tuple[str, np.ndarray]]:

@@ -4,7 +4,7 @@ Steps go on over the end of an epoch, so each has as many rows as every other.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from framework.build.data.batches import MicroBatch, MicroBatches, from_workers, shares
 from framework.build.data.report import Account
-from framework.build.data.stream import Begun, Position, Stream, StreamedRow
+from framework.build.data.stream import Begun, Position, Stream
 from framework.errors import Problem, RequestError
 from framework.schema.config import Batch
 
@@ -58,16 +58,14 @@ class Steps(IterableDataset[Step]):
             begun = [block for row in islice(rows, self.skipped * size) for block in row.begun]
             while True:
                 step = list(islice(rows, size))
-                yield self._made(step, begun + [block for row in step for block in row.begun])
+                made = MicroBatches([each.row for each in step], self.pad_token_id, self.padding_free, self.multiple)
+                taken = shares(range(len(step)), self.batch.per_device, self.batch.world, self.rank)
+                places = [[str(place) for index in share for place in step[index].places] for share, _ in taken]
+                begun += [block for row in step for block in row.begun]
+                yield Step([made[share] for share in taken], places, step[-1].after, begun)
                 begun = []
         except RequestError as error:  # what a process raises would reach the run as a text
             yield Step([], [], self.start, [], error.problems)
-
-    def _made(self, step: Sequence[StreamedRow], begun: list[Begun]) -> Step:
-        made = MicroBatches([row.row for row in step], self.pad_token_id, self.padding_free, self.multiple)
-        taken = shares(range(len(step)), self.batch.per_device, self.batch.world, self.rank)
-        places = [[str(place) for index in share for place in step[index].places] for share, _ in taken]
-        return Step([made[share] for share in taken], places, step[-1].after, begun)
 
 
 @dataclass

@@ -87,7 +87,10 @@ def find_classes(labels: Iterable[str | None], given: Sequence[str] | None) -> T
         for each in label if isinstance(label, list) else [label]:
             if not _is_no_class(each):  # such a row is refused, with its place
                 names.add(class_name(each))
-    found = tuple(given) if given else _sorted(names)
+    by_name = sorted(names)
+    # numbers by size; `1` and `01` are of one size, and their order must not be the set's
+    ordered = sorted(by_name, key=size_of) if all(map(str.isdecimal, names)) else by_name
+    found = tuple(given or ordered)
     if not found and several is not None:
         raise WrongLabel(f"no row has a class: the first label is {json.dumps(first)}")
     return Targets(found, bool(several), len(found) if several else 1)
@@ -127,12 +130,6 @@ def class_name(label: object) -> str:
 
 def _is_no_class(label: object) -> bool:
     return isinstance(label, (int, float)) and (label < 0 or label != int(label))
-
-
-def _sorted(names: set[str]) -> tuple[str, ...]:
-    """Numbers by size, all else by name; `1` and `01` are of one size, and their order must not be the set's."""
-    by_name = sorted(names)
-    return tuple(sorted(by_name, key=size_of) if all(map(str.isdecimal, names)) else by_name)
 
 
 def size_of(number: str) -> tuple[int, str]:

@@ -56,7 +56,8 @@ class Encoding:
 
 def row_texts(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """Every text in these rows, for building a tokenizer on."""
-    for row in _rows(batch):
+    for values in zip(*batch.values(), strict=True):
+        row = dict(zip(batch, values, strict=True))
         yield from (row[column] for column in ("text", "text_pair") if row.get(column))
         for column in ("messages", "prompt", "completion", "chosen", "rejected"):
             if row.get(column):
@@ -74,8 +75,12 @@ def asked_text(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> str | None
 
 
 def asked_conversation(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | None:
-    """The conversation up to its last answer."""
-    return _before_answer(conversation(row)) if row["messages"] is not None else None
+    """The conversation without the answer that it ends in."""
+    if row["messages"] is None:
+        return None
+    chat = conversation(row)
+    last = len(chat.messages) - 1
+    return chat.through(last) if last in chat.answers() and last else chat
 
 
 def asked_alpaca(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | str | None:
@@ -92,17 +97,6 @@ def asked_prompt(row: StoredRow, tokenizer: PreTrainedTokenizerBase) -> Chat | s
         return None
     prompt = json.loads(row["prompt"])
     return prompt if isinstance(prompt, str) else _chat(prompt, row)
-
-
-def _before_answer(chat: Chat) -> Chat:
-    """The conversation without the answer that it ends in."""
-    last = len(chat.messages) - 1
-    return chat.through(last) if last in chat.answers() and last else chat
-
-
-def _rows(batch: Mapping[str, Sequence[Any]]) -> Iterator[StoredRow]:
-    for values in zip(*batch.values(), strict=True):
-        yield dict(zip(batch, values, strict=True))
 
 
 def _texts_in(value: Any) -> Iterator[str]:

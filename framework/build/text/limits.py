@@ -181,14 +181,11 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             _check_joined(rest[0] if rest else "", value)
         else:
             _check_numbers(rest)
-            _check(max((len(item) for item in rest if isinstance(item, str)), default=0), _between(name))
+            most = MOST_BETWEEN if name in ("indent", "tojson", "wordwrap") else MOST_MADE
+            _check(max((len(item) for item in rest if isinstance(item, str)), default=0), most)
         return function(*arguments, **options)
 
     return bounded
-
-
-def _between(name: str) -> int:
-    return MOST_BETWEEN if name in ("indent", "tojson", "wordwrap") else MOST_MADE
 
 
 def _check_method(name: str, own: Any, arguments: tuple[Any, ...]) -> None:

@@ -33,7 +33,11 @@ def read_sharding(assembly: Assembly) -> Iterator[Reading]:
             yield Reading("fsdp.sharding_strategy", "no part but all", held, "parameters of this rank")
         return
     share = round(1 / _held(assembly), 1)
-    source = f"{_dtypes(assembly)} of this rank; {sharding.replicas} of the same"
+    numbers: Counter[str] = Counter()
+    for parameter in assembly.model.parameters():
+        numbers[_word(parameter.dtype)] += local_part(parameter).numel()
+    by_dtype = ", ".join(f"{count:,} {dtype}" for dtype, count in numbers.most_common())
+    source = f"{by_dtype} of this rank; {sharding.replicas} of the same"
     yield Reading("fsdp.enable_fsdp", f"1/{sharding.shards} of the weights", f"1/{share:g} of the weights", source)
     blocks = sum(1 for block in sharding.blocks if parameter_groups(block))
     asked, found = (f"{count} {sharding.block_class} and the rest" for count in (len(sharding.blocks), blocks))
@@ -73,13 +77,6 @@ def _held(assembly: Assembly) -> float:
     """Share of all weights that this rank holds."""
     parameters = list(assembly.model.parameters())
     return sum(local_part(item).numel() for item in parameters) / sum(item.numel() for item in parameters)
-
-
-def _dtypes(assembly: Assembly) -> str:
-    counted: Counter[str] = Counter()
-    for parameter in assembly.model.parameters():
-        counted[_word(parameter.dtype)] += local_part(parameter).numel()
-    return ", ".join(f"{count:,} {dtype}" for dtype, count in counted.most_common())
 
 
 def _word(dtype: Any) -> str:
