@@ -23,10 +23,9 @@ from framework.build.text.tokenizer import own_start
 from framework.errors import Problem, RequestError
 from framework.schema.choices import RowFormat, Supervise, Task, Truncation
 from framework.schema.config import TrainingConfig
-from framework.schema.data import DatasetParams
+from framework.schema.data import DatasetParams, Split
 from framework.schema.params import FrozenMapping
 from framework.schema.plural import counted
-from framework.schema.split import Split
 
 KEY = "FILE"
 ASKING: dict[RowFormat, str] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from framework.build.text.remarks import Remark
+from framework.build.text.messages import Remark
 from framework.schema.plural import counted
 
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)

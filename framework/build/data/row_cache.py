@@ -29,8 +29,7 @@ from framework.caches import cache_folder, our_files, versions
 from framework.errors import RequestError
 from framework.memory.units import size
 from framework.schema.config import TrainingConfig
-from framework.schema.data import DatasetParams
-from framework.schema.split import parse_split
+from framework.schema.data import DatasetParams, parse_split
 
 LIMIT = 20 << 30
 """Bytes of all entries; those that were not used for longest go first. A guess: some runs of a billion tokens."""

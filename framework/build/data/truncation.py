@@ -10,7 +10,7 @@ from framework.build.data.report import EMPTY, SAME, SplitReport, length_quantil
 from framework.build.data.rows import Rows, join_rows, row_length, split_document, supervised_count, truncate
 from framework.build.sources.sources import PROBLEM_LIMIT, Place
 from framework.build.text.labels import Encoded, UnsuitedChat
-from framework.build.text.remarks import Remark
+from framework.build.text.messages import Remark
 from framework.errors import Problem
 from framework.schema.choices import Truncation
 from framework.schema.plural import counted

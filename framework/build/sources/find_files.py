@@ -16,7 +16,7 @@ from framework.build.sources.files import endings, is_read
 from framework.caches import cache_folder
 from framework.errors import Problem, RequestError
 from framework.regular_files import read_regular
-from framework.schema.split import Split
+from framework.schema.data import Split
 from framework.schema.urls import data_url_problem, is_url, scheme_of
 
 STANDARD_LIBRARY = "python_stdlib"

@@ -14,8 +14,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from framework.build.hub import one_line
 from framework.build.text.limits import OutOfTime, compiled, limited, watched
+from framework.build.text.messages import REASONING
 from framework.build.text.named_templates import template_names
-from framework.build.text.remarks import REASONING
 from framework.errors import Problem, RequestError
 
 Message: TypeAlias = dict[str, Any]

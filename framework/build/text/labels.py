@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from framework.build.text.chat import RENDER_SECONDS, Chat, Message, Span, Template, TemplateFault
 from framework.build.text.limits import watched
-from framework.build.text.remarks import REASONING, Remark, is_empty, thoughts
+from framework.build.text.messages import REASONING, Remark, is_empty, thoughts
 from framework.build.text.tokenizer import own_end, own_start, without_end
 from framework.schema.choices import Supervise
 

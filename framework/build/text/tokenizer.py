@@ -1,12 +1,12 @@
 """The tokenizer: loaded, or built on the training text; with the chat template that the recipe asks for."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from framework.build.hub import cached_models, hub_host, hub_is_reachable, leave_to_run_code, nearest, one_line
 from framework.build.model_folder import local_folder, missing_folder, read_object, require_readable
@@ -248,3 +248,25 @@ def _not_found(name: str, key: str, error: Exception) -> Problem:
         expected=f"one of the downloaded models: {', '.join(known[:8])}" if known else None,
         nearest=nearest(name, known),
     )
+
+
+ROWS_LOOKED_AT = 64
+"""Rows that show how answers end: a template ends all of them alike, and some are cut."""
+
+
+def supervised_ends(rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the special tokens that are the last to be learnt in the first rows."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    labels = (rows[index]["labels"] for index in range(min(len(rows), ROWS_LOOKED_AT)))
+    last = {next((label for label in reversed(row) if label >= 0), None) for row in labels}
+    return sorted(number for number in last if number in special and number is not None)
+
+
+def stop_at(model: PreTrainedModel, ends: Sequence[int]) -> None:
+    """Have generation stop at these tokens besides those that the model knows; what is exported says so."""
+    if not (ends and model.can_generate()):
+        return
+    known = model.generation_config.eos_token_id
+    listed = known if isinstance(known, list) else [] if known is None else [known]
+    if new := [end for end in ends if end not in listed]:
+        model.generation_config.eos_token_id = [*listed, *new]

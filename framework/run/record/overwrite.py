@@ -16,7 +16,7 @@ from framework.regular_files import read_regular
 from framework.run.record.files import discard
 from framework.run.record.layout import FINAL, GGUF, MERGED, UNFINISHED, checkpoints, exported, kept_for, leftovers
 from framework.schema.config import TrainingConfig
-from framework.schema.split import parse_split
+from framework.schema.data import parse_split
 
 ENVIRONMENT = "environment.json"
 """A folder is a run's that has this file: written first of all, removed last."""

@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from framework.build.assembly import assemble
-from framework.build.data.end_tokens import stop_at, supervised_ends
 from framework.build.from_python import TASKS_OWN, FromPython, check_same
 from framework.build.levers.allocator import choose_allocator
 from framework.build.loading.bases import ALLOWED_MODELS, BASE, check_all_weights
 from framework.build.model.parts import causal_model
 from framework.build.place import Place, real_place
 from framework.build.sources.python_rows import NO_ROWS, RowsFromPython
+from framework.build.text.tokenizer import stop_at, supervised_ends
 from framework.build.verify import (
     verify,
 )

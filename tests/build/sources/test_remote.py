@@ -11,8 +11,7 @@ import pytest
 from framework.build.sources.find_files import PACKAGES, find_files
 from framework.build.sources.sources import read_source
 from framework.errors import RequestError
-from framework.schema.data import DatasetParams
-from framework.schema.split import parse_split
+from framework.schema.data import DatasetParams, parse_split
 
 KEY = "data.train[0]"
 

@@ -16,8 +16,8 @@ from transformers.utils import chat_template_utils
 from framework.build.text import labels
 from framework.build.text.chat import Chat, check_chat, render
 from framework.build.text.labels import IGNORED, Encoded, UnsuitedChat, encode_chats
+from framework.build.text.messages import Remark
 from framework.build.text.named_templates import read_template
-from framework.build.text.remarks import Remark
 from framework.schema.choices import Supervise
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
