@@ -1,9 +1,10 @@
 """The tokenizer: loaded, or built on the training text; with the chat template that the recipe asks for."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -254,7 +255,7 @@ ROWS_LOOKED_AT = 64
 """Rows that show how answers end: a template ends all of them alike, and some are cut."""
 
 
-def supervised_ends(rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def supervised_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of the special tokens that are the last to be learnt in the first rows."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     labels = (rows[index]["labels"] for index in range(min(len(rows), ROWS_LOOKED_AT)))
