@@ -71,8 +71,8 @@ LEVER = {
     ],
     "framework/build/verify/__init__.py": [
         (
-            '    "sharding": read_sharding,\n',
-            '    "sharding": read_sharding,\n    "humming": lambda made: [Reading("training.humming", "True", '
+            '    "sharding": sharding.read_sharding,\n',
+            '    "sharding": sharding.read_sharding,\n    "humming": lambda made: [Reading("training.humming", "True", '
             'str(made.config.training.humming), "it")],\n',
         )
     ],

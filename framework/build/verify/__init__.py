@@ -8,76 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from framework.build.assembly import Assembly
 from framework.build.optimizers.parameter_wise import ParameterWise
-from framework.build.verify.activations import (
-    read_attention_kernel,
-    read_checkpointed_blocks,
-    read_compiled_regions,
-    read_compiled_runs,
-    read_keeping_blocks,
-    read_liger_kernels,
-    read_memory_budget,
-    read_offloaded_activations,
-    read_recorded_graphs,
-    read_sdpa_kernel,
-)
-from framework.build.verify.batch import (
-    emptied_cache,
-    read_allocator_settings,
-    read_emptied_cache,
-    read_eval_batches,
-    read_grouped_rows,
-    read_isolation,
-    read_longest_row,
-    read_micro_batches,
-    read_packed_rows,
-    read_padded_lengths,
-    read_rows_end_to_end,
-)
-from framework.build.verify.frozen_models import (
-    Fingerprints,
-    read_known_reference,
-    read_moved,
-    read_reference,
-    read_teacher,
-)
-from framework.build.verify.loss import (
-    read_chunked_loss,
-    read_embedding_noise,
-    read_loss_terms,
-    read_own_loss,
-    read_router_loss,
-)
-from framework.build.verify.optimizer import (
-    read_offloaded_states,
-    read_optimizer,
-    read_optimizer_in_backward,
-    read_optimizer_states,
-    read_parameter_groups,
-    read_rounding,
-    read_weights_average,
-)
+from framework.build.verify import activations, batch, frozen_models, loss, optimizer, sharding, weights
+from framework.build.verify.frozen_models import Fingerprints
 from framework.build.verify.reading import FirstStep, Reading, table
-from framework.build.verify.sharding import (
-    read_context,
-    read_offloaded_base,
-    read_offloaded_base_again,
-    read_offloaded_shards,
-    read_prefetch,
-    read_sharding,
-    read_shared_matrices,
-)
-from framework.build.verify.weights import (
-    read_autocast,
-    read_float8_products,
-    read_float32_products,
-    read_frozen_modules,
-    read_head,
-    read_parameters,
-    read_rope_scaling,
-    read_trained_tokens,
-    read_vocabulary,
-    read_weight_dtypes,
-)
 from framework.errors import VerificationFailed
 
 __all__ = [
@@ -109,40 +42,40 @@ def _of_adapter(name: str) -> Callable[[Assembly], Iterable[Reading]]:
 
 
 READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
-    "allocator_settings": read_allocator_settings,
-    "head": read_head,
-    "vocabulary": read_vocabulary,
-    "parameters": read_parameters,
-    "weight_dtypes": read_weight_dtypes,
-    "autocast": read_autocast,
-    "float32_products": read_float32_products,
-    "float8_products": read_float8_products,
-    "optimizer": read_optimizer,
-    "parameter_groups": read_parameter_groups,
-    "rounding": read_rounding,
-    "optimizer_in_backward": read_optimizer_in_backward,
-    "checkpointed_blocks": read_checkpointed_blocks,
-    "compiled_regions": read_compiled_regions,
-    "keeping_blocks": read_keeping_blocks,
-    "attention_kernel": read_attention_kernel,
-    "sdpa_kernel": read_sdpa_kernel,
-    "context": read_context,
-    "shared_matrices": read_shared_matrices,
-    "liger_kernels": read_liger_kernels,
-    "chunked_loss": read_chunked_loss,
-    "loss_terms": read_loss_terms,
-    "embedding_noise": read_embedding_noise,
-    "router_loss": read_router_loss,
-    "own_loss": read_own_loss,
-    "rope_scaling": read_rope_scaling,
-    "isolation": read_isolation,
-    "reference": read_reference,
-    "teacher": read_teacher,
-    "frozen_modules": read_frozen_modules,
-    "offloaded_base": read_offloaded_base,
+    "allocator_settings": batch.read_allocator_settings,
+    "head": weights.read_head,
+    "vocabulary": weights.read_vocabulary,
+    "parameters": weights.read_parameters,
+    "weight_dtypes": weights.read_weight_dtypes,
+    "autocast": weights.read_autocast,
+    "float32_products": weights.read_float32_products,
+    "float8_products": weights.read_float8_products,
+    "optimizer": optimizer.read_optimizer,
+    "parameter_groups": optimizer.read_parameter_groups,
+    "rounding": optimizer.read_rounding,
+    "optimizer_in_backward": optimizer.read_optimizer_in_backward,
+    "checkpointed_blocks": activations.read_checkpointed_blocks,
+    "compiled_regions": activations.read_compiled_regions,
+    "keeping_blocks": activations.read_keeping_blocks,
+    "attention_kernel": activations.read_attention_kernel,
+    "sdpa_kernel": activations.read_sdpa_kernel,
+    "context": sharding.read_context,
+    "shared_matrices": sharding.read_shared_matrices,
+    "liger_kernels": activations.read_liger_kernels,
+    "chunked_loss": loss.read_chunked_loss,
+    "loss_terms": loss.read_loss_terms,
+    "embedding_noise": loss.read_embedding_noise,
+    "router_loss": loss.read_router_loss,
+    "own_loss": loss.read_own_loss,
+    "rope_scaling": weights.read_rope_scaling,
+    "isolation": batch.read_isolation,
+    "reference": frozen_models.read_reference,
+    "teacher": frozen_models.read_teacher,
+    "frozen_modules": weights.read_frozen_modules,
+    "offloaded_base": sharding.read_offloaded_base,
     "adapter": _of_adapter("read_adapter"),
     "first_adapter": _of_adapter("read_first_adapter"),
-    "trained_tokens": read_trained_tokens,
+    "trained_tokens": weights.read_trained_tokens,
     "adapter_rank": _of_adapter("read_adapter_rank"),
     "adapter_targets": _of_adapter("read_adapter_targets"),
     "adapter_dropout": _of_adapter("read_adapter_dropout"),
@@ -152,32 +85,32 @@ READERS: Mapping[str, Callable[[Assembly], Iterable[Reading]]] = {
     "rotated_blocks": _of_adapter("read_rotated_blocks"),
     "faster_matrices": _of_adapter("read_faster_matrices"),
     "quantized": _of_adapter("read_quantized"),
-    "sharding": read_sharding,
-    "offloaded_shards": read_offloaded_shards,
-    "prefetch": read_prefetch,
+    "sharding": sharding.read_sharding,
+    "offloaded_shards": sharding.read_offloaded_shards,
+    "prefetch": sharding.read_prefetch,
     "adapter_saved_modules": _of_adapter("read_adapter_saved_modules"),
 }
 """Before step 1, in the order of the printed table. Those without a row of the levers table are said for every run that
 they are about; `isolation` is of every lever that puts several documents in a row."""
 
 FIRST_STEP_READERS: Mapping[str, Callable[[Assembly, FirstStep], Iterable[Reading]]] = {
-    "optimizer_states": read_optimizer_states,
-    "offloaded_states": read_offloaded_states,
-    "weights_average": read_weights_average,
-    "offloaded_activations": read_offloaded_activations,
-    "micro_batches": read_micro_batches,
-    "eval_batches": read_eval_batches,
-    "longest_row": read_longest_row,
-    "padded_lengths": read_padded_lengths,
-    "emptied_cache": read_emptied_cache,
-    "compiled_runs": read_compiled_runs,
-    "recorded_graphs": read_recorded_graphs,
-    "memory_budget": read_memory_budget,
-    "packed_rows": read_packed_rows,
-    "rows_end_to_end": read_rows_end_to_end,
-    "grouped_rows": read_grouped_rows,
-    "offloaded_base": read_offloaded_base_again,
-    "known_reference": read_known_reference,
+    "optimizer_states": optimizer.read_optimizer_states,
+    "offloaded_states": optimizer.read_offloaded_states,
+    "weights_average": optimizer.read_weights_average,
+    "offloaded_activations": activations.read_offloaded_activations,
+    "micro_batches": batch.read_micro_batches,
+    "eval_batches": batch.read_eval_batches,
+    "longest_row": batch.read_longest_row,
+    "padded_lengths": batch.read_padded_lengths,
+    "emptied_cache": batch.read_emptied_cache,
+    "compiled_runs": activations.read_compiled_runs,
+    "recorded_graphs": activations.read_recorded_graphs,
+    "memory_budget": activations.read_memory_budget,
+    "packed_rows": batch.read_packed_rows,
+    "rows_end_to_end": batch.read_rows_end_to_end,
+    "grouped_rows": batch.read_grouped_rows,
+    "offloaded_base": sharding.read_offloaded_base_again,
+    "known_reference": frozen_models.read_known_reference,
 }
 """After step 1: optimizers make their states then, and batches can be seen only as they pass."""
 
@@ -194,12 +127,12 @@ def verify_first_step(assembly: Assembly, step: FirstStep) -> tuple[Reading, ...
 
 def verify_emptied_cache(assembly: Assembly, began: int, step: int) -> tuple[Reading, ...]:
     """That the cache was emptied as often as it was due in the steps `began` to `step`. Raises VerificationFailed."""
-    return _holding(list(emptied_cache(assembly, began, step)))
+    return _holding(list(batch.emptied_cache(assembly, began, step)))
 
 
 def verify_unmoved(assembly: Assembly, before: Fingerprints | None) -> tuple[Reading, ...]:
     """That training has not moved what the model is measured against. Raises VerificationFailed."""
-    return _holding(list(read_moved(assembly, before)))
+    return _holding(list(frozen_models.read_moved(assembly, before)))
 
 
 def _holding(readings: Sequence[Reading]) -> tuple[Reading, ...]:
