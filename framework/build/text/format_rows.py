@@ -49,15 +49,11 @@ def faults_as_values(read: Callable[[Mapping[str, Any]], Values]) -> Callable[[M
     return guarded
 
 
-def _in_column(column: str, read: Callable[[object], T], value: object) -> T:
+def _optional(column: str, read: Callable[[object], T], record: Mapping[str, Any]) -> T | None:
     try:
-        return read(value)
+        return None if record[column] is None else read(record[column])
     except Fault as fault:
         raise Fault(f"column `{column}`: {fault}") from None
-
-
-def _optional(column: str, read: Callable[[object], T], record: Mapping[str, Any]) -> T | None:
-    return None if record[column] is None else _in_column(column, read, record[column])
 
 
 def _answer(column: str, read: Callable[[object], T], record: Mapping[str, Any]) -> T | None:
