@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from framework.build.losses.cross_entropy import PLAIN, LossTerms, token_losses
+from framework.build.text.labels import IGNORED
 from framework.schema.choices import Divergence
 from framework.schema.objectives import DistillationParams
 
@@ -189,9 +190,6 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
             gradients.add(part, logits, rows, computed)
             del logits
         return (*gradients.all(), None, None, None)
-
-
-IGNORED = -100
 
 
 class Head(NamedTuple):

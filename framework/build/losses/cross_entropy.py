@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from framework.build.text.labels import IGNORED
 
 Launch = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool, float, float], None]
 

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from framework.build.losses.loss import IGNORED, Batch, Loss, ignore_phases
+from framework.build.losses.loss import Batch, Loss, ignore_phases
+from framework.build.text.labels import IGNORED
 from framework.schema.adapters import ADAPTERS
 from framework.schema.config import TrainingConfig
 

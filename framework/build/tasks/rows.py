@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from framework.build.losses.loss import IGNORED, Batch, Observe, model_inputs
+from framework.build.losses.loss import Batch, Observe, model_inputs
 from framework.build.model.parts import causal_model
+from framework.build.text.labels import IGNORED
 from framework.errors import Problem, RequestError
 
 AddedUp = Mapping[str, Tensor]

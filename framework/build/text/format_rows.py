@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from framework.build.text.classes import HIGHEST
+from framework.build.text.labels import IGNORED
 from framework.build.text.messages import (
     Fault,
     describe,
@@ -26,9 +27,6 @@ from framework.schema.plural import counted
 
 Values = dict[str, Any]
 """What is kept of one row, by column."""
-
-IGNORED_LABEL = -100
-"""Marks, in hand-made labels, a token that is not learnt."""
 
 HIGHEST_ID = 2**31 - 1
 
@@ -242,8 +240,8 @@ def tokens_row(record: Mapping[str, Any]) -> Values:
     if ids is not None:
         if len(ids) and ids.min() < 0:
             raise Fault(f"column `input_ids`: {ids.min()} is no token id")
-        if labels is not None and len(labels) and (bad := labels[(labels < 0) & (labels != IGNORED_LABEL)]).size:
-            raise Fault(f"column `labels`: {bad[0]} is neither a token id nor {IGNORED_LABEL}")
+        if labels is not None and len(labels) and (bad := labels[(labels < 0) & (labels != IGNORED)]).size:
+            raise Fault(f"column `labels`: {bad[0]} is neither a token id nor {IGNORED}")
         for name, other in (("labels", labels), ("attention_mask", mask)):
             if other is not None and len(other) != len(ids):
                 raise Fault(f"column `{name}`: {counted(len(other), 'number')} for {counted(len(ids), 'token')}")

@@ -17,7 +17,7 @@ from framework.build.text.tokenizer import own_end, own_start, without_end
 from framework.schema.choices import Supervise
 
 IGNORED = -100
-"""Label of a token that is not learnt: `ignore_index` of torch's cross entropy."""
+"""Label of a token that is not supervised, in hand-made labels too: `ignore_index` of torch's cross entropy."""
 
 STAND_IN = "\ue000answer\ue000"
 """Takes an answer's place to find where the template puts it. Private-use characters do not occur in real text."""

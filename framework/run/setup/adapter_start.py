@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from framework.build.data.batches import eval_batches
 from framework.build.data.packing import on_device
-from framework.build.losses.loss import IGNORED, Batch, model_inputs
+from framework.build.losses.loss import Batch, model_inputs
 from framework.build.model.parts import causal_model
+from framework.build.text.labels import IGNORED
 from framework.errors import Problem, RequestError, VerificationFailed
 from framework.run.session import Session
 from framework.schema.adapters import ADAPTERS

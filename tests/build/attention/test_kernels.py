@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from framework.build.attention.kernels import choose_kernel
+from framework.build.attention.kernels import Attended, choose_kernel
 from framework.build.attention.ring_attention import _merged
 from framework.errors import RequestError
 from framework.run.rehearsal.fake_device import pretend
@@ -53,7 +53,7 @@ def test_two_sets_of_keys_give_what_all_of_them_do(device, dtype, exact, name, t
     of_query = torch.zeros_like(q, dtype=torch.float32)
     for at, causal in sets:
         k, v = key[:, :, at], value[:, :, at]
-        of_q, of_k, of_v = kernel.backward(gradient, q, k, v, out.to(dtype), logarithm, rest, causal, scale)
+        of_q, of_k, of_v = kernel.backward(Attended(gradient, q, k, v, out.to(dtype), logarithm, rest), causal, scale)
         of_query += of_q
         assert apart(of_k, wanted[1][:, :, at]) < exact
         assert apart(of_v, wanted[2][:, :, at]) < exact
