@@ -3,7 +3,8 @@
 import os
 import sys
 
-_LONG = {"train", "plan", "fit", "check", "data", "predict", "merge", "doctor"}
+_LONG = {"train", "plan", "fit", "check", "data", "predict", "merge", "doctor", "report", "explain", "diff"}
+_LONG |= {"init", "convert", "evaluate", "export", "push"}
 _BRIEF = {"--help", "-h", "--quick", "--quiet"}
 
 

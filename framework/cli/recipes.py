@@ -39,6 +39,10 @@ def init(
     ] = "lora",
 ) -> int:
     """Write a short recipe for your model and data, check it, show rows and plan it. Asks for what is missing."""
+    if output.suffix not in (".yaml", ".yml"):
+        option, equals, value = output.name.partition("=")
+        nearest = f"--{option} {value}" if equals else f"{output}.yaml"
+        raise RequestError([Problem("OUTPUT", f"{output} is no YAML file", None, "a name that ends in .yaml", nearest)])
     if output.exists():
         raise RequestError([Problem("OUTPUT", f"{output} exists", expected="a new file, which is written")])
     check_writable(output, "OUTPUT")

@@ -46,6 +46,7 @@ def translate(t: Translation) -> None:
         t.leave("unfrozen_parameters", Why.WRITE, text)
         t.head.append("Axolotl trains its unfrozen_parameters alone: name the others under model.freeze_layers")
     _adapter(t)
+    _rates(t)
     _sharding(t)
     _precision(t)
     _task(t)
@@ -108,6 +109,22 @@ def _adapter(t: Translation) -> None:
         elif source.get("bnb_config_kwargs.bnb_4bit_use_double_quant") is not False:
             comment = "Axolotl's default"
             t.put("peft.use_bnb_nested_quant", True, "bnb_config_kwargs.bnb_4bit_use_double_quant", comment=comment)
+
+
+def _rates(t: Translation) -> None:
+    """Rates of some weights: Axolotl finds names that contain a text, ours are parts of names."""
+    source, groups, used = t.source, list[dict[str, Any]](), list[str]()
+    for item in source.items("lr_groups"):
+        rate = source.number(f"{item}.lr")
+        groups += [{"match": name, "learning_rate": rate} for name in source.strings(f"{item}.modules") if rate]
+        used += [f"{item}.name", f"{item}.lr", f"{item}.modules"]
+    saved = source.strings("lora_modules_to_save")
+    rate = source.number("embedding_lr")
+    if rate and (not source.text("adapter") or "embed_tokens" in saved):
+        groups.append({"match": "embed_tokens", "learning_rate": rate})
+        used.append("embedding_lr")
+    if groups:
+        t.put("training.parameter_groups", groups, *used)
 
 
 def _sharding(t: Translation) -> None:

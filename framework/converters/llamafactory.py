@@ -145,12 +145,15 @@ def _data(t: Translation) -> None:
     limit = source.number("max_samples")
     folder = source.get("dataset_dir") or _FOLDER
     for key, ours in {"dataset": "data.train", "eval_dataset": "data.eval"}.items():
-        names = [name.strip() for text in source.strings(key) for name in text.split(",")]
-        made: list[dict[str, Any]] = [{"path": f"{folder}/{name}.json"} for name in names if name]
+        names = [name.strip() for text in source.strings(key) for name in text.split(",") if name.strip()]
+        made: list[dict[str, Any]] = [{"path": f"{folder}/{name}.json"} for name in names]
+        if ours == "data.eval" and source.get("eval_on_each_dataset") is True:
+            made = [{**one, "eval_set": name} for one, name in zip(made, names, strict=True)]
         if limit:
             made = [first_rows(one, int(limit)) for one in made]
         if made:
-            t.put(ours, made, key, "max_samples", "dataset_dir", comment=_LOOKED_UP)
+            used = [key, "max_samples", "dataset_dir", *(["eval_on_each_dataset"] if ours == "data.eval" else [])]
+            t.put(ours, made, *used, comment=_LOOKED_UP)
     carry_share(t, "val_size")
     strategies = ("eval_strategy", "evaluation_strategy")
     strategy = next((word for word in map(source.text, strategies) if word), "no")

@@ -596,3 +596,38 @@ def test_rotations_of_llama_factory(converted) -> None:
     text += "oft_target: q_proj,v_proj\ndataset: c\n"
     _, recipe = converted(text)
     assert recipe["peft"] == {"peft_method": "oft", "oft_block_size": 16, "lora_target_modules": ["q_proj", "v_proj"]}
+
+
+def test_rates_by_name_named_sets_and_noise(converted) -> None:
+    axolotl = """
+        base_model: Qwen/Qwen3-0.6B
+        datasets: [{path: a.jsonl, type: alpaca}]
+        embedding_lr: 0.00001
+        lr_groups:
+          - {name: values, modules: [v_proj, o_proj], lr: 0.0001}
+    """
+    groups = converted(axolotl)[1]["training"]["parameter_groups"]
+    expected = [("v_proj", 1e-4), ("o_proj", 1e-4), ("embed_tokens", 1e-5)]
+    assert [(each["match"], each["learning_rate"]) for each in groups] == expected
+    factory = """
+        model_name_or_path: Qwen/Qwen3-0.6B
+        stage: sft
+        template: qwen
+        dataset: rows
+        eval_dataset: code, chat
+        eval_on_each_dataset: true
+    """
+    made = converted(factory)[1]["data"]["eval"]
+    assert [(each["eval_set"], each["path"]) for each in made] == [
+        ("code", "data/code.json"),
+        ("chat", "data/chat.json"),
+    ]
+    oumi = """
+        model: {model_name: Qwen/Qwen3-0.6B}
+        data: {train: {datasets: [{dataset_name: text_sft, dataset_path: a.jsonl}]}}
+        training:
+          trainer_type: TRL_SFT
+          trainer_kwargs: {neftune_noise_alpha: 5, label_smoothing_factor: 0.1}
+    """
+    training = converted(oumi)[1]["training"]
+    assert (training["neftune_noise_alpha"], training["label_smoothing"]) == (5, 0.1)
