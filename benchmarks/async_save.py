@@ -29,8 +29,7 @@ import torch
 from framework.build.assembly import Assembly, assemble
 from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
-from framework.memory.cards import read_card
-from framework.memory.installed import detect
+from framework.memory.cards import detect, read_card
 from framework.memory.resolve import resolve
 from framework.run.checkpoints.async_writer import Writer
 from framework.run.checkpoints.checkpoint import Contents, contents_of, save_checkpoint

@@ -23,11 +23,11 @@ from framework.build.assembly import assemble
 from framework.build.data.batches import full_batch
 from framework.build.place import real_place
 from framework.build.resolve_model import settle
+from framework.installation import shipped
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.step import train_step
 from framework.run.trainer import train
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 from tests.minilm import docstring_sections, minilm_folder
 from tests.run.cpu_memory import peak_bytes
 

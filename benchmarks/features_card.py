@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.rows import Queue, run_rows
 from framework import load
-from framework.memory.installed import detect
+from framework.memory.cards import detect
 from framework.run.planning.measure import assembled_at_random, measure, synthetic_batches
 from framework.schema.config import TrainingConfig
 
@@ -179,7 +179,7 @@ def _start(config: TrainingConfig) -> dict[str, Any]:
     import torch
 
     from framework.run.record.meter import Meter
-    from framework.run.setup.adapter_start import start_from_rows
+    from framework.run.setup.first_passes import start_from_rows
 
     assembly = _built(config)
     length = assembly.config.longest
@@ -197,7 +197,7 @@ def _start(config: TrainingConfig) -> dict[str, Any]:
 
 def _samples(config: TrainingConfig) -> dict[str, Any]:
     """A sample of the longest row after three steps: its peak and its seconds."""
-    from framework.run.completions import complete
+    from framework.run.evaluate import complete
     from framework.run.record.meter import Meter
     from framework.run.step import train_step
 

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from framework.memory.cards import read_card
 from framework.memory.host_time import FITTED, HostCosts, host_seconds
-from framework.memory.rehearsal import Rehearsal
 from framework.memory.roofline import CALIBRATED, Efficiency, kernel_seconds
 from framework.memory.step_time import last_micro_batch, steady_step
-from framework.memory.trace import EXCHANGE, GATHER, REDUCE, TRANSFER, WAIT, Operation
+from framework.memory.trace import EXCHANGE, GATHER, REDUCE, TRANSFER, WAIT, Operation, Rehearsal
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 

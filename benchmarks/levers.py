@@ -31,11 +31,11 @@ import yaml
 
 from framework.build.refuse import refuse_impossible
 from framework.errors import RequestError
+from framework.installation import shipped
 from framework.memory.cards import read_card
 from framework.memory.levers import LEVERS, Lever, Setting
 from framework.memory.requirements import is_installed, suits
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 
 CARD = "h100_80gb"
 STEPS = 7

@@ -30,13 +30,11 @@ from framework.build.assembly import Assembly, assemble
 from framework.build.data.packing import on_device
 from framework.build.losses.loss import Batch
 from framework.build.place import real_place
-from framework.memory.cards import read_card
-from framework.memory.installed import detect
-from framework.run.inputs.inputs import Inputs, read_inputs
-from framework.run.inputs.training_batches import training_batches
+from framework.installation import shipped
+from framework.memory.cards import detect, read_card
+from framework.run.inputs import Inputs, read_inputs, training_batches
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 
 WARM = 5
 """Steps that are not counted: the first makes the optimizer's states, and workers start."""

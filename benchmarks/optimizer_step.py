@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW, Kernel
 from framework.build.optimizers.clipping import clip_gradients, gradient_norm
+from framework.installation import shipped
 from framework.schema.choices import Rounding
-from framework.shipped import shipped
 
 ONE_B = yaml.safe_load((shipped("conf") / "model" / "llama3.2_1b.yaml").read_text())["model"]["architecture"]
 LIMIT, RATE, BETAS, EPSILON = 1.0, 1e-5, (0.9, 0.999), 1e-8

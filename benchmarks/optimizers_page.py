@@ -17,12 +17,12 @@ from framework.build.assembly import assemble
 from framework.build.loading.model import read_architecture
 from framework.build.optimizers.low_bit import LOW_BIT, RehearsedLowBit, is_managed, parts_of
 from framework.build.place import real_place
+from framework.installation import shipped
 from framework.memory.resolve import resolve
 from framework.run.rehearsal.footprint import state_tensors
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
 from framework.schema.optimizers import FACTS, Optimizer
-from framework.shipped import shipped
 
 PAGE = Path(__file__).parents[1] / "docs" / "optimizers.md"
 EIGHTH = {

@@ -20,9 +20,9 @@ from typing import Any
 import yaml
 
 from benchmarks.rows import Queue, run_rows
+from framework.installation import shipped
 from framework.memory.cards import read_card
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 
 CARD = "h100_80gb"
 SEED = 7

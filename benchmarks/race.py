@@ -200,7 +200,7 @@ def architecture_of(shape: Shape) -> dict[str, Any]:
     """The Hugging Face config that `conf/model` has for the model."""
     import yaml
 
-    from framework.shipped import shipped
+    from framework.installation import shipped
 
     preset = yaml.safe_load((shipped("conf") / "model" / f"{shape.model}.yaml").read_text())
     architecture: dict[str, Any] = preset["model"]["architecture"]

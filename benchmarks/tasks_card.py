@@ -19,12 +19,11 @@ from typing import Any
 import yaml
 
 from framework.errors import TunesmithError
-from framework.memory.cards import read_card
-from framework.memory.installed import detect
+from framework.installation import shipped
+from framework.memory.cards import detect, read_card
 from framework.memory.resolve import resolve
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 
 PURE = {"model.torch_dtype_str": "bfloat16", "training.mixed_precision_dtype": "none"}
 AMP = {"model.torch_dtype_str": "float32", "training.mixed_precision_dtype": "bf16"}

@@ -26,21 +26,20 @@ import torch
 import transformers
 
 from framework.compose.request import load
+from framework.installation import shipped
 from framework.memory.cards import card_names, read_card
-from framework.memory.editing import with_values
 from framework.memory.ledger import Plan
 from framework.memory.planning import plan_of_peaks, replayed
-from framework.memory.rehearsal import Rehearsal
+from framework.memory.requirements import with_values
 from framework.memory.resolve import resolve
 from framework.memory.search.estimate import Estimate, deepened, depths_of, with_depth
 from framework.memory.search.fastest import without_evaluation
 from framework.memory.search.free_keys import freedom, opened
 from framework.memory.search.space import micro_batches, with_rows
-from framework.memory.trace import Kind
+from framework.memory.trace import Kind, Rehearsal
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
-from framework.shipped import shipped
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "verdicts.json", ROOT / "docs" / "verdicts.md"

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from framework.memory.search.found import Found as Found
     from framework.run.checkpoints.merge import Merged as Merged
     from framework.run.evaluate_saved import Evaluated as Evaluated
-    from framework.run.gguf_files.export import Exported as Exported
+    from framework.run.gguf import Exported as Exported
     from framework.run.hooks import Metrics as Metrics
+    from framework.run.hooks import RunResult as RunResult
     from framework.run.publish import Pushed as Pushed
-    from framework.run.result import RunResult as RunResult
     from framework.run.step import StepResult as StepResult
     from framework.schema.architecture import *  # noqa: F403
     from framework.schema.choices import *  # noqa: F403
@@ -50,11 +50,10 @@ _ROOMS = {
     "framework.memory.ledger": "Plan",
     "framework.memory.search.found": "Found",
     "framework.converters": "Conversion",
-    "framework.run.result": "RunResult",
-    "framework.run.hooks": "Metrics",
+    "framework.run.hooks": "Metrics RunResult",
     "framework.run.checkpoints.merge": "Merged",
     "framework.run.evaluate_saved": "Evaluated",
-    "framework.run.gguf_files.export": "Exported",
+    "framework.run.gguf": "Exported",
     "framework.run.publish": "Pushed",
     "framework.run.step": "StepResult",
     "framework.build.assembly": "Assembly",
@@ -85,7 +84,7 @@ _ROOMS = {
 _LOADS_TORCH = (
     "framework.run.checkpoints.merge",
     "framework.run.evaluate_saved",
-    "framework.run.gguf_files.export",
+    "framework.run.gguf",
     "framework.run.publish",
     "framework.run.step",
     "framework.build.assembly",
@@ -106,7 +105,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'framework' has no attribute {name!r}")
     module = _HOMES[name]
     if module in _LOADS_TORCH:
-        from framework.versions import require_versions
+        from framework.installation import require_versions
 
         require_versions()  # else the import of a version that is not supported fails somewhere inside
     return getattr(import_module(module), name)

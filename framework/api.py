@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.errors import Problem, RequestError
+from framework.installation import require_versions
+from framework.run.hooks import Hooks
 from framework.schema.config import TrainingConfig
-from framework.versions import require_versions
 
 if TYPE_CHECKING:
     import torch
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
     from framework.memory.search.found import Found
     from framework.run.checkpoints.merge import Merged
     from framework.run.evaluate_saved import Evaluated
-    from framework.run.gguf_files.export import Exported
-    from framework.run.hooks import Metrics
+    from framework.run.gguf import Exported
+    from framework.run.hooks import Metrics, RunResult
     from framework.run.publish import Pushed
-    from framework.run.result import RunResult
     from framework.run.step import StepResult
 
 
@@ -112,13 +112,11 @@ def train(
 
     Hooks are called in the main process alone, metrics in each, where the main one's numbers count. When one raises,
     the run saves, ends after its step, and the exception goes on to the caller. The plan has the task's own objective
-    and `training.optimizer`, whatever is given here: that is said, and is among its warnings. A resumed run takes the
-    same two again. Where torchrun has started several processes, each calls this with the same arguments: they train
-    together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
+    and `training.optimizer`, and warns of others given here, which a resumed run takes again. Each process that
+    torchrun has started calls this alike. Raises RequestError, DoesNotFit or TrainingStopped, and Interrupted.
     """
     require_versions()
     from framework.build.from_python import FromPython
-    from framework.run.hooks import Hooks
     from framework.run.planning.plan_pool import plan_in_subprocess
     from framework.run.trainer import train
 
@@ -210,7 +208,7 @@ def export_gguf(run: str | Path, kind: str, output: str | Path | None = None) ->
     `output` unset is RUN/gguf/RUN-KIND.gguf. Raises RequestError for a model that llama.cpp would read as another.
     """
     require_versions()
-    from framework.run.gguf_files.export import chosen_kind, export_gguf
+    from framework.run.gguf import chosen_kind, export_gguf
 
     return export_gguf(Path(run), chosen_kind(kind), Path(output) if output is not None else None)
 

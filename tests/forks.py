@@ -38,7 +38,7 @@ _READ_LATE |= {"PYTEST_CURRENT_TEST", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_CPP
 _READ_LATE |= {"TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 """Variables of the environment that nothing reads while it is imported; where others differ a process is started."""
 _PRELOADED = ("framework.cli", "framework.run.trainer", "framework.run.launch.launch", "tests.sharded")
-_PRELOADED += ("framework.run.planning.lever_savings", "framework.run.planning.plan_pool", "datasets", "peft")
+_PRELOADED += ("framework.run.planning.what_if", "framework.run.planning.plan_pool", "datasets", "peft")
 _PRELOADED += ("bitsandbytes", "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
 _MODULE, _RUN_MODULE = (
     ["-m", "framework"],

@@ -54,7 +54,7 @@ LEVER = {
             '    humming: bool | Auto = False\n    """Hum. No cost."""\n    allocator: AllocatorParams',
         )
     ],
-    "framework/memory/levers/caches.py": [
+    "framework/memory/levers/execution.py": [
         (
             "CACHES = (\n",
             """CACHES = (
@@ -131,7 +131,7 @@ from framework.build.verify.optimizer import read_optimizer
 from framework.checks import check_request
 from framework.compose import load
 from framework.errors import RequestError
-from framework.memory.installed import parse_nvidia_smi
+from framework.memory.cards import parse_nvidia_smi
 from framework.memory.resolve import resolve
 from framework.memory.search.free_keys import freedom
 from framework.run.checkpoints.resume import check_allowed

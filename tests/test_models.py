@@ -9,8 +9,8 @@ import yaml
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from framework.installation import shipped
 from framework.schema.model import ModelParams
-from framework.shipped import shipped
 from tests.grids import first
 
 # Published parameter counts (tied embeddings once; encoders with their pooler, without a head). Gemma 3 4B and 12B are

@@ -17,10 +17,10 @@ from framework.build.text.format_table import FORMS
 from framework.build.text.row_formats import tasks_for
 from framework.checks import TRAIN, check_request
 from framework.cli.app import app
+from framework.installation import shipped
 from framework.run.predict import _one
 from framework.schema.choices import RowFormat
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (

@@ -9,8 +9,7 @@ from framework.checks import CHECK, PLAN, check_request
 from framework.cli.plan import _fit_command
 from framework.compose import compose
 from framework.memory.explain.causes import Cause
-from framework.memory.explain.moves import rank_moves
-from framework.memory.explain.proposals import propose
+from framework.memory.explain.moves import propose, rank_moves
 from framework.memory.resolve import resolve
 from framework.schema.keys import every_key
 from tests.folders import save_model

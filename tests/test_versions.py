@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, requires
 import pytest
 from packaging.requirements import Requirement
 
-from framework import versions
+from framework import installation
 from framework.cli import main
 
 INSTALLED = {"torch": "2.13.0+cu130", "transformers": "5.24.0", "peft": "0.21.0", "accelerate": "1.15.0"}
@@ -19,8 +19,8 @@ def found(monkeypatch, **changes):
             raise PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(versions, "version", version)
-    return versions.version_problems()
+    monkeypatch.setattr(installation, "version", version)
+    return installation.version_problems()
 
 
 def test_the_supported_ones_are_no_problem(monkeypatch):

@@ -17,7 +17,7 @@ from framework.cli.recipes import convert, init
 from framework.cli.runs import explain, report
 from framework.cli.saved import evaluate, export, merge, predict, push
 from framework.errors import Interrupted
-from framework.versions import require_versions
+from framework.installation import require_versions
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -3,7 +3,6 @@
 import os
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from framework.cli.printing import (
     written,
 )
 from framework.errors import Problem, RequestError
+from framework.installation import versions
 
 
 def doctor(
@@ -83,7 +83,7 @@ def _calibrate(output: Path | None, as_json: bool) -> int:
 
 
 def _compare(as_json: bool) -> int:
-    from framework.run.planning.compare import compare, summary
+    from framework.run.planning.measure import compare, summary
 
     name, rows = compare()
     if as_json:
@@ -124,7 +124,7 @@ def describe() -> dict[str, Any]:
     """Python, processors, torch, CUDA, cards and package versions (None: not installed). Loads torch."""
     import torch
 
-    from framework.memory.installed import detect
+    from framework.memory.cards import detect
 
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
@@ -135,12 +135,5 @@ def describe() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cards": [f"{card.name}, {card.total_memory} bytes, capability {card.major}.{card.minor}" for card in cards],
         "preset": detect() or "cpu",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": versions(PACKAGES),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from framework.memory.ledger import Plan
     from framework.memory.search.found import Found
     from framework.run.planning.measure import Measured
-    from framework.run.planning.memory_diff import Comparison
     from framework.run.planning.plan_pool import Rehearsals
+    from framework.run.planning.what_if import Comparison
 
 DOES_NOT_FIT = 3
 COMMAND_WIDTH = 72
@@ -212,7 +212,7 @@ def fit(
     """Find the fastest settings that fit the card, with the same global batch. Exit 3: nothing fits."""
     from framework.checks import placing
     from framework.compose.writing import amended
-    from framework.memory.search.tradeoffs import INEXACT
+    from framework.memory.search.free_keys import INEXACT
     from framework.reports.fit import fit_page
     from framework.run.planning.fit import fit as search
     from framework.run.planning.fit import measured_best
@@ -300,8 +300,8 @@ def diff(
 
 
 def _plan_both(a: "Composition", b: "Composition", found: "list[Difference]") -> "Comparison":
-    from framework.run.planning.memory_diff import find_causes
     from framework.run.planning.plan_pool import Rehearsals
+    from framework.run.planning.what_if import find_causes
 
     keys = [difference.key for difference in found]
     with shown("planning both"), Rehearsals() as rehearsals:

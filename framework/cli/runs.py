@@ -29,7 +29,7 @@ def explain(
         evidence = gather(Path(source), run)
     explanation = explain_evidence(evidence)
     if explanation.lacks_savings:
-        from framework.run.planning.lever_savings import savings_of_run
+        from framework.run.planning.what_if import savings_of_run
 
         folder = run or (Path(source) if Path(source).is_dir() else Path(source).parent)
         with shown("rehearsing what each setting would save"):

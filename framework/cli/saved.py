@@ -103,7 +103,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """One GGUF file for llama.cpp and Ollama, and a Modelfile next to it."""
-    from framework.run.gguf_files.export import chosen_kind, export_gguf
+    from framework.run.gguf import chosen_kind, export_gguf
 
     made = export_gguf(run, chosen_kind(gguf), output)
     if as_json:

@@ -63,7 +63,15 @@ def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
     from framework.compose import draft
 
     shared = draft(run.recipe, [word for word in run.sweep.words if word not in run.sweep.swept], run.nproc)
-    outline = run.sweep.outline(_folder(run, shared.config.training.output_dir, shared.recipe, overwrite))
+    # Where the sweep goes unless Hydra's settings say it.
+    from framework.run.record.run_folder import default_path
+
+    typed = [word for word in run.sweep.words if word.startswith("training.output_dir=")]
+    if typed and run.sweep.names_folder():
+        message = "hydra.sweep.dir= names the folder of the sweep as well"
+        raise RequestError([Problem(typed[0], message, "command line", "one of the two")])
+    folder = shared.config.training.output_dir or str(default_path(shared.recipe, run.resume, overwrite))
+    outline = run.sweep.outline(folder)
     if outline.jobs is None:
         if shared.problems:
             raise RequestError(shared.problems)
@@ -81,17 +89,6 @@ def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
     if problems:
         raise RequestError(_told_once(problems, len(outline.jobs)))
     return outline
-
-
-def _folder(run: "SweptRun", written: str | None, name: str, overwrite: bool) -> str:
-    """Where the sweep goes unless Hydra's settings say it."""
-    from framework.run.record.run_folder import default_path
-
-    typed = [word for word in run.sweep.words if word.startswith("training.output_dir=")]
-    if typed and run.sweep.names_folder():
-        message = "hydra.sweep.dir= names the folder of the sweep as well"
-        raise RequestError([Problem(typed[0], message, "command line", "one of the two")])
-    return written or str(default_path(name, run.resume, overwrite))
 
 
 def _held(job: "Job") -> Sequence[Path]:

@@ -13,15 +13,15 @@ from framework.activity import now
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
 from framework.cli.printing import print_json, print_text, print_warnings, say
 from framework.errors import Problem, RequestError
+from framework.installation import require_versions
 from framework.run.ranks.environment import launched
 from framework.run.ranks.signals import BEFORE_ALL, announced_interrupt
 from framework.schema.plural import counted
-from framework.versions import require_versions
 
 if TYPE_CHECKING:
     from framework.compose import Composition
+    from framework.run.hooks import RunResult
     from framework.run.ranks.environment import Launched
-    from framework.run.result import RunResult
 
 
 def train(

@@ -77,7 +77,12 @@ def with_own_adapter(layers: list[Layer], problems: list[Problem], warnings: lis
     kept = [replace(layer, tree=_without_presets(layer.tree, own)) for layer in layers]
     problems.extend(_differences(kept, own, folder))
     sections: dict[str, Any] = {"peft": own, "training": {"use_peft": True}}
-    model = _base_and_tokenizer(layers, folder, config)
+    # The adapter's base where no model is written, and the tokenizer that was saved with it where none is.
+    base, model = config.get("base_model_name_or_path"), dict[str, str]()
+    if isinstance(base, str) and base and not _writes(layers, "model_name", "architecture"):
+        model["model_name"] = base
+    if (folder / "tokenizer_config.json").exists() and not _writes(layers, "tokenizer_name", "tokenizer"):
+        model["tokenizer_name"] = str(folder)
     if "model_name" not in model:
         warnings.extend(_other_base(layers, folder, config))
     sections |= {"model": model} if model else {}
@@ -107,16 +112,6 @@ def _differences(layers: list[Layer], own: Mapping[str, Any], folder: Path) -> I
         if written is not None and is_compared and not _same(written.plain(), value):
             message = f"is {written.plain()}, and the adapter in {folder} has {value}"
             yield Problem(f"peft.{name}", message, written.origin.place, "unset: the adapter decides")
-
-
-def _base_and_tokenizer(layers: list[Layer], folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The adapter's base where no model is written, and the tokenizer that was saved with it where none is."""
-    base, found = config.get("base_model_name_or_path"), dict[str, str]()
-    if isinstance(base, str) and base and not _writes(layers, "model_name", "architecture"):
-        found["model_name"] = base
-    if (folder / "tokenizer_config.json").exists() and not _writes(layers, "tokenizer_name", "tokenizer"):
-        found["tokenizer_name"] = str(folder)
-    return found
 
 
 def _writes(layers: list[Layer], *names: str) -> bool:

@@ -23,7 +23,7 @@ from framework.compose.recipe_files import find_recipe
 from framework.compose.trained_folders import refuse_trust_of_runs, without_trust
 from framework.compose.validation import shown, validate
 from framework.errors import Problem, RequestError
-from framework.memory.installed import detect
+from framework.memory.cards import detect
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import Path, dotted, up_to_list, values
 from framework.schema.plural import counted

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
-from framework.shipped import shipped
+from framework.installation import shipped
 
 GROUPS = ("model", "data", "peft", "optimizer", "fsdp", "training", "gpu")
 """The groups of presets, in the order in which those named on the command line apply."""

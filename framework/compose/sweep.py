@@ -96,7 +96,15 @@ class Sweep:
         Raises RequestError for settings that Hydra does not have, and for runs that would share a folder.
         """
         with self._hydra() as hydra:
-            self._check_settings(hydra.config_loader)
+            choices = [word for word in self.settings if word.partition("=")[0] in _CHOICES]
+            found = [problem for word in choices if (problem := _refused(hydra.config_loader, [word], word))]
+            if not found:
+                others = [word for word in self.settings if word not in choices]
+                found = [
+                    problem for word in others if (problem := _refused(hydra.config_loader, [*choices, word], word))
+                ]
+            if found:
+                raise RequestError(found)
             try:
                 return self._outline(hydra.config_loader, folder)
             except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -136,15 +144,6 @@ class Sweep:
             store.store(_NAME, {"defaults": [*groups, "_self_", *quiet], **body})
             with initialize(config_path=None, version_base="1.3", job_name=_NAME):
                 yield GlobalHydra.instance().hydra
-
-    def _check_settings(self, loader: Any) -> None:
-        choices = [word for word in self.settings if word.partition("=")[0] in _CHOICES]
-        found = [problem for word in choices if (problem := _refused(loader, [word], word))]
-        if not found:
-            others = [word for word in self.settings if word not in choices]
-            found = [problem for word in others if (problem := _refused(loader, [*choices, word], word))]
-        if found:
-            raise RequestError(found)
 
     def _outline(self, loader: Any, folder: str) -> Outline:
         settings = [*self.settings] if self.names_folder() else [*self.settings, f"hydra.sweep.dir={quoted(folder)}"]

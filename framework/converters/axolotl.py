@@ -230,7 +230,14 @@ def carry_data(t: Translation) -> None:
     """Sources, their forms, which tokens are trained on, and what is held out."""
     source = t.source
     for section, ours in {"datasets": "train", "pretraining_dataset": "train", "test_datasets": "eval"}.items():
-        _carry_sources(t, section, f"data.{ours}")
+        found, of = [], []
+        for item in t.source.items(section):
+            made = _source(t, item)
+            if made:
+                found.append(made)
+                of += [f"{item}.{name}" for name in CARRIED if t.is_open(f"{item}.{name}")]
+        if found:
+            t.put(f"data.{ours}", found, *of)
     if isinstance(source.get("pretraining_dataset"), str):
         t.carry("pretraining_dataset", "data.train", lambda path: [{"path": path}])
     if source.has("pretraining_dataset") and t.has("training.max_steps"):
@@ -253,17 +260,6 @@ def _carry_length(t: Translation) -> None:
     kinds = {t.source.text(f"{item}.type") for item in t.source.items("datasets")}
     if word in LENGTHS and t.has("data.train") and not kinds & {"completion", "pretrain"}:
         t.put("data.truncation", LENGTHS[word], key, comment="" if t.source.has(key) else "Axolotl's default")
-
-
-def _carry_sources(t: Translation, section: str, ours: str) -> None:
-    found, of = [], []
-    for item in t.source.items(section):
-        made = _source(t, item)
-        if made:
-            found.append(made)
-            of += [f"{item}.{name}" for name in CARRIED if t.is_open(f"{item}.{name}")]
-    if found:
-        t.put(ours, found, *of)
 
 
 def _source(t: Translation, item: str) -> dict[str, Any]:

@@ -158,18 +158,14 @@ def _adapter(t: Translation) -> None:
             "lora_head", Why.ABSENT, "all-linear leaves the head out; list the modules with lm_head to adapt it too"
         )
     elif wanted:
-        _partial_targets(t, wanted)
-
-
-def _partial_targets(t: Translation, wanted: list[str]) -> None:
-    name = t.source.text("checkpoint_dir")
-    fused = next((module for part, module in table("litgpt")["fused"].items() if part in name), None)
-    targets = [module for key in wanted for module in table("litgpt")["modules"][key]]
-    comment = ""
-    if fused:
-        targets = [fused, *(module for module in targets if module not in ("q_proj", "k_proj", "v_proj"))]
-        comment = "transformers keeps queries, keys and values in one matrix: the keys are adapted too"
-    t.put("peft.lora_target_modules", targets, *wanted, comment=comment)
+        name = t.source.text("checkpoint_dir")
+        fused = next((module for part, module in table("litgpt")["fused"].items() if part in name), None)
+        targets = [module for key in wanted for module in table("litgpt")["modules"][key]]
+        comment = ""
+        if fused:
+            targets = [fused, *(module for module in targets if module not in ("q_proj", "k_proj", "v_proj"))]
+            comment = "transformers keeps queries, keys and values in one matrix: the keys are adapted too"
+        t.put("peft.lora_target_modules", targets, *wanted, comment=comment)
 
 
 def _data(t: Translation, is_pretraining: bool) -> None:

@@ -10,12 +10,12 @@ import yaml
 from framework.compose.validation import validate
 from framework.converters.translation import Left, Translation, Why
 from framework.errors import Problem
+from framework.installation import shipped
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import dotted, values
 from framework.schema.optimizers import FACTS
 from framework.schema.renamed import OLD_NAMES
 from framework.schema.rules.every import Needs, find_conflicts
-from framework.shipped import shipped
 
 NEEDED = ("model.torch_dtype_str", "training.mixed_precision_dtype")
 """Keys whose default depends on what is trained."""
@@ -47,7 +47,12 @@ def settle(t: Translation) -> tuple[str, ...]:
     _drop_invalid(t)
     cautions = _drop_conflicts(t)
     _drop_defaults(t)
-    _spell_numbers(t)
+    # `500_000` and `1e-5` in quotes, as numbers.
+    config = {dotted(path): value for path, value in values(_config(t))}
+    for ours, entry in t.entries.items():
+        number = config.get(ours)
+        if isinstance(entry.value, str) and isinstance(number, int | float) and not isinstance(number, bool):
+            t.entries[ours] = replace(entry, value=number)
     _name_the_rest(t)
     t.left = [_as_read(row, t.source.misread) for row in t.left]
     t.left.sort(key=lambda row: int(row.place.rpartition(":")[2]))
@@ -168,7 +173,13 @@ def _drop_defaults(t: Translation) -> None:
     """Entries that say what is so anyway."""
     unset = {dotted(path): value for path, value in values(TrainingConfig())} | AS_UNSET
     if not t.has("training.use_peft", True):
-        _drop_derived_precision(t)
+        # Trained weights are float32 unless it is said, and bfloat16 ones have no autocast.
+        held, computed = (t.entries[key].value if key in t.entries else None for key in NEEDED)
+        if held == "float32" and computed is not None:
+            of = t.entries.pop("model.torch_dtype_str").of
+            t.put("training.mixed_precision_dtype", computed, *of, *t.entries["training.mixed_precision_dtype"].of)
+        elif held == "bfloat16" and computed == "none":
+            del t.entries["training.mixed_precision_dtype"]
     config = {dotted(path): value for path, value in values(_config(t))}
     for ours in list(t.entries):
         if ours in NEEDED or ours not in unset or ours not in config or config[ours] != unset[ours]:
@@ -176,25 +187,6 @@ def _drop_defaults(t: Translation) -> None:
         for key in t.entries.pop(ours).of:
             if not any(key in entry.of for entry in t.entries.values()):
                 t.leave(key, Why.DEFAULT, f"{ours}: {_shown(unset[ours])}")
-
-
-def _spell_numbers(t: Translation) -> None:
-    """`500_000` and `1e-5` in quotes, as numbers."""
-    config = {dotted(path): value for path, value in values(_config(t))}
-    for ours, entry in t.entries.items():
-        number = config.get(ours)
-        if isinstance(entry.value, str) and isinstance(number, int | float) and not isinstance(number, bool):
-            t.entries[ours] = replace(entry, value=number)
-
-
-def _drop_derived_precision(t: Translation) -> None:
-    """Trained weights are float32 unless it is said, and bfloat16 ones have no autocast."""
-    held, computed = (t.entries[key].value if key in t.entries else None for key in NEEDED)
-    if held == "float32" and computed is not None:
-        of = t.entries.pop("model.torch_dtype_str").of
-        t.put("training.mixed_precision_dtype", computed, *of, *t.entries["training.mixed_precision_dtype"].of)
-    elif held == "bfloat16" and computed == "none":
-        del t.entries["training.mixed_precision_dtype"]
 
 
 def _as_read(row: Left, misread: Mapping[str, str]) -> Left:

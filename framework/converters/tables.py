@@ -45,13 +45,10 @@ def refuse(t: Translation, rows: Mapping[str, Any]) -> None:
         for key in row["keys"].split():
             word = t.source.text(key)
             is_named = any(fnmatchcase(word, pattern) for pattern in row.get("in", row.get("not_in", ())))
-            is_asked = bool(word) if "in" in row or "not_in" in row else _has_value(t, key)
+            has_value = t.source.get(key) is not None or any(t.source.below(key))
+            is_asked = bool(word) if "in" in row or "not_in" in row else has_value
             if is_asked and is_named is not ("not_in" in row or "in" not in row):
                 raise t.source.refuse(key, _filled(t, key, row["message"]), row["expected"])
-
-
-def _has_value(t: Translation, key: str) -> bool:
-    return t.source.get(key) is not None or any(t.source.below(key))
 
 
 def apply(t: Translation, rows: Mapping[str, Any], tool: str) -> None:

@@ -141,7 +141,10 @@ class CachingAllocator:
         elif self.expandable_segments:
             block = self._grow(pool, wanted)
         else:
-            block = self._new_segment(segment_size(wanted))
+            segment = segment_size(wanted)
+            self._reserve(segment)
+            self._lowest_address -= segment
+            block = Block(segment, self._lowest_address)
         self._split(pool, block, wanted)
         block.requested = size
         self._owner[block.address] = pool
@@ -198,11 +201,6 @@ class CachingAllocator:
         if pool.tail is second:
             pool.tail = first
         return first
-
-    def _new_segment(self, size: int) -> Block:
-        self._reserve(size)
-        self._lowest_address -= size
-        return Block(size, self._lowest_address)
 
     def _grow(self, pool: _Pool, wanted: int) -> Block:
         """Map more pages at the end of the pool's one expandable segment, its free tail included."""

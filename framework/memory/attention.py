@@ -57,12 +57,11 @@ ALL = frozenset({Backend.CUDNN, Backend.FLASH, Backend.EFFICIENT, Backend.MATH})
 
 def choose_backend(card: GPUParams, call: Attention, allowed: Container[Backend] = ALL) -> Backend | None:
     """The kernel that torch picks for `call` on `card`, of those that are `allowed`; None when none of them can."""
-    return next((backend for backend in _able(card, call) if _as_set(backend) in allowed), None)
-
-
-def _as_set(backend: Backend) -> Backend:
-    """torch's switch for a kernel: the CPU's flash kernel has CUDA's."""
-    return Backend.FLASH if backend is Backend.CPU_FLASH else backend
+    for backend in _able(card, call):
+        switch = Backend.FLASH if backend is Backend.CPU_FLASH else backend  # the CPU's flash kernel has CUDA's switch
+        if switch in allowed:
+            return backend
+    return None
 
 
 def _able(card: GPUParams, call: Attention) -> Iterator[Backend]:

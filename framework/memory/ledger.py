@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
+from framework.escaping import paragraph, table
 from framework.memory.allocator import Peak
 from framework.memory.declared import declared
-from framework.memory.notebook import paragraph, table
 from framework.memory.trace import Kind
 from framework.memory.units import size
 

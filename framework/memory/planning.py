@@ -19,10 +19,9 @@ from framework.memory.ledger import (
     peak_use,
     phase_uses,
 )
-from framework.memory.rehearsal import Footprint, Rehearsal
 from framework.memory.requirements import decomposes
 from framework.memory.step_time import batch_use, step_cost, tokens_of
-from framework.memory.trace import Kind, Space, Trace
+from framework.memory.trace import Footprint, Kind, Rehearsal, Space, Trace
 from framework.memory.workspace import CUSOLVER_CONTEXT
 from framework.schema.choices import (
     CheckpointingPolicy,
@@ -55,7 +54,7 @@ CHUNK = 1024
 """Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/losses/loss.py; a test
 compares)."""
 PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Kernels that a rehearsal carries out with another of the same memory (framework/run/rehearsal/fake_attention.py)."""
+"""Kernels that a rehearsal carries out with another of the same memory (framework/run/rehearsal/fake_functions.py)."""
 _MATHEMATICAL = "_safe_softmax"
 """The operator that shows that sdpa has found no fused kernel."""
 LARGEST_FILE = 5 * 10**9
@@ -379,7 +378,9 @@ def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
     """What the reader should do or know, most useful first."""
     said: list[str] = []
     terms = peak.terms.to_json()
-    saved = _saved_by_chunks(config, peak.terms.logits_and_loss)
+    tokens, logits = tokens_of(config), peak.terms.logits_and_loss
+    in_chunks = config.model.chunked_loss is not False or tokens <= CHUNK
+    saved = 0 if in_chunks else logits - logits * CHUNK // tokens
     if saved and max(terms, key=lambda name: terms[name]) == "logits_and_loss":
         said.append(
             f"logits are the largest term of the peak: model.chunked_loss=true saves about {saved / GIB:.1f} GiB"
@@ -387,11 +388,3 @@ def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
     if peak.terms.unattributed > UNATTRIBUTED_LIMIT * peak.device_bytes:
         said.append(f"the purpose of {peak.terms.unattributed / MIB:,.0f} MiB at the peak is not known")
     return tuple(said)
-
-
-def _saved_by_chunks(config: TrainingConfig, logits: int) -> int:
-    """Bytes of logits that a loss over chunks does not hold; 0 when it is in use."""
-    tokens = tokens_of(config)
-    if config.model.chunked_loss is not False or tokens <= CHUNK:
-        return 0
-    return logits - logits * CHUNK // tokens

@@ -1,12 +1,15 @@
-"""What the chosen settings need of card and machine, by the levers table: found before anything is loaded. No torch."""
+"""What the chosen settings need of card and machine, by the levers table: found before anything is loaded,
+and configs with other values, as far as they meet that. No torch."""
 
 import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
+
+from pydantic import ValidationError
 
 from framework.memory.cards import capability_of
 from framework.memory.levers import LEVERS, Lever, Setting
@@ -14,8 +17,10 @@ from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import LoraInit
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
+from framework.schema.keys import value_of
 from framework.schema.plural import counted
 from framework.schema.rules.conflict import Conflict
+from framework.schema.rules.every import Needs, find_conflicts
 
 
 def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conflict]:
@@ -27,7 +32,11 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
         if not suits(setting.hardware, config.gpu):
             is_cpu = config.gpu.name == "cpu"
             named = "this is the cpu" if is_cpu else f"{config.gpu.name} has capability {config.gpu.capability}"
-            message = f"{_name(lever, setting)} needs {_in_words(setting.hardware)}, and {named}"
+            words = re.sub(r"cuda (\S+) to \1", r"capability \1 and no other", setting.hardware)
+            words = re.sub(r"cuda (\S+) to (\S+)", r"capability \1 to \2", words)
+            words = re.sub(r"cuda (\S+)", r"capability \1", words)
+            described = words.replace("cuda", "a CUDA GPU").replace(", ", " or ")
+            message = f"{_name(lever, setting)} needs {described}, and {named}"
             yield Conflict((lever.key, "gpu.name"), message, _nearest(lever, setting, config.gpu))
         elif runs_here and (missing := [name for name in _packages(config, lever, setting) if not is_installed(name)]):
             packages = " and ".join(missing)
@@ -140,12 +149,6 @@ def _is_one_of(part: str, card: GPUParams) -> bool:
     return capability_of(lowest or "0.0") <= has <= capability_of(highest or "99.0")
 
 
-def _in_words(hardware: str) -> str:
-    words = re.sub(r"cuda (\S+) to \1", r"capability \1 and no other", hardware)
-    words = re.sub(r"cuda (\S+) to (\S+)", r"capability \1 to \2", words)
-    return re.sub(r"cuda (\S+)", r"capability \1", words).replace("cuda", "a CUDA GPU").replace(", ", " or ")
-
-
 def is_installed(package: str) -> bool:
     """Whether a distribution of this name is installed. Imports nothing."""
     try:
@@ -153,3 +156,31 @@ def is_installed(package: str) -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def default_of(key: str) -> Any:
+    """What a dotted key holds where nobody writes it."""
+    return value_of(TrainingConfig(), key)
+
+
+def with_values(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
+    """The config with other values of dotted keys, typed again. Raises pydantic's ValidationError."""
+    document = config.model_dump()
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        section = document
+        for part in sections:
+            section = section[part]
+        section[name] = value
+    return TrainingConfig.model_validate(document)
+
+
+def possible(config: TrainingConfig, changes: Mapping[str, Any], runs_here: bool = True) -> TrainingConfig | None:
+    """The config with other values; None where they contradict it, its card, or this machine."""
+    try:
+        changed = with_values(config, changes)
+    except ValidationError:
+        return None
+    conflicts = (*find_conflicts(changed, Needs()), *unmet_requirements(changed, runs_here))
+    refused = any(not conflict.is_warning for conflict in conflicts)
+    return None if refused else changed

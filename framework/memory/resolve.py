@@ -7,7 +7,7 @@ from framework.memory.cards import best_autocast
 from framework.schema.architecture import position_count
 from framework.schema.choices import MixedPrecision, Rounding, Task, TorchDtype
 from framework.schema.config import TrainingConfig
-from framework.schema.objectives import DEFAULT_BETA, PreferenceParams
+from framework.schema.objectives import DEFAULT_BETA
 from framework.schema.optimizers import facts_of
 from framework.schema.rules.precision import overflows_in_float16
 
@@ -28,13 +28,16 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
     rounding = config.training.rounding
     if facts_of(config.training.optimizer).keeps_small_updates:
         rounding = rounding or Rounding.STOCHASTIC
+    preference = config.training.preference
+    if config.training.task is Task.PREFERENCE and preference.beta is None:
+        preference = preference.model_copy(update={"beta": DEFAULT_BETA[preference.loss_type]})
     training: dict[str, Any] = {
         "gradient_accumulation_steps": config.batch.accumulation,
         "global_batch_size": None,
         "per_device_eval_batch_size": config.eval_rows,
         "mixed_precision_dtype": autocast,
         "rounding": rounding,
-        "preference": _preference(config),
+        "preference": preference,
     }
     # Quantized weights that are split are gathered with their adapter in one dtype: without autocast the base's.
     is_packed = config.fsdp.is_sharded and config.training.use_peft and config.peft.q_lora
@@ -55,14 +58,6 @@ def _written(config: TrainingConfig) -> Mapping[str, Any] | None:
     """The architecture as far as the recipe has all of it: some keys alone change one that nobody has read here."""
     architecture = config.model.architecture
     return architecture if architecture is not None and "model_type" in architecture else None
-
-
-def _preference(config: TrainingConfig) -> PreferenceParams:
-    """With the strength that the loss has unless one is written."""
-    preference = config.training.preference
-    if config.training.task is not Task.PREFERENCE or preference.beta is not None:
-        return preference
-    return preference.model_copy(update={"beta": DEFAULT_BETA[preference.loss_type]})
 
 
 _HALF = {MixedPrecision.BF16: TorchDtype.BFLOAT16, MixedPrecision.FP16: TorchDtype.FLOAT16}

@@ -134,11 +134,8 @@ def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Effic
     else:
         share = efficiency.product_float32 if full else efficiency.product
         share *= occupancy(operation.shape, card.multiprocessors or 1)
-    return operation.flops / (dense_rate(operation.dtype, card) * share) + _start_seconds(card, efficiency)
-
-
-def _start_seconds(card: GPUParams, efficiency: Efficiency) -> float:
-    return efficiency.product_seconds if card.product_seconds is None else card.product_seconds
+    start = efficiency.product_seconds if card.product_seconds is None else card.product_seconds
+    return operation.flops / (dense_rate(operation.dtype, card) * share) + start
 
 
 def _attention_share(operation: Operation, efficiency: Efficiency, full: bool) -> float:

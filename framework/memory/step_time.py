@@ -6,10 +6,9 @@ from statistics import mean
 
 from framework.memory.host_time import FITTED, HostCosts
 from framework.memory.ledger import BatchUse, StepCost
-from framework.memory.rehearsal import Rehearsal
 from framework.memory.roofline import CALIBRATED
 from framework.memory.timeline import StepTime, estimate_step, repeat_micro_batches
-from framework.memory.trace import Operation, Space, Trace
+from framework.memory.trace import Operation, Rehearsal, Space, Trace
 from framework.schema.choices import EmaDevice
 from framework.schema.config import TrainingConfig
 

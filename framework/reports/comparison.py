@@ -11,8 +11,7 @@ from framework.reports import plan_text
 from framework.reports.page import LEFT, RIGHT, ROW, TOP, WIDTH, document, scrolling, svg, text
 from framework.reports.page import table as html_table
 from framework.reports.terminal import LEAST_WIDTH, table, wrapped
-from framework.run.planning.memory_diff import Cause, Comparison
-from framework.run.planning.what_if import Row
+from framework.run.planning.what_if import Cause, Comparison, Row
 
 
 def comparison_lines(comparison: Comparison, width: int = 80) -> list[Text]:

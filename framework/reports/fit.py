@@ -53,21 +53,18 @@ def _changes(found: Found, width: int) -> Iterator[Text]:
         return
     heading = ("Change", "memory", "a step", "training")
     yield Text()
-    yield from table([heading, *(_row(change) for change in found.changes)])
+    rows = [(f"{each.key} {word(each.old)} -> {word(each.new)}", *_cells(each)) for each in found.changes]
+    yield from table([heading, *rows])
     yield Text()
     for change in found.changes:
         yield from wrapped(f"{change.key.rpartition('.')[2]}: {change.why}", width)
 
 
-def _row(change: Change) -> tuple[str, str, str, str]:
+def _cells(change: Change) -> tuple[str, str, str]:
+    """Memory, time of a step, and training with a change."""
     memory = "-" if change.saves_bytes is None else plan_text.signed_size(-change.saves_bytes)
     costs = "-" if change.costs_seconds is None else f"{change.costs_seconds:+.3f} s"
-    return (
-        f"{change.key} {word(change.old)} -> {word(change.new)}",
-        memory,
-        costs,
-        "same" if change.exact else "CHANGED",
-    )
+    return memory, costs, "same" if change.exact else "CHANGED"
 
 
 def _frontier(found: Found, width: int, strokes: Strokes) -> Iterator[Text]:
@@ -145,7 +142,12 @@ def frontier_svg(points: Sequence[Point], found: Found) -> str:
     line = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     parts = [*_frontier_axes(at, widest, fastest), f'<path class="mark" d="{line}"/>']
     for (x, y), point in zip(places, points, strict=True):
-        parts.append(_mark(x, y, point))
+        settings = " ".join(point.overrides) or "as written"
+        title = f"{settings}: {plan_text.size(point.device_bytes)}, {point.tokens_per_second:,.0f} tokens/s"
+        kind = "planned" if point.planned else "sketched"
+        parts.append(
+            f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{escape(title)}</title></circle>'
+        )
     if usable:
         x, _ = at(usable, 0)
         parts.append(f'<path class="limit" d="M{x:.1f} {TOP - 8}V{HEIGHT - BOTTOM}"/>')
@@ -154,13 +156,6 @@ def frontier_svg(points: Sequence[Point], found: Found) -> str:
         x, y = at(found.plan.peak.device_bytes_upper, found.plan.step.tokens_per_second)
         parts.append(f'<circle class="fits" cx="{x:.1f}" cy="{y:.1f}" r="9"><title>the proposal</title></circle>')
     return svg(WIDTH, HEIGHT, "Tokens a second against bytes on the device", parts)
-
-
-def _mark(x: float, y: float, point: Point) -> str:
-    settings = " ".join(point.overrides) or "as written"
-    title = f"{settings}: {plan_text.size(point.device_bytes)}, {point.tokens_per_second:,.0f} tokens/s"
-    kind = "planned" if point.planned else "sketched"
-    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{escape(title)}</title></circle>'
 
 
 def _frontier_axes(at: Scale, widest: float, fastest: float) -> Iterator[str]:
@@ -180,17 +175,8 @@ def _changes_table(changes: Sequence[Change]) -> str:
         return '<p class="soft">Nothing: this is the fastest that was found.</p>'
     rows = "".join(
         f"<tr><td>{escape(change.key)} {escape(word(change.old))} → {escape(word(change.new))}"
-        f'<p class="soft">{escape(change.why)}</p></td><td>{_memory(change)}</td><td>{_costs(change)}</td>'
-        f"<td>{'same' if change.exact else 'CHANGED'}</td></tr>"
+        f'<p class="soft">{escape(change.why)}</p></td>{"".join(f"<td>{cell}</td>" for cell in _cells(change))}</tr>'
         for change in changes
     )
     heading = "<tr><th>Change</th><th>memory</th><th>a step</th><th>training</th></tr>"
     return scrolling(f"<table><thead>{heading}</thead><tbody>{rows}</tbody></table>")
-
-
-def _memory(change: Change) -> str:
-    return "-" if change.saves_bytes is None else plan_text.signed_size(-change.saves_bytes)
-
-
-def _costs(change: Change) -> str:
-    return "-" if change.costs_seconds is None else f"{change.costs_seconds:+.3f} s"

@@ -165,11 +165,18 @@ def phases_svg(plan: Plan) -> str:
         parts += _segments(phase.terms, middle - BAR / 2, scale)
         end = LEFT + phase.device_bytes * scale
         if upper and phase.name == plan.peak.phase:
-            parts += _whisker(end, LEFT + upper * scale, middle, plan_text.size(upper))
+            most = LEFT + upper * scale  # how far up the plan's uncertainty reaches
+            path = f"M{end:.1f} {middle:.1f}H{most:.1f}M{most:.1f} {middle - 6:.1f}v12"
+            label = f"<title>up to {escape(plan_text.size(upper))}</title>"
+            parts.append(f'<path class="mark" d="{path}">{label}</path>')
         parts.append(text(WIDTH, middle, plan_text.size(phase.device_bytes), "end"))
     bottom = TOP + ROW * len(plan.phases)
     if usable is not None:
-        parts += _limit(LEFT + usable * scale, bottom, f"{plan_text.size(usable)} usable")
+        at = LEFT + usable * scale
+        line = f'd="M{at:.1f} {TOP - 4}V{bottom}"'
+        parts.append(f'<path class="halo" {line}/><path class="limit" {line}/>')
+        aside, anchor = (4, "start") if at < WIDTH / 2 else (-4, "end")  # the side that has room
+        parts.append(text(at + aside, TOP - 12, f"{plan_text.size(usable)} usable", anchor))
     return svg(WIDTH, bottom + 6, "Bytes on the device by phase", parts)
 
 
@@ -202,22 +209,6 @@ def _segments(terms: Terms, top: float, scale: float) -> Iterator[str]:
                 f"<title>{escape(title)}</title></rect>"
             )
             left += width
-
-
-def _whisker(start: float, end: float, middle: float, label: str) -> Iterator[str]:
-    """How far up the plan's uncertainty reaches."""
-    yield (
-        f'<path class="mark" d="M{start:.1f} {middle:.1f}H{end:.1f}M{end:.1f} {middle - 6:.1f}v12">'
-        f"<title>up to {escape(label)}</title></path>"
-    )
-
-
-def _limit(at: float, bottom: float, label: str) -> Iterator[str]:
-    """The end of the card. Its label is set to the side that has room."""
-    line = f'd="M{at:.1f} {TOP - 4}V{bottom}"'
-    yield f'<path class="halo" {line}/><path class="limit" {line}/>'
-    is_left = at < WIDTH / 2
-    yield text(at + (4 if is_left else -4), TOP - 12, label, "start" if is_left else "end")
 
 
 def text(x: float, middle: float, label: str, anchor: str) -> str:

@@ -131,7 +131,14 @@ def _row_lines(row: "ShownRow", width: int, marks: Marks) -> "Iterator[Text]":
     yield Text("")
     yield Text(headline(row), style="bold")
     if [passage.name for passage in row.passages] == ["chosen", "rejected"] and width >= WIDE:
-        yield from _side_by_side(row, width, marks)
+        column = (width - 3) // 2
+        heads = [passage_line(passage) for passage in row.passages]
+        yield Text("   ".join(head[:column].ljust(column) for head in heads).rstrip(), style=SOFT)
+        left, right = (_wrapped(_written(passage, marks), column) for passage in row.passages)
+        for index in range(max(len(left), len(right))):
+            one = left[index] if index < len(left) else Text("")
+            other = right[index] if index < len(right) else Text("")
+            yield Text.assemble(one, " " * (column - one.cell_len + 3), other)
         return
     for passage in row.passages:
         if passage.name is not None:
@@ -147,18 +154,6 @@ def _written(passage: "Passage", marks: Marks) -> Text:
             f"{marks.start}{shown}{marks.end}" if is_supervised else shown, SUPERVISED if is_supervised else OTHER
         )
     return text
-
-
-def _side_by_side(row: "ShownRow", width: int, marks: Marks) -> "Iterator[Text]":
-    """Both answers of a pair in columns."""
-    column = (width - 3) // 2
-    heads = [passage_line(passage) for passage in row.passages]
-    yield Text("   ".join(head[:column].ljust(column) for head in heads).rstrip(), style=SOFT)
-    left, right = (_wrapped(_written(passage, marks), column) for passage in row.passages)
-    for index in range(max(len(left), len(right))):
-        one = left[index] if index < len(left) else Text("")
-        other = right[index] if index < len(right) else Text("")
-        yield Text.assemble(one, " " * (column - one.cell_len + 3), other)
 
 
 def _wrapped(text: Text, width: int) -> "list[Text]":
@@ -189,6 +184,12 @@ def data_page(title: str, preview: "Preview") -> str:
     """Everything that the terminal says, with the rows in full and the classes as bars."""
     made, split = preview.padding, preview.split
     supervised = f", {made.supervised / made.tokens:.1%} of the tokens supervised" if made.supervised else ""
+    sentences = [*str(preview.split).splitlines(), *facts(preview)]
+    rows = "".join(
+        f"<tr><td>{float(share):.0%}</td><td>{length}</td><td>{preview.kept.get(share, '')}</td></tr>"
+        for share, length in split.lengths.items()
+    )
+    head = "<th>Share of the rows</th><th>tokens at most, as read</th><th>as trained on</th>"
     parts = [
         STYLE,
         f"<h1>{escape(title)}: {counted(split.kept, 'row')} to "
@@ -196,11 +197,9 @@ def data_page(title: str, preview: "Preview") -> str:
         f'<p class="soft">Task {escape(preview.task)}; {made.share:.1%} padding{supervised}.</p>',
         *items("Sources", preview.report.sources),
         "<h2>What became of the rows</h2>",
-        f"<ul>{''.join(f'<li>{escape(line.strip())}</li>' for line in _sentences(preview))}</ul>",
+        f"<ul>{''.join(f'<li>{escape(line.strip())}</li>' for line in sentences)}</ul>",
         "<h2>Lengths</h2>",
-        _lengths_table(
-            "Share of the rows", "tokens at most, as read", {**split.lengths}, "as trained on", preview.kept
-        ),
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>",
         *(_bars(preview.classes) if preview.classes is not None else ()),
         *items("Notes", preview.report.notes),
         *items("Warnings", preview.report.warnings, "warnings"),
@@ -209,19 +208,6 @@ def data_page(title: str, preview: "Preview") -> str:
         *map(_row_html, preview.rows),
     ]
     return document(f"Rows of {title}", parts)
-
-
-def _sentences(preview: "Preview") -> list[str]:
-    return [*str(preview.split).splitlines(), *facts(preview)]
-
-
-def _lengths_table(name: str, first: str, values: Mapping[str, int], second: str, others: Mapping[str, int]) -> str:
-    rows = "".join(
-        f"<tr><td>{float(share):.0%}</td><td>{values[share]}</td><td>{others.get(share, '')}</td></tr>"
-        for share in values
-    )
-    head = "".join(f"<th>{escape(each)}</th>" for each in (name, first, second))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def _bars(classes: Mapping[str, int]) -> Iterator[str]:

@@ -121,7 +121,11 @@ def _plot(
     drawing = plot_svg(title, drawn, write, levels, moments, frame, from_zero, unit)
     yield f'<div class="frame" tabindex="0">{drawing}</div>'
     if frame is LARGE:
-        yield _legend(drawn, levels, moments, write)
+        keys = [(curve.style, curve.name) for curve in drawn]
+        keys += [(level.style, f"{level.name}: {write(level.value)}") for level in levels]
+        keys += [("moment", f"{moment.name}") for moment in moments]
+        spans = "".join(f'<span><i class="key {style}"></i>{escape(name)}</span>' for style, name in keys)
+        yield f'<p class="legend">{spans}</p>'
     for line in _remarks(curves, levels, from_zero):
         yield f'<p class="soft">{escape(line)}</p>'
     found = [dict(curve.series.points) for curve in drawn]
@@ -130,14 +134,6 @@ def _plot(
     rows = [(f"{step:,}", *(write(curve[step]) if step in curve else "-" for curve in found)) for step in steps]
     figures = table(("Step", *(curve.name.lower() for curve in drawn)), rows)
     yield f"<details><summary>Figures: {escape(title.lower())}</summary>{figures}</details>"
-
-
-def _legend(curves: Sequence[Curve], levels: Sequence[Level], moments: Sequence[Moment], write: Write) -> str:
-    keys = [(curve.style, curve.name) for curve in curves]
-    keys += [(level.style, f"{level.name}: {write(level.value)}") for level in levels]
-    keys += [("moment", f"{moment.name}") for moment in moments]
-    spans = "".join(f'<span><i class="key {style}"></i>{escape(name)}</span>' for style, name in keys)
-    return f'<p class="legend">{spans}</p>'
 
 
 def _remarks(curves: Sequence[Curve], levels: Sequence[Level], from_zero: bool) -> Iterator[str]:
@@ -194,9 +190,13 @@ def memory_parts(run: Run) -> Iterator[str]:
             ]
             yield table(("Phase", "planned"), rows)
     elif memory.is_of_card:
-        yield f'<p class="soft">{escape(_on(memory))}</p>'
+        card = f" on {memory.device_name}" if memory.device_name else ""
+        sentence = f"Allocated bytes{card}. {_sentence(memory)}"
+        yield f'<p class="soft">{escape(sentence)}</p>'
         yield f'<div class="frame" tabindex="0">{pairs_svg(memory.phases)}</div>'
-        yield _pairs_legend()
+        keys = (("first", "planned"), ("second", "measured"))
+        spans = "".join(f'<span><i class="key {style}"></i>{name}</span>' for style, name in keys)
+        yield f'<p class="legend">{spans}</p>'
         yield _pairs(memory, "measured")
     else:
         yield (
@@ -208,11 +208,6 @@ def memory_parts(run: Run) -> Iterator[str]:
         grown = plan_text.size(memory.growth_bytes)
         yield f'<p class="warn">What stayed allocated grew by {grown} a step: something was kept from step to step.</p>'
     yield from _speed(run)
-
-
-def _on(memory: Memory) -> str:
-    card = f" on {memory.device_name}" if memory.device_name else ""
-    return f"Allocated bytes{card}. {_sentence(memory)}"
 
 
 def _sentence(memory: Memory) -> str:
@@ -252,12 +247,6 @@ def pairs_svg(pairs: tuple[PhasePair, ...]) -> str:
                 )
                 parts.append(text(WIDTH, at + BAR * 0.35, plan_text.size(count), "end"))
     return svg(WIDTH, PAIR * len(pairs) + 6, "Allocated bytes by phase, planned and measured", parts)
-
-
-def _pairs_legend() -> str:
-    keys = (("first", "planned"), ("second", "measured"))
-    spans = "".join(f'<span><i class="key {style}"></i>{name}</span>' for style, name in keys)
-    return f'<p class="legend">{spans}</p>'
 
 
 def _speed(run: Run) -> Iterator[str]:

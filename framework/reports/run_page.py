@@ -18,9 +18,9 @@ from framework.memory.explain.evidence import (
     earlier_reports,
     gather,
     read_circumstances,
+    read_plan,
     read_text,
 )
-from framework.memory.explain.saved_plan import read_plan
 from framework.memory.explain.shapes import Kind
 from framework.memory.explain.text import MOST_MOVES, cause_lines
 from framework.memory.ledger import STEP_PHASES
@@ -67,7 +67,9 @@ def read_ending(run: Run) -> Ending:
         return Ending(how, f"{how}{at}, {_steps(run)}", _what_is_left(run), explanation)
     made = _steps(run)
     if _is_done(run):
-        return Ending(How.DONE, f"done, {made}", ("The trained model is in final/ of the run folder.", *_passes(run)))
+        epoch = run.metrics.steps[run.metrics.last_step].get("epoch") if run.metrics.steps else None
+        passes = () if epoch is None else (f"{epoch:g} {'pass' if epoch == 1 else 'passes'} over the training rows.",)
+        return Ending(How.DONE, f"done, {made}", ("The trained model is in final/ of the run folder.", *passes))
     if _was_saved_on_request(run):
         why = "It was saved there out of turn, as it is after Ctrl-C or SIGTERM, or where rows could not be read."
         return Ending(How.INTERRUPTED, f"interrupted, {made}", (why, *_what_is_left(run)))
@@ -140,11 +142,6 @@ def _steps(run: Run) -> str:
     total = run.config.training.max_steps if run.config is not None else None
     of = f" of {total:,}" if total is not None and total >= last else ""
     return f"{last:,}{of} {'step' if last == 1 and not of else 'steps'} made"
-
-
-def _passes(run: Run) -> tuple[str, ...]:
-    epoch = run.metrics.steps[run.metrics.last_step].get("epoch") if run.metrics.steps else None
-    return () if epoch is None else (f"{epoch:g} {'pass' if epoch == 1 else 'passes'} over the training rows.",)
 
 
 def _what_is_left(run: Run) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""Evaluations of a run: its held-out rows, as a whole and by named sets."""
+"""Evaluations of a run: its held-out rows, as a whole and by named sets; and completions of `training.sample_prompts`,
+in `samples.jsonl`, in the progress and in trackers."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,13 +12,12 @@ from framework.build.averages import averaged
 from framework.build.data.batches import eval_batches, rows_and_tokens
 from framework.build.data.packing import on_device, pinned
 from framework.build.losses.loss import Batch
-from framework.run.evaluate import Abandoned, metrics_of_sets, sum_up, until_asked
+from framework.run.evaluate import Abandoned, complete, metrics_of_sets, sum_up, until_asked
 from framework.run.hooks import Hooks
-from framework.run.inputs.training_batches import TrainingBatches
-from framework.run.oom.failure import RetriedRun
-from framework.run.oom.retry import attempts
-from framework.run.oom.smaller_batches import EVAL
+from framework.run.inputs import TrainingBatches
+from framework.run.oom.retry import EVAL, RetriedRun, attempts
 from framework.run.ranks.signals import Interrupt
+from framework.run.record.metrics_log import SAMPLES, MetricsLog
 from framework.run.record.progress import ProgressLine
 from framework.schema.evaluation import FROM_PYTHON
 
@@ -107,3 +107,48 @@ class HeldOut:
         for batch in until_asked(made, run.interrupt) if ranks.world == 1 else made:  # others would wait
             self.shapes.append(rows_and_tokens(config, batch))
             yield on_device(device, pinned(device, batch))
+
+
+SHOWN = 160
+"""Characters of a completion in the progress."""
+
+
+class Samples:
+    """The samples of a run, which its main process writes. `tell` is given the texts of each evaluation by name."""
+
+    def __init__(self, run: EvaluatedRun, tell: Callable[[Mapping[str, str]], None]) -> None:
+        self._run, self._tell = run, tell
+        self._log = MetricsLog(run.folder.path, run.progress.say, SAMPLES) if run.folder.is_written else None
+
+    def write(self) -> None:
+        """Complete each prompt with the weights as they are evaluated. What memory does not suffice for is said, and
+        is left out: training goes on."""
+        run, texts = self._run, dict[str, str]()
+        if self._log is None or not run.inputs.sample_prompts:
+            return
+        with averaged(run.assembly):
+            for number, (asked, ids) in enumerate(
+                zip(run.config.training.sample_prompts, run.inputs.sample_prompts, strict=True), 1
+            ):
+                try:
+                    text = self._completion([*ids])
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    run.progress.say(f"warning   sample {number} is left out: it needs more memory than there is")
+                    continue
+                self._log.append({"step": run.step, "prompt": asked, "completion": text})
+                run.progress.say(f"sample    {number}: {' '.join(text.split())[:SHOWN]}")
+                texts[f"samples/{number}"] = f"{asked}\n\n{text}"
+        self._tell(texts)
+
+    def _completion(self, ids: list[int]) -> str:
+        run = self._run
+        new_tokens, pad = run.config.training.sample_new_tokens, run.batches.pad_token_id
+        written = complete(run.assembly, ids, new_tokens, pad, draws=False)
+        text: str = run.inputs.tokenizer.decode(written, skip_special_tokens=True)
+        return text
+
+    def close(self) -> None:
+        """Write what the disk has not taken yet."""
+        if self._log is not None:
+            self._log.close(self._run.folder.fallback)

@@ -17,8 +17,7 @@ from framework.build.data.stream import Stream
 from framework.build.text.labels import IGNORED
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
-from framework.run.inputs.inputs import Inputs, read_inputs
-from framework.run.inputs.training_batches import training_batches
+from framework.run.inputs import Inputs, read_inputs, training_batches
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 

@@ -7,18 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from framework.build.assembly import Assembly
-from framework.build.data.batches import GlobalBatches, MicroBatch, WorkersDied, rows_and_tokens
+from framework.build.data.batches import GlobalBatches, WorkersDied, rows_and_tokens
 from framework.build.data.packing import document_lengths, on_device, pinned
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.levers.compiled import newly_plain
 from framework.build.losses.loss import Batch
-from framework.build.verify import (
-    FirstStep,
-    Reading,
-    missing_gradients,
-    verify_emptied_cache,
-    verify_first_step,
-)
+from framework.build.verify import FirstStep, Reading, missing_gradients, verify_emptied_cache, verify_first_step
 from framework.errors import (
     BrokenRows,
     Interrupted,
@@ -34,24 +28,18 @@ from framework.memory.ledger import Plan
 from framework.run.best import Best
 from framework.run.checkpoints.saver import Saving
 from framework.run.evaluate import format_losses
-from framework.run.held_out import HeldOut
+from framework.run.held_out import HeldOut, Samples
 from framework.run.hooks import Hooks
-from framework.run.inputs.inputs import Inputs
-from framework.run.inputs.training_batches import TrainingBatches
+from framework.run.inputs import Inputs, Supply, TrainingBatches
 from framework.run.oom.report import PlannedRun, Watch, explained_failures, recorded_memory
-from framework.run.oom.smaller_batches import shrunk
-from framework.run.planning.plan_of_all import plan_of_all
-from framework.run.ranks.coordinator import Coordinator
+from framework.run.oom.retry import shrunk
+from framework.run.ranks.coordinator import Coordinator, plan_of_all
 from framework.run.ranks.signals import Interrupt
-from framework.run.record.meter import Meter
-from framework.run.record.metrics_log import MetricsLog
+from framework.run.record.meter import SPAN, Meter, MovedElements, caution, padding_share, planned_series
 from framework.run.record.predicted_and_measured import compare
 from framework.run.record.progress import ProgressLine
 from framework.run.record.run_folder import RunFolder
-from framework.run.record.trackers import Trackers
-from framework.run.record.update_share import SPAN, MovedElements, caution
-from framework.run.record.utilization import padding_share, planned_series
-from framework.run.samples import Samples
+from framework.run.record.trackers import RunLog
 from framework.run.step import LaunchedStep, StepResult
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
@@ -60,8 +48,6 @@ from framework.schema.plural import counted
 
 Planner = Callable[[TrainingConfig], Plan]
 """What predicts a run before it is loaded; `plan_in_subprocess` is the product's."""
-RESTARTS = 2
-"""How often in a row processes that prepare batches are started again for the same step."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +79,6 @@ class Session:
     progress: ProgressLine
     meter: Meter
     plan: Plan | None
-    """What was predicted."""
     watch: Watch
     coordinator: Coordinator = field(default_factory=Coordinator)
     planner: Planner | None = None
@@ -120,14 +105,13 @@ class Session:
     """Gone through before the step at work."""
     has_stepped: bool = False
     """Whether this process has changed weights."""
-    _trackers: Trackers | None = None
-    _metrics: MetricsLog | None = None
+    _log_of_run: RunLog | None = None
     _samples: Samples | None = None
     _moved_elements: MovedElements | None = None
-    _stream: Iterator[list[MicroBatch]] | None = None
     _began: int = field(init=False)
     saving: Saving = field(init=False)
     held_out: HeldOut = field(init=False)
+    _supply: Supply = field(init=False)
     _awaits_gradients: bool = field(init=False)
     """Whether what the first backward pass of the run leaves was not looked at yet."""
 
@@ -135,7 +119,7 @@ class Session:
         self._began = self.step + 1
         self._awaits_gradients = self.step == 0
         self.best = Best.of(self.config.training, self.best_before)
-        self.saving, self.held_out = Saving(self), HeldOut(self)
+        self.saving, self.held_out, self._supply = Saving(self), HeldOut(self), Supply(self.progress.say)
 
     @property
     def total(self) -> int:
@@ -148,40 +132,27 @@ class Session:
         is_alone = self.assembly.ranks.world == 1
         planned = PlannedRun(self.config, self.plan, is_alone) if self.plan is not None else None
         with (
-            self._logging(),
+            contextlib.closing(RunLog(self.config, self.folder, self.progress.say)) as log,
+            contextlib.closing(Samples(self, lambda texts: log.log_texts(texts, self.step))) as self._samples,
             explained_failures(self.watch, planned, self.folder.path),
             recorded_memory(self.assembly.place),
             self.progress,
             self.saving.writer,
         ):
+            self._log_of_run = log
             try:
                 yield
             except NonFinite as error:
-                reason = f"{error} Training rows of this step: {self._rows_at_work()}."
+                known, batches = self._unread.rows if self._unread is not None else (), self.batches
+                rows = batches.all_rows_of if isinstance(batches, GlobalBatches) else batches.rows_of
+                reason = f"{error} Training rows of this step: {known or rows(self.step)}."
                 self.folder.write_stop(self.step + 1, reason)
                 raise NonFinite(reason) from None
 
-    @contextlib.contextmanager
-    def _logging(self) -> Iterator[None]:
-        """The metrics of steps, in the run folder and trackers. Nothing that goes wrong there ends the run."""
-        self._trackers = Trackers(self.config, self.folder, self.progress.say)
-        self._metrics = MetricsLog(self.folder.path, self.progress.say) if self.folder.is_written else None
-        trackers = self._trackers
-        self._samples = Samples(self, lambda texts: trackers.log_texts(texts, self.step))
-        try:
-            yield
-        finally:
-            self._samples.close()
-            trackers.close()
-            if self._metrics is not None:
-                self._metrics.close(self.folder.fallback)
-
     def note(self, values: dict[str, float | None]) -> None:
         """Log the figures of a step or an evaluation."""
-        if self._metrics is not None:
-            self._metrics.append(values)
-        if self._trackers is not None:
-            self._trackers.log(values, self.step)
+        if self._log_of_run is not None:
+            self._log_of_run.log(values, self.step)
 
     def start(self) -> None:
         """What comes right before the first step: the loss that training has to beat."""
@@ -197,16 +168,14 @@ class Session:
         self._moved_elements = MovedElements(self.assembly.trained)
         self._clock = time.perf_counter()
 
-    def close(self) -> None:
-        """Let go of the run's folder."""
-        self.held.close()
-
     def take(self, step: int) -> list[Batch]:
         """The micro batches of an optimizer step, on the device. Call it for one step after the other."""
         try:
-            made = self._next_batches(step)
+            made = self._supply.take(self.batches, step)
         except RequestError as error:
             raise BrokenRows(f"the rows of step {step} cannot be had; {self._saved()}\n{error}") from None
+        except WorkersDied as error:
+            raise WorkersLost(f"{error}; {self._saved()}. data.workers=0 needs none") from None
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
             self._seen = FirstStep(
@@ -221,22 +190,6 @@ class Session:
         device = self.assembly.place.device
         return [on_device(device, pinned(device, batch)) for batch in made]
 
-    def _next_batches(self, step: int) -> list[MicroBatch]:
-        """The micro batches of a step; where processes that prepare them die, those of new ones. Raises WorkersLost
-        when these die too."""
-        found = ""
-        for restarts in range(RESTARTS + 1):
-            if self._stream is None:
-                self._stream = self.batches.start(step - 1)
-            try:
-                return next(self._stream)
-            except WorkersDied as error:
-                self._stream, found = None, str(error)
-                if restarts < RESTARTS:
-                    self.progress.say(f"warning   step {step}: {found}; data.workers are started again")
-        times = counted(RESTARTS + 1, "time")
-        raise WorkersLost(f"step {step}: {found}, {times} in a row; {self._saved()}. data.workers=0 needs none")
-
     def _saved(self) -> str:
         """Save the last step where one process can, and say what there is to go on from."""
         failure = ""
@@ -248,13 +201,6 @@ class Session:
                 failure = f" ({error})"
         after = self.saving.newest()
         return (f"the state after step {after} is saved" if after else "no state is saved") + failure
-
-    def _rows_at_work(self) -> Sequence[int | str]:
-        """The training rows of the step that is not known to be made, on all ranks; of a stream on this one."""
-        batches = self.batches
-        if self._unread is not None and self._unread.rows:
-            return self._unread.rows
-        return batches.all_rows_of(self.step) if isinstance(batches, GlobalBatches) else batches.rows_of(self.step)
 
     def rows_in_hand(self) -> Sequence[int | str]:
         """Numbers of the training rows in the micro batch at work, of a stream where they stand; none between two."""
@@ -268,7 +214,8 @@ class Session:
         self.repairs.append(repair)
         self.config = shrunk(self.config, repair)
         self.assembly = replace(self.assembly, config=self.config)
-        self.batches, self._stream = replace(self.batches, batch=self.config.batch), None
+        self.batches = replace(self.batches, batch=self.config.batch)
+        self._supply.forget()
         self.meter.forget_steps()
         self._write(lambda: self.folder.write_config(self.config))
         on = f" on {where}" if where else ""
@@ -297,9 +244,8 @@ class Session:
 
     def keep_plan(self) -> None:
         """Store the plan in the run folder."""
-        if self.plan is not None:
-            document = self.plan.to_json()
-            self._write(lambda: self.folder.write_json("plan.json", document))
+        if (plan := self.plan) is not None:
+            self._write(lambda: self.folder.write_json("plan.json", plan.to_json()))
 
     def _write(self, write: Callable[[], None]) -> None:
         """Write what tells of the run, and say where that fails: it is no reason to end it."""
@@ -335,14 +281,17 @@ class Session:
         rows = [] if isinstance(batches, GlobalBatches) else batches.rows_of(step - 1)
         epoch = round(batches.epochs(step), 4)
         self._unread = _Unread(step, launched, epoch, rows, self.meter.allocated, self.meter.reserved, self._padding)
-        self._verify_emptied_cache(step)
+        # Read back that the cache was emptied, when it first was due.
+        due = self.assembly.cache.steps
+        if due is not None and step % due == 0 and step - self._began < due:
+            for reading in verify_emptied_cache(self.assembly, self._began, step):
+                self.progress.say(f"after step {step}: {reading.key} = {reading.found} ({reading.source})")
         training, is_last = self.config.training, step == self.total
         if (growth := self.watch.end()) is not None:
             self.progress.say(f"warning   step {step}: {growth}")
         for news in self.batches.progress.account.news() if isinstance(self.batches, StreamedBatches) else ():
             self.progress.say(f"warning   step {step}: {news}")
-        epochs = self._epochs, self._unread.epoch
-        self._epochs = self._unread.epoch
+        epochs, self._epochs = (self._epochs, epoch), epoch
         evaluates = is_due(training.eval_steps, step, self.total, epochs) and not is_last
         saves = is_due(training.save_steps, step, self.total, epochs)
         looks = (step - self._began + 1) % SPAN == 0
@@ -374,25 +323,15 @@ class Session:
         except NonFinite:
             self._unread = unread  # whose rows are told
             raise
-        if not result.skipped:  # a skipped step has made no optimizer states
-            self._verify_first_step(unread.step)
-        self.step = unread.step
-        self._log(result, unread)
-
-    def _verify_emptied_cache(self, step: int) -> None:
-        """Read back that the cache was emptied, when it first was due. Raises VerificationFailed."""
-        due = self.assembly.cache.steps
-        if due is not None and step % due == 0 and step - self._began < due:
-            for reading in verify_emptied_cache(self.assembly, self._began, step):
-                self.progress.say(f"after step {step}: {reading.key} = {reading.found} ({reading.source})")
-
-    def _verify_first_step(self, step: int) -> None:
-        """Read back, once, what the first update made. Raises VerificationFailed before anything is logged or saved."""
-        if not self.has_stepped and self._seen is not None:
+        # What the first update made is read back once, before anything is logged or saved; a skipped step has made no
+        # optimizer states.
+        if not (result.skipped or self.has_stepped) and self._seen is not None:
             self.has_stepped = True
-            first = replace(self._seen, began=self._began, number=step)
+            first = replace(self._seen, began=self._began, number=unread.step)
             for reading in verify_first_step(self.assembly, first):
                 self.progress.say(f"after step {self.step + 1}: {reading.key} = {reading.found} ({reading.source})")
+        self.step = unread.step
+        self._log(result, unread)
 
     def _log(self, result: StepResult, unread: _Unread) -> None:
         now = time.perf_counter()
@@ -414,7 +353,12 @@ class Session:
         }
         values |= planned_series(self.config, self.plan, result.tokens, seconds)
         if self._moved_elements is not None and (self.step - self._began + 1) % SPAN == 0:
-            values |= self._look_at_moved(self._moved_elements)
+            # The shares of elements that changed, said when they are tiny. No part of a step's time.
+            moved = self._moved_elements.look()
+            if line := caution(moved, self.config):
+                self.progress.say(f"{line} (step {self.step})")
+            self._clock = time.perf_counter()
+            values |= {"changed_share": moved.all, "changed_share_vectors": moved.vectors}
         if self.config.training.on_oom is OnOutOfMemory.SHRINK:
             values["per_device_train_batch_size"] = self.config.batch.per_device
         if result.busiest_expert is not None:
@@ -431,14 +375,6 @@ class Session:
         if self.hooks.on_step is not None:
             self.hooks.call(self.hooks.on_step, {**values})
             self._clock = time.perf_counter()
-
-    def _look_at_moved(self, elements: MovedElements) -> dict[str, float | None]:
-        """The shares of elements that changed, for the metrics; said when they are tiny. No part of a step's time."""
-        moved = elements.look()
-        if line := caution(moved, self.config):
-            self.progress.say(f"{line} (step {self.step})")
-        self._clock = time.perf_counter()
-        return {"changed_share": moved.all, "changed_share_vectors": moved.vectors}
 
     def evaluate(self) -> bool:
         """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line. Whether

@@ -1,7 +1,7 @@
 """The loop: one function between the command and the train step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 from framework.activity import doing, now
 from framework.build.averages import averaged
 from framework.build.data.report import cautions
-from framework.build.data.rows import Row
 from framework.build.data.streamed_batches import StreamedBatches
 from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.loading.bases import BASE
@@ -24,10 +23,9 @@ from framework.memory.ledger import Plan
 from framework.run.checkpoints.checkpoint import load_best
 from framework.run.checkpoints.export import export, recasts
 from framework.run.checkpoints.resume import check_allowed
-from framework.run.completions import complete
-from framework.run.hooks import Hooks
-from framework.run.oom.retry import attempts
-from framework.run.oom.smaller_batches import TRAIN
+from framework.run.evaluate import complete
+from framework.run.hooks import Hooks, RunResult
+from framework.run.oom.retry import TRAIN, attempts
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.ranks.coordinator import process_group, require_world
 from framework.run.ranks.signals import BEFORE_ALL, announced_interrupt, watched_interrupt
@@ -35,12 +33,9 @@ from framework.run.record.layout import FINAL, UNFINISHED, step_of
 from framework.run.record.model_card import Trained, write_card
 from framework.run.record.overwrite import read_environment
 from framework.run.record.predicted_and_measured import last_line
-from framework.run.result import RunResult
 from framework.run.session import Planner, Session
-from framework.run.setup.adapter_start import start_from_rows
 from framework.run.setup.agreement import decided_by_main
-from framework.run.setup.longest_rows import try_longest_rows
-from framework.run.setup.reference_answers import know_reference
+from framework.run.setup.first_passes import know_reference, start_from_rows, try_longest_rows
 from framework.run.setup.start import begin, open_session
 from framework.run.step import launch_step
 from framework.schema.adapters import ADAPTERS
@@ -66,17 +61,12 @@ def train(
     hooks: Hooks | None = None,
     from_python: FromPython = TASKS_OWN,
 ) -> RunResult:
-    """Train what `config` asks for and return where it is.
+    """Train what `config` asks for and return where it is: `framework.api.train`, of which more is said there.
 
-    `name` gives the default folder `runs/<name>`; `allow` names changed keys that a resumed run may differ in. With
-    `dry_run` everything is read, built and verified, and nothing is written.
-    `planner` predicts the memory first (None: nothing is predicted).
-    What `config` leaves `auto` is searched first. `train_rows` and `eval_rows` are rows by column, in a list or from a
-    function that yields them: the source `{path: python_rows}` of `data.train` or `data.eval`, the only one where the
-    config has none. `hooks` are called as the run goes on; `from_python` may replace objective and optimizer, which the
-    plan then has not, and says so.
-    Where torchrun or the like has started several processes, each calls this with the same arguments: they train
-    together. Raises RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
+    What is `auto` is searched first. `planner` predicts the memory (None: nothing is predicted). `train_rows` and
+    `eval_rows` are the source `{path: python_rows}` of `data.train` or `data.eval`, the only one where the config has
+    none. `from_python` may replace objective and optimizer, which the plan then has not, and says so. Raises
+    RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
     check_allowed(allow)
     from_python.refuse(config)
@@ -93,24 +83,20 @@ def train(
         from_python=from_python,
     )
     with _opened(config, opening) as session:
-        if hooks is not None and session.coordinator.ranks.is_main:
-            session.hooks = hooks
+        session.hooks = hooks if hooks is not None and session.coordinator.ranks.is_main else Hooks()
         if dry_run:
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
         with announced_interrupt(partial(_left, session)):
             begin(session, overwrite)
             with session.running():
                 before = _prepared(session)
-                session.start()
-                now(f"the first step{', which compiles' if config.training.compile is True else ''}")
                 with watched_interrupt() as session.interrupt:
                     try:
                         for step in session.steps():
                             for attempt in attempts(session, TRAIN):
-                                with attempt as attempt_state:
-                                    batches = session.take(step)
-                                    update = attempt_state.before_update
-                                    launched = launch_step(session.assembly, batches, step, session.observe, update)
+                                with attempt as state:
+                                    made = session.take(step), step, session.observe, state.before_update
+                                    launched = launch_step(session.assembly, *made)
                             session.after_step(step, launched)
                         session.save(is_last=True)
                     except SaveFailed as error:
@@ -122,12 +108,14 @@ def train(
 
 
 def _prepared(session: Session) -> Fingerprints | None:
-    """What is done between the files of a run and its first step; the fingerprints of what training must not move."""
+    """All that comes between the files of a run and its first step; fingerprints of what training must not move."""
     start_from_rows(session)
     know_reference(session)
     before = take_fingerprints(session.assembly)
     with doing("trying the longest rows"):
         try_longest_rows(session)
+    session.start()
+    now(f"the first step{', which compiles' if session.config.training.compile is True else ''}")
     return before
 
 
@@ -145,12 +133,14 @@ def _telling(planner: Planner | None, from_python: FromPython) -> Planner | None
 
 @contextmanager
 def _opened(config: TrainingConfig, opening: Callable[..., Session]) -> Iterator[Session]:
-    """All ranks met and the session open, and what is about to happen said. Closed and parted afterwards."""
+    """All ranks met and the session open, and what is about to happen said. The folder is let go and the ranks part
+    afterwards."""
     with process_group() as coordinator, announced_interrupt(lambda: BEFORE_ALL):
         require_world(config, coordinator.ranks)
         config, said = decided_by_main(coordinator, config)
         refuse_impossible(config, devices="one")
-        with closing(opening(config, coordinator=coordinator)) as session:
+        session = opening(config, coordinator=coordinator)
+        with session.held:
             _announce(session, said)
             yield session
 
@@ -336,13 +326,9 @@ def _sample(session: Session) -> tuple[str, str] | None:
         return None
     tokenizer, data = session.inputs.tokenizer, session.inputs.data
     row = (data.eval or data.train)[0]
-    prompt = [*_prompt(row, session.config.longest)]
+    # The tokens before the first that is trained on, where there is room for a completion behind them.
+    asked = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
+    has_prompt = 1 < asked <= session.config.longest - SAMPLE_NEW_TOKENS
+    prompt = [*row["input_ids"][: asked if has_prompt else SAMPLE_PROMPT_TOKENS]]
     written = complete(session.assembly, prompt, SAMPLE_NEW_TOKENS, session.batches.pad_token_id, draws=True)
     return tokenizer.decode(prompt), tokenizer.decode(written, skip_special_tokens=True)
-
-
-def _prompt(row: Row, longest: int) -> list[int]:
-    """The tokens before the first that is trained on, where there is room for a completion behind them."""
-    asked = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
-    has_prompt = 1 < asked <= longest - SAMPLE_NEW_TOKENS
-    return row["input_ids"][: asked if has_prompt else SAMPLE_PROMPT_TOKENS]

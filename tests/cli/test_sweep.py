@@ -185,7 +185,7 @@ def test_the_worst_code(codes, code):
 
 
 def test_runs_at_a_time_have_cards_of_their_own(monkeypatch, tmp_path):
-    from framework.memory.installed import InstalledCard
+    from framework.memory.cards import InstalledCard
 
     cards = [InstalledCard(str(number), f"GPU-{number}", "H100", 81559, "9.0", False) for number in range(3)]
     monkeypatch.setattr("framework.run.launch.sweep.installed_cards", lambda: cards)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from framework.installation import shipped
 from framework.memory.cards import (
     GIB,
     SIZE_USABLE_SHARE,
@@ -25,7 +26,6 @@ from framework.memory.cards import (
 )
 from framework.schema.choices import MixedPrecision
 from framework.schema.gpu import GPUParams
-from framework.shipped import shipped
 
 CONTRACT_CARDS = [
     "t4_16gb",
@@ -303,7 +303,7 @@ def test_assumptions_name_what_a_card_file_of_the_user_leaves_out() -> None:
 
 @pytest.mark.fresh_process
 def test_cards_need_no_torch() -> None:
-    code = "import sys, framework.memory.cards, framework.memory.installed; sys.exit('torch' in sys.modules)"
+    code = "import sys, framework.memory.cards, framework.memory.cards; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

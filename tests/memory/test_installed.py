@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.memory import installed
-from framework.memory.cards import card_names, card_of_size
-from framework.memory.installed import InstalledCard, detect, parse_nvidia_smi, visible_cards
+from framework.memory import cards
+from framework.memory.cards import InstalledCard, card_names, card_of_size, detect, parse_nvidia_smi, visible_cards
 
 
 def card(product: str, mebibytes: int, capability: str = "8.0", is_partitioned: bool = False) -> InstalledCard:
@@ -157,7 +156,7 @@ def test_a_driver_that_fails_is_no_card(smi: Path) -> None:
 def test_a_driver_that_hangs_is_given_up(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = next(path for path in ("/bin/sleep", "/usr/bin/sleep") if os.path.exists(path))
     write_program(smi, f"exec {sleep} 30")
-    monkeypatch.setattr(installed, "_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(cards, "_TIMEOUT_SECONDS", 0.2)
     started = time.monotonic()
     assert detect() is None
     assert time.monotonic() - started < 5

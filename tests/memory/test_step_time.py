@@ -6,10 +6,9 @@ import pytest
 
 from framework.memory.cards import read_card
 from framework.memory.host_time import FITTED
-from framework.memory.rehearsal import Footprint, Rehearsal
 from framework.memory.roofline import CALIBRATED
 from framework.memory.step_time import HOST_SHARES, step_cost, step_time
-from framework.memory.trace import Operation, Space, Trace
+from framework.memory.trace import Footprint, Operation, Rehearsal, Space, Trace
 from framework.schema.config import TrainingConfig
 
 CALLS = 5000

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from framework.reports.comparison import by_effect, comparison_document, comparison_lines, remainder
-from framework.run.planning.memory_diff import Cause, Comparison
+from framework.run.planning.what_if import Cause, Comparison
 from tests.reports.plans import GIB, PLAN, gib, use
 
 SMALL = replace(PLAN, peak=use("optimizer_step", 9, gib(weights=2, optimizer=4, temporaries=2, overhead=0.5)))

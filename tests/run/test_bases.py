@@ -12,7 +12,7 @@ from framework.errors import RequestError
 from framework.run import trainer
 from framework.run.checkpoints.merge import merge_run
 from framework.run.predict import Request, predict
-from framework.run.rng import seed_all
+from framework.run.state import seed_all
 from framework.schema.config import TrainingConfig
 from tests.folders import change_config, change_weights, save_model, split_weights
 from tests.tiny import LLAMA

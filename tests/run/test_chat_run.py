@@ -25,8 +25,7 @@ from framework.errors import RequestError, SaveFailed
 from framework.run import trainer
 from framework.run.checkpoints.export import write_tokenizer
 from framework.run.checkpoints.trained_model import find_saved_model, load_model
-from framework.run.inputs.inputs import read_inputs
-from framework.run.inputs.training_batches import TrainingBatches, training_batches
+from framework.run.inputs import TrainingBatches, read_inputs, training_batches
 from framework.schema.config import TrainingConfig
 from tests.grids import first, thinned
 from tests.tiny import LLAMA

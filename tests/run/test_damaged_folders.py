@@ -14,7 +14,7 @@ from framework.build.place import real_place
 from framework.build.resolve_model import settle
 from framework.errors import RequestError
 from framework.run.checkpoints.merge import merge_run
-from framework.run.inputs.inputs import read_inputs
+from framework.run.inputs import read_inputs
 from framework.run.planning.model_checks import inspect
 from framework.run.predict import Request, predict
 from framework.schema.config import TrainingConfig

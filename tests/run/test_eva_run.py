@@ -37,11 +37,12 @@ def inputs_of(model, name, ids):
 
 
 def test_the_first_checkpoint_has_the_principal_components(tmp_path, monkeypatch):
-    from framework.run.setup import adapter_start
+    from framework.run.setup import first_passes
 
     looked = []
-    batches = adapter_start._batches
-    monkeypatch.setattr(adapter_start, "_batches", lambda session: looked.extend(batches(session)) or looked[:1])
+    batches = first_passes._batches_for_start
+    one = lambda session: looked.extend(batches(session)) or looked[:1]  # noqa: E731
+    monkeypatch.setattr(first_passes, "_batches_for_start", one)
     folder = train(asked(tmp_path), planner=None, quiet=True).folder
     start = load_file(checkpoints(folder)[0] / "model.safetensors")
     base = AutoModelForCausalLM.from_pretrained(folder / "final" / "base_model")

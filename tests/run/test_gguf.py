@@ -14,9 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from framework.cli import main
 from framework.errors import RequestError, SaveFailed
-from framework.run.gguf_files import export as gguf_files
-from framework.run.gguf_files.export import GgufKind, export_gguf
-from framework.run.gguf_files.vocabulary import SPLITS, read_vocabulary
+from framework.run import gguf
+from framework.run.gguf import SPLITS, GgufKind, export_gguf, read_vocabulary
 from tests.tiny import GPT2, LLAMA
 
 QWEN = {"hidden_size": 64, "head_dim": 16, "vocab_size": 300, "tie_word_embeddings": False}
@@ -117,13 +116,13 @@ def test_the_positions_of_llama_3_are_those_of_transformers():
     config.rope_parameters = {**rope, "original_max_position_embeddings": 8192}
     plain = 5e5 ** -(np.arange(0, 64, 2) / 64)
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    assert plain / gguf_files._rope_factors(config) == pytest.approx(stretched.numpy(), rel=1e-5)
+    assert plain / gguf._rope_factors(config) == pytest.approx(stretched.numpy(), rel=1e-5)
 
 
 def test_a_tensor_that_does_not_read_back_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     make(tmp_path / "m", SHAPES["llama"])
-    monkeypatch.setattr(gguf_files, "_rounding", lambda values, held: np.full_like(values, -1.0))
+    monkeypatch.setattr(gguf, "_rounding", lambda values, held: np.full_like(values, -1.0))
     with pytest.raises(SaveFailed, match="does not read back"):
         export_gguf(tmp_path / "m", GgufKind.F16)
     assert [*(tmp_path / "m" / "gguf").iterdir()] == []

@@ -19,7 +19,7 @@ from framework.errors import RequestError, SaveFailed, WorkersLost
 from framework.run import session as session_module
 from framework.run import trainer
 from framework.run.checkpoints import checkpoint, export
-from framework.run.record import files
+from framework.run.record import layout
 from framework.run.record import run_folder as record
 from framework.run.record.layout import checkpoints
 from framework.run.record.lock import only_run
@@ -51,8 +51,8 @@ def test_a_log_that_the_disk_does_not_take_ends_nothing(corpus, straight, tmp_pa
         appended.append(text)
         return 3 < len(appended) < 9
 
-    full(monkeypatch, files, "append_line", is_full)
-    monkeypatch.setattr("framework.run.record.metrics_log.append_line", files.append_line)
+    full(monkeypatch, layout, "append_line", is_full)
+    monkeypatch.setattr("framework.run.record.metrics_log.append_line", layout.append_line)
     full(monkeypatch, record, "replace_file", lambda text: "memory.json" in text)
     train(config(corpus, tmp_path / "run"), quiet=False)
     assert metrics(tmp_path / "run") == straight[0]

@@ -13,8 +13,7 @@ from framework.build.text.labels import IGNORED
 from framework.cli import main
 from framework.errors import RequestError
 from framework.reports.rows import BRACKETS, COLOUR, PLAIN, data_lines, data_page, marks_for, shortened
-from framework.run.inputs.inputs import read_inputs
-from framework.run.inputs.training_batches import training_batches
+from framework.run.inputs import read_inputs, training_batches
 from framework.run.preview import Piece, Preview, count_padding, preview
 from framework.schema.config import TrainingConfig
 from framework.terminal import visible

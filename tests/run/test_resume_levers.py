@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from framework.errors import RequestError
-from framework.memory.explain.proposals import propose
+from framework.memory.explain.moves import propose
 from framework.memory.levers import LEVERS
 from framework.run.checkpoints.resume import check_allowed, check_resume, resume_with
 from framework.schema.optimizers import FACTS, Optimizer
@@ -36,7 +36,7 @@ SETTINGS = [
 @pytest.fixture
 def all_packages(monkeypatch):
     """Every package that an optimizer comes from counts as installed."""
-    for module in ("requirements", "explain.proposals"):
+    for module in ("requirements", "explain.moves"):
         monkeypatch.setattr(f"framework.memory.{module}.is_installed", lambda name: True)
 
 

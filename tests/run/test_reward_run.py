@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from framework.errors import Interrupted, RequestError
 from framework.memory.cards import read_card
-from framework.run.inputs.inputs import read_inputs
+from framework.run.inputs import read_inputs
 from framework.run.rehearsal.rehearse import rehearse
 from framework.run.step import train_step
 from framework.schema.choices import Task

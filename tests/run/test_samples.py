@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from framework.build.data.prediction_rows import encode_sample_prompts
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
+from framework.run.held_out import Samples
 from framework.run.rehearsal.rehearse import rehearse
-from framework.run.samples import Samples
 from framework.schema.choices import RowFormat
 from framework.schema.rules.evaluation import sample_conflicts
 from tests.run.test_trainer import config, corpus, metrics, train  # noqa: F401

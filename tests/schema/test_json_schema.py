@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from framework.compose.shipped import GROUPS, presets, recipes
+from framework.installation import shipped
 from framework.schema.json_schema import recipe_schema
-from framework.shipped import shipped
 
 SCHEMA = recipe_schema({group: list(presets(group)) for group in GROUPS})
 

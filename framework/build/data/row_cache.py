@@ -25,8 +25,8 @@ from framework.build.data.rows import Rows
 from framework.build.sources.find_files import PYTHON_ROWS, STANDARD_DOCSTRINGS, STANDARD_LIBRARY, find_files, is_local
 from framework.build.sources.python_library import docstring_files, library_files
 from framework.build.text.classes import Targets
-from framework.caches import cache_folder, our_files, versions
 from framework.errors import RequestError
+from framework.installation import cache_folder, our_files, versions
 from framework.memory.units import size
 from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams, parse_split

@@ -7,7 +7,7 @@ from typing import Any
 from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Cause, Circumstances, find_cause, held_by_others
 from framework.memory.explain.evidence import Evidence, gather, plan_of
-from framework.memory.explain.frames import is_pinning, makes_states, read_frames, read_phase
+from framework.memory.explain.lines import is_pinning, makes_states, read_frames, read_phase
 from framework.memory.explain.messages import Message, read_message
 from framework.memory.explain.moves import Move, rank_moves
 from framework.memory.explain.shapes import Kind

@@ -2,16 +2,77 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from framework.beside import path_like
 from framework.errors import Problem, RequestError
 from framework.memory.explain.causes import Circumstances, Repair
 from framework.memory.explain.messages import read_message, weight
-from framework.memory.explain.saved_plan import PLAN, SavedPlan, read_plan
-from framework.regular_files import open_regular
+from framework.regular_files import open_regular, read_regular
+
+PLAN = "plan.json"
+Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Bytes; of a saving they may be negative."""
+
+
+class _Saved(BaseModel):
+    """A mapping of the file. Keys that an explanation does not need are not looked at."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class SavedPhase(_Saved):
+    """Allocated bytes at the peak of a phase, and what they are for."""
+
+    name: str
+    allocated_bytes: Count
+    terms: dict[str, Count] = {}
+
+
+class SavedPeak(_Saved):
+    """The phase of most use."""
+
+    phase: str
+
+
+class SavedLever(_Saved):
+    """A change that can be pasted, and the bytes that it saves in each phase (None: not known yet)."""
+
+    key: str
+    override: str
+    costs: str
+    exact: bool
+    saves: dict[str, Count] | None
+
+
+class SavedPlan(_Saved):
+    """The plan of a run, with what each lever would save of it (None: none was asked)."""
+
+    phases: list[SavedPhase]
+    step_peak: SavedPeak
+    host_bytes: Count
+    levers: list[SavedLever] | None = None
+
+    def phase(self, name: str | None) -> SavedPhase | None:
+        """The phase of that name, where the plan has it."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+
+def read_plan(folder: Path) -> tuple[SavedPlan | None, str]:
+    """The plan of a run folder, or None and why there is none."""
+    try:
+        return SavedPlan.model_validate_json(read_regular(folder / PLAN, "replace")), ""
+    except OSError as error:
+        return None, str(error.strerror) if (folder / PLAN).exists() else ""
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return None, f"{where}: {first['msg']}" if where else str(first["msg"])
+
 
 REPORT, STOPPED = "oom.txt", "stopped.txt"
 """What a run writes where memory ran out, and where it stopped at a value that is not finite."""
@@ -150,12 +211,8 @@ def read_circumstances(text: str) -> Circumstances:
 
     words = facts.get("allocated after each step", "").split()
     floors = tuple(int(word) for word in words if re.fullmatch(_WHOLE, word))
-    repairs = tuple(_read_repairs(facts.get("repaired", "")))
+    pattern = rf"(\S+) ({_WHOLE}) -> ({_WHOLE}) \((\w+) of (?:step ({_WHOLE})|the longest rows)\)"
+    repaired = re.findall(pattern, facts.get("repaired", ""))
+    repairs = tuple(Repair(key, int(old), int(new), int(step or 0), phase) for key, old, new, phase, step in repaired)
     sizes = number("micro batch"), number("largest before")
     return Circumstances(facts.get("phase"), number("step"), floors, *sizes, repairs)
-
-
-def _read_repairs(text: str) -> Iterator[Repair]:
-    pattern = rf"(\S+) ({_WHOLE}) -> ({_WHOLE}) \((\w+) of (?:step ({_WHOLE})|the longest rows)\)"
-    for key, before, after, phase, step in re.findall(pattern, text):
-        yield Repair(key, int(before), int(after), int(step or 0), phase)

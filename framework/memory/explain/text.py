@@ -53,7 +53,9 @@ def cause_lines(explanation: Explanation) -> list[str]:
         rest = f"; then of {', '.join(writers[1:])}" if writers[1:] else ""
         lines.append(f"  first of {writers[0]}{rest}")
     if explanation.message.kind is not Kind.OUT_OF_MEMORY:
-        return [*lines, *_advice_without_memory(explanation.message.kind)]
+        of_rows = "memory has nothing to do with it: look at the rows of that step, the learning rate, and float16"
+        of_ranks = "one rank did not come: look for the first error of any rank before this, out of memory or another"
+        return [*lines, of_rows if kind is Kind.NAN else of_ranks]
     lines += [*_subtraction(explanation.message), *_facts(explanation)]
     return [*lines, *(f"first: {text}" for text in _advice(explanation))]
 
@@ -148,13 +150,6 @@ def _host_advice(message: Message) -> Iterator[str]:
     if message.name == "pinned" or message.space is Space.CARD:
         yield "host memory could not be pinned: fewer processes a machine, or less that is offloaded to its memory"
     yield "give the job more host memory, fewer data.workers, and keep nothing on the host that was offloaded there"
-
-
-def _advice_without_memory(kind: Kind) -> Iterator[str]:
-    if kind is Kind.NAN:
-        yield "memory has nothing to do with it: look at the rows of that step, the learning rate, and float16"
-    else:
-        yield "one rank did not come: look for the first error of any rank before this, out of memory or another"
 
 
 def _move_lines(explanation: Explanation) -> Iterator[str]:

@@ -11,15 +11,10 @@ where they are from, those of an H200 benchmarks/results/levers_h200.json; "not 
 from collections.abc import Iterator
 from typing import Any
 
-from framework.memory.levers.adapters import ADAPTERS, FREEZING
-from framework.memory.levers.batch import BATCH, ROWS
-from framework.memory.levers.caches import CACHES, TASKS
-from framework.memory.levers.kernels import KERNELS
-from framework.memory.levers.optimizers import OPTIMIZERS
-from framework.memory.levers.precision import FP8, PRECISION
-from framework.memory.levers.recompute import COMPILATION, RECOMPUTE
+from framework.memory.levers.activations import BATCH, COMPILATION, RECOMPUTE, ROWS
+from framework.memory.levers.execution import CACHES, KERNELS, SHARDING, TASKS
 from framework.memory.levers.row import Axis, Lever, Setting
-from framework.memory.levers.sharding import SHARDING
+from framework.memory.levers.weights import ADAPTERS, FP8, FREEZING, OPTIMIZERS, PRECISION
 
 __all__ = ["LEVERS", "Axis", "Lever", "Setting", "every_setting", "lever", "word"]
 

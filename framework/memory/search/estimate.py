@@ -7,7 +7,6 @@ matters the whole model is planned, which corrects what the lines say of its str
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from framework.memory.ledger import Plan
@@ -155,20 +154,15 @@ def depths_of(config: TrainingConfig) -> Depths | None:
         return None
     part = language_part(model.architecture)
     layers = next((part[key] for key in DEPTH_KEYS if isinstance(part.get(key), int)), 0)
-    unit = _period(part.get("layer_types") or (), layers)
+    kinds = part.get("layer_types") or ()
+    repeats = (n for n in range(1, layers) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds))))
+    unit = next(repeats, layers) if kinds else 1
     every = config.training.gradient_checkpointing_every
     if config.training.enable_gradient_checkpointing is True and isinstance(every, int):
         unit = math.lcm(unit, every)
     few = max(unit, 2)
     more = few + unit
     return Depths(few, more, layers) if 2 * more <= layers else None
-
-
-def _period(kinds: Sequence[str], layers: int) -> int:
-    """Layers after which their kinds repeat; all of them where they do not."""
-    if not kinds:
-        return 1
-    return next((n for n in range(1, layers) if all(kinds[i] == kinds[i - n] for i in range(n, len(kinds)))), layers)
 
 
 def with_depth(config: TrainingConfig, layers: int) -> TrainingConfig:

@@ -19,8 +19,18 @@ import numpy.typing as npt
 
 from framework.memory.ledger import Plan
 from framework.memory.search.estimate import Estimate, Figures, deepened, depths_of, with_depth
-from framework.memory.search.mixed import Mix, kin_of, mixed, mixes
-from framework.memory.search.space import ACTIVATIONS, COMPILE, EXPANDABLE, Order, Structure, with_rows
+from framework.memory.search.space import (
+    ACTIVATIONS,
+    COMPILE,
+    EXPANDABLE,
+    Mix,
+    Order,
+    Structure,
+    kin_of,
+    mixed,
+    mixes,
+    with_rows,
+)
 from framework.schema.config import TrainingConfig
 
 AT_A_TIME = 2
@@ -153,7 +163,10 @@ class Search:
                 self._probe(_strongest(self.space.order, self.within))
             while len(self.plans) < MOST_PLANS and (chosen := self._most_promising()):
                 self._probe([number for number, micro in chosen if micro is None])
-                self._look_closer([Candidate(number, micro) for number, micro in chosen if micro is not None])
+                sized = [Candidate(number, micro) for number, micro in chosen if micro is not None]
+                near = [item for item in sized if item.micro not in self.estimates[item.number].shallow]
+                self._plan_shallow(near)  # a line with a point at this size first, then the plan of the whole model
+                self._plan_whole([item for item in sized if item not in near])
         return self
 
     def fill_in(self) -> None:
@@ -271,12 +284,6 @@ class Search:
         if len(sizes) < len(FIRST_SIZES):
             sizes = sorted({self.space.sizes[0], self.space.sizes[-1]})
         self._plan_shallow([Candidate(number, size) for number in numbers for size in sizes])
-
-    def _look_closer(self, chosen: Sequence[Candidate]) -> None:
-        """A line with a point at this size first, then the plan of the whole model."""
-        near = [item for item in chosen if item.micro not in self.estimates[item.number].shallow]
-        self._plan_shallow(near)
-        self._plan_whole([item for item in chosen if item not in near])
 
     def _plan_shallow(self, wanted: Sequence[Candidate]) -> None:
         """Figures from two depths. Structures that differ in the allocator alone share them."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from framework.memory.cards import card_names, read_card
-from framework.memory.editing import default_of, possible, with_values
 from framework.memory.ledger import Plan
 from framework.memory.levers import lever, word
+from framework.memory.requirements import default_of, possible, with_values
 from framework.memory.resolve import resolve
 from framework.memory.search.estimate import Figures
 from framework.memory.search.fastest import (
@@ -22,7 +22,7 @@ from framework.memory.search.fastest import (
     no_shortage,
 )
 from framework.memory.search.found import Change, Found, Point, typed
-from framework.memory.search.free_keys import opened
+from framework.memory.search.free_keys import DTYPE, INEXACT, change_of, opened, traded, with_tradeoffs
 from framework.memory.search.space import (
     ACTIVATIONS,
     AXES,
@@ -36,7 +36,6 @@ from framework.memory.search.space import (
     with_preferred,
     with_rows,
 )
-from framework.memory.search.tradeoffs import DTYPE, INEXACT, change_of, traded, with_tradeoffs
 from framework.memory.units import size
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from framework.escaping import paragraph, table
 from framework.memory.ledger import Plan
 from framework.memory.levers import word
-from framework.memory.notebook import paragraph, table
 from framework.memory.units import size
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
@@ -101,7 +101,13 @@ class Found:
     def _repr_html_(self) -> str:
         """What changes and what each change buys, then the plan, as a notebook shows them."""
         lead = "fits" if self.fits else f"nothing fits, the closest miss{f': {self.shortage}' if self.shortage else ''}"
-        rows = [_cells(change) for change in self.changes]
+        rows = []
+        for change in self.changes:
+            saves, costs = change.saves_bytes, change.costs_seconds
+            memory = "-" if saves is None else f"{'-' if saves > 0 else '+'}{size(abs(saves))}"
+            seconds = "-" if costs is None else f"{costs:+.3f} s"
+            moved = f"{change.key}: {word(change.old)} -> {word(change.new)}"
+            rows.append((moved, memory, seconds, "same" if change.exact else "CHANGED"))
         changes = (
             table(("change", "memory", "a step", "training"), rows) if rows else paragraph("Nothing has to change.")
         )
@@ -125,15 +131,6 @@ class Found:
             "remarks": list(self.remarks),
             "smallest_card": self.smallest_card,
         }
-
-
-def _cells(change: Change) -> tuple[str, str, str, str]:
-    """A change as a row of a table."""
-    saves, costs = change.saves_bytes, change.costs_seconds
-    memory = "-" if saves is None else f"{'-' if saves > 0 else '+'}{size(abs(saves))}"
-    seconds = "-" if costs is None else f"{costs:+.3f} s"
-    moved = f"{change.key}: {word(change.old)} -> {word(change.new)}"
-    return moved, memory, seconds, "same" if change.exact else "CHANGED"
 
 
 def typed(values: dict[str, Any], global_batch: int) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """What a search may choose from: structures (every lever but the micro batch), and the micro batches of a global batch.
 
 Values come from the levers table: which are worth trying and in which order, with their hardware, package and company.
-No torch.
+And structures whose figures follow from those of others. Arithmetic; no torch.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -12,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from framework.memory.editing import default_of, possible, with_values
 from framework.memory.levers import LEVERS, Axis, lever, word
-from framework.memory.requirements import is_installed, suits
-from framework.memory.search.estimate import depths_of
+from framework.memory.requirements import default_of, is_installed, possible, suits, with_values
+from framework.memory.search.estimate import Figures, depths_of
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import value_of
 
@@ -176,7 +176,9 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
         if any(at[key] not in plain[key] for key in idle):
             continue
         choices = {key: axes[key][place] for key, place in at.items()}
-        if _is_left_out(choices, free) and not all(_same(value_of(config, key), choices[key]) for key in axes):
+        # Next to checkpoints a budget is for one block at work: others do better what it does.
+        is_left_out = choices.get(CHECKPOINTS) is True and choices.get(_BUDGET) is not None and _BUDGET in free
+        if is_left_out and not all(_same(value_of(config, key), choices[key]) for key in axes):
             continue
         changed = changed_to({key: value for key, value in choices.items() if key in free})
         if changed is not None:
@@ -207,11 +209,6 @@ class _Changed:
         return like.model_copy(
             update={"training": like.training.model_copy(update={"gradient_checkpointing_every": every})}
         )
-
-
-def _is_left_out(choices: Mapping[str, Any], free: Collection[str]) -> bool:
-    """Whether freely chosen values do what others do better: next to checkpoints a budget is for one block at work."""
-    return choices.get(CHECKPOINTS) is True and choices.get(_BUDGET) is not None and _BUDGET in free
 
 
 def _values(config: TrainingConfig, key: str, tried: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -246,3 +243,99 @@ def _places_of(value: Any, among: tuple[Any, ...]) -> Collection[int]:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or word(a) == word(b)
+
+
+Mix = Mapping[int, float]
+"""Structure, by number -> its weight in a sum of figures."""
+
+
+def mixes(structures: Sequence[Structure]) -> list[Mix]:
+    """What the figures of each structure are a sum of: of its own alone, or of those of others."""
+    if not structures:
+        return []
+    space = _Space.of(structures)
+    found: list[Mix] = []
+    for number in range(len(structures)):
+        mix: dict[int, float] = {}
+        for whole, sign in space.of_host(number).items():
+            for part, weight in space.of_chunks(whole).items():
+                for other, share in space.of_checkpoints(part).items():
+                    mix[other] = mix.get(other, 0.0) + sign * weight * share
+        found.append({other: weight for other, weight in mix.items() if weight})
+    return found
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Structures, their numbers by name, the plainest of them, and the smallest chunk of the loss."""
+
+    structures: Sequence[Structure]
+    numbers: Mapping[tuple[str, ...], int]
+    plain: Structure
+    least: Any
+
+    @classmethod
+    def of(cls, structures: Sequence[Structure]) -> "_Space":
+        plain = min(structures, key=lambda item: sum(item.positions))
+        chunks = list(plain.choices).index(CHUNKS)
+        least = max(structures, key=lambda item: item.positions[chunks]).choices[CHUNKS]
+        return cls(structures, {item.name: number for number, item in enumerate(structures)}, plain, least)
+
+    def of_host(self, number: int) -> Mix:
+        """The structure with all of it on the card, and the difference that the plainest one shows."""
+        mine, plain = self.structures[number], self.plain
+        moved = [key for key in (STATES, PARTS) if key in mine.choices and mine.choices[key] != plain.choices[key]]
+        beside = {key: mine.choices[key] for key in mine.choices if key == EXPANDABLE or key in SHARDING}
+        here = {key: plain.choices[key] for key in moved}
+        base = self.numbers.get(_name(mine, here))
+        away = {key: mine.choices[key] for key in moved}
+        this = self.numbers.get(_name(plain, {**beside, CHUNKS: self.least, **away}))
+        there = self.numbers.get(_name(plain, {**beside, CHUNKS: self.least, **here}))
+        if not moved or base is None or this is None or there is None or number in (base, this):
+            return {number: 1.0}
+        return {base: 1.0, this: 1.0, there: -1.0}
+
+    def of_chunks(self, number: int) -> Mix:
+        """The structure with the smallest chunks, which a search looks at first, and the difference that the plainest
+        one shows."""
+        mine, plain = self.structures[number], self.plain
+        beside = {EXPANDABLE: mine.choices[EXPANDABLE]}
+        base = self.numbers.get(_name(mine, {CHUNKS: self.least}))
+        this = self.numbers.get(_name(plain, {**beside, CHUNKS: mine.choices[CHUNKS]}))
+        there = self.numbers.get(_name(plain, {**beside, CHUNKS: self.least}))
+        if base is None or this is None or there is None or number in (base, this):
+            return {number: 1.0}
+        return {base: 1.0, this: 1.0, there: -1.0}
+
+    def of_checkpoints(self, number: int) -> Mix:
+        """Without checkpoints and with all of them, by the share of blocks that have one."""
+        mine = self.structures[number]
+        none = self.numbers.get(_name(mine, {CHECKPOINTS: False, EVERY: 1}))
+        full = self.numbers.get(_name(mine, {EVERY: 1}))
+        depths = depths_of(self.structures[none].config) if none is not None else None
+        if none is None or full is None or depths is None or number in (none, full):
+            return {number: 1.0}
+        share = math.ceil(depths.all / mine.choices[EVERY]) / depths.all
+        return {none: 1.0 - share, full: share}
+
+
+def _name(structure: Structure, changes: Mapping[str, Any]) -> tuple[str, ...]:
+    """The name of the structure that differs in these choices."""
+    return tuple(f"{key}={word(value)}" for key, value in {**structure.choices, **changes}.items())
+
+
+def kin_of(structure: Structure) -> tuple[str, ...]:
+    """What structures have in common that differ in their checkpoints alone, or in what the host keeps for them."""
+    moved = {key: None for key in (CHECKPOINTS, EVERY, STATES, PARTS) if key in structure.choices}
+    return _name(structure, moved)
+
+
+def mixed(parts: Sequence[tuple[Figures, float]]) -> Figures:
+    """The sum of figures with weights."""
+    phases = parts[0][0].allocated
+    return Figures(
+        {name: sum(weight * part.allocated[name] for part, weight in parts) for name in phases},
+        sum(weight * part.others for part, weight in parts),
+        sum(weight * part.upper for part, weight in parts),
+        sum(weight * part.seconds for part, weight in parts),
+    )

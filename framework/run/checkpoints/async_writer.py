@@ -59,7 +59,13 @@ class Writer:
             began = time.perf_counter()
             contents = self._copied(contents)
             self.copying += time.perf_counter() - began
-            self.reading = _read_apart(contents, live)
+            # Read back that no step can change what is written.
+            own = {_address(tensor) for tensor in live if local_part(tensor).numel()}
+            shared = [name for name, tensor in contents.tensors.items() if _address(tensor) in own]
+            if shared:
+                raise VerificationFailed(f"{KEY}: training would change {shared[0]} while it is written")
+            total = sum(local_part(tensor).nbytes for tensor in contents.tensors.values())
+            self.reading = f"{KEY} = true ({size(total)} of copies in host memory)"
             self.count += 1
         self._thread = threading.Thread(target=self._write, args=(contents, write), daemon=True, name="writer")
         self._thread.start()
@@ -122,16 +128,6 @@ class Writer:
             else:
                 local_part(copy).copy_(local_part(tensor))
         return replace(contents, tensors=dict(self.copies), is_separate=True)
-
-
-def _read_apart(contents: Contents, live: Iterable[Tensor]) -> str:
-    """Read back that no step can change what is written."""
-    own = {_address(tensor) for tensor in live if local_part(tensor).numel()}
-    shared = [name for name, tensor in contents.tensors.items() if _address(tensor) in own]
-    if shared:
-        raise VerificationFailed(f"{KEY}: training would change {shared[0]} while it is written")
-    total = sum(local_part(tensor).nbytes for tensor in contents.tensors.values())
-    return f"{KEY} = true ({size(total)} of copies in host memory)"
 
 
 def _address(tensor: Tensor) -> int:

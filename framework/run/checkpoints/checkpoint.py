@@ -27,18 +27,18 @@ from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.checkpoints.optimizer_state import SEPARATOR, flat_state, restore_state
 from framework.run.checkpoints.read_back import damage, save_verified, told
-from framework.run.record.files import aside_of, discard
 from framework.run.record.layout import (
     PARTS,
+    aside_of,
     checkpoint_name,
     checkpoints,
+    discard,
     kept_for,
     leftovers,
     others_files,
     step_of,
 )
-from framework.run.rng import parsed, random_state, restore_random_state
-from framework.run.trained_parameters import trained_state
+from framework.run.state import parsed, random_state, restore_random_state, trained_state
 from framework.schema.choices import StateDictType
 
 FORMAT = 1

@@ -22,7 +22,7 @@ from framework.compose.own_adapter import BASE_RECORD
 from framework.errors import SaveFailed
 from framework.run.checkpoints.checkpoint import written_aside
 from framework.run.checkpoints.read_back import differing, told, verify_tensors
-from framework.run.record.files import aside_of, discard
+from framework.run.record.layout import aside_of, discard
 from framework.schema.choices import PeftSaveMode
 from framework.schema.plural import counted
 

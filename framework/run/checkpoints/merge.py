@@ -14,7 +14,6 @@ from framework.run.checkpoints.checkpoint import written_aside
 from framework.run.checkpoints.export import write_model
 from framework.run.checkpoints.trained_model import (
     PROMPTS,
-    SavedModel,
     find_saved_model,
     load_base,
     with_adapter,
@@ -44,7 +43,13 @@ def merge_run(source: Path, output: Path | None = None, trusts_code: bool = Fals
     """
     transformers.utils.logging.disable_progress_bar()  # it would be drawn into pipes too
     target = output if output is not None else source / MERGED
-    saved_model = _adapter(find_saved_model(source, trusts_code, allow))
+    saved_model = find_saved_model(source, trusts_code, allow)
+    folder, kind = saved_model.folder, saved_model.adapter_kind
+    if kind is None:
+        raise RequestError([Problem("RUN", f"{folder} is a plain model already: there is no adapter to merge")])
+    if kind in PROMPTS:
+        message = f"{folder} holds tokens before the row ({kind}): there is nothing to add to the weights"
+        raise RequestError([Problem("RUN", message, expected="the adapter as it is, with its base")])
     if target.exists():
         raise RequestError([Problem("--output", f"{target} is already there", expected="a folder that is not")])
     make_writable(target.parent, "--output", target)  # before any weight is loaded
@@ -57,14 +62,3 @@ def merge_run(source: Path, output: Path | None = None, trusts_code: bool = Fals
         if (saved_model.folder / "tokenizer_config.json").exists():
             saved_model.tokenizer.save_pretrained(aside)
     return Merged(target, str(dtype).removeprefix("torch."), kinds, loader)
-
-
-def _adapter(saved_model: SavedModel) -> SavedModel:
-    """The folder with the adapter. Raises RequestError saying what there is instead."""
-    folder, kind = saved_model.folder, saved_model.adapter_kind
-    if kind is None:
-        raise RequestError([Problem("RUN", f"{folder} is a plain model already: there is no adapter to merge")])
-    if kind in PROMPTS:
-        message = f"{folder} holds tokens before the row ({kind}): there is nothing to add to the weights"
-        raise RequestError([Problem("RUN", message, expected="the adapter as it is, with its base")])
-    return saved_model

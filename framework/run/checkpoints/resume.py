@@ -6,7 +6,7 @@ from typing import Any
 
 from framework.errors import Problem, RequestError
 from framework.memory.levers import LEVERS
-from framework.run.inputs.same_rows import MODELS, WHAT
+from framework.run.inputs import MODELS, WHAT
 from framework.schema.choices import Attention
 from framework.schema.config import TrainingConfig
 from framework.schema.facts import Resume

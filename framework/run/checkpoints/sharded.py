@@ -43,7 +43,7 @@ from framework.run.checkpoints.optimizer_state import SEPARATOR, placed, renamed
 from framework.run.checkpoints.read_back import save_verified, told
 from framework.run.ranks.coordinator import WAIT
 from framework.run.record.layout import PARTS
-from framework.run.trained_parameters import trained_state
+from framework.run.state import trained_state
 
 
 def split_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -29,10 +29,10 @@ from framework.compose.own_adapter import BASE_RECORD
 from framework.compose.trained_folders import trusted_keys, untrusted
 from framework.errors import Problem, RequestError
 from framework.run.checkpoints.export import BASE_FOLDER
-from framework.run.inputs.same_rows import MOST
+from framework.run.inputs import MOST
 from framework.run.record.layout import FINAL, MERGED, UNFINISHED
 from framework.run.record.overwrite import ENVIRONMENT
-from framework.run.rng import seed_all
+from framework.run.state import seed_all
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.schema.model import ModelParams

@@ -25,8 +25,8 @@ from framework.run.checkpoints.resume import check_allowed
 from framework.run.planning.capacity import require_capacity, too_large
 from framework.run.planning.fit import decide_or_refuse
 from framework.run.planning.plan_pool import plan_in_subprocess
-from framework.run.planning.python_process import train_command
 from framework.run.ranks.coordinator import ALIVE, FAILED, GRACE, LAUNCHER
+from framework.run.ranks.environment import train_command
 from framework.run.ranks.signals import noted_signals
 from framework.run.record.run_folder import open_folder
 from framework.schema.choices import OnOutOfMemory

@@ -22,12 +22,10 @@ from typing import Any
 
 from framework.compose import draft
 from framework.compose.sweep import Job, Sweep, quoted
-from framework.memory.installed import installed_cards
-from framework.run.planning.python_process import train_command
-from framework.run.ranks.environment import launched
+from framework.memory.cards import installed_cards
+from framework.run.ranks.environment import launched, train_command
 from framework.run.ranks.signals import passing_signals_on
-from framework.run.record.files import discard, replace_file
-from framework.run.record.layout import checkpoints
+from framework.run.record.layout import checkpoints, discard, replace_file
 
 INTERRUPTED = 130
 KILLED = 4

@@ -15,15 +15,14 @@ from framework.build.place import Place
 from framework.errors import OutOfMemory
 from framework.memory.explain import explain_evidence
 from framework.memory.explain.causes import Circumstances, growth_per_step
-from framework.memory.explain.evidence import REPORT, Evidence, write_circumstances
+from framework.memory.explain.evidence import PLAN, REPORT, Evidence, SavedPlan, write_circumstances
 from framework.memory.explain.messages import is_out_of_memory
-from framework.memory.explain.saved_plan import PLAN, SavedPlan
 from framework.memory.explain.text import explanation_lines
 from framework.memory.ledger import PHASES, Plan
 from framework.memory.units import size
 from framework.run.planning.capacity import available_host_bytes
-from framework.run.planning.lever_savings import lever_savings
-from framework.run.record.files import aside_of, discard, replace_file
+from framework.run.planning.what_if import lever_savings
+from framework.run.record.layout import aside_of, discard, replace_file
 from framework.run.record.meter import Meter, resident_bytes
 from framework.run.record.run_folder import SNAPSHOT
 from framework.schema.config import TrainingConfig

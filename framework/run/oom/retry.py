@@ -7,16 +7,251 @@ Of several ranks that hold copies any may run out. Each tells the others so befo
 at the end of every try (`Ranks.check_in`): all of them undo what they did, and go on with the same smaller size.
 """
 
-from collections.abc import Iterator
+import json
+import socket
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
+from typing import Any, Literal, Protocol
 
 from torch.distributed import DistError
 
+from framework.build.assembly import Assembly
 from framework.build.ranks import OutOfMemoryElsewhere
-from framework.run.oom.failure import Failure, RetriedRun
-from framework.run.oom.report import is_memory_failure
-from framework.run.oom.smaller_batches import Size, shrinks
-from framework.run.undo import Attempt, release
+from framework.errors import OutOfMemory, SaveFailed
+from framework.memory.explain.causes import Circumstances, Repair
+from framework.memory.ledger import Plan
+from framework.run.checkpoints.saver import Saving
+from framework.run.inputs import Inputs
+from framework.run.oom.report import PlannedRun, Watch, explained, is_memory_failure, keep_moment
+from framework.run.ranks.coordinator import Coordinator
+from framework.run.record.meter import Meter
+from framework.run.record.run_folder import RunFolder
+from framework.run.state import Attempt, release
+from framework.schema.choices import OnOutOfMemory
+from framework.schema.config import TrainingConfig
+from framework.schema.plural import counted
+
+Size = Literal["training.per_device_train_batch_size", "training.per_device_eval_batch_size"]
+TRAIN: Size = "training.per_device_train_batch_size"
+EVAL: Size = "training.per_device_eval_batch_size"
+
+
+def shrinks(config: TrainingConfig) -> bool:
+    """Whether the run goes on after memory has run out."""
+    return config.training.on_oom is OnOutOfMemory.SHRINK
+
+
+def size_of(config: TrainingConfig, key: str) -> int:
+    """The rows of a batch of this kind."""
+    return int(getattr(config.training, key.removeprefix("training.")))
+
+
+def next_size(config: TrainingConfig, key: str) -> int | None:
+    """Half the rows, or less where that would not divide the global batch; None when there is one row."""
+    rows = size_of(config, key)
+    of_a_step = config.batch.per_device * config.batch.accumulation if key == TRAIN else 0
+    return next((size for size in range(rows // 2, 0, -1) if of_a_step % size == 0), None)
+
+
+def shrunk(config: TrainingConfig, repair: Repair) -> TrainingConfig:
+    """The config with the smaller size, and with as many more micro batches a step."""
+    training = config.training
+    changes = {repair.key.removeprefix("training."): repair.after}
+    if repair.key == TRAIN and (training.global_batch_size is None or training.gradient_accumulation_steps):
+        changes["gradient_accumulation_steps"] = config.batch.accumulation * repair.before // repair.after
+    return config.model_copy(update={"training": training.model_copy(update=changes)})
+
+
+def remembered(
+    config: TrainingConfig, saved: Sequence[Mapping[str, Any]], allow: Sequence[str]
+) -> tuple[TrainingConfig, list[Repair]]:
+    """The config of a resumed run with the sizes that it had shrunk to, and all repairs of the checkpoint.
+
+    A size that was written anew, or that `--allow` lets differ, stays as it is asked for.
+    """
+    repairs = [Repair(**repair) for repair in saved]
+    for repair in repairs:
+        if repair.key not in allow and size_of(config, repair.key) == repair.before:
+            config = shrunk(config, repair)
+    return config, repairs
+
+
+class RetriedRun(Protocol):
+    """What undoing and repeating a step needs of the run: what it holds, and what it does."""
+
+    config: TrainingConfig
+    folder: RunFolder
+    inputs: Inputs
+    assembly: Assembly
+    meter: Meter
+    plan: Plan | None
+    watch: Watch
+    coordinator: Coordinator
+    step: int
+    repairs: list[Repair]
+    saving: Saving
+    has_stepped: bool
+
+    def rows_in_hand(self) -> Sequence[int | str]:
+        """Numbers of the training rows in the micro-batch at work."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the step that the device is at, and log it."""
+        ...
+
+    def shrink(self, repair: Repair, where: str = "") -> None:
+        """Continue with a smaller size."""
+        ...
+
+    def plan_again(self) -> None:
+        """Predict the run at the size that it has shrunk to."""
+        ...
+
+    def write_memory(self) -> dict[str, Any]:
+        """Write `memory.json`."""
+        ...
+
+    def save(self) -> None:
+        """Save a checkpoint of the step just made."""
+        ...
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one rank says of a try that failed on some. `text` is its own failure; None where memory sufficed."""
+
+    text: str | None
+    can_be_undone: bool
+    host: str
+    phase: str
+    in_hand: str
+    """The rows of the micro batch, in words; empty between two."""
+    known: Circumstances
+
+    def dumped(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def _parsed(text: str) -> Said:
+    document = json.loads(text)
+    known: dict[str, Any] = document.pop("known")
+    floors, repairs = tuple(known.pop("floors")), tuple(Repair(**repair) for repair in known.pop("repairs"))
+    return Said(**document, known=Circumstances(**known, floors=floors, repairs=repairs))
+
+
+class Failure:
+    """A failed try as all ranks see it: of the first that ran out of memory, and what all of them do about it.
+
+    Made while the memory is still full, which a snapshot shows. `repair` is None when the run ends here.
+    """
+
+    def __init__(self, session: RetriedRun, key: str, attempt: Attempt, error: BaseException) -> None:
+        ranks, config = session.coordinator.ranks, session.config
+        self._session, self._number = session, len(session.repairs)
+        said = [_say(session, attempt, error)]
+        if ranks.checks_in:
+            said = [_parsed(text) for text in session.coordinator.gathered(f"failed/{self._number}", said[0].dumped())]
+        first = next(number for number, one in enumerate(said) if one.text is not None)
+        self.first, self.can_be_undone = said[first], all(one.can_be_undone for one in said)
+        self.where = f"rank {first} of {ranks.world} ({self.first.host})" if ranks.checks_in else ""
+        smaller = next_size(config, key) if shrinks(config) and self.can_be_undone else None
+        step, before = self.first.known.step or 0, size_of(config, key)
+        self.repair = Repair(key, before, smaller, step, self.first.phase) if smaller is not None else None
+        repairs = (*session.repairs, *([self.repair] if self.repair is not None else []))
+        self.circumstances = replace(self.first.known, repairs=repairs)
+        self._kept = self._keep(first)
+
+    def _keep(self, first: int) -> list[str]:
+        """Have the rank that failed keep its moment in the run folder; names of the files."""
+        session, ranks = self._session, self._session.coordinator.ranks
+        kept: list[str] = []
+        if not ranks.checks_in or ranks.rank == first:
+            text, place = self.first.text or "", session.assembly.place
+            kept = keep_moment(text, self.circumstances, place, session.folder.path)
+        if not ranks.checks_in:
+            return kept
+        told: list[str] = json.loads(session.coordinator.gathered(f"kept/{self._number}", json.dumps(kept))[first])
+        return told
+
+    def ended(self, repaired: bool) -> OutOfMemory:
+        """The error that ends the run on every rank; what was learnt is saved first where it is whole."""
+        session, known = self._session, self.circumstances
+        if repaired:
+            session.plan_again()  # so that what is proposed is compared with the size that failed
+        lines = [f"memory ran out on {self.where}"] if self.where else []
+        lines += _what_was_in_hand(session, self.first) if self.can_be_undone else []
+        lines.append(_saved(session, self.can_be_undone))
+        folder = session.folder.path
+        if self._kept:
+            lines.append(f"kept in {folder}: {', '.join(self._kept)}; `tunesmith explain {folder}` says this again")
+        session.write_memory()
+
+        is_told_once = session.coordinator.ranks.checks_in  # by the first rank, for which the others wait
+        is_alone = is_told_once or session.coordinator.ranks.world == 1
+        planned = PlannedRun(session.config, session.plan, is_alone) if session.plan is not None else None
+
+        def explain() -> str:
+            return str(explained(self.first.text or "", known, planned, folder, lines))
+
+        return OutOfMemory(
+            session.coordinator.shared(f"explained/{self._number}", explain) if is_told_once else explain()
+        )
+
+
+def _say(session: RetriedRun, attempt: Attempt, error: BaseException) -> Said:
+    known = session.watch.circumstances()
+    text = "".join(traceback.format_exception(error)) if is_memory_failure(error) else None
+    is_last = next_size(session.config, TRAIN) is None
+    in_hand = f"row {rows}" if is_last and (rows := session.rows_in_hand()) else "the longest row"
+    phase = known.phase or session.meter.phase
+    return Said(text, attempt.can_be_undone, socket.gethostname(), phase, in_hand, known)
+
+
+def _what_was_in_hand(session: RetriedRun, said: Said) -> Iterator[str]:
+    """The rows of the micro batch that failed, by number and length, when it could not be made smaller."""
+    config, known = session.config, said.known
+    exchanges = config.fsdp.is_sharded or config.sharing > 1
+    if not shrinks(config):
+        if known.phase != "eval" and next_size(config, TRAIN) is not None and not exchanges:
+            yield "training.on_oom=shrink would halve the micro batch and go on"
+        return
+    if known.phase not in ("forward", "loss", "backward"):
+        return
+    if next_size(config, TRAIN) is None:
+        data = session.inputs.data
+        longest = int(data.train.lengths.max()) if data.stream is None else config.longest
+        yield (
+            f"nothing is left to halve: the micro batch is 1 {'pack' if config.data.packing else 'row'} "
+            f"({said.in_hand}, {counted(known.batch or 0, 'token')}); the longest of all has {longest:,}"
+        )
+
+
+def _saved(session: RetriedRun, can_be_undone: bool) -> str:
+    """Save the last whole step, and say what there is to go on from."""
+    config, ranks = session.config, session.coordinator.ranks
+    if not can_be_undone:
+        return f"an update that was under way cannot be undone: there is {_newest(session)} to go on from"
+    if not session.step:
+        return "no step was made: there is nothing to save"
+    if ranks.world > 1 and not ranks.checks_in:  # the others wait in the middle of a step, not to save
+        if config.fsdp.is_sharded or config.sharing > 1:
+            why = "the ranks exchange parts in every layer, and the others wait for this one there: all of them stop"
+        else:
+            why = "one rank cannot save for all"
+        return f"{why}; there is {_newest(session)} to go on from"
+    try:
+        session.save()
+    except SaveFailed as error:
+        return f"the state could not be saved: {error}"
+    return f"the state after step {session.step} is saved; go on with --resume"
+
+
+def _newest(session: RetriedRun) -> str:
+    step = session.saving.newest()
+    return f"the checkpoint of step {step}" if step else "no checkpoint"
 
 
 def attempts(session: RetriedRun, key: Size) -> Iterator["RetriedAttempt"]:

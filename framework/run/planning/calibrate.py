@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from framework.errors import Problem, RequestError
-from framework.memory.cards import CALIBRATED_BY, MIB, capability_of
-from framework.memory.installed import InstalledCard, installed_cards
+from framework.memory.cards import CALIBRATED_BY, MIB, InstalledCard, capability_of, installed_cards
 from framework.memory.requirements import is_installed
 from framework.memory.roofline import CALIBRATED, occupancy
 from framework.run.planning.host_probe import probe_host, shares_of
@@ -173,7 +172,12 @@ def calibrate() -> Calibration:
 
 def _contexts(card: InstalledCard, others: int) -> dict[str, int]:
     """Bytes of a context with the kernels of a step, and with those of the installed libraries on top."""
-    plain, settings = _step_config(card), list[str]()
+    precision = "bf16" if capability_of(card.capability) >= (8, 0) else "none"
+    facts = {"name": card.name or "calibrated", "capability": card.capability}
+    plain = TrainingConfig.model_validate(
+        {**STEP, "training": {**STEP["training"], "mixed_precision_dtype": precision}, "gpu": facts}
+    )
+    settings = list[str]()
     training, model = plain.training, plain.model
     if is_installed("bitsandbytes"):
         training = training.model_copy(update={"optimizer": Optimizer.ADAMW_8BIT})
@@ -197,14 +201,6 @@ def _driver_and_use(card: InstalledCard) -> tuple[str, int]:
     done = subprocess.run([*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
     driver, used = done.stdout.strip().split(", ")
     return driver, int(used) * MIB
-
-
-def _step_config(card: InstalledCard) -> TrainingConfig:
-    precision = "bf16" if capability_of(card.capability) >= (8, 0) else "none"
-    facts = {"name": card.name or "calibrated", "capability": card.capability}
-    return TrainingConfig.model_validate(
-        {**STEP, "training": {**STEP["training"], "mixed_precision_dtype": precision}, "gpu": facts}
-    )
 
 
 def _workspace_bytes() -> int:
@@ -318,9 +314,13 @@ def to_card(found: Calibration) -> dict[str, Any]:
         "host": _rounded(found.host),
     }
     rates = {field: rate / REACHED[field] for field, rate in found.rates.items()}
+    # MiB before any kernel, with those of a step, with those of libraries.
+    said = [(found.bare_context_bytes, "before a step"), (found.context_bytes, "with the kernels of a step")]
+    said += [(size, f"with those of {name}") for name, size in found.library_context_bytes.items()]
+    contexts = ", ".join(f"{size / MIB:,.0f} MiB {when}" for size, when in said)
     sources = {
         "usable_bytes": measured + others,
-        "context_bytes": f"{measured}: {_contexts_in_words(found)}; allocator {found.allocator}",
+        "context_bytes": f"{measured}: {contexts}; allocator {found.allocator}",
         "product_seconds": f"{measured}: {_curve_in_words(found.product_curve)}",
         "host": measured + _varied(found.host_variation),
         **{
@@ -331,13 +331,6 @@ def to_card(found: Calibration) -> dict[str, Any]:
         "others": measured,
     }
     return {**facts, **rates, "sources": sources}
-
-
-def _contexts_in_words(found: Calibration) -> str:
-    """MiB before any kernel, with those of a step, with those of libraries."""
-    said = [(found.bare_context_bytes, "before a step"), (found.context_bytes, "with the kernels of a step")]
-    said += [(size, f"with those of {name}") for name, size in found.library_context_bytes.items()]
-    return ", ".join(f"{size / MIB:,.0f} MiB {when}" for size, when in said)
 
 
 def _curve_in_words(curve: Mapping[int, float]) -> str:
@@ -357,9 +350,6 @@ def section(card: Mapping[str, Any], title: str) -> str:
         if isinstance(value, Mapping):
             lines += [f"  {field}:", *(f"    {name}: {json.dumps(inner)}" for name, inner in value.items())]
         else:
-            lines.append(f"  {field}: {_scalar(value)}")
+            scalar = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
+            lines.append(f"  {field}: {scalar}")
     return "\n".join(lines) + "\n"
-
-
-def _scalar(value: str | int | float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)

@@ -5,18 +5,17 @@ from dataclasses import dataclass
 
 from framework.activity import doing
 from framework.errors import DoesNotFit, OutOfMemory, Problem, RequestError
-from framework.memory.installed import detect
+from framework.memory.cards import detect
 from framework.memory.levers import word
 from framework.memory.search.fastest import Shortage, no_shortage
 from framework.memory.search.find import find
 from framework.memory.search.found import Found
-from framework.memory.search.free_keys import freedom, opened
-from framework.memory.search.tradeoffs import INEXACT
+from framework.memory.search.free_keys import INEXACT, freedom, opened
 from framework.memory.units import size
 from framework.run.planning.capacity import HostRoom
 from framework.run.planning.plan_pool import Rehearsals
 from framework.schema.config import TrainingConfig
-from framework.schema.keys import left_open
+from framework.schema.keys import left_open, value_of
 from framework.schema.plural import counted
 
 Judge = Callable[[Sequence[TrainingConfig]], int]
@@ -35,7 +34,7 @@ def fit(
 
     Args:
         pins: keys or sections that stay as they are.
-        inexact: keys at which the trajectory may change for speed, of `framework.memory.search.tradeoffs.INEXACT`;
+        inexact: keys at which the trajectory may change for speed, of `framework.memory.search.free_keys.INEXACT`;
             where nothing else fits, all of them may that are not pinned.
         judge: chooses among the fastest; `measured_best` runs them.
         runs_here: whether it will train on this machine, so that its packages, compilers and host memory are needed.
@@ -103,10 +102,17 @@ def decide(config: TrainingConfig, runs_here: bool) -> Decided:
     if config.gpu.usable_bytes is None:
         plain = opened(config)
         return Decided(
-            plain, tuple(f"{key}={_value(plain, key)}: the plain value, {config.gpu.name} has no limit" for key in keys)
+            plain,
+            tuple(
+                f"{key}={word(value_of(plain, key))}: the plain value, {config.gpu.name} has no limit" for key in keys
+            ),
         )
     found = _searched(config, (), (), [key for key in INEXACT if key in keys], None, runs_here)
-    said = [f"{change.key}={word(change.new)}: {_reason(change.saves_bytes, change.why)}" for change in found.changes]
+    said = []
+    for change in found.changes:
+        saves = change.saves_bytes
+        moved = f"{'saves' if saves > 0 else 'takes'} {size(abs(saves))}. " if saves else ""
+        said.append(f"{change.key}={word(change.new)}: {moved}{change.why}")
     return Decided(found.config, (*said, *found.remarks), found)
 
 
@@ -123,18 +129,6 @@ def decide_or_refuse(config: TrainingConfig) -> Decided:
         )
         raise DoesNotFit(f"{message}, {size(usable)} is usable. `tunesmith fit` may move other levers too.")
     return decided
-
-
-def _reason(saves: int | None, why: str) -> str:
-    moved = "" if not saves else f"{'saves' if saves > 0 else 'takes'} {size(abs(saves))}. "
-    return moved + why
-
-
-def _value(config: TrainingConfig, key: str) -> str:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return word(value)
 
 
 def measured_best(said: Callable[[str], None]) -> Judge:

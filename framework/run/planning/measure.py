@@ -1,4 +1,5 @@
-"""`plan --measure`: the real step on this machine, on synthetic tokens of the planned shape, in a fresh process.
+"""`plan --measure` and `doctor --compare`: the real step on this machine, on synthetic tokens of the planned shape, in
+a fresh process, next to its plan.
 
 Weights are random (their values do not change what a step costs), so nothing is downloaded.
 """
@@ -8,7 +9,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -22,7 +25,11 @@ from framework.build.model.parts import causal_model
 from framework.build.place import Place, real_place
 from framework.build.resolve_model import settle
 from framework.errors import OutOfMemory, Problem, RequestError
-from framework.run.planning.python_process import python_command
+from framework.memory.cards import card_names, card_of_size, installed_cards, read_card
+from framework.memory.requirements import is_installed
+from framework.run.planning.host_probe import probe_host, shares_of
+from framework.run.planning.plan_pool import plan_in_subprocess
+from framework.run.ranks.environment import python_command
 from framework.run.record.meter import Meter
 from framework.run.step import reference_step, train_step
 from framework.schema.config import TrainingConfig
@@ -80,7 +87,13 @@ def assembled_at_random(config: TrainingConfig, place: Place) -> Assembly:
     """The config built with random weights: also that of a model whose own config alone is read, from its folder or
     hub. Those in host memory repeat a short draw: processor cores take ten minutes to draw 8 billion."""
     settled, architecture = settle(config)
-    config = _with_random_weights(settled)
+    unloaded, teacher = {"load_pretrained_weights": False}, settled.training.teacher
+    training = {"teacher": teacher.model_copy(update=unloaded)} if teacher is not None else {}
+    changes = {
+        "model": settled.model.model_copy(update=unloaded),
+        "training": settled.training.model_copy(update=training),
+    }
+    config = settled.model_copy(update=changes)
     if config.model.offload_frozen_base is not True:
         return assemble(config, architecture, place, total_steps=1000)
     with no_init_weights():
@@ -91,17 +104,6 @@ def assembled_at_random(config: TrainingConfig, place: Place) -> Assembly:
             for part in torch.split(weight.view(-1), DRAWN):
                 part.copy_(drawn[: len(part)])
     return assembly
-
-
-def _with_random_weights(config: TrainingConfig) -> TrainingConfig:
-    """The config that loads no weights, a teacher's neither."""
-    unloaded, teacher = {"load_pretrained_weights": False}, config.training.teacher
-    training = {"teacher": teacher.model_copy(update=unloaded)} if teacher is not None else {}
-    changes = {
-        "model": config.model.model_copy(update=unloaded),
-        "training": config.training.model_copy(update=training),
-    }
-    return config.model_copy(update=changes)
 
 
 def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
@@ -166,3 +168,101 @@ def main() -> None:
     except OutOfMemory as error:
         document = {"out_of_memory": str(error)}
     print(json.dumps(document))
+
+
+COMPARED_MODEL: Mapping[str, Any] = {
+    "load_pretrained_weights": False,
+    "architecture": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+}
+"""A quarter of a billion weights: every step below fits into 8 GB."""
+
+COMPARED: Mapping[str, Mapping[str, Any]] = {
+    "full": {"training": {"per_device_train_batch_size": 2}, "model": {"model_max_length": 1024}},
+    "checkpointed": {
+        "training": {"per_device_train_batch_size": 4, "enable_gradient_checkpointing": True},
+        "model": {"model_max_length": 1024},
+    },
+    "few tokens": {"training": {"per_device_train_batch_size": 1}, "model": {"model_max_length": 128}},
+    "adapter": {"training": {"per_device_train_batch_size": 4, "use_peft": True}, "model": {"model_max_length": 1024}},
+    "compiled": {
+        "training": {"per_device_train_batch_size": 4, "compile": True},
+        "model": {"model_max_length": 1024},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step: planned over measured, less one. None of it is known of a step that did not fit."""
+
+    name: str
+    fits: bool = False
+    allocated: float | None = None
+    used: float | None = None
+    seconds: float | None = None
+    """None also where the card's rates are not known."""
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
+        errors = ("-" if error is None else f"{error:+.1%}" for error in (self.allocated, self.used, self.seconds))
+        return (self.name, *(errors if self.fits else ["did not fit"] * 3))
+
+
+def compare() -> tuple[str, list[Compared]]:
+    """The card's name, and its steps planned and measured, in about three minutes.
+
+    Raises RequestError without a card, or with one that is too old for a plan.
+    """
+    cards = installed_cards()
+    if not cards or not torch.cuda.is_available() or (name := cards[0].name) is None:
+        raise RequestError([Problem("--compare", "this machine has no CUDA card that plans are made for")])
+    facts = read_card(name) if name in card_names() else card_of_size(name)
+    card = {**(facts or {}), "host": shares_of(probe_host()).model_dump()}
+    return cards[0].product, [_compared(step, config) for step, config in _configs(card).items()]
+
+
+def _configs(card: Mapping[str, Any]) -> dict[str, TrainingConfig]:
+    compiles = is_installed("triton")
+    return {
+        name: TrainingConfig.model_validate(
+            {
+                "gpu": card,
+                "training": {"mixed_precision_dtype": "bf16", "max_steps": 10, **step["training"]},
+                "model": {**COMPARED_MODEL, **step["model"]},
+            }
+        )
+        for name, step in COMPARED.items()
+        if compiles or name != "compiled"
+    }
+
+
+def _compared(name: str, config: TrainingConfig) -> Compared:
+    plan = plan_in_subprocess(config)
+    try:
+        measured = measure_in_subprocess(config)
+    except OutOfMemory:
+        return Compared(name)
+    seconds = None if plan.step is None else plan.step.seconds / measured.step_seconds - 1
+    use = plan.step_peak
+    return Compared(
+        name,
+        True,
+        use.allocated_bytes / measured.allocated_bytes - 1,
+        use.device_bytes / measured.device_bytes - 1,
+        seconds,
+    )
+
+
+def summary(rows: Sequence[Compared], device_name: str) -> str:
+    """One line: card, versions, and planned over measured of each step (allocated, used, seconds)."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    steps = "; ".join(f"{row.name} {' '.join(row.cells()[1:])}" for row in rows)
+    return f"{device_name}, {packages}: {steps}"

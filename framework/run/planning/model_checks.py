@@ -12,10 +12,9 @@ from framework.build.loading.bases import check_all_weights
 from framework.build.place import rehearsal_place
 from framework.build.resolve_model import settle
 from framework.errors import Problem, RequestError
-from framework.memory.installed import detect
+from framework.memory.cards import detect
 from framework.memory.search.free_keys import opened
-from framework.run.inputs.inputs import Inputs, read_rows_for, read_tokenizer, with_labels
-from framework.run.inputs.training_batches import total_steps, training_batches
+from framework.run.inputs import Inputs, read_rows_for, read_tokenizer, total_steps, training_batches, with_labels
 from framework.run.planning.plan_pool import plan_in_subprocess
 from framework.run.record.run_folder import unusable_folders
 from framework.schema.choices import Attention, CheckpointingPolicy

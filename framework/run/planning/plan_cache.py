@@ -5,17 +5,16 @@ is usable is compared with a plan and changes nothing of it, so one that was mad
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from framework.caches import cache_folder, our_files, versions
+from framework.installation import cache_folder, our_files, versions
 from framework.memory.cards import USABLE, assumptions
 from framework.memory.ledger import Plan
 from framework.schema.config import TrainingConfig
-from framework.schema.gpu import GPUParams
 from framework.schema.model import ModelParams
 from framework.schema.objectives import TeacherParams
 
@@ -35,7 +34,12 @@ def read(config: TrainingConfig) -> Plan | None:
     if not _is_known(config):
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return _within(config.gpu, Plan.from_json(json.loads(_file(config).read_text(encoding="utf-8"))))
+        # What is usable of this card, and what is assumed of that, may have changed since.
+        plan = Plan.from_json(json.loads(_file(config).read_text(encoding="utf-8")))
+        begin = f"{config.gpu.name}: {USABLE} "
+        said = [line for line in plan.assumptions if not line.startswith(begin)]
+        said += [line for line in assumptions(config.gpu) if line.startswith(begin)]
+        return replace(plan, device=replace(plan.device, usable_bytes=config.gpu.usable_bytes), assumptions=tuple(said))
     return None
 
 
@@ -51,14 +55,6 @@ def write(config: TrainingConfig, plan: Plan) -> None:
         unfinished.replace(file)
 
 
-def _within(card: GPUParams, plan: Plan) -> Plan:
-    """The plan next to what is usable of this card, and what is assumed of that."""
-    begin = f"{card.name}: {USABLE} "
-    said = [line for line in plan.assumptions if not line.startswith(begin)]
-    said += [line for line in assumptions(card) if line.startswith(begin)]
-    return replace(plan, device=replace(plan.device, usable_bytes=card.usable_bytes), assumptions=tuple(said))
-
-
 def _file(config: TrainingConfig) -> Path:
     document: dict[str, Any] = config.model_dump(mode="json")
     for section, name in _NO_MATTER:
@@ -66,7 +62,8 @@ def _file(config: TrainingConfig) -> Path:
     card = document["gpu"]
     card["usable_bytes"] = card["usable_bytes"] is None
     card["sources"].pop("usable_bytes", None)
-    text = json.dumps([document, *map(_files, _models(config)), _made_with()], sort_keys=True)
+    made_with = {**versions(_LIBRARIES), "ours": our_files()}
+    text = json.dumps([document, *map(_files, _models(config)), made_with], sort_keys=True)
     return cache_folder("plans") / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
@@ -92,8 +89,3 @@ def _files(model: ModelParams | TeacherParams) -> list[tuple[str, int, int]]:
         return []
     files = [(file.name, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
     return [(name, facts.st_size, facts.st_mtime_ns) for name, facts in files]
-
-
-def _made_with() -> Mapping[str, Any]:
-    """Versions of the libraries, and size and time of each of our own files."""
-    return {**versions(_LIBRARIES), "ours": our_files()}

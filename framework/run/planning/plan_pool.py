@@ -20,16 +20,16 @@ from typing import IO, Any, NoReturn
 
 from framework.activity import doing
 from framework.errors import Problem, RequestError, TunesmithError
+from framework.installation import require_versions
 from framework.memory.ledger import Plan, Terms
 from framework.memory.planning import make_plan
-from framework.memory.rehearsal import Rehearsal
+from framework.memory.trace import Rehearsal
 from framework.run.planning import plan_cache
-from framework.run.planning.python_process import python_command
+from framework.run.ranks.environment import python_command
 from framework.run.rehearsal.block_settings import shared_rehearsal, shared_work
 from framework.schema.choices import PeftMethod
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
-from framework.versions import require_versions
 
 PROCESSES = 2
 """Rehearsals at a time. Each takes a processor and up to a few GiB."""

@@ -31,6 +31,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from framework.activity import doing
 from framework.build.ranks import ALONE, COLLECTIVE, Ranks
 from framework.errors import Interrupted, Problem, RequestError, TrainingStopped, TunesmithError
+from framework.memory.ledger import Plan
 from framework.run.ranks.environment import Launched, launched
 from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
@@ -330,3 +331,11 @@ def _end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def plan_of_all(coordinator: Coordinator, plan: Plan | None, name: str = "plan") -> Plan | None:
+    """The main rank's plan, on every rank: so all refuse together, and each can explain its own memory. Each `name`
+    once a run."""
+    text = coordinator.shared(name, lambda: json.dumps(plan.to_json() if plan is not None else None))
+    document = json.loads(text)
+    return Plan.from_json(document) if plan is None and document is not None else plan

@@ -1,15 +1,23 @@
-"""Measured memory, phase by phase: the allocator's counters on a GPU, resident memory on the CPU."""
+"""What a run measures: memory phase by phase (the allocator's counters on a GPU, resident memory on the CPU), the share
+of trained elements that move, and figures next to the plan's."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
+from framework.build.losses.loss import Batch
 from framework.build.place import Place
-from framework.memory.ledger import STEP_PHASES
+from framework.build.ranks import local_part
+from framework.memory.ledger import STEP_PHASES, Plan
+from framework.memory.roofline import dense_rate
+from framework.schema.choices import MixedPrecision, TorchDtype
+from framework.schema.config import TrainingConfig
+from framework.schema.optimizers import facts_of
 
 
 @dataclass
@@ -87,3 +95,100 @@ class Meter:
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now, in bytes."""
     return int(psutil.Process().memory_info().rss)
+
+
+SPAN = 50
+"""Steps between two looks."""
+SAMPLE = 1024
+"""Elements at most of each tensor that are looked at, evenly spread: 1 MiB a look for a model of 256 tensors."""
+TINY = 0.1
+"""Below this share a run is warned about. Plain bfloat16 weights of spread 0.02 at a rate of 6e-6 move 5 %."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Shares of the trained elements that changed, of all and of vectors alone (norms and biases; None without any)."""
+
+    all: float
+    vectors: float | None
+
+
+class MovedElements:
+    """Remembers a sample of what this rank holds of every trained tensor, on the host, from one look to the next."""
+
+    def __init__(self, trained: Sequence[Tensor]) -> None:
+        self._trained = trained
+        self._before = self._sample()
+
+    def look(self) -> Moved:
+        """What changed since the last look."""
+        before, self._before = self._before, self._sample()
+        changed = [
+            float((now != then).float().mean()) for now, then in zip(self._before, before, strict=True) if len(now)
+        ]
+        here = [tensor for tensor in map(local_part, self._trained) if tensor.numel()]
+        sizes, vectors = [tensor.numel() for tensor in here], [tensor.dim() < 2 for tensor in here]
+        return Moved(
+            _mean(changed, sizes) or 0.0,
+            _mean(changed, [size * is_vector for size, is_vector in zip(sizes, vectors, strict=True)]),
+        )
+
+    @torch.no_grad()
+    def _sample(self) -> list[Tensor]:
+        # An odd stride, so that the elements of a matrix are not all of one column.
+        here = [local_part(tensor).detach() for tensor in self._trained]
+        taken = [tensor.flatten()[:: -(-tensor.numel() // SAMPLE) | 1] for tensor in here]
+        together = torch.cat([part.float() for part in taken]).cpu()  # one copy from the device, not one a tensor
+        return list(torch.split(together, [len(part) for part in taken]))
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
+    total = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else None
+
+
+def caution(moved: Moved, config: TrainingConfig) -> str | None:
+    """What to tell of a run whose weights stand still. Kahan's compensation moves before its weight does."""
+    if (moved.all >= TINY and moved.vectors != 0) or facts_of(config.training.optimizer).keeps_small_updates:
+        return None
+    which = f"{moved.all:.1%} of the trained elements"
+    which += "" if moved.vectors is None else f" and {moved.vectors:.1%} of norms and biases"
+    cure = f"the rate is {config.training.learning_rate:g} at its peak"
+    if config.model.torch_dtype_str is TorchDtype.BFLOAT16:
+        cure = "updates round away in bfloat16: training.optimizer=anyprecision_adamw, or model.torch_dtype_str=float32"
+    return f"warning   only {which} changed in the last {SPAN} steps; {cure}"
+
+
+_COMPUTED_IN: dict[MixedPrecision | None, str] = {MixedPrecision.BF16: "bfloat16", MixedPrecision.FP16: "float16"}
+
+
+def padding_share(micro_batches: Iterable[Batch]) -> float:
+    """Share of the positions of some micro batches that are padding."""
+    positions = padded = 0
+    for batch in micro_batches:
+        positions += batch["input_ids"].numel()
+        if "attention_mask" in batch:
+            padded += int((batch["attention_mask"] == 0).sum())
+    return padded / positions if positions else 0.0
+
+
+def planned_series(config: TrainingConfig, plan: Plan | None, tokens: int, seconds: float) -> dict[str, float | None]:
+    """Planned peaks in bytes, next to which the measured ones are logged, and MFU where the card's rates are known.
+
+    MFU is the FLOPs that the model needs for `tokens` positions of all devices (6 a trained weight and token, 4 a
+    frozen one, and attention's as of the longest rows) over what the cards can make in `seconds`, by the dense rate of
+    the type that products are computed in. Recomputation does not count.
+    """
+    if plan is None:
+        return {}
+    peak = plan.peak
+    series: dict[str, float | None] = {
+        "planned_peak_allocated_bytes": peak.allocated_bytes,
+        "planned_peak_reserved_bytes": peak.reserved_bytes,
+    }
+    if plan.step is not None and config.gpu.fp32_flops is not None:
+        precision = config.training.mixed_precision_dtype
+        rate = dense_rate(_COMPUTED_IN.get(precision, str(config.model.torch_dtype_str)), config.gpu)
+        planned = config.batch.global_size * config.training.sequences_per_row * config.longest
+        series["mfu"] = plan.step.model_flops * tokens / planned / seconds / rate
+    return series

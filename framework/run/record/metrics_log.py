@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.run.record.files import append_line, replace_file
+from framework.run.record.layout import append_line, replace_file
 from framework.schema.plural import counted
 
 FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"

@@ -14,7 +14,7 @@ from framework.build.model.heads import model_class
 from framework.build.sources.find_files import is_local
 from framework.errors import SaveFailed
 from framework.memory.units import size
-from framework.run.record.files import replace_file
+from framework.run.record.layout import replace_file
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 from framework.text import dump
@@ -71,11 +71,22 @@ def model_card(trained: Trained, title: str) -> str:
     config = trained.config
     front = yaml.safe_dump(_front(trained), sort_keys=False, allow_unicode=True)
     parts = [f"---\n{front}---\n\n# {title}\n", _summary(trained)]
-    parts += [_section("Use", _usage(trained)), _section("Data", "\n".join(_data(trained)))]
+    loader = model_class(trained.config.training.task).__name__
+    if trained.has_adapter:
+        loader = f"AutoPeft{loader.removeprefix('Auto')}"
+    library = "peft" if trained.has_adapter else "transformers"
+    usage = f'```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained("PATH_OR_ID")\n```'
+    parts += [_section("Use", usage), _section("Data", "\n".join(_data(trained)))]
     if trained.evals:
         parts.append(_section("Evaluation", "\n".join(_evaluation(trained.evals))))
     parts.append(_section("Memory", "\n".join(_memory(trained.memory))))
-    parts.append(_section("Recipe", f"```yaml\n{dump(_recipe(config))}```"))
+    # What differs from the defaults, without what is of this machine.
+    document: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
+    for section, names in _OF_MACHINE.items():
+        kept = {key: value for key, value in document.pop(section, {}).items() if key not in names}
+        document |= {section: kept} if kept and names else {}
+    recipe = {section: _without_folders(values) for section, values in document.items()}
+    parts.append(_section("Recipe", f"```yaml\n{dump(recipe)}```"))
     return "\n".join(parts)
 
 
@@ -101,14 +112,6 @@ def _summary(trained: Trained) -> str:
     packages = trained.environment.get("packages") or {}
     made = ", ".join(f"{package} {packages[package]}" for package in PACKAGES if packages.get(package))
     return f"A {what}{base}, trained for {config.training.task} in {trained.steps} steps with {made}.\n"
-
-
-def _usage(trained: Trained) -> str:
-    loader = model_class(trained.config.training.task).__name__
-    if trained.has_adapter:
-        loader = f"AutoPeft{loader.removeprefix('Auto')}"
-    library = "peft" if trained.has_adapter else "transformers"
-    return f'```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained("PATH_OR_ID")\n```'
 
 
 def _data(trained: Trained) -> Iterator[str]:
@@ -142,15 +145,6 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
         key = f"{name}_bytes"
         planned = size(predicted["peak"][key]) if predicted is not None else "not planned"
         yield f"| {name} | {planned} | {size(measured[key] - measured['baseline_bytes'])} |"
-
-
-def _recipe(config: TrainingConfig) -> dict[str, Any]:
-    """What differs from the defaults, without what is of this machine."""
-    document: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
-    for section, names in _OF_MACHINE.items():
-        kept = {key: value for key, value in document.pop(section, {}).items() if key not in names}
-        document |= {section: kept} if kept and names else {}
-    return {section: _without_folders(values) for section, values in document.items()}
 
 
 def _without_folders(value: Any) -> Any:

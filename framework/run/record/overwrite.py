@@ -13,8 +13,17 @@ from typing import Any
 from framework.build.sources.find_files import find_files
 from framework.errors import Problem, RequestError
 from framework.regular_files import read_regular
-from framework.run.record.files import discard
-from framework.run.record.layout import FINAL, GGUF, MERGED, UNFINISHED, checkpoints, exported, kept_for, leftovers
+from framework.run.record.layout import (
+    FINAL,
+    GGUF,
+    MERGED,
+    UNFINISHED,
+    checkpoints,
+    discard,
+    exported,
+    kept_for,
+    leftovers,
+)
 from framework.schema.config import TrainingConfig
 from framework.schema.data import parse_split
 

@@ -23,8 +23,7 @@ from framework.memory.explain.causes import Circumstances
 from framework.memory.explain.evidence import EARLIER, REPORT, STOPPED, read_circumstances, write_circumstances
 from framework.regular_files import special_files
 from framework.run.best import FILE as BEST
-from framework.run.record.files import replace_file
-from framework.run.record.layout import FINAL, GGUF, MERGED, PARTS, UNFINISHED, checkpoints
+from framework.run.record.layout import FINAL, GGUF, MERGED, PARTS, UNFINISHED, checkpoints, replace_file
 from framework.run.record.lock import refuse_taken
 from framework.run.record.metrics_log import FILE as METRICS
 from framework.run.record.metrics_log import SAMPLES

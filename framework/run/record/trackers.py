@@ -1,4 +1,4 @@
-"""Metric trackers in addition to `metrics.jsonl`. One that fails during a run is left out, and the run goes on."""
+"""The figures of a run: `metrics.jsonl`, and trackers. One that fails is left out, and the run goes on."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -6,6 +6,7 @@ from typing import Any
 
 from framework.errors import Problem, RequestError
 from framework.memory.requirements import missing_trackers
+from framework.run.record.metrics_log import MetricsLog
 from framework.run.record.run_folder import TENSORBOARD, RunFolder
 from framework.schema.choices import Tracker
 from framework.schema.config import TrainingConfig
@@ -48,7 +49,7 @@ class Trackers:
                 raise RequestError([Problem(f"training.trackers[{index}]", message, expected=expected)]) from error
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """The figures of a step; those that are None are left out."""
+        """The figures of a step or an evaluation; those that are None are left out."""
         known = {name: value for name, value in values.items() if value is not None}
         self._tell(known, step, tuple(self._started))
 
@@ -71,6 +72,26 @@ class Trackers:
         for tracker in self._started.values():
             with contextlib.suppress(Exception):
                 tracker.finish()
+
+
+class RunLog(Trackers):
+    """The trackers, and before them `metrics.jsonl` of the run folder."""
+
+    def __init__(self, config: TrainingConfig, folder: RunFolder, say: Callable[[str], None]) -> None:
+        super().__init__(config, folder, say)
+        self._folder, self._metrics = folder, MetricsLog(folder.path, say) if folder.is_written else None
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        """The figures of a step or an evaluation."""
+        if self._metrics is not None:
+            self._metrics.append(values)
+        super().log(values, step)
+
+    def close(self) -> None:
+        """Let all of them write what they have."""
+        super().close()
+        if self._metrics is not None:
+            self._metrics.close(self._folder.fallback)
 
 
 def _started(name: Tracker, config: TrainingConfig, folder: RunFolder) -> Any:

@@ -78,7 +78,16 @@ class Schedule:
         self.roles = {node: role_of(node) for node in self.nodes}
         self.written = self._find_written()
         self.operands = self._find_operands()
-        self.deaths = self._find_deaths()
+        # Position -> values that are not read after it.
+        position = {node: index for index, node in enumerate(self.nodes)}
+        last: dict[fx.Node, int] = {}
+        deaths: dict[int, list[fx.Node]] = {}
+        for node in reversed(self.nodes):
+            uses = (last[user] if self.is_inlined(user) else position[user] for user in node.users)
+            last[node] = max(uses, default=position[node])
+            if node.op != "output":
+                deaths.setdefault(last[node], []).append(node)
+        self.deaths = deaths
         self.kernels = self._join_kernels()
 
     def _find_written(self) -> set[fx.Node]:
@@ -107,18 +116,6 @@ class Schedule:
                 read |= operands[source] if self.is_inlined(source) else {source}
             operands[node] = read
         return operands
-
-    def _find_deaths(self) -> dict[int, list[fx.Node]]:
-        """Position -> values that are not read after it."""
-        position = {node: index for index, node in enumerate(self.nodes)}
-        last: dict[fx.Node, int] = {}
-        deaths: dict[int, list[fx.Node]] = {}
-        for node in reversed(self.nodes):
-            uses = (last[user] if self.is_inlined(user) else position[user] for user in node.users)
-            last[node] = max(uses, default=position[node])
-            if node.op != "output":
-                deaths.setdefault(last[node], []).append(node)
-        return deaths
 
     def _join_kernels(self) -> dict[fx.Node, "Kernel"]:
         """Written elementwise values and reductions along rows that one pass over the same elements computes."""

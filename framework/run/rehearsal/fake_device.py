@@ -26,11 +26,10 @@ import torch.utils.checkpoint
 from torch.overrides import TorchFunctionMode
 
 from framework.errors import Problem, RequestError
-from framework.memory.attention import Attention, Backend, choose_backend
+from framework.memory.attention import Backend, choose_backend
 from framework.memory.cards import capability_of, supports_bf16
-from framework.run.rehearsal.fake_attention import stand_in
-from framework.run.rehearsal.fake_autocast import HALF_DTYPES, Autocast
-from framework.run.rehearsal.patches import Patches
+from framework.run.rehearsal.fake_functions import HALF_DTYPES, Autocast, Patches, stand_in
+from framework.run.rehearsal.kernels import describe_attention
 from framework.schema.gpu import GPUParams
 
 META = torch.device("meta")
@@ -273,35 +272,6 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, ali
     if aligned and (mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1])):
         mask = functional.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-
-
-def describe_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    enable_gqa: bool,
-) -> Attention:
-    """The facts of one attention call that decide kernel and workspace."""
-    batch, heads, queries, head_dim = query.shape
-    return Attention(
-        batch=batch,
-        heads=heads,
-        kv_heads=key.shape[1],
-        queries=queries,
-        keys=key.shape[2],
-        head_dim=head_dim,
-        value_dim=value.shape[-1],
-        half_precision=query.dtype in HALF_DTYPES,
-        bfloat16=query.dtype == torch.bfloat16,
-        masked=mask is not None,
-        causal=causal,
-        dropout=dropout,
-        requires_grad=any(tensor.requires_grad for tensor in (query, key, value)),
-        broadcast=key.shape[1] != heads and not enable_gqa,
-    )
 
 
 class _NoDeviceGuard(contextlib.nullcontext[None]):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from framework.memory.trace import Kind
-from framework.run.rehearsal.patches import Patches
+from framework.run.rehearsal.fake_functions import Patches
 from framework.run.rehearsal.tracker import Tracker
 from framework.schema.gpu import GPUParams
 
@@ -42,7 +42,7 @@ def pretend_ranks(card: GPUParams, world: int, tracker: Tracker, offloads: bool)
             _patch_streams(patches, tracker, world)
         # Tell the tracker when sharding is at work, so that it knows what its buffers are for
         for name in _COMMUNICATES:
-            patches.set(FSDPParamGroup, name, _noted(getattr(FSDPParamGroup, name), tracker))
+            patches.set(FSDPParamGroup, name, tracker.communicating()(getattr(FSDPParamGroup, name)))
         if offloads:
             tracker.steps_on_host = True
             _patch_transfers(patches, tracker)
@@ -149,11 +149,3 @@ def _patch_transfers(patches: Patches, tracker: Tracker) -> None:
 
     patches.set(FSDPParamGroup, "unshard", bring)
     patches.set(FSDPParamGroup, "post_backward", send)
-
-
-def _noted(method: Any, tracker: Tracker) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with tracker.communicating():
-            return method(*args, **kwargs)
-
-    return run

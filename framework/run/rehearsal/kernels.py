@@ -1,4 +1,8 @@
-"""What the tracker must know of single operators: products, FLOPs, bytes, and kernels with hidden buffers."""
+"""What the tracker must know of single operators: products, FLOPs, bytes, and kernels with hidden buffers.
+
+Of bitsandbytes a dispatch mode sees one operator where its CUDA kernel (bitsandbytes/backends/cuda/ops.py, 0.50) makes
+the plain weight first: that is memory, and a matrix product. Nothing here needs the package.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from framework.memory import workspace as rules
 from framework.memory.attention import FORWARD_WORKSPACE_CUDNN, Attention, Backend, backward_workspace
 from framework.memory.cards import capability_of
-from framework.run.rehearsal.fake_autocast import HALF_DTYPES
+from framework.run.rehearsal.fake_functions import HALF_DTYPES
 from framework.schema.gpu import GPUParams
 
 aten = torch.ops.aten
@@ -116,15 +120,11 @@ def workspace(packet: Any, args: Sequence[Any], card: GPUParams) -> list[int]:
     if packet is aten._softmax_backward_data:
         return [args[1].numel() * args[1].element_size()] if card.capability else []  # `grad * output` in SoftMax.cu
     if packet in (aten.convolution, aten.convolution_backward):
-        return _convolution_workspace(args) if card.name == "cpu" else []
+        # On the CPU oneDNN computes on copies of the first two operands in blocks (torch 2.13, x86, 2026-11): input
+        # and weight forward, gradient and input backward. Of cuDNN's workspaces nothing is known beforehand.
+        return [tensor.numel() * tensor.element_size() for tensor in args[:2]] if card.name == "cpu" else []
     rule = _WORKSPACES.get(packet)
     return [size for size in rule(args) if size > 0] if rule is not None else []
-
-
-def _convolution_workspace(args: Sequence[Any]) -> list[int]:
-    """On the CPU oneDNN computes on copies of the first two operands in blocks (torch 2.13, x86, 2026-11): input and
-    weight forward, gradient and input backward. Of cuDNN's workspaces nothing is known beforehand."""
-    return [tensor.numel() * tensor.element_size() for tensor in args[:2]]
 
 
 def _sum_workspace(args: Sequence[Any], card: GPUParams) -> list[int]:
@@ -151,29 +151,43 @@ _CAUSAL_ARGUMENT: Mapping[Any, int] = {
 """Position of `is_causal` in each attention operator's schema."""
 
 
+def describe_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    enable_gqa: bool,
+) -> Attention:
+    """The facts of one attention call that decide kernel and workspace."""
+    batch, heads, queries, head_dim = query.shape
+    return Attention(
+        batch=batch,
+        heads=heads,
+        kv_heads=key.shape[1],
+        queries=queries,
+        keys=key.shape[2],
+        head_dim=head_dim,
+        value_dim=value.shape[-1],
+        half_precision=query.dtype in HALF_DTYPES,
+        bfloat16=query.dtype == torch.bfloat16,
+        masked=mask is not None,
+        causal=causal,
+        dropout=dropout,
+        requires_grad=any(tensor.requires_grad for tensor in (query, key, value)),
+        broadcast=key.shape[1] != heads and not enable_gqa,
+    )
+
+
 def _attention_rule(backend: Backend) -> Callable[[Sequence[Any]], list[int]]:
     dropout_at = {Backend.FLASH: 10, Backend.CUDNN: 13, Backend.EFFICIENT: 9}[backend]
 
     def rule(args: Sequence[Any]) -> list[int]:
-        query, key, value = args[1], args[2], args[3]
-        batch, heads, queries, head_dim = query.shape
-        call = Attention(
-            batch=batch,
-            heads=heads,
-            kv_heads=key.shape[1],
-            queries=queries,
-            keys=key.shape[2],
-            head_dim=head_dim,
-            value_dim=value.shape[-1],
-            half_precision=query.dtype in HALF_DTYPES,
-            bfloat16=query.dtype == torch.bfloat16,
-            masked=False,
-            causal=bool(args[dropout_at + (2 if backend is Backend.EFFICIENT else 1)])
-            if len(args) > dropout_at + 2
-            else False,
-            dropout=float(args[dropout_at]),
-            requires_grad=True,
-        )
+        causal_at = dropout_at + (2 if backend is Backend.EFFICIENT else 1)
+        causal = bool(args[causal_at]) if len(args) > dropout_at + 2 else False
+        query, key, value = args[1:4]
+        call = describe_attention(query, key, value, None, float(args[dropout_at]), causal, True)
         return backward_workspace(backend, call)
 
     return rule
@@ -202,3 +216,64 @@ _WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten._safe_softmax: lambda args: rules.safe_softmax(args[0].numel(), args[0].numel() // args[0].shape[-1]),
     aten.sort: lambda args: rules.sort(args[0].numel()),
 }
+
+
+def is_packed_product(packet: Any) -> bool:
+    """Whether this operator multiplies with a packed weight."""
+    return _name(packet) in ("gemm_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
+
+
+def packed_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """(1, rows, columns, inner) of a product with a packed weight."""
+    left, weight = args[1:3] if _name(packet) == "int8_mixed_scaled_mm" else args[:2]
+    columns = args[2][0] if _name(packet) == "gemm_4bit" else weight.shape[0]
+    return (1, left.numel() // left.shape[-1], int(columns), left.shape[-1])
+
+
+def unpacking(packet: Any, args: Sequence[Any]) -> int:
+    """Bytes of the plain weight that a product with 4 bits writes before it multiplies with it."""
+    return int(math.prod(args[2])) * args[0].element_size() if _name(packet) == "gemm_4bit" else 0
+
+
+def packed_workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+    """Bytes of the buffers inside one call.
+
+    4 bits: the whole weight in the dtype of the product, and the nested scales unpacked (_dequant_linear_fallback; up
+    to 1,536 rows some cards have a kernel without them, but backward unpacks the weight in any case). 8 bits: the
+    product in int32, and in float16 where another dtype is wanted.
+    """
+    name = _name(packet)
+    if name == "gemm_4bit":
+        scales = kwargs.get("absmax_8bit")
+        rows, columns = args[2]
+        unpacked = [4 * scales.numel()] * 2 if scales is not None else []
+        return [*unpacked, rows * columns * args[0].element_size()]
+    if name in ("int8_scaled_mm", "int8_mixed_scaled_mm"):
+        _, rows, columns, _ = packed_shape(packet, args)
+        dtype = kwargs.get("dtype") or (args[0].dtype if name == "int8_mixed_scaled_mm" else torch.float16)
+        return [4 * rows * columns] + ([2 * rows * columns] if dtype != torch.float16 else [])
+    if name == "int8_vectorwise_quant" and _threshold(args, kwargs):
+        return [2 * args[0].numel(), args[0].numel()]  # absolute values and where they are too large
+    return []
+
+
+def packed_result(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result where bitsandbytes' own meta kernel does not know its size: as without outliers. Else None."""
+    name = _name(packet)
+    if name == "int8_vectorwise_quant" and _threshold(args, kwargs):
+        rows = args[0]
+        scales = rows.new_empty(rows.numel() // rows.shape[-1], dtype=torch.float32)
+        return torch.empty_like(rows, dtype=torch.int8), scales, rows.new_empty(0, dtype=torch.int64)
+    if name == "int8_mixed_scaled_mm":
+        left, columns = args[0], args[2].shape[0]
+        return left.new_empty((*args[1].shape[:-1], columns)), left.new_empty(0)
+    return None
+
+
+def _threshold(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    return float(args[1] if len(args) > 1 else kwargs.get("threshold", 0.0))
+
+
+def _name(packet: Any) -> str:
+    space, _, name = str(getattr(packet, "_qualified_op_name", "")).partition("::")
+    return name if space == "bitsandbytes" else ""

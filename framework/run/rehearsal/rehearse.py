@@ -26,18 +26,14 @@ from framework.build.tasks import describe_frozen_model
 from framework.errors import Problem, RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import CARDS_A_MACHINE, make_plan
-from framework.memory.rehearsal import Rehearsal
 from framework.memory.resolve import describe_float16
-from framework.memory.trace import Kind, Space, Trace
-from framework.run.completions import completion_step
-from framework.run.evaluate import evaluate
+from framework.memory.trace import Kind, Rehearsal, Space, Trace
+from framework.run.evaluate import completion_step, evaluate
 from framework.run.rehearsal.fake_device import pretend
-from framework.run.rehearsal.footprint import placed_states, read_footprint, state_tensors
-from framework.run.rehearsal.load_trace import record_load
+from framework.run.rehearsal.footprint import placed_states, read_footprint, record_load, state_tensors
 from framework.run.rehearsal.tracker import Tracker
+from framework.run.state import copied_to_host, trained_state
 from framework.run.step import keep_nothing, reference_step, train_step
-from framework.run.trained_parameters import trained_state
-from framework.run.undo import copied_to_host
 from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
 from framework.schema.config import TrainingConfig
 

@@ -32,9 +32,8 @@ from framework.memory.trace import (
 )
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run.rehearsal import kernels
-from framework.run.rehearsal.fake_bitsandbytes import is_packed_product, packed_result, packed_workspace
-from framework.run.rehearsal.operations import operations_of
-from framework.run.rehearsal.pointwise import pointwise_result
+from framework.run.rehearsal.kernels import is_packed_product, packed_result, packed_workspace
+from framework.run.rehearsal.operations import operations_of, pointwise_result
 from framework.run.rehearsal.storage_blocks import Blocks
 from framework.schema.gpu import GPUParams
 

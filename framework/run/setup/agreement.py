@@ -9,12 +9,11 @@ from framework.build.data.packing import Packs
 from framework.build.data.rows import Rows
 from framework.build.ranks import Ranks
 from framework.errors import Problem, RequestError, VerificationFailed
-from framework.run.inputs.inputs import Inputs
-from framework.run.inputs.same_rows import rows_checksum
+from framework.run.inputs import Inputs, rows_checksum
 from framework.run.planning.fit import decide_or_refuse
 from framework.run.ranks.coordinator import Coordinator
 from framework.run.record.run_folder import RunFolder, fallback_of, open_folder
-from framework.run.rng import seed_all
+from framework.run.state import seed_all
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import left_open
 from framework.schema.plural import counted

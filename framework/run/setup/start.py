@@ -1,22 +1,28 @@
 """Before the first step: what a run reads, plans, builds and verifies, and the first files that it writes."""
 
+import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from accelerate import Accelerator
 from rich.console import Console
 
-from framework.build.assembly import assemble
+from framework.build.assembly import Assembly, assemble
 from framework.build.from_python import TASKS_OWN, FromPython, check_same
 from framework.build.levers.allocator import choose_allocator
 from framework.build.loading.bases import ALLOWED_MODELS, BASE, check_all_weights
+from framework.build.loading.sharded import needs_whole_model
 from framework.build.model.parts import causal_model
 from framework.build.place import Place, real_place
+from framework.build.ranks import local_part
 from framework.build.sources.python_rows import NO_ROWS, RowsFromPython
 from framework.build.text.tokenizer import stop_at, supervised_ends
 from framework.build.verify import (
@@ -30,17 +36,25 @@ from framework.errors import (
 )
 from framework.memory.explain.causes import Repair
 from framework.memory.ledger import Plan
+from framework.memory.units import size
 from framework.run.checkpoints.checkpoint import load_checkpoint, read_state, remove_partial_saves, retire_older
 from framework.run.checkpoints.resume import check_resume
-from framework.run.inputs.inputs import Inputs, read_inputs
-from framework.run.inputs.same_rows import check_adapters_base, check_read, moved, needed_models, read_digests
-from framework.run.inputs.training_batches import total_steps, training_batches
+from framework.run.inputs import (
+    Inputs,
+    check_adapters_base,
+    check_read,
+    moved,
+    needed_models,
+    read_digests,
+    read_inputs,
+    total_steps,
+    training_batches,
+)
 from framework.run.oom.report import PlannedRun, Watch, explained_failures
-from framework.run.oom.smaller_batches import remembered
+from framework.run.oom.retry import remembered
 from framework.run.planning.capacity import require_capacity, too_large
-from framework.run.planning.plan_of_all import plan_of_all
 from framework.run.planning.plan_pool import abandon
-from framework.run.ranks.coordinator import Coordinator
+from framework.run.ranks.coordinator import Coordinator, plan_of_all
 from framework.run.record.layout import step_of
 from framework.run.record.lock import only_run
 from framework.run.record.meter import Meter
@@ -48,11 +62,11 @@ from framework.run.record.overwrite import remove
 from framework.run.record.progress import ProgressLine
 from framework.run.record.run_folder import RunFolder, folder_problems, make
 from framework.run.record.trackers import check_trackers
-from framework.run.rng import seed_all
+from framework.run.rehearsal.footprint import largest_unit_bytes, whole_bytes
 from framework.run.session import Planner, Session
 from framework.run.setup.agreement import agree, digest, find_folder, seed_each_rank
-from framework.run.setup.host_memory import HostWatch, describe_load
-from framework.run.setup.reference_answers import ask_before_resuming
+from framework.run.setup.first_passes import ask_before_resuming
+from framework.run.state import seed_all
 from framework.schema.choices import OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
@@ -291,3 +305,83 @@ def _look_again(session: Session, overwrite: bool) -> None:
     if problems := folder_problems(session.config, folder.path, held, resume=False, overwrite=overwrite):
         raise RequestError(problems)
     remove(held)
+
+
+SHARE = 0.3
+"""Of the whole model, what a rank may take next to its own part."""
+SLACK_BYTES = 256 << 20
+"""What a load takes besides weights: libraries that it imports, and what the allocator keeps. Not measured on cards."""
+_EVERY = 0.02
+"""Seconds between two looks: a checkpoint of 1 GiB takes ten times as long to read."""
+_STATUS = Path("/proc/self/status")
+
+
+class HostWatch:
+    """As a context, how much this process's own memory grew at its most: `grown`, in bytes. Pages of mapped files do
+    not count, which ranks share and the system may take back."""
+
+    def __init__(self) -> None:
+        self.grown = 0
+        self._began = own_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "HostWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while True:
+            self.grown = max(self.grown, own_bytes() - self._began)
+            if self._ended.wait(_EVERY):
+                return
+
+
+def own_bytes() -> int:
+    """Memory of this process in RAM that no file is behind."""
+    try:
+        lines = (line.split() for line in _STATUS.read_text().splitlines())
+        kinds = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("RssAnon:", "RssShmem:")}
+        return sum(kinds.values())
+    except OSError:  # not Linux
+        return int(psutil.Process().memory_info().rss)
+
+
+def describe_load(coordinator: Coordinator, assembly: Assembly, grown: int) -> Iterator[str]:
+    """What the ranks took while the model loaded in parts, and a warning where one other than the first took more than
+    that asks for. Every rank must go through this. Nothing where the model is not loaded in parts."""
+    config = assembly.config
+    is_promised = assembly.is_in_parts and config.model.load_pretrained_weights and not needs_whole_model(config)
+    if coordinator.ranks.world == 1 or not is_promised:
+        return
+    own, model = _own_part(assembly), whole_bytes(assembly)
+    texts = coordinator.gathered("grown while loading", json.dumps([grown, own]))
+    (first, _), *others = [json.loads(text) for text in texts]
+    most = max(took for took, _ in others)
+    yield (
+        f"load      host memory of the first rank grew by {size(first)}, of others by {size(most)} at most; the model "
+        f"is {size(model)}"
+    )
+    limit = int(SHARE * model) + SLACK_BYTES
+    for rank, (took, part) in enumerate(others, 1):
+        if took - part > limit:
+            yield (
+                f"warning   loading in parts: requested but not in effect. Host memory of rank {rank} grew by "
+                f"{size(took)}, {size(limit + part)} were to suffice: together the ranks of a machine may need more "
+                "than it has"
+            )
+
+
+def _own_part(assembly: Assembly) -> int:
+    """What is on the host by right: the rank's own part where it stays there, and on the CPU a unit that is whole."""
+    on_cpu = assembly.place.kind == "cpu"
+    if not on_cpu and not assembly.config.fsdp.is_on_host:
+        return 0
+    parts = sum(part.numel() * part.element_size() for part in map(local_part, assembly.model.parameters()))
+    return parts + (largest_unit_bytes(assembly) if on_cpu else 0)

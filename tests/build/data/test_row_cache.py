@@ -16,8 +16,8 @@ from framework.build.data.prepare import Data, prepare_data
 from framework.build.data.rows import Rows
 from framework.build.sources.python_rows import RowsFromPython, take_rows
 from framework.build.text.named_templates import read_template
-from framework.caches import cache_folder
 from framework.errors import RequestError
+from framework.installation import cache_folder
 from framework.schema.config import TrainingConfig
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

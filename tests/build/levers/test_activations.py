@@ -11,8 +11,7 @@ from framework.build.levers.compiled import CHECKPOINTS_IN_FORWARD
 from framework.build.model.parts import transformer_blocks
 from framework.build.verify import missing_gradients, verify
 from framework.errors import RequestError, VerificationFailed
-from framework.memory.rehearsal import Rehearsal
-from framework.memory.trace import Kind, Space
+from framework.memory.trace import Kind, Rehearsal, Space
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step

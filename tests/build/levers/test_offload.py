@@ -20,8 +20,8 @@ from framework.memory.planning import make_plan
 from framework.memory.trace import Kind, Space
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.evaluate import evaluate
+from framework.run.state import release
 from framework.run.step import train_step
-from framework.run.undo import release
 from tests.build.adapters.test_adapter import MOE
 from tests.build.levers.test_activations import (
     BESIDE,

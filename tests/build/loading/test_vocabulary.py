@@ -19,7 +19,7 @@ from framework.checks import TRAIN, check_request
 from framework.errors import RequestError, VerificationFailed
 from framework.run import trainer
 from framework.run.checkpoints.merge import merge_run
-from framework.run.inputs.inputs import read_inputs
+from framework.run.inputs import read_inputs
 from framework.run.predict import Request, predict
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig

@@ -9,9 +9,9 @@ from framework.build.model.convolutions import NormedConvolution
 from framework.build.resolve_model import settle
 from framework.build.verify import verify
 from framework.errors import RequestError
+from framework.installation import shipped
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 from tests.tiny import tiny_assembly, tiny_config
 
 TEXTCNN = {"model_type": "textcnn", "hidden_size": 32, "num_filters": 16, "vocab_size": 128}

@@ -4,10 +4,8 @@ import pytest
 
 from framework.memory.explain import explain_evidence
 from framework.memory.explain.causes import Cause, Circumstances, Repair, growth_per_step
-from framework.memory.explain.evidence import Evidence, read_circumstances, write_circumstances
-from framework.memory.explain.moves import rank_moves
-from framework.memory.explain.proposals import propose
-from framework.memory.explain.saved_plan import SavedPlan
+from framework.memory.explain.evidence import Evidence, SavedPlan, read_circumstances, write_circumstances
+from framework.memory.explain.moves import propose, rank_moves
 from framework.memory.explain.text import explanation_lines
 from framework.memory.levers import LEVERS
 from tests.reports.plans import GIB, PLAN

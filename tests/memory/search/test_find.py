@@ -4,12 +4,11 @@ import random
 
 import pytest
 
-from framework.memory.editing import with_values
+from framework.memory.requirements import with_values
 from framework.memory.search.find import find
 from framework.memory.search.found import Found
-from framework.memory.search.free_keys import freedom
+from framework.memory.search.free_keys import INEXACT, freedom
 from framework.memory.search.space import with_rows
-from framework.memory.search.tradeoffs import INEXACT
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import value_of
 from framework.schema.rules.every import Needs, find_conflicts

@@ -3,11 +3,10 @@
 import pytest
 
 from framework.compose import load
-from framework.memory.editing import with_values
+from framework.memory.requirements import with_values
 from framework.memory.search.estimate import Estimate, Figures
 from framework.memory.search.fastest import Candidate, Search, Space
 from framework.memory.search.free_keys import freedom, opened
-from framework.memory.search.mixed import mixed, mixes
 from framework.memory.search.space import (
     CHECKPOINTS,
     CHUNKS,
@@ -18,6 +17,8 @@ from framework.memory.search.space import (
     STATES,
     Table,
     micro_batches,
+    mixed,
+    mixes,
     structures,
 )
 from framework.run.rehearsal.rehearse import rehearse

@@ -23,7 +23,7 @@ from framework.run.checkpoints.checkpoint import (
     written_aside,
 )
 from framework.run.checkpoints.read_back import verify_tensors
-from framework.run.rng import dumped
+from framework.run.state import dumped
 from framework.run.step import train_step
 from framework.schema.optimizers import Optimizer
 from tests.grids import chosen, thinned

@@ -12,16 +12,15 @@ import torch
 from framework.build.place import real_place
 from framework.cli import main
 from framework.errors import OutOfMemory, RequestError
-from framework.memory.cards import read_card
+from framework.memory.cards import detect, read_card
 from framework.memory.explain import explain
-from framework.memory.explain.proposals import propose
-from framework.memory.installed import detect
+from framework.memory.explain.moves import propose
 from framework.memory.planning import make_plan
 from framework.run import step as step_module
 from framework.run.oom import report as out_of_memory
 from framework.run.oom.report import PlannedRun, Watch, explained_failures, is_memory_failure
 from framework.run.planning import plan_pool
-from framework.run.planning.lever_savings import lever_savings
+from framework.run.planning.what_if import lever_savings
 from framework.run.record.meter import Meter
 from framework.run.record.run_folder import SNAPSHOT
 from framework.run.rehearsal.rehearse import record
@@ -155,7 +154,7 @@ def test_a_larger_micro_batch_than_any_before_is_a_spike(tmp_path):
 
 
 def test_savings_are_those_of_a_rehearsal_with_the_lever_moved(monkeypatch):
-    monkeypatch.setattr("framework.run.planning.lever_savings.MOST_SECONDS", 600)
+    monkeypatch.setattr("framework.run.planning.what_if.MOST_SECONDS", 600)
     settings = {"optimizer": "adamw_torch", "per_device_train_batch_size": 8, "global_batch_size": 8, "max_steps": 2}
     config_ = tiny_config(training=settings, data={"eval_fraction": 0.5})
     plan = make_plan(record(config_))
@@ -176,7 +175,7 @@ def test_savings_are_those_of_a_rehearsal_with_the_lever_moved(monkeypatch):
 
 
 def test_savings_that_are_not_known_in_time_have_no_figure(monkeypatch):
-    monkeypatch.setattr("framework.run.planning.lever_savings.MOST_SECONDS", -1)
+    monkeypatch.setattr("framework.run.planning.what_if.MOST_SECONDS", -1)
     levers = lever_savings(tiny_config(), make_plan(record(tiny_config())))
     assert levers
     assert all(lever["saves"] is None for lever in levers)
@@ -202,7 +201,7 @@ def recipe(write, monkeypatch):
 
 def test_a_run_keeps_the_savings_of_every_lever_and_explain_ranks_them(recipe, capsys, monkeypatch):
     """From the command line to the ranked overrides, for a failure in the optimizer's step; exit 4."""
-    monkeypatch.setattr("framework.run.planning.lever_savings.MOST_SECONDS", 600)
+    monkeypatch.setattr("framework.run.planning.what_if.MOST_SECONDS", 600)
     with failing(monkeypatch, "optimizer_step", 2, torch.OutOfMemoryError(FULL)):
         assert main(["train", str(recipe), "gpu=cpu"]) == 4
     assert "out of memory in the optimizer step (step 2)" in capsys.readouterr().err

@@ -27,8 +27,8 @@ from framework.memory.explain.causes import Repair
 from framework.memory.planning import make_plan
 from framework.memory.trace import Space
 from framework.run import evaluate, trainer
-from framework.run.inputs.inputs import read_inputs
-from framework.run.oom.smaller_batches import next_size, shrunk
+from framework.run.inputs import read_inputs
+from framework.run.oom.retry import next_size, shrunk
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import launch_step, train_step
 from framework.schema.config import Batch, TrainingConfig

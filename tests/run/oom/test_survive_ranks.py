@@ -19,7 +19,7 @@ from framework.memory.explain import explain
 from framework.memory.planning import make_plan
 from framework.run import evaluate, trainer
 from framework.run.rehearsal.rehearse import record
-from framework.run.setup import longest_rows as trial
+from framework.run.setup import first_passes as trial
 from framework.run.step import launch_step
 from tests.run.oom.test_retry import MESSAGE, Failing
 from tests.run.several import ended, start

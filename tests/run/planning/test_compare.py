@@ -7,12 +7,12 @@ import torch
 
 from framework.cli import main
 from framework.memory.cards import read_card
-from framework.run.planning.compare import STEPS, Compared, _configs, summary
+from framework.run.planning.measure import COMPARED, Compared, _configs, summary
 
 
 def test_the_steps_are_ones_that_a_card_of_8_gb_is_planned_for() -> None:
     configs = _configs({**read_card("rtx3060_12gb"), "host": {"python": 2.0}})
-    assert set(configs) <= set(STEPS)
+    assert set(configs) <= set(COMPARED)
     assert {config.training.use_peft for config in configs.values()} == {True, False}
     assert all(config.gpu.host is not None and config.gpu.host.python == 2.0 for config in configs.values())
 

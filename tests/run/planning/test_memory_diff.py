@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from framework.errors import RequestError
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
-from framework.run.planning.memory_diff import MOST_CHANGES, TOGETHER, changes, find_causes, with_keys
+from framework.run.planning.what_if import MOST_CHANGES, TOGETHER, changes, find_causes, with_keys
 from framework.run.rehearsal.rehearse import record
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import every_key, moves_memory

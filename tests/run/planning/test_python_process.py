@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.run.planning.python_process import python_command, train_command
+from framework.run.ranks.environment import python_command, train_command
 
 pytestmark = pytest.mark.fresh_process
 ROOT = Path(__file__).parents[3]

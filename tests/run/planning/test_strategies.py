@@ -4,11 +4,11 @@ import pytest
 import yaml
 
 from framework.compose import compose
+from framework.installation import shipped
 from framework.memory.levers import lever
 from framework.run.planning.fit import decide
 from framework.run.rehearsal.rehearse import rehearse
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 
 RECIPE = """training: {global_batch_size: 16, optimizer: adamw_torch_fused}
 model:

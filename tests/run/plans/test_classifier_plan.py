@@ -7,12 +7,12 @@ import torch
 import yaml
 
 from framework.build.data.batches import full_batch
+from framework.installation import shipped
 from framework.memory.cards import read_card
 from framework.memory.planning import make_plan
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
-from framework.shipped import shipped
 from tests.grids import first
 from tests.run.cpu_memory import peak_bytes
 from tests.tiny import BERT, LLAMA, MODERNBERT, tiny_assembly, tiny_config

@@ -11,8 +11,7 @@ from framework.build.loading.document_isolation import find_leak
 from framework.build.loading.model import read_architecture
 from framework.build.place import real_place
 from framework.errors import Interrupted, RequestError, VerificationFailed
-from framework.memory.cards import read_card
-from framework.memory.installed import detect
+from framework.memory.cards import detect, read_card
 from framework.memory.planning import make_plan
 from framework.run import trainer
 from framework.run.rehearsal.rehearse import record

@@ -20,7 +20,7 @@ def disk(monkeypatch):
         room["room"] -= len(part)
         return write(descriptor, part)
 
-    monkeypatch.setattr("framework.run.record.files.os.write", limited)
+    monkeypatch.setattr("framework.run.record.layout.os.write", limited)
     return room
 
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from framework.errors import RequestError
-from framework.run.record import files
+from framework.run.record import layout
 from framework.run.record.overwrite import remove
 from framework.run.record.run_folder import RunFolder, held, open_folder
 from tests.tiny import tiny_config
@@ -146,7 +146,7 @@ def test_a_link_in_the_place_of_a_file_is_not_written_through(tmp_path):
     RunFolder(run).write_config(tiny_config())
     RunFolder(run).write_environment({}, 0)
     with pytest.raises(OSError, match="symbolic links"):
-        files.append_line(run / "metrics.jsonl", "{}")
+        layout.append_line(run / "metrics.jsonl", "{}")
     assert victim.read_text() == "precious"
     assert not (run / "config.yaml").is_symlink()
     assert json.loads((run / "environment.json").read_text())["packages"]

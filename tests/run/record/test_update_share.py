@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from framework.run import trainer
-from framework.run.record.update_share import SPAN, Moved, MovedElements, caution
+from framework.run.record.meter import SPAN, Moved, MovedElements, caution
 from framework.schema.config import TrainingConfig
 from framework.schema.rules.precision import NORM_RATE
 from tests.tiny import LLAMA

@@ -5,7 +5,7 @@ import torch
 
 from framework.compose import load
 from framework.memory.ledger import StepCost
-from framework.run.record.utilization import padding_share, planned_series
+from framework.run.record.meter import padding_share, planned_series
 
 
 def test_padding_is_counted_over_all_positions_of_all_micro_batches():

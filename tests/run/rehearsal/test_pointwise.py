@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from framework.run.rehearsal.pointwise import pointwise_result
+from framework.run.rehearsal.operations import pointwise_result
 
 aten = torch.ops.aten
 META = torch.device("meta")

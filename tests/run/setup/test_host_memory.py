@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from framework.build.loading import sharded as shard_loader
-from framework.run.setup import host_memory as host_watch
-from framework.run.setup.host_memory import HostWatch
+from framework.run.setup import start as opening
+from framework.run.setup.start import HostWatch
 from framework.schema.config import TrainingConfig
 from tests.run.several import ended, start
 from tests.run.test_trainer import corpus, train  # noqa: F401
@@ -34,9 +34,9 @@ def test_what_a_load_takes_and_gives_back_is_seen(tmp_path: Path) -> None:
         del held
         mapped = torch.from_file(str(file), size=8 * MIB, dtype=torch.int64)
         assert int(mapped.sum()) == 0
-        seen = host_watch.own_bytes()
+        seen = opening.own_bytes()
     assert 90 * MIB < host.grown < 140 * MIB, "nor are the pages of a file counted"
-    assert seen - host_watch.own_bytes() < 32 * MIB
+    assert seen - opening.own_bytes() < 32 * MIB
 
 
 def settings(rows: Path, folder: Path) -> TrainingConfig:
@@ -65,7 +65,7 @@ def loading_as_rank(rows: str, folder: str) -> None:
     made = settings(Path(rows), Path(folder))
     train(made, dry_run=True, quiet=False)
     shard_loader.needs_whole_model = lambda config: True
-    host_watch.SLACK_BYTES = 0  # all has been imported
+    opening.SLACK_BYTES = 0  # all has been imported
     gc.collect()  # else what is left of the first is freed meanwhile
     train(made, dry_run=True, quiet=False)
 

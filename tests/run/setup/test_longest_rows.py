@@ -9,11 +9,11 @@ from framework.build.place import real_place
 from framework.errors import OutOfMemory
 from framework.memory.explain import explain
 from framework.memory.planning import make_plan
-from framework.run.inputs.inputs import read_inputs
+from framework.run.inputs import read_inputs
 from framework.run.record.meter import Meter
 from framework.run.rehearsal.rehearse import record
-from framework.run.setup import longest_rows as trial
-from framework.run.setup.longest_rows import PIECE, planned_states, stand_in
+from framework.run.setup import first_passes as trial
+from framework.run.setup.first_passes import PIECE, planned_states, stand_in
 from framework.run.step import train_step, trial_step
 from tests.run.oom.test_retry import MESSAGE, MICRO, run
 from tests.run.test_trainer import config, corpus, final_weights, metrics, same  # noqa: F401

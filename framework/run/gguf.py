@@ -1,4 +1,5 @@
-"""`tunesmith export --gguf`: a plain model as one GGUF file for llama.cpp and Ollama, read back after writing."""
+"""A plain model as one GGUF file for llama.cpp and Ollama, read back after writing. Of tokenizers byte-level BPE, whose
+splitting of words is one that llama.cpp has by name."""
 
 import json
 import re
@@ -16,14 +17,73 @@ from transformers import AutoConfig, PretrainedConfig
 from framework.build.model_folder import weight_files
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.run.checkpoints.trained_model import ADAPTER_WEIGHTS, find_saved_model
-from framework.run.gguf_files.vocabulary import Vocabulary, read_vocabulary
-from framework.run.record.files import aside_of, discard, replace_file
-from framework.run.record.layout import FINAL, GGUF, MERGED
+from framework.run.record.layout import FINAL, GGUF, MERGED, aside_of, discard, replace_file
 from framework.run.record.run_folder import make_writable
 from framework.schema.choices import Choice
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""llama.cpp's kinds of tokens."""
+_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {_WORD + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORD + r"\p{N}" + _REST: "qwen2"}
+"""Regular expression of a tokenizer -> llama.cpp's name (its src/llama-vocab.cpp)."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer in a GGUF file: `types` as llama.cpp numbers them, its name of the `split` of words, special ids."""
+
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    split: str
+    special: dict[str, int]
+    adds_start: bool
+    template: str | None
+
+
+def read_vocabulary(folder: Path, size: int) -> Vocabulary:
+    """The tokenizer of a folder, padded to the `size` of the embedding. Raises RequestError for one that llama.cpp
+    would read as another."""
+    from transformers import AutoTokenizer
+
+    file = folder / "tokenizer.json"
+    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    model = document.get("model") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise _refused(folder, f"a tokenizer of the kind {model.get('type') or 'without tokenizer.json'}")
+    tokens, types = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
+    for text, index in model["vocab"].items():
+        tokens[index], types[index] = text, NORMAL
+    for added in document.get("added_tokens", ()):
+        tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    named = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    special = {name: index for name, index in named.items() if index is not None}
+    starts = tokenizer("a")["input_ids"][:1] == [special.get("bos")]
+    return Vocabulary(tokens, types, merges, _split(folder, document), special, starts, tokenizer.chat_template)
+
+
+def _split(folder: Path, document: dict[str, Any]) -> str:
+    """llama.cpp's name of how the tokenizer splits words."""
+    before: dict[str, Any] = document.get("pre_tokenizer") or {}
+    steps = before.get("pretokenizers", [before])
+    patterns = [step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split"]
+    levels = [step for step in steps if step.get("type") == "ByteLevel"]
+    if len(steps) == 1 and levels and levels[0].get("use_regex", True) and not levels[0].get("add_prefix_space"):
+        return "gpt-2"
+    if len(patterns) == 1 and levels and patterns[0] in SPLITS:
+        return SPLITS[patterns[0]]
+    raise _refused(folder, "how its tokenizer splits words")
+
+
+def _refused(folder: Path, what: str) -> RequestError:
+    message = f"{folder}: {what} is not one that can be written for llama.cpp"
+    return RequestError([Problem("RUN", message, expected="a byte-level BPE of Llama 3, Qwen 2 or 3, or GPT-2's")])
 
 
 class GgufKind(Choice):
@@ -96,8 +156,9 @@ def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exp
     try:
         import gguf  # noqa: F401
     except ImportError:
-        message = "the package gguf is not installed"
-        raise RequestError([Problem("--gguf", message, expected="pip install gguf")]) from None
+        raise RequestError(
+            [Problem("--gguf", "the package gguf is not installed", expected="pip install gguf")]
+        ) from None
     folder = _plain(source)
     config = _read_config(folder)
     target = output or source / GGUF / f"{source.absolute().name}-{kind}.gguf"
@@ -124,8 +185,7 @@ def _plain(source: Path) -> Path:
     """The folder of the plain model. Raises RequestError for an adapter that was not merged, or that is newer."""
     merged, adapter = source / MERGED, source / FINAL / ADAPTER_WEIGHTS
     if merged.is_dir() and adapter.exists():
-        since = [file for file in merged.glob("*.safetensors") if file.stat().st_mtime < adapter.stat().st_mtime]
-        if since:
+        if any(file.stat().st_mtime < adapter.stat().st_mtime for file in merged.glob("*.safetensors")):
             message = f"{merged} was merged before {adapter} was written"
             expected = f"tunesmith merge {source} once more, with {merged} out of its way"
             raise RequestError([Problem("RUN", message, expected=expected)])
@@ -139,22 +199,20 @@ def _plain(source: Path) -> Path:
 def _read_config(folder: Path) -> PretrainedConfig:
     """The model's config. Raises RequestError for what is not written."""
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-    problems = list[Problem]()
     if config.model_type not in FAMILIES:
-        message = f"{folder} is a {config.model_type}, which is not written as GGUF"
-        problems.append(Problem("RUN", message, expected=", ".join(FAMILIES)))
+        found, expected = f"is a {config.model_type}, which is not written as GGUF", ", ".join(FAMILIES)
     elif config.architectures and not config.architectures[0].endswith("ForCausalLM"):
-        problems.append(Problem("RUN", f"{folder} is a {config.architectures[0]}", expected="a model that writes"))
+        found, expected = f"is a {config.architectures[0]}", "a model that writes"
     elif (unknown := _unknown_positions(config)) is not None:
-        problems.append(Problem("RUN", f"{folder} has positions of the kind {unknown[0]}", expected=unknown[1]))
+        found, expected = f"has positions of the kind {unknown[0]}", unknown[1]
     elif getattr(config, "use_sliding_window", False):
-        problems.append(Problem("RUN", f"{folder} attends within a sliding window", expected="a model without"))
+        found, expected = "attends within a sliding window", "a model without"
     elif config.hidden_act != "silu":
-        problems.append(Problem("RUN", f"{folder} has the activation {config.hidden_act}", expected="silu"))
-    if problems:
-        raise RequestError(problems)
-    found: PretrainedConfig = config
-    return found
+        found, expected = f"has the activation {config.hidden_act}", "silu"
+    else:
+        known: PretrainedConfig = config
+        return known
+    raise RequestError([Problem("RUN", f"{folder} {found}", expected=expected)])
 
 
 def _unknown_positions(config: Any) -> tuple[str, str] | None:
@@ -193,11 +251,10 @@ class _Tensor:
             tensor: Array = opened.get_tensor(self.key).to(torch.float32).numpy()
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         count = heads.get(self.name.split(".")[-2]) if config.model_type == _ROTATED else None
-        if count is None:
-            return tensor
-        halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
-        ordered: Array = halves.swapaxes(1, 2).reshape(tensor.shape)
-        return ordered
+        if count is not None:
+            halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        return tensor
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[_Tensor]:

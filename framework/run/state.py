@@ -1,18 +1,21 @@
-"""One try at an optimizer step, and the way back from it when memory runs out half way."""
+"""The state that a step changes: trained weights and generators; copied, and put back where a step is undone."""
 
 import gc
+import json
+import random
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
+from framework.build.model.parts import is_of_adapter
 from framework.build.optimizers.low_bit import forget_pages
 from framework.build.place import Place
-from framework.run.rng import random_state, restore_random_state
 
 
 @dataclass
@@ -85,3 +88,60 @@ def release(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__context__
+
+
+def seed_all(seed: int) -> None:
+    """Start all of them from a seed: as transformers' `set_seed`, which imports peft."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)  # of every device
+
+
+def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Their states as tensors and as plain numbers. Waits for no device."""
+    tensors = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    numpy_state = [kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]
+    return tensors, {"python": random.getstate(), "numpy": numpy_state}
+
+
+def dumped() -> str:
+    """The same as one text."""
+    tensors, numbers = random_state()
+    return json.dumps({"tensors": {name: tensor.tolist() for name, tensor in tensors.items()}, "numbers": numbers})
+
+
+def parsed(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `dumped` has written."""
+    document = json.loads(text)
+    tensors = {name: torch.tensor(values, dtype=torch.uint8) for name, values in document["tensors"].items()}
+    return tensors, document["numbers"]
+
+
+def restore_random_state(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    """Go on from states that `random_state` gave, also after a detour through safetensors and JSON."""
+    torch.set_rng_state(tensors["torch"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+    version, internal, gauss = numbers["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = numbers["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors that training may have changed: all of a model, but only the trained ones next to an adapter.
+
+    LoRA's A matrices are among them also where they are frozen: they were drawn, or found from rows, for this run.
+    """
+    adapted = hasattr(model, "peft_config")
+    parameters = {
+        name: parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        if not adapted or is_of_adapter(name, parameter)
+    }
+    kept = set() if adapted else set(model.state_dict())
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in kept}
+    return {**parameters, **buffers}

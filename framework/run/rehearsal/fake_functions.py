@@ -1,4 +1,4 @@
-"""CUDA's autocast, carried out at the level of Python functions on tensors that only pretend to be on a card.
+"""Functions of torch as a card would run them, on tensors that only pretend to be on one: autocast and attention.
 
 C++ autocast never sees meta tensors. The lists follow aten/src/ATen/autocast_mode.h (torch 2.11 to 2.13) as the Python
 functions that reach those operators. The cache of cast weights is autocast's own rule (cached_cast in
@@ -6,11 +6,14 @@ autocast_mode.cpp): leaf, requires grad, float32, no view; it lives until `torch
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel, masking_utils, modeling_utils
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _NAMESPACES = (torch, torch.Tensor, functional, torch._C._nn, torch.linalg, torch.special)
@@ -92,7 +95,14 @@ class Autocast:
         eligible = tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64)
         if not eligible or not self._on_device(tensor):
             return tensor
-        if not self._is_cacheable(tensor, dtype):
+        if not (
+            dtype in HALF_DTYPES
+            and tensor.dtype == torch.float32
+            and tensor.is_leaf
+            and tensor.requires_grad
+            and tensor._base is None
+            and torch.is_autocast_cache_enabled()
+        ):
             return tensor.to(dtype)
         known = self._copies.get(id(tensor))
         if known is not None and known[0]() is tensor:
@@ -104,17 +114,65 @@ class Autocast:
             self.on_weight_cast(copy)
         return copy
 
-    @staticmethod
-    def _is_cacheable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        return (
-            dtype in HALF_DTYPES
-            and tensor.dtype == torch.float32
-            and tensor.is_leaf
-            and tensor.requires_grad
-            and tensor._base is None
-            and torch.is_autocast_cache_enabled()
-        )
-
 
 def _is_half(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES
+
+
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+FLEX = "flex_attention"
+
+
+def stand_in() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, value) of every attribute of transformers to replace."""
+    runs: dict[str, Callable[..., Any]] = dict.fromkeys((*FLASH, FLEX), _as_flash)
+    no_mask = dict.fromkeys((*FLASH, FLEX), _no_mask)
+    yield modeling_utils.ALL_ATTENTION_FUNCTIONS, "_local_mapping", runs
+    yield masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "_local_mapping", no_mask
+    yield PreTrainedModel, "_flash_attn_import_error", lambda *args, **kwargs: None
+    yield modeling_utils, "lazy_import_flash_attention", lambda *args, **kwargs: None
+    yield modeling_utils, "is_kernels_available", lambda *args, **kwargs: False
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Rows are padded on the right, so no kernel is given a mask; flex's table of blocks is left out (kilobytes)."""
+
+
+def _as_flash(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`[rows, heads, tokens, width] -> [rows, tokens, heads, width]`, as transformers' attention functions.
+
+    A narrower value is padded, as flash-attn wants it. Flex writes its result in the layout of the query, token by
+    token, so transformers' `contiguous` copies nothing (H200, torch 2.11: benchmarks/results/levers_h200.json).
+    """
+    width = value.shape[-1]
+    if width != query.shape[-1]:
+        value = functional.pad(value, [0, query.shape[-1] - width])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        output = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
+        )
+    return output.transpose(1, 2)[..., :width], None
+
+
+class Patches:
+    """Attributes replaced, and put back in reverse order."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        for owner, name, value in reversed(self._originals):
+            setattr(owner, name, value)

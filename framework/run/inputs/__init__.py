@@ -1,1 +1,0 @@
-"""What a run reads: architecture, tokenizer, rows and batches."""

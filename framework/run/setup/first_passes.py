@@ -1,0 +1,328 @@
+"""Passes over rows before the first step: the longest rows there are, an adapter's start, a reference's answers.
+
+The longest rows of training and of evaluation go forward and backward as in training, without an update, so that what
+will not fit fails at once: gradients are dropped and generators set back, so nothing that is trained on depends on it.
+It costs about one step. On a card every run makes the trial; on the CPU, where the system ends a process rather than
+give it an error, only one that asked to shrink.
+
+`peft.lora_init: eva` takes LoRA's A matrices from the principal components of what the adapted modules are given:
+Paischer et al. 2024, arXiv 2410.07170, by peft's own `initialize_lora_eva_weights`, with the rank of each module kept.
+
+What a preference's reference says of every row is asked once (`training.preference.precompute_reference`). The answers
+belong to the run: they are written to its folder, and a resumed run, whose weights have moved, reads them.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
+
+from framework.build.data.batches import GlobalBatches, MicroBatch, MicroBatches, eval_batches, full_batch, longest_rows
+from framework.build.data.packing import Packs, on_device
+from framework.build.data.rows import Rows
+from framework.build.losses.loss import IGNORED, Batch, model_inputs
+from framework.build.model.parts import causal_model
+from framework.build.place import Place
+from framework.errors import Problem, RequestError, SaveFailed, VerificationFailed
+from framework.memory.ledger import Plan
+from framework.memory.units import size
+from framework.run.evaluate import evaluate
+from framework.run.oom.retry import EVAL, TRAIN, attempts, size_of
+from framework.run.record.layout import aside_of, discard
+from framework.run.session import Session
+from framework.run.step import reference_step, trial_step
+from framework.schema.adapters import ADAPTERS
+from framework.schema.choices import LoraInit, OnOutOfMemory
+from framework.schema.plural import counted
+
+MOST_MICRO_BATCHES = 2
+"""The second adds to the gradients of the first; all others are like it."""
+PIECE = 1 << 28
+"""Bytes of one block of the stand-in for optimizer states."""
+
+
+def try_longest_rows(session: Session) -> None:
+    """Make the trial where it is due, and say what it took.
+
+    What does not fit is repaired as in a step (`training.on_oom`). Raises OutOfMemory when it cannot be.
+    """
+    place, config = session.assembly.place, session.config
+    if place.kind == "cpu" and config.training.on_oom is not OnOutOfMemory.SHRINK:
+        return
+    started = time.perf_counter()
+    with session.meter.apart():
+        standing_in = _standing_in(session)
+        said = [*_try_evaluation(session), *_try_training(session)]
+        peak = session.meter.allocated
+        standing_in.clear()
+    if place.kind == "cuda":
+        torch.cuda.empty_cache()
+    seconds = time.perf_counter() - started
+    session.progress.say(f"trial     the longest rows ({', '.join(said)}) ran in {seconds:.1f} s, peak {size(peak)}")
+
+
+def _try_training(session: Session) -> Iterator[str]:
+    for attempt in attempts(session, TRAIN):
+        with attempt as attempt_state:
+            batch = _longest_of_training(session)
+            made = [batch] * min(session.config.batch.accumulation, MOST_MICRO_BATCHES)
+            session.watch.begin(None, [batch["input_ids"].numel()] * len(made))
+            trial_step(session.assembly, made, session.watch.observe)
+            attempt_state.undo()
+    yield f"training {_shape(batch)}"
+
+
+def _try_evaluation(session: Session) -> Iterator[str]:
+    if session.inputs.data.eval is None:
+        return
+    for attempt in attempts(session, EVAL):
+        with attempt as attempt_state:
+            batch = _longest(session, session.inputs.data.eval, EVAL)
+            evaluate(session.assembly, [batch], session.watch.observe)
+            attempt_state.undo()
+    yield f"evaluation {_shape(batch)}"
+
+
+def _longest_of_training(session: Session) -> MicroBatch:
+    """One batch of the longest rows there are; of a stream, of the longest that may come."""
+    if isinstance(session.batches, GlobalBatches):
+        return _longest(session, session.batches.rows, TRAIN)
+    config, head = session.config, session.inputs.data.train
+    row = (head[0]["input_ids"] * config.longest)[: config.longest]
+    ids = torch.tensor([row] * size_of(config, TRAIN), device=session.assembly.place.device)
+    return full_batch(config, ids)
+
+
+def _longest(session: Session, rows: Rows | Packs, key: str) -> MicroBatch:
+    """One batch of the longest rows there are."""
+    config = session.config
+    batches = MicroBatches(rows, session.batches.pad_token_id, config.data.padding_free, config.padded(1))
+    chosen = longest_rows(rows.lengths, size_of(session.config, key))
+    return on_device(session.assembly.place.device, batches[(chosen, True)])
+
+
+def _shape(batch: MicroBatch) -> str:
+    rows, tokens = batch["input_ids"].shape
+    return f"{rows}x{tokens}"
+
+
+def _standing_in(session: Session) -> list[Tensor]:
+    """Memory of the size of the states that the optimizer will make, for from the second step on they are there.
+
+    Their size is the plan's; without a plan, on the CPU, or when states are there already, nothing stands in.
+    """
+    place = session.assembly.place
+    has_states = any(session.assembly.optimizer.state.values())
+    if place.kind == "cpu" or has_states or session.plan is None:
+        return []
+    count = planned_states(session.plan)
+    try:
+        return stand_in(count, place)
+    except torch.OutOfMemoryError:
+        session.progress.say(
+            f"warning   the optimizer will make {size(count)} of states in its first step: there is no room for them "
+            "next to the weights; fewer rows do not help"
+        )
+        return []
+
+
+def planned_states(plan: Plan) -> int:
+    """Bytes of optimizer states on the device."""
+    return next((phase.terms.optimizer for phase in plan.phases if phase.name == "optimizer_step"), 0)
+
+
+def stand_in(count: int, place: Place) -> list[Tensor]:
+    """`count` bytes in blocks of at most PIECE."""
+    pieces = [min(PIECE, count - start) for start in range(0, count, PIECE)]
+    return [torch.empty(piece, dtype=torch.uint8, device=place.device) for piece in pieces]
+
+
+EVA = "peft.lora_init"
+MOST_BATCHES, MOST_PASSES = 32, 50
+"""Micro batches of training rows that are looked at, in turns, and how often at most; components of language models'
+inputs converge within a few turns."""
+ORTHONORMAL = 1e-3
+"""Largest distance of A A^T from the identity: float32 components of peft's incremental decomposition."""
+
+
+def start_from_rows(session: Session) -> None:
+    """Start the A matrices of a new run from its training rows, where that was asked for.
+
+    Raises RequestError where rows have too few supervised tokens, VerificationFailed where the matrices are no
+    components.
+    """
+    config, adapter = session.config, session.assembly.adapter
+    is_asked = config.peft.lora_init is LoraInit.EVA and "lora_init" in ADAPTERS[config.peft.peft_method].keys
+    if adapter is None or not is_asked or session.step or config.peft.adapter_path is not None:
+        return
+    from peft.tuners.lora.config import EvaConfig
+    from peft.tuners.lora.eva import SVDHook, initialize_lora_eva_weights  # seconds to import
+
+    from framework.build.adapters.first_adapter import drawn_for
+
+    batches, began, passes = _batches_for_start(session), time.perf_counter(), 0
+
+    def look(model: nn.Module, batch: Batch) -> None:
+        nonlocal passes
+        passes += 1
+        if passes > MOST_PASSES * len(batches):
+            message = f"the components of {counted(len(batches), 'micro batch', 'micro batches')} do not converge"
+            raise RequestError([Problem(EVA, message, expected="gaussian, or longer rows")])
+        causal = causal_model(model)
+        with torch.no_grad(), session.assembly.attention, session.assembly.autocast:
+            causal.base_model(**model_inputs(model, batch), use_cache=False)
+
+    own = adapter.model.peft_config["default"]
+    own.init_lora_weights, own.eva_config = "eva", EvaConfig(rho=1.0)  # each module keeps the rank that was planned
+    # Under autocast the decomposition's products would be half precision, which torch's QR takes on no device.
+    decompose = torch.autocast(session.assembly.place.kind, enabled=False)(SVDHook.__call__)
+    drawn = drawn_for("eva", config.training.seed, session.assembly.place)
+    with drawn, torch.no_grad(), patch.object(SVDHook, "__call__", decompose):
+        initialize_lora_eva_weights(
+            adapter.model,
+            dataloader=batches,
+            forward_fn=look,
+            prepare_model_inputs_fn=lambda batch, _: _looked_at(batch).nonzero(),
+            show_progress_bar=False,
+        )
+    # How many A matrices there are, and how far the products of their rows are from the identity at most.
+    found = [item.detach().float() for name, item in adapter.model.named_parameters() if ".lora_A." in name]
+    count, apart = len(found), max(float((item @ item.T - torch.eye(len(item)).to(item)).abs().max()) for item in found)
+    if apart > ORTHONORMAL:
+        raise VerificationFailed(f"{EVA}: asked eva, in effect A matrices whose rows are not orthonormal ({apart:.2g})")
+    session.meter.observe("end")
+    seconds = time.perf_counter() - began
+    session.progress.say(
+        f"start     {counted(count, 'A matrix', 'A matrices')} from the inputs of their modules in {seconds:.1f} s"
+    )
+
+
+def _batches_for_start(session: Session) -> list[Batch]:
+    """Micro batches of the first training rows that have as many supervised tokens as the highest rank is."""
+    named = session.assembly.model.named_parameters()
+    least = max(item.shape[0] for name, item in named if ".lora_A." in name)
+    config = session.config
+    made = eval_batches(
+        session.inputs.data.train,
+        config.batch.per_device,
+        session.batches.pad_token_id,
+        padding_free=config.data.padding_free,
+        multiple=config.padded(1),
+    )
+    placed = (on_device(session.assembly.place.device, batch) for batch in made)
+    wanted = (batch for batch in placed if int(_looked_at(batch).sum()) >= least)
+    found: list[Batch] = list(islice(wanted, MOST_BATCHES))
+    if not found:
+        message = f"no micro batch has as many supervised tokens as the rank is ({least})"
+        raise RequestError([Problem(EVA, message, expected="gaussian, more rows a micro batch, or a lower rank")])
+    return found
+
+
+def _looked_at(batch: Batch) -> Tensor:
+    """Which tokens the components are of: the supervised ones, or all that are no padding; bool `[rows, tokens]`."""
+    if "labels" in batch:
+        return batch["labels"] != IGNORED
+    return batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(batch["input_ids"]).bool()
+
+
+FILE = "reference.safetensors"
+KEY = "training.preference.precompute_reference"
+
+
+def know_reference(session: Session) -> None:
+    """Give the rows of the session what the reference says of them, where that is to be known before the first step.
+
+    Raises RequestError when a run is resumed whose file is gone or is of other rows, SaveFailed, OutOfMemory.
+    """
+    if not session.config.training.asks_reference_once:
+        return
+    data, file, splits = session.inputs.data, session.folder.path / FILE, _splits(session)
+    known = session.reference_answers or (_read(file) if session.step else _ask(session, splits))
+    if session.folder.is_written and (session.reference_answers or not session.step):
+        aside = aside_of(file)
+        try:
+            discard(aside)
+            save_file(known, aside)
+            os.replace(aside, file)
+        except (OSError, SafetensorError) as error:
+            raise SaveFailed(f"{file} could not be written: {error}") from error
+    told = {name: _told(rows, known, name, file) for name, rows in splits.items()}
+    session.inputs = replace(session.inputs, data=replace(data, train=told["train"], eval=told.get("eval")))
+    assert isinstance(session.batches, GlobalBatches), "the schema refuses streaming"
+    session.batches = replace(session.batches, rows=told["train"])
+
+
+def ask_before_resuming(session: Session, saved: Mapping[str, Any]) -> None:
+    """Ask the reference of a run that asks it once from here on, before the weights of its checkpoint are in place."""
+    was_asked = saved["training"].get("preference", {}).get("precompute_reference", False)
+    if session.config.training.asks_reference_once and not was_asked:
+        session.reference_answers = _ask(session, _splits(session))
+
+
+def _splits(session: Session) -> dict[str, Rows | Packs]:
+    data = session.inputs.data
+    return {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})
+
+
+def _ask(session: Session, splits: dict[str, Rows | Packs]) -> dict[str, np.ndarray]:
+    started, known = time.perf_counter(), dict[str, np.ndarray]()
+    for name, rows in splits.items():
+        assert isinstance(rows, Rows), "the schema refuses packing"
+        for attempt in attempts(session, EVAL):
+            with attempt:
+                found = [_sums(session, batch) for batch in _batches(session, replace(rows, order=None))]
+        if session.config.training.has_pairs:
+            known[f"{name}.rejected"] = np.concatenate([sums[len(sums) // 2 :] for sums in found])
+            found = [sums[: len(sums) // 2] for sums in found]
+        known[name] = np.concatenate(found)
+    session.meter.observe("end")
+    seconds, count = time.perf_counter() - started, sum(map(len, known.values()))
+    session.progress.say(f"reference {counted(count, 'answer')} asked about in {seconds:.1f} s, kept in {FILE}")
+    return known
+
+
+def _batches(session: Session, rows: Rows) -> Iterable[Batch]:
+    """Every row that is held, once, in order."""
+    size = session.config.eval_rows
+    made = eval_batches(rows, size, session.batches.pad_token_id, multiple=session.config.padded(1))
+    return (on_device(session.assembly.place.device, batch) for batch in made)
+
+
+def _sums(session: Session, batch: Batch) -> np.ndarray:
+    sums: Tensor = reference_step(session.assembly, batch, session.meter.observe)
+    if not bool(torch.isfinite(sums).all()):
+        message = "the reference's log-probabilities of some row are not finite"
+        raise RequestError([Problem(KEY, message, expected="weights and a dtype that compute")])
+    return sums.float().cpu().numpy()
+
+
+def _told(rows: Rows | Packs, known: dict[str, np.ndarray], name: str, file: Path) -> Rows:
+    """The rows with what was said of them. Raises RequestError when it was said of other rows."""
+    assert isinstance(rows, Rows), "the schema refuses packing"
+    parts = [(name, rows), (f"{name}.rejected", rows.rejected)]
+    held = {part: len(own.offsets) - 1 for part, own in parts if own is not None}
+    if any(len(known.get(part, ())) != count for part, count in held.items()):
+        message = f"{file} is of other rows than this run's"
+        raise RequestError([Problem(KEY, message, expected="the run's own data, or a new run")])
+    rejected = rows.rejected
+    if rejected is not None:
+        rejected = replace(rejected, reference=known[f"{name}.rejected"])
+    return replace(rows, reference=known[name], rejected=rejected)
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    try:
+        return dict(load_file(file))
+    except (OSError, SafetensorError) as error:
+        message = f"{file} cannot be read, and the model has moved on since the reference was asked: {error}"
+        raise RequestError([Problem("--resume", message, expected="the run folder as it was")]) from None
