@@ -184,11 +184,11 @@ def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exp
 def _plain(source: Path) -> Path:
     """The folder of the plain model. Raises RequestError for an adapter that was not merged, or that is newer."""
     merged, adapter = source / MERGED, source / FINAL / ADAPTER_WEIGHTS
-    if merged.is_dir() and adapter.exists():
-        if any(file.stat().st_mtime < adapter.stat().st_mtime for file in merged.glob("*.safetensors")):
-            message = f"{merged} was merged before {adapter} was written"
-            expected = f"tunesmith merge {source} once more, with {merged} out of its way"
-            raise RequestError([Problem("RUN", message, expected=expected)])
+    since = adapter.stat().st_mtime if adapter.exists() else 0.0
+    if any(file.stat().st_mtime < since for file in merged.glob("*.safetensors")):
+        message = f"{merged} was merged before {adapter} was written"
+        expected = f"tunesmith merge {source} once more, with {merged} out of its way"
+        raise RequestError([Problem("RUN", message, expected=expected)])
     saved = find_saved_model(merged if merged.is_dir() else source)
     if saved.adapter_kind is not None:
         message = f"{saved.folder} is an adapter, and a GGUF file holds a whole model"
