@@ -1,5 +1,4 @@
-"""A plain model as one GGUF file for llama.cpp and Ollama, read back after writing. Of tokenizers byte-level BPE, whose
-splitting of words is one that llama.cpp has by name."""
+"""A plain model as one GGUF file for llama.cpp and Ollama, read back after writing."""
 
 import json
 import re
@@ -62,10 +61,10 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    named = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
-    special = {name: index for name, index in named.items() if index is not None}
-    starts = tokenizer("a")["input_ids"][:1] == [special.get("bos")]
-    return Vocabulary(tokens, types, merges, _split(folder, document), special, starts, tokenizer.chat_template)
+    ids = ((name, getattr(tokenizer, f"{name}_token_id")) for name in ("bos", "eos", "pad", "unk"))
+    special = {name: index for name, index in ids if index is not None}
+    starts, split = tokenizer("a")["input_ids"][:1] == [special.get("bos")], _split(folder, document)
+    return Vocabulary(tokens, types, merges, split, special, starts, tokenizer.chat_template)
 
 
 def _split(folder: Path, document: dict[str, Any]) -> str:

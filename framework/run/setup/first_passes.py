@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from framework.build.data.batches import GlobalBatches, MicroBatch, MicroBatches, eval_batches, full_batch, longest_rows
 from framework.build.data.packing import Packs, on_device
 from framework.build.data.rows import Rows
-from framework.build.losses.loss import IGNORED, Batch, model_inputs
+from framework.build.losses.loss import Batch, model_inputs
 from framework.build.model.parts import causal_model
 from framework.build.place import Place
+from framework.build.text.labels import IGNORED
 from framework.errors import Problem, RequestError, SaveFailed, VerificationFailed
 from framework.memory.ledger import Plan
 from framework.memory.units import size
