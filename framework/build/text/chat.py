@@ -40,6 +40,10 @@ class Chat:
         """Its first messages."""
         return replace(self, messages=self.messages[:count])
 
+    def with_message(self, index: int, message: Message) -> "Chat":
+        """Itself with another message in place of one."""
+        return replace(self, messages=[*self.messages[:index], message, *self.messages[index + 1 :]])
+
     def answers(self) -> list[int]:
         """Numbers of the messages that the assistant writes."""
         return [index for index, message in enumerate(self.messages) if message["role"] == ASSISTANT]
@@ -123,6 +127,13 @@ class Template:
         if chat.messages and not chat.tools and all(each.keys() <= _PLAIN for each in chat.messages):
             return self._timed(plain, chat, chat.messages, str)
         return self._with_arguments(prepared, chat, str)
+
+    def render_or_none(self, chat: Chat, generation_prompt: bool = False) -> str | None:
+        """As `render`; None where it is refused: templates may refuse a part of what they render as a whole."""
+        try:
+            return self.render(chat, generation_prompt) if chat.messages else None
+        except TemplateFault:
+            return None
 
     def render_marked(self, chat: Chat) -> tuple[str, list[Span]]:
         """The conversation as text, and the spans that the template's `{% generation %}` blocks wrote.

@@ -164,7 +164,7 @@ def answer_spans(template: Template, chat: Chat, whole: str, answers: Sequence[i
     its reasoning, or move the system message) fail that test; there the turn is found by putting a stand-in in its
     place. Raises UnsuitedChat when that fails too.
     """
-    prompts = {index: _render_or_none(template, chat.through(index), generation_prompt=True) for index in answers}
+    prompts = {index: template.render_or_none(chat.through(index), generation_prompt=True) for index in answers}
     closing = _closing(chat, whole, prompts.get(len(chat.messages) - 1)) if len(answers) > 1 else ""
     spans = []
     for index in answers:
@@ -180,12 +180,7 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
     try:
         is_marked = learnt is not Supervise.ALL and template.marks_generation(chat)
         whole, spans = template.render_marked(chat) if is_marked else (template.render(chat), [])
-        # Raises UnsuitedChat when a tool call is not in the rendered chat: its turn would be learnt as an
-        # empty one
-        for number, message in enumerate(chat.messages, 1):
-            for call in message.get("tool_calls", ()):
-                if call.get("function", call)["name"] not in whole:
-                    raise UnsuitedChat(f"the chat template does not write the tool call in message {number}")
+        lost = _lost(template, chat, whole)
         answers = chat.answers()
         if learnt is Supervise.LAST:
             answers = answers[-1:]
@@ -196,6 +191,7 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
         seen = {
             Remark.EMPTY_ANSWER: any(is_empty(chat.messages[index]) for index in answers),
             Remark.LOST_THOUGHT: any(text not in whole for text in written),
+            Remark.LOST_CONTENT: lost,
             Remark.OTHER_TURN: chat.asks_others,
         }
         remarks = frozenset(remark for remark, is_so in seen.items() if is_so)
@@ -214,13 +210,31 @@ def _mark(template: Template, chat: Chat, learnt: Supervise) -> Marked | Unsuite
         return UnsuitedChat(f"the chat template does not render it: {fault}")
 
 
+def _lost(template: Template, chat: Chat, whole: str) -> bool:
+    """Whether the template leaves out the content of some message. Raises UnsuitedChat where it leaves out an answer or
+    a tool call: its turn would be trained on as an empty one."""
+    found = False
+    for index, message in enumerate(chat.messages):
+        calls, lines = message.get("tool_calls", ()), message["content"].split("\n")
+        if any(call.get("function", call)["name"] not in whole for call in calls):
+            raise UnsuitedChat(f"the chat template does not write the tool call in message {index + 1}")
+        if not message["content"].strip() or any(line.strip() and line.strip() in whole for line in lines):
+            continue
+        other = template.render_or_none(chat.with_message(index, {**message, "content": STAND_IN}))
+        if other is not None and STAND_IN[0] not in other:
+            if index in chat.answers() and not calls:
+                raise UnsuitedChat(f"the chat template does not write the answer in message {index + 1}")
+            found = True
+    return found
+
+
 def _left_out_spans(template: Template, chat: Chat, whole: str) -> list[Span]:
     """Where the turns stand that the row says are not supervised. Raises UnsuitedChat where one cannot be found."""
     own = [index for index in chat.answers() if index in chat.left_out]
     spans = answer_spans(template, chat, whole, own)
     for index in sorted(chat.left_out.difference(own)):
-        before = _render_or_none(template, chat.through(index)) or ""
-        through = _render_or_none(template, chat.through(index + 1))
+        before = template.render_or_none(chat.through(index)) or ""
+        through = template.render_or_none(chat.through(index + 1))
         if through is None or not through.startswith(before) or not whole.startswith(through):
             what = "is not supervised, by the row, and cannot be found in what the chat template renders"
             raise UnsuitedChat(f"message {index + 1} {what}")
@@ -284,14 +298,6 @@ def _encoded(input_ids: npt.NDArray[np.int32], learnt: npt.NDArray[np.bool_]) ->
     return Encoded(input_ids, labels)
 
 
-def _render_or_none(template: Template, chat: Chat, generation_prompt: bool = False) -> str | None:
-    """Templates may refuse a part of a conversation that they render as a whole."""
-    try:
-        return template.render(chat, generation_prompt) if chat.messages else None
-    except TemplateFault:
-        return None
-
-
 def _closing(chat: Chat, whole: str, prompt: str | None) -> str:
     """What the template writes behind an answer that ends the chat, `prompt` before it; empty where none is seen."""
     if prompt is None or not whole.startswith(prompt):
@@ -324,7 +330,7 @@ def _difference_span(
     bare = {name: value for name, value in message.items() if name not in REASONING}
     for turn in [message] if bare == message else [message, bare]:
         is_whole = turn is message and index == len(chat.messages) - 1
-        through = whole if is_whole else _render_or_none(template, _with_message(chat, index, turn).through(index + 1))
+        through = whole if is_whole else template.render_or_none(chat.with_message(index, turn).through(index + 1))
         if prompt is not None and through is not None and through.startswith(prompt) and whole.startswith(through):
             return (len(prompt), len(through))
     return None
@@ -333,8 +339,8 @@ def _difference_span(
 def _stand_in_span(template: Template, chat: Chat, index: int, whole: str) -> Span:
     message = chat.messages[index]
     for kept in ({"role": message["role"]}, message):
-        stand_in = _with_message(chat, index, {**kept, "content": STAND_IN})
-        before, found, after = (_render_or_none(template, stand_in) or "").rpartition(STAND_IN)
+        stand_in = chat.with_message(index, {**kept, "content": STAND_IN})
+        before, found, after = (template.render_or_none(stand_in) or "").rpartition(STAND_IN)
         start = _shared_length(before, whole)
         end = len(whole) - _shared_length(after[::-1], whole[::-1])
         if found and start <= end and _may_be(whole[start:end].strip(), message, whole.endswith(after)):
@@ -351,12 +357,12 @@ def _start_of_turn(template: Template, asked: Chat, before: str, start: int) -> 
     The model also writes what the template puts between the prompt and its answer: an empty thought, a channel, a
     space.
     """
-    prompt = _render_or_none(template, asked, generation_prompt=True)
+    prompt = template.render_or_none(asked, generation_prompt=True)
     if prompt is None:
         return start
     if before.startswith(prompt):
         return len(prompt)
-    header = prompt[_shared_length(prompt, _render_or_none(template, asked) or "") :]
+    header = prompt[_shared_length(prompt, template.render_or_none(asked) or "") :]
     found = before.rfind(header) + len(header)
     last = asked.messages[-1]["content"].strip()
     if header.strip() and found >= len(header) and last and last not in before[found:]:
@@ -371,10 +377,6 @@ def _may_be(text: str, message: Message, is_all_else_there: bool) -> bool:
     return text in message["content"] or (not is_plain and is_all_else_there and message["content"].strip() in text)
 
 
-def _with_message(chat: Chat, index: int, message: Message) -> Chat:
-    return replace(chat, messages=[*chat.messages[:index], message, *chat.messages[index + 1 :]])
-
-
 def _end_of_turn(template: Template, through: Chat, whole: str, end: int) -> int:
     """Where the turn ends whose answer ends at `end`: after what would also follow it at the end of a chat.
 
@@ -382,7 +384,7 @@ def _end_of_turn(template: Template, through: Chat, whole: str, end: int) -> int
     share their first characters; that is enough, since a token is trained on whole when one character of it is. What
     both begin behind a token that ends the turn (`<|endoftext|>`, `<|user|>`) is no part of it.
     """
-    closing = (_render_or_none(template, through) or "").rpartition(STAND_IN)[2]
+    closing = (template.render_or_none(through) or "").rpartition(STAND_IN)[2]
     shared = closing[: _shared_length(closing, whole[end:])]
     ends = [shared.rfind(token) + len(token) for token in template.specials if token in shared]
     return end + max(ends, default=len(shared))

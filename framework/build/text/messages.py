@@ -31,6 +31,7 @@ class Remark(StrEnum):
 
     EMPTY_ANSWER = "an empty answer: only the end of the turn is supervised"
     LOST_THOUGHT = "thoughts, of earlier turns as a rule, that the chat template leaves out of the row"
+    LOST_CONTENT = "messages whose content the chat template does not write"
     OTHER_TURN = "turns marked for training that are not the assistant's: they are not supervised"
 
     @property

@@ -4,6 +4,7 @@ The templates in tests/build/templates are the public ones, shortened in what th
 render turns.
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,31 @@ def test_what_a_template_leaves_out_is_told(tokenizer_of: TokenizerOf) -> None:
         assert isinstance(row, Encoded)
         assert row.remarks == lost
     assert check_chat(tokenizer_of("qwen25"), [with_tools]) == {}
+
+
+LOSES = "{%% for m in messages if m.role != '%s' %%}{{ m.role }}: {{ m.content|upper }}\n{%% endfor %%}"
+
+
+@pytest.mark.parametrize(
+    "text", [LOSES % "assistant", LOSES.replace("m.content", "m.text") % "", "{{ messages|length }}"]
+)
+def test_an_answer_that_a_template_does_not_write_is_no_empty_one(text: str, tokenizer_of: TokenizerOf) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    tokenizer.chat_template = text
+    for what in (Supervise.ASSISTANT, Supervise.ALL):
+        (row,) = encode_chats(tokenizer, [TURNS], what)
+        assert str(row) == "the chat template does not write the answer in message 2"
+
+
+@pytest.mark.parametrize(("dropped", "remarks"), [("system", {Remark.LOST_CONTENT}), ("", set())])
+def test_other_content_that_a_template_drops_is_counted(
+    dropped: str, remarks: set[Remark], tokenizer_of: TokenizerOf
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    tokenizer.chat_template = LOSES % dropped
+    (row,) = encode_chats(tokenizer, [WITH_SYSTEM])
+    assert isinstance(row, Encoded)
+    assert row.remarks == remarks
 
 
 def test_a_system_message_that_a_template_refuses_is_said_so(tokenizer_of: TokenizerOf) -> None:
