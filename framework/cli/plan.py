@@ -15,6 +15,7 @@ from framework.cli.printing import (
     check_writable,
     complain,
     exit_code,
+    one_line,
     print_columns,
     print_json,
     print_text,
@@ -176,7 +177,7 @@ def _document(made: "Plan", measured: "Measured | None", warnings: Sequence[str]
     from framework.reports.plan_text import measured_document
 
     added = {} if measured is None else {"measured": measured_document(measured)}
-    return {**made.to_json(), "warnings": [*(" ".join(text.split()) for text in warnings), *made.warnings], **added}
+    return {**made.to_json(), "warnings": [*map(one_line, warnings), *made.warnings], **added}
 
 
 def _print(title: str, made: "Plan", measured: "Measured | None") -> None:

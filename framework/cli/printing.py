@@ -46,8 +46,13 @@ def print_problems(problems: Sequence[Problem]) -> None:
 def print_warnings(warnings: Iterable[object]) -> None:
     """One line for each warning."""
     for warning in warnings:
-        text = " ".join(line.strip() for line in str(warning).splitlines())
-        _stderr().print(f"[yellow]warning[/] {_escaped(text)}")
+        _stderr().print(f"[yellow]warning[/] {_escaped(one_line(warning))}")
+
+
+def one_line(warning: object) -> str:
+    """A warning with its place, and what is right, in brackets behind it."""
+    message, *rest = (line.strip() for line in str(warning).splitlines())
+    return f"{message} ({'; '.join(rest)})" if rest else message
 
 
 def say(message: str) -> None:

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from framework.cli.printing import print_columns
+from framework.cli.printing import print_columns, print_warnings
+from framework.errors import Problem
 
 ROWS = [
     ("key", "values", "training"),
@@ -46,3 +47,9 @@ def test_a_wide_terminal_is_as_a_pipe(shown) -> None:
 
 def test_no_rows_are_no_lines(shown) -> None:
     assert shown([], 80) == []
+
+
+def test_a_warning_is_one_line_with_its_place_in_brackets(capsys) -> None:
+    print_warnings(["a", Problem("data.workers", "64 for 2 cores", where="r.yaml:3", expected="at most 1")])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["warning a", "warning data.workers: 64 for 2 cores (at r.yaml:3; expected at most 1)"]

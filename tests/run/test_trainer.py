@@ -444,7 +444,7 @@ def test_a_run_that_would_fill_the_disk_is_refused_before_anything_is_loaded(cor
     plan = plan_in_subprocess(config(corpus, tmp_path / "run"))
     large = dataclasses.replace(plan, disk_bytes=1 << 60)
     monkeypatch.setattr(opening, "assemble", lambda *_: pytest.fail("weights were made"))
-    with pytest.raises(DoesNotFit, match=r"writes up to 1073741824\.0 GiB"):
+    with pytest.raises(DoesNotFit, match=r"writes up to 1,073,741,824\.00 GiB"):
         train(config(corpus, tmp_path / "run"), planner=lambda _: large)
     assert not (tmp_path / "run").exists()
 

@@ -72,7 +72,7 @@ def test_what_all_ranks_need_of_the_host_is_refused_before_any_starts(monkeypatc
     plan = replace(on(24.0), host_bytes=40 * GIB, host=host)
     monkeypatch.setattr(launch, "plan_in_subprocess", lambda config: plan)
     monkeypatch.setattr(room, "available_host_bytes", lambda: 60 * GIB)
-    with pytest.raises(DoesNotFit, match=r"70.0 GiB of host memory for 2 processes \(48.0 GiB of it pinned\)"):
+    with pytest.raises(DoesNotFit, match=r"70.00 GiB of host memory for 2 processes \(48.00 GiB of it pinned\)"):
         launch.launch(two, "run", [])
 
 
