@@ -144,6 +144,7 @@ SHAPES: tuple[Shape, ...] = (
     _hang("store", r"clientsockethastimedout|RendezvousTimeoutError"),
     _nan("loss", rf"{_LOSS}.{{0,24}}?(?:\bis\b|\bbecame\b|[=:])[\s'\"]*(?:infinite or )?(?:nan|inf)\b"),
     _nan("loss", r"\bloss returned in .{1,40} is (?:nan|inf)\b"),
+    _nan("loss", r"\bloss\s+(?:nan|inf)\b"),
     _nan("loss", r"\b(?:nan|non-finite|infinite) (?:training )?loss\b|\bloss is not finite\b"),
     _nan("ours", r"step \d+: loss [\w.+-]+, gradient norm [\w.+-]+ over \d+ supervised tokens"),
     _nan("norm", r"grad(?:ient)?[_ ]norm\b['\"]?\s*[:=]\s*['\"]?(?:tensor\()?(?:nan|inf)\b"),
