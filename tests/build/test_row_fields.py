@@ -112,7 +112,7 @@ class TestTurns:
     def test_a_turn_of_the_user_that_asks_for_it_is_counted(self, prepare: Prepare) -> None:
         rows = [{"messages": [{**ASKED, "train": True}, ANSWER]}, {"messages": [{**ASKED, "weight": 1}, ANSWER]}]
         (warning,) = prepare(rows).report.warnings
-        assert warning.startswith("1 of 2 rows of train (50.0 %) have turns marked for training")
+        assert warning.startswith("data.train: 1 of 2 rows of train (50.0 %) have turns marked for training")
 
 
 class TestColumns:
@@ -242,13 +242,13 @@ class TestRemarks:
     def test_empty_answers_from_one_in_a_hundred_on(self, prepare: Prepare) -> None:
         empty, full = {"messages": [ASKED, {**ANSWER, "content": " "}]}, {"messages": [ASKED, ANSWER]}
         (warning,) = prepare([empty] * 10 + [full] * 30).report.warnings
-        assert warning.startswith("10 of 40 rows of train (25.0 %) have an empty answer")
+        assert warning.startswith("data.train: 10 of 40 rows of train (25.0 %) have an empty answer")
         assert len(prepare([empty] + [full] * 99).report.warnings) == 1
         few = prepare([empty] + [full] * 100).report
         assert few.warnings == ()
         assert "1 row with an empty answer" in str(few)
         bare = prepare([{"prompt": "q", "completion": " "}, *[{"prompt": "q", "completion": "a"}] * 3]).report
-        assert bare.warnings[0].startswith("1 of 4 rows of train (25.0 %) have an empty answer")
+        assert bare.warnings[0].startswith("data.train: 1 of 4 rows of train (25.0 %) have an empty answer")
 
     def test_a_call_or_an_answer_that_is_not_supervised_is_no_empty_one(self, prepare: Prepare) -> None:
         off = {"messages": [ASKED, {**ANSWER, "content": "", "weight": 0}, ASKED, ANSWER]}
@@ -268,7 +268,7 @@ class TestRemarks:
         assert "first thought" not in rendered(data, base, 4)
         assert "second thought" in rendered(data, base, 4)
         (warning,) = data.report.warnings
-        assert warning.startswith("1 of 5 rows of train (20.0 %) have thoughts, of earlier turns")
+        assert warning.startswith("data.train: 1 of 5 rows of train (20.0 %) have thoughts, of earlier turns")
 
 
 def test_as_json(prepare: Prepare) -> None:

@@ -282,5 +282,5 @@ def check_all_weights(
             left_over = check_weights(about, shape)
         if left_over:
             weights = counted(len(left_over), "weight", "weights")
-            message = f"{weights} of {about.model.model_name} are not used by this task's model, first {left_over[0]}"
+            message = f"the model of this task does not use {weights} of {about.model.model_name}, first {left_over[0]}"
             yield Problem(key, message)
