@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,16 @@ def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_runs() -> Iterator[None]:
-    """Nothing waits for the disk, since no test cuts the power, and a run writes one token as its sample."""
+    """Nothing waits for the disk, since no test cuts the power; a run writes one token as its sample, and git is asked
+    once for the commit of a folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         if "framework.run.trainer" in sys.modules:
+            from framework.run.record import revision
+
             patch.setattr("framework.run.trainer.SAMPLE_NEW_TOKENS", 1)
+            commit = cache(lambda folder: revision.describe_revision())
+            patch.setattr("framework.run.record.run_folder.describe_revision", lambda: commit(os.getcwd()))
         yield
 
 
