@@ -14,7 +14,7 @@ RECIPE = """training: {global_batch_size: 16, optimizer: adamw_torch_fused}
 model:
   load_pretrained_weights: false
   model_max_length: 512
-  architecture: {model_type: llama, hidden_size: 256, intermediate_size: 1024, num_hidden_layers: 6,
+  architecture: {model_type: llama, hidden_size: 256, intermediate_size: 1024, num_hidden_layers: 4,
     num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 512, vocab_size: 16384}
 """
 FIXED = ("balanced", "low_memory", "lowest_memory")

@@ -128,13 +128,19 @@ def test_grouping_that_is_not_in_effect_stops_the_run(
 SHAPE = {**LLAMA, "num_hidden_layers": 4, "hidden_size": 64, "max_position_embeddings": 512}
 
 
+_planned: dict[str, Any] = {}
+
+
 class TestPlan:
     def plan(self, packing: bool = True, padding_free: bool = False, card: Any = H100, **model: Any) -> Any:
-        sizes = {"per_device_train_batch_size": 2, "global_batch_size": 4, "mixed_precision_dtype": "bf16"}
-        sections = {"training": sizes, "model": {"model_max_length": 512, **model}}
-        return make_plan(
-            record(tiny_config(SHAPE, gpu=card, data={"packing": packing, "padding_free": padding_free}, **sections))
-        )
+        """Made once for all tests."""
+        asked = repr((packing, padding_free, card.name, model))
+        if asked not in _planned:
+            sizes = {"per_device_train_batch_size": 2, "global_batch_size": 4, "mixed_precision_dtype": "bf16"}
+            sections = {"training": sizes, "model": {"model_max_length": 512, **model}}
+            data = {"packing": packing, "padding_free": padding_free}
+            _planned[asked] = make_plan(record(tiny_config(SHAPE, gpu=card, data=data, **sections)))
+        return _planned[asked]
 
     def test_sdpa_holds_one_mask_for_all_layers(self) -> None:
         """2 rows x 512 x 512 in bfloat16, once; and keys and values of every query head, since the kernel with a mask

@@ -7,6 +7,7 @@ nothing is fitted to those).
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from benchmarks.sharded_rows import step_config
 from framework import load
 from framework.memory import planning
 from framework.memory.ledger import Plan
+from framework.memory.planning import make_plan
+from framework.memory.rehearsal import Rehearsal
 from framework.memory.step_time import step_time, with_update_on_host
 from framework.memory.trace import GATHER, REDUCE
 from framework.run.rehearsal.rehearse import record, rehearse
@@ -71,8 +74,13 @@ def test_a_plan_is_what_two_cards_took(row):
     assert made.step.seconds == pytest.approx(row["step_seconds"], rel=SLOW.get(row["name"], 0.15))
 
 
+@cache
+def recorded(count: int = 4, accumulation: int = 1) -> Rehearsal:
+    return record(config(count, accumulation))
+
+
 def plan(count: int = 4, **fsdp: object) -> Plan:
-    return rehearse(config(count, **fsdp))
+    return make_plan(recorded(count)) if not fsdp else rehearse(config(count, **fsdp))
 
 
 def config(count: int = 4, accumulation: int = 1, **fsdp: object) -> TrainingConfig:
@@ -129,7 +137,7 @@ def test_copies_are_planned_where_they_are_whatever_offloads_shards():
 
 def test_loading_holds_one_unit_whole_at_a_time():
     found = {phase.name: phase for phase in plan(4).phases}
-    whole = 4 * record(config(4)).footprint.total_parameters
+    whole = 4 * recorded().footprint.total_parameters
     assert found["load"].allocated_bytes < 0.5 * whole
 
 
@@ -160,7 +168,7 @@ def test_the_host_holds_what_a_save_writes(monkeypatch):
 
 
 def test_every_micro_batch_gathers_and_reduces():
-    one, two = (record(config(4, accumulation)).trace.operations for accumulation in (1, 2))
+    one, two = (recorded(4, accumulation).trace.operations for accumulation in (1, 2))
     for name, units in ((GATHER, 2 * 5 + 1), (REDUCE, 6)):  # 4 blocks and the embedding; the head is gathered once
         counts = [sum(item.bytes > 1000 for item in found if item.name == name) for found in (one, two)]
         assert counts[1] == 2 * counts[0]
@@ -169,7 +177,7 @@ def test_every_micro_batch_gathers_and_reduces():
 
 def test_what_each_card_sends_is_all_of_its_gradients_but_its_own_part():
     """A ring: 3/4 of the gradients' bytes on 4 cards."""
-    found = record(config(4))
+    found = recorded()
     sent = sum(item.bytes for item in found.trace.operations if item.name == REDUCE and item.bytes > 1000)
     steps = sum(mark.phase == "optimizer_step" for mark in found.trace.marks)
     assert sent / steps == pytest.approx(0.75 * 4 * found.footprint.trainable_parameters, rel=0.01)
