@@ -18,9 +18,8 @@ from framework import load
 from framework.memory import planning
 from framework.memory.ledger import Plan
 from framework.memory.planning import make_plan
-from framework.memory.rehearsal import Rehearsal
 from framework.memory.step_time import step_time, with_update_on_host
-from framework.memory.trace import GATHER, REDUCE
+from framework.memory.trace import GATHER, REDUCE, Rehearsal
 from framework.run.rehearsal.rehearse import record, rehearse
 from framework.schema.config import TrainingConfig
 from tests.run.reference import H100
