@@ -14,7 +14,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from framework.build.adapters.quantize import Factors, quantize, require_bitsandbytes
 from framework.build.attention.context import Context, share_rows
 from framework.build.attention.ring_attention import in_parts
-from framework.build.dtypes import autocast_dtype
 from framework.build.from_python import TASKS_OWN, FromPython
 from framework.build.levers.activations import arrange_blocks
 from framework.build.levers.allocator import DeviceCache
@@ -31,7 +30,7 @@ from framework.build.model.freeze import Frozen, fingerprint, freeze
 from framework.build.optimizers.build import build_optimizer
 from framework.build.parallel.gradient_buckets import GradientBuckets
 from framework.build.parallel.parallelize import parallelize
-from framework.build.place import Place
+from framework.build.place import Place, autocast_dtype
 from framework.build.ranks import ALONE, Parallel, Ranks
 from framework.build.scaler import LossScale, build_loss_scale
 from framework.build.schedule import Schedule, build_schedule

@@ -97,27 +97,16 @@ def missing_folder(name: str | Path, key: str) -> Problem:
 def require_readable(folder: Path, key: str) -> None:
     """Raises RequestError, under `key`, naming each small file of a folder that is not what its name says."""
     require_regular_files(folder, key)
-    problems = [*_damaged_objects(folder, key), *_damaged_texts(folder, key)]
+    problems = list[Problem]()
+    for file in (folder / name for name in (*OBJECTS, *TEXTS) if (folder / name).exists()):
+        try:
+            _ = read_object(file, key) if file.name in OBJECTS else read_regular(file)
+        except RequestError as error:
+            problems += error.problems
+        except (OSError, ValueError) as error:
+            problems.append(_damaged(file, key, one_line(error)))
     if problems := problems or [*_wrong_values(folder, key)]:
         raise RequestError(problems)
-
-
-def _damaged_objects(folder: Path, key: str) -> Iterator[Problem]:
-    for name in OBJECTS:
-        if (folder / name).exists():
-            try:
-                read_object(folder / name, key)
-            except RequestError as error:
-                yield from error.problems
-
-
-def _damaged_texts(folder: Path, key: str) -> Iterator[Problem]:
-    for name in TEXTS:
-        if (folder / name).exists():
-            try:
-                read_regular(folder / name)
-            except (OSError, ValueError) as error:
-                yield _damaged(folder / name, key, one_line(error))
 
 
 def _wrong_values(folder: Path, key: str) -> Iterator[Problem]:

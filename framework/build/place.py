@@ -1,9 +1,12 @@
-"""Where a run is assembled: on a real device, or on tensors without storage that stand for one."""
+"""Where a run is assembled: on a real device, or on tensors without storage that stand for one; and dtypes by a recipe's words."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from framework.schema.choices import MixedPrecision, TorchDtype
+from framework.schema.training import TrainingParams
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,16 @@ def real_place(device: torch.device) -> Place:
 def rehearsal_place(kind: Literal["cpu", "cuda"]) -> Place:
     """A place without storage that follows the rules of `kind`."""
     return Place(torch.device("meta"), kind)
+
+
+TORCH_DTYPES = {
+    TorchDtype.FLOAT32: torch.float32,
+    TorchDtype.BFLOAT16: torch.bfloat16,
+    TorchDtype.FLOAT16: torch.float16,
+}
+AUTOCAST_DTYPES = {MixedPrecision.BF16: torch.bfloat16, MixedPrecision.FP16: torch.float16}
+
+
+def autocast_dtype(training: TrainingParams) -> torch.dtype | None:
+    """The dtype that products are computed in where it is not the weights' own."""
+    return AUTOCAST_DTYPES.get(MixedPrecision(training.mixed_precision_dtype or "none"))

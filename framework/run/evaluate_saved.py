@@ -14,8 +14,8 @@ from framework.activity import doing
 from framework.build.data.batches import eval_batches
 from framework.build.data.packing import on_device
 from framework.build.data.prepare import Data, prepare_data
-from framework.build.dtypes import autocast_dtype
 from framework.build.model.parts import causal_model
+from framework.build.place import autocast_dtype
 from framework.build.tasks import build_objective
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError

@@ -29,10 +29,9 @@ from framework.build.adapters.first_adapter import drawn_for, load_first_adapter
 from framework.build.adapters.products import compute_in_input_dtype, norm_by_rows
 from framework.build.adapters.quantize import Factors, is_packed
 from framework.build.adapters.targets import KEY, Targets, find_targets, modules_within
-from framework.build.dtypes import TORCH_DTYPES
 from framework.build.hub import nearest, one_line
 from framework.build.model.heads import answers_for_rows, head_modules
-from framework.build.place import Place
+from framework.build.place import TORCH_DTYPES, Place
 from framework.errors import Problem, RequestError
 from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import PeftMethod, TorchDtype
@@ -113,10 +112,8 @@ def attach_adapter(
             dtype = whole if ".modules_to_save." in name else adapter_dtype(params, model)
             parameter.data = parameter.data.to(dtype)
     if ADAPTERS[params.peft_method].has_own_start:
-        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)]
-        drawn = [
-            (name, layer) for name, layer in layers if not any(parameter.is_meta for parameter in layer.parameters())
-        ]
+        layers = (named for named in model.named_modules() if isinstance(named[1], BaseTunerLayer))
+        drawn = [named for named in layers if not any(item.is_meta for item in named[1].parameters())]
         start_layers(drawn, seed, place, params)
     if params.lora_freeze_a and ADAPTERS[params.peft_method].has_factors:
         for name, parameter in adapted.named_parameters():

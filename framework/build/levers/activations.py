@@ -98,18 +98,17 @@ def arrange_blocks(training: TrainingParams, model: nn.Module, place: Place) -> 
         raise RequestError([Problem(key, message, expected="false")])
     offload = Offload(place) if offloads else None
     every = int(training.gradient_checkpointing_every) if recomputes else 0
+    policy, options = (
+        CheckpointingPolicy(training.gradient_checkpointing_policy),
+        training.gradient_checkpointing_kwargs,
+    )
     for index, block in enumerate(blocks):
-        inner = _recompute(training, block) if every and index % every == 0 else None
+        trains = any(parameter.requires_grad for parameter in block.parameters())
+        inner = Recompute(policy, options.use_reentrant, trains) if every and index % every == 0 else None
         runner = Offloaded(offload, inner, block is blocks[-1]) if offload is not None else inner
         if runner is not None:
             block.gradient_checkpointing = True  # the flag by which transformers hands the block to its function
             block._gradient_checkpointing_func = runner
-
-
-def _recompute(training: TrainingParams, block: nn.Module) -> Recompute:
-    trains = any(parameter.requires_grad for parameter in block.parameters())
-    policy = CheckpointingPolicy(training.gradient_checkpointing_policy)
-    return Recompute(policy, training.gradient_checkpointing_kwargs.use_reentrant, trains)
 
 
 def recomputing(model: nn.Module) -> Iterator[tuple[GradientCheckpointingLayer, Recompute]]:

@@ -8,10 +8,11 @@ when its adapter is used.
 import contextlib
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,14 +128,9 @@ def as_teachers() -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise RequestError([_of_teacher(problem) for problem in error.problems]) from None
-
-
-def _of_teacher(problem: Problem) -> Problem:
-    """What is wrong with its `model` is said of `training.teacher`."""
-    head, _, rest = problem.key.partition(".")
-    key = f"{TEACHER_KEY}.{rest}" if head == "model" else problem.key
-    return Problem(key, problem.message, where=problem.where, expected=problem.expected, nearest=problem.nearest)
+        of_teacher = re.compile(r"^model\.")
+        named = ((problem, of_teacher.sub(f"{TEACHER_KEY}.", problem.key)) for problem in error.problems)
+        raise RequestError([replace(problem, key=key) for problem, key in named]) from None
 
 
 BASE, TEACHER = "model.base", "training.teacher"

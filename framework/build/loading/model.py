@@ -16,7 +16,6 @@ from framework.build.attention.flex_attention import NAME as FLEX_ATTENTION
 from framework.build.attention.flex_attention import know_flex_attention
 from framework.build.attention.ring_attention import NAME as RING_ATTENTION
 from framework.build.attention.ring_attention import know_ring_attention
-from framework.build.dtypes import TORCH_DTYPES
 from framework.build.hub import hub_is_reachable, leave_to_run_code, nearest, one_line
 from framework.build.loading.config_values import (
     explain_refusal,
@@ -36,7 +35,7 @@ from framework.build.model_folder import (
     require_model,
     weight_files,
 )
-from framework.build.place import Place, rehearsal_place
+from framework.build.place import TORCH_DTYPES, Place, rehearsal_place
 from framework.build.text.tokenizer import END_TOKEN_ID
 from framework.errors import Problem, RequestError
 from framework.schema.architecture import laid_over
@@ -66,20 +65,14 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
         architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
     scale_positions(model, architecture)
     refuse_impossible_values(architecture, f"the config.json of {model.model_name!r}", "model.model_name", written)
-    _refuse_dtype(architecture, config)
-    fit_head(config, architecture)
-    return architecture
-
-
-def _refuse_dtype(architecture: PretrainedConfig, config: TrainingConfig) -> None:
-    """Raises RequestError for a dtype that nothing can be computed in, such as int8."""
     dtype = architecture.dtype
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is None or (isinstance(named, torch.dtype) and named.is_floating_point):
-        return
-    key = "model.model_name" if reads_own_config(config.model) else "model.architecture.dtype"
-    message = f"its config says that the weights are {dtype}, and a model computes in floating point"
-    raise RequestError([Problem(key, message, expected="float32, bfloat16 or float16")])
+    if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):  # such as int8
+        key = "model.model_name" if reads_own_config(model) else "model.architecture.dtype"
+        message = f"its config says that the weights are {dtype}, and a model computes in floating point"
+        raise RequestError([Problem(key, message, expected="float32, bfloat16 or float16")])
+    fit_head(config, architecture)
+    return architecture
 
 
 def _written_architecture(written: dict[str, Any]) -> PretrainedConfig:

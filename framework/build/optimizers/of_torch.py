@@ -1,6 +1,7 @@
 """Optimizers of torch and transformers as they are."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -9,15 +10,12 @@ from framework.schema.optimizers import Optimizer
 from framework.schema.training import TrainingParams
 
 
-def _adamw(training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
-    """The foreach implementation on CUDA (fast; temporaries as large as the parameters), the plain loop on CPU."""
-    rate, betas, epsilon = training.learning_rate, betas_of(training), training.adam_epsilon
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, foreach=trained.foreach)
-
-
-def _fused(training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
-    rate, betas, epsilon = training.learning_rate, betas_of(training), training.adam_epsilon
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=True)
+def _adamw(fused: bool, training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
+    """The fused implementation; or foreach on CUDA (fast; temporaries as large as the parameters), the plain loop on
+    CPU."""
+    how = {"fused": True} if fused else {"foreach": trained.foreach}
+    rate, betas = training.learning_rate, betas_of(training)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=training.adam_epsilon, **how)
 
 
 def _sgd(training: TrainingParams, groups: Groups, trained: Trained) -> torch.optim.Optimizer:
@@ -48,8 +46,8 @@ def _is_adamw(optimizer: torch.optim.Optimizer, fused: bool) -> bool:
 
 _MOMENTS = in_its_dtype("exp_avg", "exp_avg_sq")
 ROWS = {
-    Optimizer.ADAMW_TORCH: Row(_adamw, lambda made: _is_adamw(made, fused=False), _MOMENTS),
-    Optimizer.ADAMW_TORCH_FUSED: Row(_fused, lambda made: _is_adamw(made, fused=True), _MOMENTS),
+    Optimizer.ADAMW_TORCH: Row(partial(_adamw, False), lambda made: _is_adamw(made, fused=False), _MOMENTS),
+    Optimizer.ADAMW_TORCH_FUSED: Row(partial(_adamw, True), lambda made: _is_adamw(made, fused=True), _MOMENTS),
     Optimizer.SGD: Row(_sgd, lambda made: type(made) is torch.optim.SGD, _sgd_states),
     Optimizer.ADAFACTOR: Row(_adafactor, lambda made: type(made).__name__ == "Adafactor", _adafactor_states),
 }

@@ -21,13 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from framework.build.adapters.quantize import is_packed, is_quantized
-from framework.build.dtypes import autocast_dtype
 from framework.build.hub import nearest
 from framework.build.levers.compiled import compiled_regions
 from framework.build.levers.offload import pinning
 from framework.build.loading.sharded import ShardLoader
 from framework.build.model.parts import causal_model, ends_of, transformer_blocks
-from framework.build.place import Place
+from framework.build.place import Place, autocast_dtype
 from framework.build.ranks import Ranks
 from framework.errors import Problem, RequestError
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy

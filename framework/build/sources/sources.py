@@ -339,7 +339,11 @@ def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> "datasets.D
 
     split = source.split
     if streamed:
-        split = _streamed_split(source, key).name
+        taken = parse_split(split) if "+" not in split else None
+        if taken is None or taken.needs_count:
+            message = f"of a stream from the hub `{split}` cannot be taken without loading all of it"
+            raise RequestError([Problem(f"{key}.split", message, expected="row numbers, as in `train[:1000]`")])
+        split = taken.name
     local = Path(source.path).absolute()
     downloaded = Path(datasets.config.HF_DATASETS_CACHE, source.path.replace("/", "___")).exists()
     if not downloaded and not hub_is_reachable():
@@ -356,15 +360,6 @@ def _hub_dataset(source: DatasetParams, key: str, streamed: bool) -> "datasets.D
         message = f"no file or folder {local}; {hub_host()} answered: {one_line(error)}"
         raise RequestError([Problem(key, message, nearest=nearest_path(local, source.path))]) from error
     return dataset
-
-
-def _streamed_split(source: DatasetParams, key: str) -> Split:
-    """Raises RequestError for a slice whose rows would have to be counted, which would load all of them."""
-    split = parse_split(source.split) if "+" not in source.split else None
-    if split is None or split.needs_count:
-        message = f"of a stream from the hub `{source.split}` cannot be taken without loading all of it"
-        raise RequestError([Problem(f"{key}.split", message, expected="row numbers, as in `train[:1000]`")])
-    return split
 
 
 def _dataset_records(dataset: "datasets.Dataset | datasets.IterableDataset") -> Iterator[Record]:

@@ -201,7 +201,10 @@ def load_tokenizer(model: ModelParams) -> PreTrainedTokenizerBase:
 def read_tokenizer_of(folder: Path, key: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder. Raises RequestError, under `key`, naming the file that is missing or damaged."""
     require_readable(folder, key)
-    _require_tokenizer_files(folder, key)
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        message = f"the folder {folder.absolute()} has no tokenizer files; it has {found}"
+        raise RequestError([Problem(key, message, expected="tokenizer.json, or set model.tokenizer_name")])
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True
@@ -226,14 +229,6 @@ def _as_saved(tokenizer: PreTrainedTokenizerBase, name: str, key: str) -> PreTra
     for note in ("is_local", "local_files_only"):
         tokenizer.init_kwargs.pop(note, None)
     return tokenizer
-
-
-def _require_tokenizer_files(folder: Path, key: str) -> None:
-    if any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
-        return
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    message = f"the folder {folder.absolute()} has no tokenizer files; it has {found}"
-    raise RequestError([Problem(key, message, expected="tokenizer.json, or set model.tokenizer_name")])
 
 
 def _not_found(name: str, key: str, error: Exception) -> Problem:

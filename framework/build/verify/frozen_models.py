@@ -8,8 +8,8 @@ from torch import Tensor
 
 from framework.build.adapters.quantize import kind_name, quantized_kinds, weight_count
 from framework.build.assembly import Assembly
-from framework.build.dtypes import TORCH_DTYPES
 from framework.build.model.freeze import fingerprint
+from framework.build.place import TORCH_DTYPES
 from framework.build.tasks import Precomputed, WithFirstAdapter, WithoutAdapter, reference_of
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import TorchDtype

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from framework.build.assembly import Assembly
-from framework.build.dtypes import autocast_dtype
 from framework.build.levers.streamed_base import KEY, blocks_of
 from framework.build.losses.loss import Batch, ignore_phases, token_logits
 from framework.build.model.parts import causal_model
 from framework.build.parallel.fsdp import parameter_groups
+from framework.build.place import autocast_dtype
 from framework.build.ranks import local_part
 from framework.build.verify.reading import FirstStep, Reading
 from framework.schema.choices import BackwardPrefetch, ShardingStrategy

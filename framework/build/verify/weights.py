@@ -9,7 +9,6 @@ from torch import nn
 
 from framework.build.adapters.quantize import is_packed
 from framework.build.assembly import Assembly
-from framework.build.dtypes import AUTOCAST_DTYPES, TORCH_DTYPES
 from framework.build.levers.float8 import HELD, Float8Base, linear_layers
 from framework.build.loading.config_values import FULL, rope_of
 from framework.build.loading.model import embedding_rows
@@ -17,6 +16,7 @@ from framework.build.loading.vocabulary import changes_rows, new_rows, token_mat
 from framework.build.model.freeze import still_frozen
 from framework.build.model.heads import answers, answers_for_rows, head_modules
 from framework.build.model.parts import causal_model, is_of_adapter
+from framework.build.place import AUTOCAST_DTYPES, TORCH_DTYPES
 from framework.build.text.tokenizer import vocabulary_of
 from framework.build.verify.reading import Reading
 from framework.memory.resolve import describe_float16

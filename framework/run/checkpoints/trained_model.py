@@ -13,7 +13,6 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from framework.beside import path_like
 from framework.build.adapters.quantize import is_quantized, keep_packing, quantize
-from framework.build.dtypes import autocast_dtype
 from framework.build.hub import hub_is_reachable, leave_to_run_code, one_line
 from framework.build.loading.bases import BASE, Base, differences, read_base
 from framework.build.loading.model import build_model, read_architecture, unreported
@@ -21,7 +20,7 @@ from framework.build.loading.unmatched import sort_unmatched
 from framework.build.model.freeze import fingerprint
 from framework.build.model.heads import ASSUMED, model_class, pad_like
 from framework.build.model_folder import KEY, local_folder, read_object, require_model, require_readable, weight_files
-from framework.build.place import real_place
+from framework.build.place import autocast_dtype, real_place
 from framework.build.resolve_model import settle
 from framework.build.text.tokenizer import read_tokenizer_of
 from framework.compose import load_of_run
