@@ -1,4 +1,4 @@
-"""Where a run is assembled: on a real device, or on tensors without storage that stand for one; and dtypes by a recipe's words."""
+"""Where a run is assembled: on a real device, or on tensors without storage that stand for one; dtypes by name."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -104,7 +104,7 @@ def arrange_blocks(training: TrainingParams, model: nn.Module, place: Place) -> 
     )
     for index, block in enumerate(blocks):
         trains = any(parameter.requires_grad for parameter in block.parameters())
-        inner = Recompute(policy, options.use_reentrant, trains) if every and index % every == 0 else None
+        inner = Recompute(policy, reentrant, trains) if every and index % every == 0 else None
         runner = Offloaded(offload, inner, block is blocks[-1]) if offload is not None else inner
         if runner is not None:
             block.gradient_checkpointing = True  # the flag by which transformers hands the block to its function
