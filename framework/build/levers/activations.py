@@ -98,10 +98,8 @@ def arrange_blocks(training: TrainingParams, model: nn.Module, place: Place) -> 
         raise RequestError([Problem(key, message, expected="false")])
     offload = Offload(place) if offloads else None
     every = int(training.gradient_checkpointing_every) if recomputes else 0
-    policy, options = (
-        CheckpointingPolicy(training.gradient_checkpointing_policy),
-        training.gradient_checkpointing_kwargs,
-    )
+    policy = CheckpointingPolicy(training.gradient_checkpointing_policy)
+    reentrant = training.gradient_checkpointing_kwargs.use_reentrant
     for index, block in enumerate(blocks):
         trains = any(parameter.requires_grad for parameter in block.parameters())
         inner = Recompute(policy, reentrant, trains) if every and index % every == 0 else None
