@@ -46,9 +46,9 @@ def refuse_unreadable_values(settings: Mapping[str, Any], where: str, key: str) 
         raise RequestError(problems)
 
 
-def refuse_impossible_values(architecture: PretrainedConfig, where: str, key: str, written: Container[str]) -> None:
-    """Raises RequestError for each number of a config that no model can have: under `key`, with `where` for the name of
-    the config, or where `model.architecture` has it as `written`."""
+def refuse_impossible_values(architecture: PretrainedConfig, where: str, written: Container[str]) -> None:
+    """Raises RequestError for each number of a config that no model can have: under `model.model_name`, with `where` for
+    the name of the config, or where `model.architecture` has it as `written`."""
     found: dict[str, tuple[Any, str]] = {}
     for name, value in _leaves(architecture.to_dict()):
         if not isinstance(value, bool) and (works := _wanted(name, value)):
@@ -66,7 +66,7 @@ def refuse_impossible_values(architecture: PretrainedConfig, where: str, key: st
             [
                 Problem(f"model.architecture.{name}", f"cannot be {value}", expected=works)
                 if name.partition(".")[0] in written
-                else Problem(key, f"{where} has {name} {value}", expected=works)
+                else Problem("model.model_name", f"{where} has {name} {value}", expected=works)
                 for name, (value, works) in found.items()
             ]
         )

@@ -64,7 +64,7 @@ def read_architecture(config: TrainingConfig) -> PretrainedConfig:
         # else generation would stop at whatever token has the id that the family's own tokenizer ends with
         architecture.bos_token_id = architecture.eos_token_id = END_TOKEN_ID
     scale_positions(model, architecture)
-    refuse_impossible_values(architecture, f"the config.json of {model.model_name!r}", "model.model_name", written)
+    refuse_impossible_values(architecture, f"the config.json of {model.model_name!r}", written)
     dtype = architecture.dtype
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):  # such as int8

@@ -69,14 +69,14 @@ def test_all_at_once(base):
 def test_a_familys_own_name_is_told():
     architecture = AutoConfig.for_model(**{**GPT2, "n_layer": 0})
     with pytest.raises(RequestError, match="the config has n_layer 0"):
-        refuse_impossible_values(architecture, "the config", "model.model_name", {})
+        refuse_impossible_values(architecture, "the config", {})
 
 
 @pytest.mark.parametrize(
     "family", ["mamba2", "bamba", "llama", "gpt2", "bert", "gemma3", "mixtral", "xlnet", "t5", "musicgen"]
 )
 def test_every_familys_own_defaults_are_possible(family):
-    refuse_impossible_values(AutoConfig.for_model(family), "it", "model.model_name", {})
+    refuse_impossible_values(AutoConfig.for_model(family), "it", {})
 
 
 @pytest.mark.parametrize(
