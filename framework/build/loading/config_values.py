@@ -47,7 +47,7 @@ def refuse_unreadable_values(settings: Mapping[str, Any], where: str, key: str) 
 
 
 def refuse_impossible_values(architecture: PretrainedConfig, where: str, written: Container[str]) -> None:
-    """Raises RequestError for each number of a config that no model can have: under `model.model_name`, with `where` for
+    """Raises RequestError for each number of a config that no model can have: under `model.model_name`, with `where` as
     the name of the config, or where `model.architecture` has it as `written`."""
     found: dict[str, tuple[Any, str]] = {}
     for name, value in _leaves(architecture.to_dict()):
