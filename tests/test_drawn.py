@@ -32,6 +32,7 @@ def test_hardly_a_row_contradicts_itself(kind, cards):
 
 @pytest.fixture(autouse=True)
 def _little_is_preloaded(monkeypatch):
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # set for good where rows are run; undone here
     monkeypatch.setattr("benchmarks.rows.PRELOADED", "torch")
 
 

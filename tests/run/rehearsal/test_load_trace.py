@@ -17,7 +17,6 @@ from tests.grids import first
 from tests.run.reference import H100
 from tests.tiny import LLAMA
 
-pytestmark = pytest.mark.fresh_process
 LARGE: dict[str, Any] = {
     **LLAMA,
     "hidden_size": 1024,
