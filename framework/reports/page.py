@@ -47,6 +47,7 @@ circle.planned { fill: var(--ink) } circle.sketched { fill: var(--ground); strok
 circle.fits { fill: none; stroke: var(--good); stroke-width: 2.5 } .limit { stroke: var(--bad) }
 .swatch { border-radius: 2px; display: inline-block; height: .8em; margin-right: .5em; width: .8em }
 dl { display: grid; gap: .3rem 1.5rem; grid-template-columns: max-content 1fr; margin: 0 } dt { color: var(--soft) }
+details { margin: .5rem 0 } summary { color: var(--soft); cursor: pointer; font-size: .85rem }
 h1, p, dd, li, td:first-child { overflow-wrap: anywhere } dd { margin: 0 } .warnings { color: var(--warn) }
 """
 
@@ -65,6 +66,7 @@ def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str
         "<h2>Phase by phase</h2>",
         f'<div class="scroll">{phases_svg(plan)}</div>',
         legend,
+        _phases(plan),
         "<h2>At the peak</h2>",
         _terms(plan),
         "<h2>The run</h2>",
@@ -87,6 +89,13 @@ def document(title: str, parts: Iterable[str]) -> str:
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
+
+
+def _phases(plan: Plan) -> str:
+    """The figures of the drawing, which a phone shows in parts."""
+    rows = [(plan_text.phase_name(phase.name), plan_text.size(phase.device_bytes)) for phase in plan.phases]
+    figures = table(("Phase", "bytes on the device"), rows)
+    return f"<details><summary>Figures: bytes on the device by phase</summary>{figures}</details>"
 
 
 def _terms(plan: Plan) -> str:

@@ -119,8 +119,10 @@ def _plot(
         yield f'<p class="soft">Not drawn: {said}.</p>'
         return
     drawing = plot_svg(title, drawn, write, levels, moments, frame, from_zero, unit)
-    yield f'<div class="frame" tabindex="0">{drawing}</div>'
+    yield f'<div class="frame{" wide" if frame is LARGE else ""}" tabindex="0">{drawing}</div>'
     if frame is LARGE:
+        small = plot_svg(title, drawn, write, levels, moments, SMALL, from_zero, unit)
+        yield f'<div class="narrow">{small}</div>'  # on a phone, where most of the other would be out of sight
         keys = [(curve.style, curve.name) for curve in drawn]
         keys += [(level.style, f"{level.name}: {write(level.value)}") for level in levels]
         keys += [("moment", f"{moment.name}") for moment in moments]

@@ -169,12 +169,13 @@ circle.second, rect.second { fill: var(--second) } circle.first, circle.second {
 .small { display: grid; gap: 0 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)) }
 .small svg { min-width: 0 } .small > div { min-width: 0 }
 h3 { font-size: .95rem; font-weight: 500; margin: 1rem 0 .25rem }
-details { margin: .5rem 0 } summary { color: var(--soft); cursor: pointer; font-size: .85rem }
 .warn { color: var(--warn) } tbody th { font-weight: 400 }
 pre { background: color-mix(in srgb, var(--ink) 4%, transparent); border-radius: 4px; margin: .5rem 0;
   font: 13px/1.45 ui-monospace, monospace; max-height: 40rem; overflow: auto; padding: .6rem }
 .wrapped { white-space: pre-wrap; overflow-wrap: anywhere } code { font: .9em ui-monospace, monospace }
 h1, p { overflow-wrap: anywhere }
+.narrow { display: none } .narrow svg { min-width: 0 }
+@media (max-width: 480px) { .wide { display: none } .narrow { display: block } }
 @media (max-width: 480px) { dl { grid-template-columns: 1fr; gap: 0 } dd { margin-bottom: .5rem } }
 </style>
 """

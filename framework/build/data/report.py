@@ -67,7 +67,7 @@ class SplitReport:
     tokens_lost: int
     """Tokens of rows that were cut or dropped that are not trained on."""
     supervised: int
-    """Tokens that would be learnt if nothing were lost."""
+    """Supervised tokens of all rows read."""
     supervised_lost: int
     """Of these, tokens that were cut or dropped."""
     packs: int | None = None

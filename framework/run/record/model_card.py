@@ -126,7 +126,7 @@ def _data(trained: Trained) -> Iterator[str]:
         if split is not None:
             seen = f" ({split.stream})" if split.stream else ""
             rows = f"{split.kept:,} rows{seen} of at most {split.limit:,} tokens"
-            yield f"{name}: {rows}, {split.supervised:,} tokens supervised."
+            yield f"{name}: {rows}, {split.supervised - split.supervised_lost:,} tokens supervised."
 
 
 def _evaluation(evals: Sequence[Mapping[str, float]]) -> Iterator[str]:

@@ -62,7 +62,7 @@ class Report:
     """Of a data report, what is read."""
 
     class train:
-        kept, limit, supervised, stream = 1234, 32, 5678, None
+        kept, limit, supervised, supervised_lost, stream = 1234, 32, 6000, 322, None
 
     eval = None
 
