@@ -14,10 +14,13 @@ from framework.terminal import BEFORE_OUTPUT, OBEYED, visible
 
 def folded(text: Text, width: int) -> Text:
     """The text with lines of at most `width` cells, broken between words and indented as their first. A word that is
-    longer, such as a path, stays whole, so that it can be copied."""
+    longer, such as a path, stays whole, so that it can be copied, and so does a command of ours."""
     lines = list[Text]()
     for line in text.split("\n", allow_blank=True):
         plain, ends, used = line.plain, list[int](), 0
+        if plain.lstrip().startswith("tunesmith "):
+            lines.append(line)
+            continue
         indent = len(plain) - len(plain.lstrip(" "))
         for word in re.finditer(r"\S+ *", plain):
             cells, trailing = cell_len(word[0].rstrip()), len(word[0]) - len(word[0].rstrip())

@@ -208,3 +208,8 @@ def test_lines_are_folded_between_words_and_a_long_word_stays_whole():
     found = folded(text, 12)
     assert found.plain.split("\n") == ["  one two", "  three four", path, "ends", "x"]
     assert [(span.start, span.end) for span in found.spans if span.style == "bold"] == [(2, 5)]
+
+
+def test_a_command_stays_whole():
+    command = "  tunesmith train runs/mine/config.yaml training.learning_rate=1e-4 --resume"
+    assert folded(Text(command), 40).plain == command

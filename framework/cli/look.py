@@ -14,6 +14,7 @@ from framework.cli.printing import (
     exit_code,
     print_columns,
     print_json,
+    print_prose,
     print_text,
     print_warnings,
     stdout,
@@ -59,7 +60,7 @@ def check(
     print_warnings(warnings)
     if problems:
         raise RequestError(problems)
-    print_text(f"{recipe}: no problems ({looked_at})")
+    print_prose(f"{recipe}: no problems ({looked_at})")
     return 0
 
 
@@ -218,11 +219,11 @@ def _find_lever(key: str) -> "Lever":
 def _print_lever(row: "Lever") -> None:
     from framework.memory.levers import word
 
-    print_text(f"{row.key}\n  {row.line}")
-    print_text(f"  shrinks    {', '.join(row.shrinks) or 'nothing by itself'}\n  read back  {row.reader}")
-    print_text("  settings, from free to dear:")
+    print_prose(f"{row.key}\n  {row.line}")
+    print_prose(f"  shrinks    {', '.join(row.shrinks) or 'nothing by itself'}\n  read back  {row.reader}")
+    print_prose("  settings, from free to dear:")
     for setting in row.settings:
-        print_text(f"    {row.key}={word(setting.value)}")
+        print_prose(f"    {row.key}={word(setting.value)}")
         facts = {
             "time": setting.time,
             "changes": setting.changes or ("" if setting is row.settings[0] else "nothing but rounding"),
@@ -232,4 +233,4 @@ def _print_lever(row: "Lever") -> None:
         }
         for name, text in facts.items():
             if text:
-                print_text(f"      {name:9s}{text}")
+                print_prose(f"      {name:9s}{text}")

@@ -79,6 +79,11 @@ def print_text(text: str, end: str = "\n") -> None:
     print(visible(text), end=end)
 
 
+def print_prose(text: str) -> None:
+    """A result in sentences."""
+    stdout().print(_escaped(text))
+
+
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Plain aligned columns, so that other programs can read them; on a terminal that is narrower, folded into it."""
     rows = [[on_one_line(cell) for cell in row] for row in rows]

@@ -8,7 +8,7 @@ import typer
 
 from framework.activity import shown
 from framework.cli.arguments import Json
-from framework.cli.printing import check_writable, print_json, print_text, print_warnings, written
+from framework.cli.printing import check_writable, print_json, print_prose, print_text, print_warnings, written
 from framework.errors import Problem, RequestError
 
 
@@ -39,7 +39,7 @@ def explain(
     if as_json:
         print_json(explanation.to_json())
     else:
-        print_text("\n".join(explanation_lines(explanation)))
+        print_prose("\n".join(explanation_lines(explanation)))
 
 
 def report(

@@ -11,7 +11,7 @@ import typer
 
 from framework.activity import now
 from framework.cli.arguments import Json, Overrides, Processes, Recipe
-from framework.cli.printing import print_json, print_text, print_warnings, say
+from framework.cli.printing import print_json, print_prose, print_text, print_warnings, say
 from framework.errors import Problem, RequestError
 from framework.installation import require_versions
 from framework.run.ranks.environment import launched
@@ -198,4 +198,4 @@ def _report(result: "RunResult") -> None:
     else:
         print_text(f"model       {final} ({result.loader}.from_pretrained loads it)")
     print_text(f"again       tunesmith train {result.folder / 'config.yaml'} training.learning_rate=1e-4")
-    print_text(result.memory)
+    print_prose(result.memory)

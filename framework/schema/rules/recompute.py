@@ -19,7 +19,7 @@ from framework.schema.rules.conflict import Conflict
 def compile_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """What only the compiler can do."""
     training, key = config.training, "training.activation_memory_budget"
-    if training.activation_memory_budget is None:
+    if training.activation_memory_budget in (None, "auto"):  # a search leaves it unset where nothing is compiled
         return
     if training.compile is False:
         message = "only the compiler can tell which activations of a block are cheap to compute again"

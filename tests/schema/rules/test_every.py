@@ -192,6 +192,7 @@ def test_a_memory_budget_needs_the_compiler_and_names_the_line_to_write():
     found = conflicts(training={"activation_memory_budget": 0.5})["training.activation_memory_budget"]
     assert "training.compile=true" in str(found.expected)
     assert not conflicts(training={"activation_memory_budget": 0.5, "compile": True})
+    assert not conflicts(training={"activation_memory_budget": "auto"}), "a search leaves it unset without compile"
 
 
 @pytest.mark.parametrize(
