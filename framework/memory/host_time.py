@@ -33,7 +33,7 @@ class HostCosts:
     recompute_view: float
     backward_view: float
     unpack: float
-    """Handing a saved tensor back through a checkpoint's hooks, which shows as a `detach` in backward."""
+    """Taking a tensor away through a checkpoint's hooks and handing it back, which shows as a `detach` in backward."""
     product: float
     """What a matrix product or an attention call takes longer than another operator: cuBLAS or cuDNN chooses."""
     compiled: float
@@ -55,7 +55,7 @@ class HostCosts:
     wait: float
     """Noticing that the device is done and reading a value."""
     step: float
-    """Between two steps: batch, schedule, figures."""
+    """What a step has once: batch, schedule, loss, norm, figures."""
     collective: float = 0.75e-3
     """One gather or reduction: FSDP2's hooks around a block, its copies and allocations. Fitted to twelve sharded steps
     on two H200 (torch 2.11, 2026-11-28; tests/calibration/h200_sharded_step.json)."""
@@ -71,32 +71,33 @@ class HostCosts:
 
 
 FITTED = HostCosts(
-    module=4.99e-6,
-    recomputed_module=9.28e-6,
-    forward=16.6e-6,
-    recompute=19.4e-6,
-    backward=21.8e-6,
-    optimizer=23.2e-6,
-    in_place=4.39e-6,
-    forward_view=1.71e-6,
-    recompute_view=14.7e-6,
-    backward_view=2.74e-6,
-    unpack=34.6e-6,
-    product=12.9e-6,
-    compiled=25.8e-6,
-    graph=0.217e-3,
-    recomputed_graph=1.19e-3,
-    triton=0.204e-3,
-    bitsandbytes=72.7e-6,
-    bitsandbytes_update=54.5e-6,
-    prefetch=34.6e-6,
-    listed=1.65e-6,
-    wait=18.7e-6,
-    step=6.47e-3,
+    module=5.27e-6,
+    recomputed_module=12.4e-6,
+    forward=24e-6,
+    recompute=11.8e-6,
+    backward=19.1e-6,
+    optimizer=27.2e-6,
+    in_place=4.47e-6,
+    forward_view=1.67e-6,
+    recompute_view=12.6e-6,
+    backward_view=3.34e-6,
+    unpack=35.9e-6,
+    product=18.8e-6,
+    compiled=29e-6,
+    graph=0.243e-3,
+    recomputed_graph=1.17e-3,
+    triton=0.188e-3,
+    bitsandbytes=0.194e-3,
+    bitsandbytes_update=74e-6,
+    prefetch=34.9e-6,
+    listed=3.32e-6,
+    wait=21.6e-6,
+    step=2.43e-3,
 )
-"""Fitted to 68 steps of four machines with an H200 (torch 2.11, 2026-11; benchmarks/fit_step_time.py), judged on 33
-others (benchmarks/results/step_time_fit_h200.json). The hosts needed 1, 0.80, 1.25 and 0.79 of the first one's time,
-that of an H100 about 0.8: these are 0.91 of the first one's, their geometric mean."""
+"""Fitted to 68 steps of four machines with an H200 and 49 of a fifth (torch 2.11, 2026-11), and to the seconds that the
+host took for forward, loss, backward and update of 21 steps of two more, in which it alone decided
+(benchmarks/results/step_time_phases_h200.json, which judges them by other rows). Each is the geometric mean of eight
+hosts, which need 0.64 to 1.37 of it."""
 
 
 _KINDS: Mapping[str, tuple[str, ...]] = {

@@ -28,6 +28,9 @@ class Efficiency:
 
     product: float
     """Share of the matrix rate when every multiprocessor is busy."""
+    product_odd: float
+    """The same of 2-byte products of matrices with an odd row length, for which cuBLAS has old kernels only: a
+    vocabulary of 50,257."""
     product_float32: float
     attention_forward: float
     attention_backward: float
@@ -69,24 +72,26 @@ class Efficiency:
 
 CALIBRATED = Efficiency(
     product=0.734,
+    product_odd=0.117,
     product_float32=0.745,
     attention_forward=0.355,
     attention_backward=0.354,
     attention_narrow=0.504,
     attention_float32=0.82,
-    bandwidth=0.661,
-    reduction_bandwidth=0.6,
-    update_bandwidth=0.525,
-    triton_bandwidth=0.624,
+    bandwidth=0.72,
+    reduction_bandwidth=0.8,
+    update_bandwidth=0.46,
+    triton_bandwidth=0.7,
     compiled_bandwidth=0.711,
-    unpack_bandwidth=0.522,
+    unpack_bandwidth=0.9,
     coded_bandwidth=0.108,
-    product_seconds=1.2e-6,
-    launch_seconds=2.55e-6,
+    product_seconds=1.5e-6,
+    launch_seconds=1.75e-6,
 )
-"""Shares by which the kernels of twelve steps on an H200, timed one by one, took what was planned in the median of a
-class (torch 2.11+cu130, driver 580, 2026-11-29), moved a little by the fit of benchmarks/fit_step_time.py: products and
-what torch launches. Those of triton's, generated and bitsandbytes' kernels come from whole steps."""
+"""Shares by which the kernels of 16 steps on an H200 (torch 2.11+cu130, 2026-11-29, rows of one seed), each timed, take
+what was planned in the median of a class: what a step needs of the card is right within 7.3 % in their median, and
+within 8.9 % in that of 14 steps of another seed (18 % before; benchmarks/results/step_time_phases_h200.json). Products,
+attention and what Inductor generates are as twelve older steps and whole steps have them."""
 
 
 def kernel_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency = CALIBRATED) -> tuple[float, float]:
@@ -132,7 +137,8 @@ def _arithmetic_seconds(operation: Operation, card: GPUParams, efficiency: Effic
     if _is_attention(operation):
         share = _attention_share(operation, efficiency, full)
     else:
-        share = efficiency.product_float32 if full else efficiency.product
+        rate = efficiency.product if operation.is_aligned else efficiency.product_odd
+        share = efficiency.product_float32 if full else rate
         share *= occupancy(operation.shape, card.multiprocessors or 1)
     start = efficiency.product_seconds if card.product_seconds is None else card.product_seconds
     return operation.flops / (dense_rate(operation.dtype, card) * share) + start

@@ -12,10 +12,10 @@ from framework.memory.trace import Operation, Rehearsal, Space, Trace
 from framework.schema.choices import EmaDevice
 from framework.schema.config import TrainingConfig
 
-HOST_SHARES = (0.8, 1.0, 1.2)
-"""Times of the host, as shares of the fitted ones, whose steps are averaged. Hosts of five machines needed 0.87 to 1.4
-of them (H100 and H200, 2026-11). A step is as long as the longer of card and host: where both take as long, a slow host
-costs what a fast one does not give back. With the fitted times alone such compiled steps took 8 and 18 % longer."""
+HOST_SHARES = (0.75, 1.0, 1.33)
+"""Times of the host, as shares of the fitted ones, whose steps are averaged. Eight machines with an H200 needed 0.64 to
+1.37 of them (2026-11), and one changes between two speeds 1.6 apart. A step is as long as the longer of card and host:
+where both take as long, a slow host costs what a fast one does not give back."""
 
 
 def steady_step(trace: Trace) -> list[Operation]:

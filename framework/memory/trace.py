@@ -91,6 +91,8 @@ class Operation(NamedTuple):
     launcher: Launcher = Launcher.TORCH
     tensors: int = 1
     """Tensors that one call updates: those of an operator over lists, or of our own kernel's table."""
+    is_aligned: bool = True
+    """Whether the rows of a product's matrices begin at even addresses."""
 
 
 class Mark(NamedTuple):

@@ -37,6 +37,13 @@ def test_products_of_eight_bits_run_at_the_rate_of_the_card_for_them() -> None:
     assert eighth == pytest.approx(half / 2, rel=0.02)
 
 
+def test_matrices_of_odd_rows_multiply_at_a_sixth_of_the_rate_in_half_precision_alone() -> None:
+    for dtype, slower in (("bfloat16", CALIBRATED.product / CALIBRATED.product_odd), ("float32", 1.0)):
+        plain = product(8192, 8192, 8192, dtype)
+        odd, even = (arithmetic(plain._replace(is_aligned=aligned)) for aligned in (False, True))
+        assert odd - CALIBRATED.product_seconds == pytest.approx(slower * (even - CALIBRATED.product_seconds))
+
+
 def test_a_measured_card_has_its_own_start_of_a_product() -> None:
     slow = CARD.model_copy(update={"product_seconds": 1e-3})
     assert arithmetic(product(64, 64, 64), slow) - arithmetic(product(64, 64, 64)) == pytest.approx(

@@ -97,6 +97,15 @@ def grouped_product(
     return left.new_empty((offsets.shape[0], *shape) if stacked else shape)
 
 
+def is_aligned(packet: Any, args: Sequence[Any]) -> bool:
+    """Whether the matrices of a product have an even number of elements from one row (or column) to the next."""
+    if packet not in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
+        return True
+    left, right = args[:2] if packet in (aten.mm, aten.bmm) else args[1:3]
+    steps = (max(matrix.stride()[-2:]) for matrix in (left, right))
+    return right.shape[-1] % 2 == 0 and all(step % 2 == 0 for step in steps)
+
+
 def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
     """(batch, m, n, k) of a matrix product, (batch x heads, queries, keys, width of a head) of attention, else ()."""
     if "scaled_dot_product" in packet.__name__:

@@ -90,6 +90,7 @@ def operations_of(
         shape=kernels.product_shape(packet, args),
         launcher=launcher,
         tensors=(len(args[0]) if is_of_lists else 1),
+        is_aligned=kernels.is_aligned(packet, args),
     )
     if str(packet).startswith("bitsandbytes."):
         operation = operation._replace(launcher=Launcher.BITSANDBYTES)
