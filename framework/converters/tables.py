@@ -59,6 +59,7 @@ def apply(t: Translation, rows: Mapping[str, Any], tool: str) -> None:
     for theirs, ours in rows.get("same", {}).items():
         value = t.source.get(theirs)
         if value is not None and all(theirs != row.key for row in t.left):
+            t.source.misread.pop(theirs, None)  # by the words that go before it
             _put(t, ours, value, theirs)
     for theirs, targets in rows.get("defaults", {}).items():
         for ours, value in targets.items():

@@ -628,6 +628,9 @@ def test_rates_by_name_named_sets_and_noise(converted) -> None:
         training:
           trainer_type: TRL_SFT
           trainer_kwargs: {neftune_noise_alpha: 5, label_smoothing_factor: 0.1}
+          dataloader_num_workers: 0
     """
-    training = converted(oumi)[1]["training"]
+    found, recipe = converted(oumi)
+    assert [why for why, _ in reasons(found, "training.dataloader_num_workers")] == [Why.DEFAULT]
+    training = recipe["training"]
     assert (training["neftune_noise_alpha"], training["label_smoothing"]) == (5, 0.1)
