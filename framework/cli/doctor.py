@@ -40,7 +40,7 @@ def doctor(
     output: Annotated[Path | None, typer.Option("--output", help="File for the preset, a .yaml.")] = None,
     as_json: Json = False,
 ) -> int:
-    """Describe this machine: Python, torch, CUDA, cards and packages."""
+    """Describe this machine: Python, torch, CUDA, cards, packages, and which memory settings it cannot have."""
     if calibrate and compare:
         raise RequestError([Problem("--compare", "is a run of its own, without --calibrate")])
     if calibrate:
@@ -56,6 +56,8 @@ def doctor(
     else:
         print_columns([(key, str(value)) for key, value in facts.items() if not isinstance(value, dict)])
         print_columns([(f"  {name}", str(version or "not installed")) for name, version in facts["packages"].items()])
+        print_text("settings that this machine cannot have, and what they need:")
+        print_columns([(f"  {setting}", needs) for setting, needs in facts["unusable_settings"].items()])
     return 0
 
 
@@ -121,10 +123,13 @@ PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Python, processors, torch, CUDA, cards and package versions (None: not installed). Loads torch."""
+    """Python, processors, torch, CUDA, cards, package versions (None: not installed), and settings of levers that need
+    what is not here. Loads torch."""
     import torch
 
-    from framework.memory.cards import detect
+    from framework.memory.cards import detect, read_card
+    from framework.memory.requirements import unusable_settings
+    from framework.schema.gpu import GPUParams
 
     cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
@@ -136,4 +141,5 @@ def describe() -> dict[str, Any]:
         "cards": [f"{card.name}, {card.total_memory} bytes, capability {card.major}.{card.minor}" for card in cards],
         "preset": detect() or "cpu",
         "packages": versions(PACKAGES),
+        "unusable_settings": unusable_settings(GPUParams.model_validate(read_card(detect() or "cpu"))),
     }

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from framework.memory.cards import capability_of
-from framework.memory.levers import LEVERS, Lever, Setting
+from framework.memory.levers import LEVERS, Lever, Setting, word
 from framework.schema.adapters import ADAPTERS
 from framework.schema.choices import LoraInit
 from framework.schema.config import TrainingConfig
@@ -32,11 +32,7 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
         if not suits(setting.hardware, config.gpu):
             is_cpu = config.gpu.name == "cpu"
             named = "this is the cpu" if is_cpu else f"{config.gpu.name} has capability {config.gpu.capability}"
-            words = re.sub(r"cuda (\S+) to \1", r"capability \1 and no other", setting.hardware)
-            words = re.sub(r"cuda (\S+) to (\S+)", r"capability \1 to \2", words)
-            words = re.sub(r"cuda (\S+)", r"capability \1", words)
-            described = words.replace("cuda", "a CUDA GPU").replace(", ", " or ")
-            message = f"{_name(lever, setting)} needs {described}, and {named}"
+            message = f"{_name(lever, setting)} needs {_described(setting.hardware)}, and {named}"
             yield Conflict((lever.key, "gpu.name"), message, _nearest(lever, setting, config.gpu))
         elif runs_here and (missing := [name for name in _packages(config, lever, setting) if not is_installed(name)]):
             packages = " and ".join(missing)
@@ -48,6 +44,25 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
     if runs_here and packs_teacher(config) and not is_installed("bitsandbytes"):
         message = "a packed teacher needs bitsandbytes, not installed here"
         yield Conflict(("training.teacher.bits",), message, "pip install bitsandbytes, or unset")
+
+
+def unusable_settings(card: GPUParams) -> dict[str, str]:
+    """Settings of levers (`key=value`) that this machine, which has such a card, cannot have -> what they need."""
+    found = dict[str, str]()
+    for lever in LEVERS:
+        for setting in lever.settings:
+            missing = [name for name in setting.package.split(", ") if name and not is_installed(name)]
+            needs = [] if suits(setting.hardware, card) else [_described(setting.hardware)]
+            if needs or missing:
+                found[f"{lever.key}={word(setting.value)}"] = ", ".join([*needs, *missing])
+    return found
+
+
+def _described(hardware: str) -> str:
+    words = re.sub(r"cuda (\S+) to \1", r"capability \1 and no other", hardware)
+    words = re.sub(r"cuda (\S+) to (\S+)", r"capability \1 to \2", words)
+    words = re.sub(r"cuda (\S+)", r"capability \1", words)
+    return words.replace("cuda", "a CUDA GPU").replace(", ", " or ")
 
 
 def missing_trackers(config: TrainingConfig) -> Iterator[Conflict]:

@@ -9,7 +9,8 @@ from framework import checks
 from framework.checks import CHECK, PLAN, TRAIN, check
 from framework.errors import RequestError
 from framework.memory import requirements
-from framework.memory.requirements import suits, unmet_requirements, workers_over_cores
+from framework.memory.cards import read_card
+from framework.memory.requirements import suits, unmet_requirements, unusable_settings, workers_over_cores
 from framework.schema.config import TrainingConfig
 from framework.schema.gpu import GPUParams
 
@@ -161,3 +162,13 @@ def test_a_tracker_that_is_not_installed_is_found_by_check_and_not_needed_by_a_p
     [problem] = caught.value.problems
     assert (problem.key, problem.message) == ("training.trackers[1]", "the package wandb is not installed")
     check(config, PLAN)
+
+
+def test_settings_that_a_machine_cannot_have(monkeypatch):
+    monkeypatch.setattr("framework.memory.requirements.is_installed", lambda name: name != "torchao")
+    found = {name: unusable_settings(GPUParams.model_validate(read_card(name))) for name in ("cpu", "a100_80gb")}
+    assert found["cpu"]["model.sdpa_backend=cudnn"] == "capability 8.0"
+    assert found["a100_80gb"]["training.fp8=rowwise"] == "capability 8.9, torchao"
+    assert found["a100_80gb"]["training.optimizer=adamw_torchao_8bit"] == "torchao"
+    assert "training.optimizer=adamw_8bit" not in found["a100_80gb"]
+    assert "model.sdpa_backend=cudnn" not in found["a100_80gb"]
