@@ -94,7 +94,7 @@ def gathered_bytes(assembly: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def look(cases: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
+def look(cases: Sequence[str], trained_ones: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     torch._foreach_copy_ = copy_as_cuda_does
     for name in cases:
@@ -103,13 +103,14 @@ def look(cases: Sequence[str], ranks: Ranks, folder: Path) -> dict[str, Any]:
         readings = {reading.key: [reading.found, reading.source] for reading in verify(assembly)}
         held = [*assembly.model.parameters(), *assembly.model.buffers(), *scale_tensors(assembly.model)]
         sizes = sorted(local_part(tensor).nbytes for tensor in held)
-        save_file(weights(assembly), folder / f"{name}-start-{ranks.rank}.safetensors")
-        losses, norms = trained(assembly)
-        after = weights(assembly)
-        if ranks.is_main:
-            save_file(after, folder / f"{name}-after.safetensors")
+        found[name] = {"read": readings, "sizes": sizes}
+        if name in trained_ones:
+            save_file(weights(assembly), folder / f"{name}-start-{ranks.rank}.safetensors")
+            found[name]["losses"], found[name]["norms"] = trained(assembly)
+            after = weights(assembly)
+            if ranks.is_main:
+                save_file(after, folder / f"{name}-after.safetensors")
         save_file(gathered_bytes(assembly), folder / f"{name}-gathered-{ranks.rank}.safetensors")
-        found[name] = {"losses": losses, "norms": norms, "read": readings, "sizes": sizes}
     assembly = sharded(case("mixed", 2, folder), ranks)
     trained(assembly, [1, 2])
     checkpoint = saved(folder, assembly, 2)
@@ -140,7 +141,8 @@ def found(
         torch.manual_seed(1)
         model, _ = build_model(config, read_architecture(config), real_place(torch.device("cpu")))
         model.save_pretrained(folder / name)
-    return folder, on_two(partial(look, to_make(request, QUICK, CASES)), folder)
+    made, trained_ones = (to_make(request, quick, CASES) for quick in (QUICK, ("mixed",)))
+    return folder, on_two(partial(look, made, trained_ones), folder)
 
 
 def alone(name: str, folder: Path) -> Any:

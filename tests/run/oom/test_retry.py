@@ -152,7 +152,7 @@ def test_undone_at_random_operators_of_any_step_the_run_is_bitwise_one_switched_
 ):
     """Steps before the failure were made with the larger micro batch, whose sums of floats and whose dropout differ:
     what is bitwise the same is a run without a failure that changes its micro batch before that step."""
-    steps, drawn = 8, random.Random(1)
+    steps, drawn = 8 if count > 3 else 5, random.Random(1)
     counted = failing({})
     run(corpus, tmp_path / "counted", steps=steps)
     references = {}
@@ -229,10 +229,9 @@ def test_a_later_update_cannot_be_undone_and_says_so(corpus, tmp_path, failing):
     assert "the checkpoint of step 2 to go on from" in str(raised.value)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     failing({})
-    run(corpus, tmp_path / "straight", steps=3)
     made = config(corpus, tmp_path / "run", training={**SHRINK, "max_steps": 3, "save_steps": 2})
     train(made, resume=True)
-    assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "straight"))
+    assert same(final_weights(tmp_path / "run"), final_weights(tmp_path / "counted"))
 
 
 def test_at_one_row_the_state_is_saved_and_the_row_is_named(corpus, tmp_path, failing):  # noqa: F811
