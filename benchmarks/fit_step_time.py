@@ -39,7 +39,7 @@ NOISE = 0.06
 """Relative error at which a row begins to count less: two rows of equal work were measured this far apart."""
 LOOSENESS_OF_HOST, LOOSENESS_OF_SHARES, LOOSENESS_OF_MACHINES = 0.4, 0.05, 0.3
 """Standard deviations of the logarithms around the constants of today, which hold what no row tells of. The card's
-shares are nearly held: kernels of twelve steps were timed one by one (benchmarks/step_times.py). So is the time between
+shares are nearly held: kernels of twelve steps were timed one by one. So is the time between
 two steps, which else pays for what long steps lack."""
 ROUNDS, STEP = 8, 0.02
 FEW = 8
