@@ -74,12 +74,10 @@ class Attempt:
 def copied_to_host(tensors: Iterable[Tensor], place: Place) -> list[Tensor]:
     """Copies in host memory. A rehearsal for a card has views of one element in their place, which take none."""
     if place.rehearsed:
-        return [_stand_in(tensor) if place.kind == "cuda" else tensor.detach().clone() for tensor in tensors]
+        if place.kind != "cuda":
+            return [tensor.detach().clone() for tensor in tensors]
+        return [torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape) for tensor in tensors]
     return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
 def release(error: BaseException | None) -> None:

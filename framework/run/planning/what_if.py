@@ -122,19 +122,17 @@ def find_causes(
     if len(found) == 1:
         made: list[Plan | TunesmithError] = [plans[1]]
     else:
-        changed = [_changed(a, b, keys) for keys in alone]
+        changed: list[TrainingConfig | RequestError] = []
+        for keys in alone:
+            try:
+                changed.append(with_keys(a, b, keys))
+            except RequestError as error:
+                changed.append(error)
         possible = [each for each in changed if isinstance(each, TrainingConfig)]
         rest = iter(make(possible) if possible else ())
         made = [next(rest) if isinstance(each, TrainingConfig) else each for each in changed]
     causes = tuple(map(_cause, alone, made))
     return Comparison(*plans, causes, tuple(key for keys in others for key in keys))
-
-
-def _changed(a: TrainingConfig, b: TrainingConfig, keys: Sequence[str]) -> TrainingConfig | RequestError:
-    try:
-        return with_keys(a, b, keys)
-    except RequestError as error:
-        return error
 
 
 def _cause(keys: tuple[str, ...], made: Plan | TunesmithError) -> Cause:

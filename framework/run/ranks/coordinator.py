@@ -187,7 +187,9 @@ class _ProcessGroup(Coordinator):
         Raises TrainingStopped instead of an error that says no more than that another rank has gone.
         """
         code = getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
-        lost = _is_loss(error)
+        # whether it only says that another rank does not answer
+        says_so = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
+        lost = not isinstance(error, TunesmithError) and (says_so or isinstance(error, dist.DistError))
         # What all ranks run into together is the main one's to tell; what a loss is due to, someone else's.
         self._await_note(10.0 if lost else 1.5 * (not self.ranks.is_main))
         if lost and self._note is not None:
@@ -316,14 +318,6 @@ def _device(config: TrainingConfig, local_rank: int) -> torch.device:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
     return torch.device("cuda", index)
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Whether an error only says that another rank does not answer."""
-    if isinstance(error, TunesmithError):
-        return False
-    is_torch = isinstance(error, dist.DistError)
-    return is_torch or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST))
 
 
 def _end(code: int) -> None:

@@ -78,7 +78,12 @@ def model_card(trained: Trained, title: str) -> str:
     usage = f'```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained("PATH_OR_ID")\n```'
     parts += [_section("Use", usage), _section("Data", "\n".join(_data(trained)))]
     if trained.evals:
-        parts.append(_section("Evaluation", "\n".join(_evaluation(trained.evals))))
+        first, last = trained.evals[0], trained.evals[-1]
+        table = [f"| | step {first['step']:.0f} | step {last['step']:.0f} |\n| --- | ---: | ---: |"]
+        for name, value in last.items():
+            if name != "step":
+                table.append(f"| {_cell(name)} | {first.get(name, float('nan')):.4f} | {value:.4f} |")
+        parts.append(_section("Evaluation", "\n".join(table)))
     parts.append(_section("Memory", "\n".join(_memory(trained.memory))))
     # What differs from the defaults, without what is of this machine.
     document: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
@@ -127,14 +132,6 @@ def _data(trained: Trained) -> Iterator[str]:
             seen = f" ({split.stream})" if split.stream else ""
             rows = f"{split.kept:,} rows{seen} of at most {split.limit:,} tokens"
             yield f"{name}: {rows}, {split.supervised - split.supervised_lost:,} tokens supervised."
-
-
-def _evaluation(evals: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    first, last = evals[0], evals[-1]
-    yield f"| | step {first['step']:.0f} | step {last['step']:.0f} |\n| --- | ---: | ---: |"
-    for name, value in last.items():
-        if name != "step":
-            yield f"| {_cell(name)} | {first.get(name, float('nan')):.4f} | {value:.4f} |"
 
 
 def _memory(memory: Mapping[str, Any]) -> Iterator[str]:

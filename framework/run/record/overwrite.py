@@ -36,7 +36,11 @@ _WRITTEN = ("training.output_dir", "training.fallback_dir", "training.optimizer_
 def overwrite_problems(config: TrainingConfig, folder: Path, held: Sequence[Path]) -> list[Problem]:
     """What keeps `--overwrite` from removing what is `held` in a run folder, and in others that are known to be of
     runs; before anything is removed."""
-    problems = [*_not_of_a_run(folder, held), *_immovable(held)]
+    problems, names = [*_immovable(held)], ", ".join(path.name for path in held if path.parent == folder)
+    if names and "packages" not in read_environment(folder):
+        message = f"{folder} has {names}, but no {ENVIRONMENT} of a run: --overwrite removes what a run wrote"
+        expected = "another training.output_dir, or to delete them yourself"
+        problems.insert(0, Problem("--overwrite", message, expected=expected))
     going = [path.resolve() for found in held for path in _of_runs(found)]
     for key, file in inputs(config):
         resolved = file.resolve()
@@ -91,13 +95,6 @@ def _of_runs(found: Path) -> list[Path]:
     if (found.name in (FINAL, MERGED, GGUF) or found.name.startswith(UNFINISHED)) and found.is_dir():
         return exported(found)
     return [found]
-
-
-def _not_of_a_run(folder: Path, held: Sequence[Path]) -> Iterator[Problem]:
-    names = ", ".join(path.name for path in held if path.parent == folder)
-    if names and "packages" not in read_environment(folder):
-        message = f"{folder} has {names}, but no {ENVIRONMENT} of a run: --overwrite removes what a run wrote"
-        yield Problem("--overwrite", message, expected="another training.output_dir, or to delete them yourself")
 
 
 def read_environment(folder: Path) -> dict[str, Any]:

@@ -18,8 +18,10 @@ def compare(plan: Plan | None, measured: Mapping[str, Any]) -> dict[str, Any]:
     phases = {phase["name"]: phase["allocated_bytes"] - baseline for phase in measured["phases"]}
     predicted = {phase.name: phase.allocated_bytes for phase in plan.phases} if plan is not None else {}
     errors = {name: _error(predicted[name], phases[name]) for name in phases if name in predicted}
+    document = plan.to_json() if plan is not None else {}
+    kept = {name: document[name] for name in ("device", "peak", "step_peak", "phases", "terms") if name in document}
     return {
-        "predicted": _predicted(plan) if plan is not None else None,
+        "predicted": kept or None,
         "measured": dict(measured),
         "timeline": [
             {"name": name, "predicted_bytes": predicted.get(name), "measured_bytes": phases.get(name)}
@@ -33,11 +35,6 @@ def compare(plan: Plan | None, measured: Mapping[str, Any]) -> dict[str, Any]:
         if plan is not None
         else None,
     }
-
-
-def _predicted(plan: Plan) -> dict[str, Any]:
-    document = plan.to_json()
-    return {name: document[name] for name in ("device", "peak", "step_peak", "phases", "terms")}
 
 
 def _error(predicted: int, measured: int) -> float | None:

@@ -77,7 +77,14 @@ class Schedule:
         self.nodes = list(graph.nodes)
         self.roles = {node: role_of(node) for node in self.nodes}
         self.written = self._find_written()
-        self.operands = self._find_operands()
+        # Values in memory that the kernel of each node reads, through what is inlined.
+        operands: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.nodes:
+            read: set[fx.Node] = set()
+            for source in node.all_input_nodes:
+                read |= operands[source] if self.is_inlined(source) else {source}
+            operands[node] = read
+        self.operands = operands
         # Position -> values that are not read after it.
         position = {node: index for index, node in enumerate(self.nodes)}
         last: dict[fx.Node, int] = {}
@@ -106,16 +113,6 @@ class Schedule:
     def is_inlined(self, node: fx.Node) -> bool:
         """Whether the value is no memory of its own when it is read: a view, or elementwise and not written."""
         return self.roles[node] is Role.VIEW or (self.roles[node] is Role.FUSED and node not in self.written)
-
-    def _find_operands(self) -> dict[fx.Node, set[fx.Node]]:
-        """Values in memory that the kernel of each node reads, through what is inlined."""
-        operands: dict[fx.Node, set[fx.Node]] = {}
-        for node in self.nodes:
-            read: set[fx.Node] = set()
-            for source in node.all_input_nodes:
-                read |= operands[source] if self.is_inlined(source) else {source}
-            operands[node] = read
-        return operands
 
     def _join_kernels(self) -> dict[fx.Node, "Kernel"]:
         """Written elementwise values and reductions along rows that one pass over the same elements computes."""

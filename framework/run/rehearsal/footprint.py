@@ -209,7 +209,9 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
     elif assembly.config.model.load_pretrained_weights and assembly.place.kind == "cuda":
         _read_checkpoint(tracker, assembly, weights)
     if assembly.config.fsdp.is_on_host:
-        _leave_parts_on_host(tracker, weights)
+        for part in map(local_part, weights):
+            if isinstance(part, nn.Parameter) or part.is_floating_point():
+                tracker.claim_elsewhere(part, Kind.WEIGHTS, Space.PINNED)
     else:
         tracker.claim(weights, Kind.WEIGHTS)
     if assembly.config.training.teacher is not None and assembly.place.kind == "cuda":
@@ -247,12 +249,6 @@ def _is_converted(assembly: Assembly, weight: Tensor) -> bool:
 def _whole_bytes(unit: Sequence[nn.Parameter], sizes: Mapping[nn.Parameter, int], is_read: bool) -> int:
     plain = [state.shape.numel() * state.dtype.itemsize for item in unit if (state := packed_state(item)) is not None]
     return sum(sizes[item] for item in unit) + (max(plain, default=0) if is_read else sum(plain))
-
-
-def _leave_parts_on_host(tracker: Tracker, weights: Sequence[Tensor]) -> None:
-    for tensor in map(local_part, weights):
-        if isinstance(tensor, nn.Parameter) or tensor.is_floating_point():
-            tracker.claim_elsewhere(tensor, Kind.WEIGHTS, Space.PINNED)
 
 
 def _stay_on_host(tracker: Tracker, streamed: StreamedBase) -> None:

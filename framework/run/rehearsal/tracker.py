@@ -255,7 +255,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             packet = func._overloadpacket
             if packet is aten.empty and kwargs.get("pin_memory"):
-                return self._pin(args[0], kwargs.get("dtype") or torch.get_default_dtype())
+                return self._on_host(args[0], kwargs.get("dtype") or torch.get_default_dtype(), Space.PINNED)
             if packet in _READS:
                 answer = self._answer(packet, args, kwargs)
                 if answer is not NotImplemented:
@@ -335,7 +335,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return NotImplemented
             if not kwargs.get("non_blocking"):
                 self.note_wait()
-            return self._copy_to_host(tensor, kwargs.get("dtype") or tensor.dtype)
+            return self._on_host(tensor.shape, kwargs.get("dtype") or tensor.dtype, Space.HOST)
         if packet is aten.copy_:
             source = args[1]
             if tensor.device.type == "cpu" and source.device.type == "meta":
@@ -356,12 +356,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return not self._padded
         return 1.0 if tensor.dtype.is_floating_point else 1
 
-    def _pin(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Pinned host memory, which takes none here; what comes back from it to the device are activations."""
-        pinned = torch.zeros((), dtype=dtype).expand(size)
-        block = self.trace.bear(math.prod(size) * dtype.itemsize, Kind.ACTIVATIONS, Space.PINNED)
-        self._blocks.bind(pinned.untyped_storage(), block)
-        return pinned
+    def _on_host(self, size: Sequence[int], dtype: torch.dtype, space: Space) -> torch.Tensor:
+        """One shared zero of the right shape: it takes no memory here, and its full size in the trace. What comes back
+        from it to the device are activations."""
+        copy = torch.zeros((), dtype=dtype).expand(size)
+        block = self.trace.bear(math.prod(size) * dtype.itemsize, Kind.ACTIVATIONS, space)
+        self._blocks.bind(copy.untyped_storage(), block)
+        return copy
 
     def _is_offloaded(self, tensor: torch.Tensor) -> bool:
         block = self._blocks.of(tensor.untyped_storage())
@@ -373,13 +374,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_transfer(self, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
         self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, size, ""))
-
-    def _copy_to_host(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """One shared zero of the right shape: it takes no memory here, and its full size in the trace's host space."""
-        copy = torch.zeros((), dtype=dtype).expand(tensor.shape)
-        block = self.trace.bear(tensor.numel() * dtype.itemsize, Kind.ACTIVATIONS, Space.HOST)
-        self._blocks.bind(copy.untyped_storage(), block)
-        return copy
 
 
 _IN_PLACE_IN_BACKWARD = frozenset({aten.add, aten.index_put})

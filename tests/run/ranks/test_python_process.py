@@ -96,4 +96,4 @@ def test_no_other_module_starts_python():
         for file in (ROOT / "framework").rglob("*.py")
         if "sys.executable" in file.read_text()
     }
-    assert users == {"run/planning/python_process.py"}
+    assert users == {"run/ranks/environment.py"}
