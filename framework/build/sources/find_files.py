@@ -180,9 +180,11 @@ def fetch(url: str, key: str, choose: Choose) -> list[Path]:
     except RequestError:
         raise
     except Exception as error:  # drivers raise many kinds, some of them their services' own
-        if (before := _fetched_before(url)) is not None:
-            _NOTES[url] = f"could not be reached, as it was fetched before to {before.parent}"
-            return [before]
+        before = [file for file in _home(url).glob(f"*/{_name(url)}") if file.is_file()]  # of a URL of one file
+        if before:
+            newest = max(before, key=lambda file: file.stat().st_mtime)
+            _NOTES[url] = f"could not be reached, as it was fetched before to {newest.parent}"
+            return [newest]
         raise RequestError([_unreadable(url, key, error)]) from None
     if not files:
         raise RequestError([Problem(key, f"there are no data files at {url}", expected=endings())])
@@ -244,12 +246,6 @@ def _kept(system: Any, name: str, url: str, inside: Path) -> Path:
     finally:
         aside.unlink(missing_ok=True)
     return target
-
-
-def _fetched_before(url: str) -> Path | None:
-    """The newest file that was fetched from a URL of one file."""
-    found = [file for file in _home(url).glob(f"*/{_name(url)}") if file.is_file()]
-    return max(found, key=lambda file: file.stat().st_mtime, default=None)
 
 
 def _home(url: str) -> Path:

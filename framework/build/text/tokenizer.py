@@ -1,6 +1,6 @@
 """The tokenizer: loaded, or built on the training text; with the chat template that the recipe asks for."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,7 +62,13 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> Vo
 
     Raises RequestError for a text that is empty or written twice.
     """
-    if problems := list(_unusable(written)):
+    problems = list[Problem]()
+    for index, token in enumerate(written):
+        if not token.strip():
+            problems.append(Problem(f"{KEY}[{index}]", f"{token!r} is no token", expected="a text"))
+        elif token in written[:index]:
+            problems.append(Problem(f"{KEY}[{index}]", f"{token!r} is written twice", expected="each token once"))
+    if problems:
         raise RequestError(problems)
     known = tokenizer.get_vocab()
     new = [token for token in written if token not in known]
@@ -70,14 +76,6 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, written: Sequence[str]) -> Vo
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in new])
     numbers = tokenizer.convert_tokens_to_ids(new)
     return Vocabulary(len(tokenizer), tuple(zip(numbers, parts, strict=True)))
-
-
-def _unusable(written: Sequence[str]) -> Iterator[Problem]:
-    for index, token in enumerate(written):
-        if not token.strip():
-            yield Problem(f"{KEY}[{index}]", f"{token!r} is no token", expected="a text")
-        elif token in written[:index]:
-            yield Problem(f"{KEY}[{index}]", f"{token!r} is written twice", expected="each token once")
 
 
 END_TOKEN = "<|endoftext|>"

@@ -29,7 +29,10 @@ def read_optimizer(assembly: Assembly) -> Iterator[Reading]:
     if assembly.from_python.optimizer is not None:
         key, wanted, found, about = "optimizer", type(optimizer).__name__, type(optimizer).__name__, ", from Python"
     else:
-        key, wanted, found, about = "training.optimizer", str(asked), _name(asked, parts[0]), _share_apart(assembly)
+        key, wanted, rows = "training.optimizer", str(asked), rows_beside(asked)
+        others = (str(choice) for choice, row in rows.items() if choice is not asked and row.is_one(parts[0]))
+        found = wanted if rows[asked].is_one(parts[0]) else next(others, type(parts[0]).__name__)
+        about = _share_apart(assembly)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = sum(id(parameter) not in held for parameter in assembly.trained)
     if missing:
@@ -45,13 +48,6 @@ def _share_apart(assembly: Assembly) -> str:
     share = sum(matrix.numel() for matrix in apart) / sum(parameter.numel() for parameter in assembly.trained)
     others = "; AdamW has the others" if len(apart) < len(assembly.trained) else ""
     return f": {counted(len(apart), 'matrix', 'matrices')}, {share:.0%} of the trained weights{others}"
-
-
-def _name(asked: Optimizer, optimizer: torch.optim.Optimizer) -> str:
-    """The name of what was built, as far as it differs from what was asked."""
-    rows = rows_beside(asked)
-    others = (str(choice) for choice, row in rows.items() if choice is not asked and row.is_one(optimizer))
-    return str(asked) if rows[asked].is_one(optimizer) else next(others, type(optimizer).__name__)
 
 
 def read_parameter_groups(assembly: Assembly) -> Iterator[Reading]:

@@ -32,20 +32,13 @@ def read_parameters(assembly: Assembly) -> Iterator[Reading]:
     asked = "some" if assembly.config.training.use_peft or frozen else f"all {total:,}"
     is_part = 0 < trained < total
     found = asked if is_part or (trained == total and not frozen) else f"{trained:,}"
-    by_dtype = ", ".join(_counts(parameters))
-    yield Reading("trained parameters", asked, found, f"requires_grad of {total:,}: {by_dtype}")
-
-
-def _counts(parameters: list[tuple[nn.Parameter, int]]) -> Iterator[str]:
-    for trained, word in ((True, "trained"), (False, "frozen")):
-        counted: Counter[str] = Counter()
-        for parameter, count in parameters:
-            if parameter.requires_grad is trained:
-                is_stored_as = is_packed(parameter) and parameter.is_floating_point()
-                kind = _name(parameter.dtype) + (" of packed bytes" if is_stored_as else "")
-                counted[kind] += count
-        for kind, count in counted.most_common():
-            yield f"{count:,} {kind} {word}"
+    kinds = {"trained": Counter[str](), "frozen": Counter[str]()}
+    for parameter, count in parameters:
+        is_stored_as = is_packed(parameter) and parameter.is_floating_point()
+        kind = _name(parameter.dtype) + (" of packed bytes" if is_stored_as else "")
+        kinds["trained" if parameter.requires_grad else "frozen"][kind] += count
+    by_dtype = (f"{count:,} {kind} {word}" for word, each in kinds.items() for kind, count in each.most_common())
+    yield Reading("trained parameters", asked, found, f"requires_grad of {total:,}: {', '.join(by_dtype)}")
 
 
 def read_weight_dtypes(assembly: Assembly) -> Iterator[Reading]:

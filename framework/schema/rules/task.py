@@ -13,7 +13,11 @@ TASK, LOSS = "training.task", "training.preference.loss_type"
 def task_conflicts(config: TrainingConfig) -> Iterator[Conflict]:
     """A teacher that is lacking or idle, rows that the task cannot join, and references that would be another model."""
     yield from _distillation(config)
-    yield from _answers_in_a_row(config)
+    joined = [name for name in ("packing", "padding_free") if getattr(config.data, name)]
+    if config.training.task in (Task.PREFERENCE, Task.REWARD):
+        for name in joined:
+            message = f"answers are compared as wholes, a sequence each, and {name} puts several into one"
+            yield Conflict((f"data.{name}", TASK), message, f"{name}: false; data.group_by_length saves padding")
     yield from _reference(config)
 
 
@@ -34,17 +38,6 @@ def _distillation(config: TrainingConfig) -> Iterator[Conflict]:
     if teacher is not None:
         message = f"is read by the task distillation, and this is {training.task}"
         yield Conflict(("training.teacher", TASK), message, "unset, or training.task=distillation")
-
-
-def _answers_in_a_row(config: TrainingConfig) -> Iterator[Conflict]:
-    """A row of these tasks is a whole answer, or two: its target is one number."""
-    training, data = config.training, config.data
-    if training.task not in (Task.PREFERENCE, Task.REWARD):
-        return
-    for name, joins in (("packing", data.packing), ("padding_free", data.padding_free)):
-        if joins:
-            message = f"answers are compared as wholes, a sequence each, and {name} puts several into one"
-            yield Conflict((f"data.{name}", TASK), message, f"{name}: false; data.group_by_length saves padding")
 
 
 def _reference(config: TrainingConfig) -> Iterator[Conflict]:
