@@ -177,7 +177,7 @@ def _written_targets(params: PeftParams, model: PreTrainedModel) -> Targets:
     missing = [target for target, names in found.items() if not names and target not in renamed]
     if len(missing) == len(found):
         raise RequestError([_no_match(f"{KEY}[{list(found).index(target)}]", target, model) for target in missing])
-    cautions = [f"{KEY}: {_no_match('', target, model).message}; the others do" for target in missing]
+    cautions = [_partial(_no_match(KEY, target, model)) for target in missing]
     names = [name for target, hits in found.items() for name in hits or _named(renamed.get(target, ""), experts)]
     return _split(params, model, names, cautions)
 
@@ -294,6 +294,12 @@ def _no_match(key: str, target: str, model: PreTrainedModel) -> Problem:
     near = _of_same_role(near or target, model) or (near if near in known else None)
     near = ALL_LINEAR if target.lower() in ("all", "linear") else near
     return Problem(key, message, expected=f"[{ALL_LINEAR}], or some of {_available(model)}", nearest=near)
+
+
+def _partial(problem: Problem) -> str:
+    """A caution of a target that names nothing, next to others that do."""
+    meant = f"; did you mean {problem.nearest}?" if problem.nearest else ""
+    return f"{problem.key}: {problem.message}; the others do{meant}"
 
 
 def _of_same_role(target: str, model: PreTrainedModel) -> str | None:

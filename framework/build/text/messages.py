@@ -83,9 +83,10 @@ class Fault(ValueError):
 
 
 def describe(value: object) -> str:
-    """A wrong value in few words: its type and how it begins."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+    """A wrong value in few words: its type, where how it is written does not tell it, and how it begins."""
+    text, kind = repr(value), type(value)
+    shown = text if len(text) <= 40 else f"{text[:37]}..."
+    return f"{kind.__name__} {shown}" if kind.__module__ == "builtins" else shown
 
 
 def read_text(value: object) -> str:

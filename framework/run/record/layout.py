@@ -64,9 +64,9 @@ def kept_for(path: Path) -> str | None:
     """Why a file or folder of a run folder is not a run's to delete, in words; None where it is."""
     if path.is_symlink():
         return f"it is a link to {os.readlink(path)}, which no run made"
-    if _NAME.fullmatch(path.name) and (others := others_files(path, path.name)):
-        return f"no run wrote {', '.join(other.name for other in others[:3])} in it"
-    return None
+    others = [other.name for other in others_files(path, path.name)] if _NAME.fullmatch(path.name) else []
+    seen = [name for name in others if not name.startswith(".")]  # what file systems and browsers put there may go
+    return f"no run wrote {', '.join(seen[:3])} in it" if seen else None
 
 
 def _entries(folder: Path) -> list[Path]:

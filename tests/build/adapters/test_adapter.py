@@ -99,6 +99,7 @@ def test_a_missing_name_beside_others_is_a_warning():
     assembly = tiny_assembly(adapted(lora_target_modules=["q_proj", "v_porj"]))
     [caution] = assembly.adapter.cautions
     assert "'v_porj' names no module" in caution
+    assert caution.endswith("did you mean v_proj?")
     assert coverage(assembly.model)["attention"] < 1
 
 

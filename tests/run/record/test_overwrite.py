@@ -116,6 +116,8 @@ def test_a_link_is_refused_before_anything_is_removed(folder, tmp_path, name):
 
 
 def test_a_checkpoint_with_a_file_of_someone_else_is_refused(folder):
+    (folder / "checkpoints/step-00000002/.DS_Store").write_text("a file browser's")
+    assert kept_for(folder / "checkpoints/step-00000002") is None
     (folder / "checkpoints/step-00000002/notes.txt").write_text("mine")
     [problem] = refused(folder)
     assert "no run wrote notes.txt in it" in problem.message
