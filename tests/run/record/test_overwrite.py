@@ -8,6 +8,7 @@ import pytest
 
 from framework.errors import RequestError
 from framework.run.record import layout
+from framework.run.record.layout import kept_for
 from framework.run.record.overwrite import remove
 from framework.run.record.run_folder import RunFolder, held, open_folder
 from tests.tiny import tiny_config
