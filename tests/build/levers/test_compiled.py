@@ -66,15 +66,18 @@ def after_step(assembly):
         slow(LLAMA, {"scope": "model", "model": {"chunked_loss": 8}}),
     ],
 )
-def test_compiled_training_follows_the_plain_losses(uncompiled, architecture, options):
-    plain = {**options, "compile": False, "scope": "block"}
-    plain.pop("activation_memory_budget", None)
-    expected = losses(build(architecture, **plain))
+def test_compiled_training_follows_the_plain_losses_and_no_name_shows_it(uncompiled, architecture, options):
+    settings = {**options, "compile": False, "scope": "block"}
+    settings.pop("activation_memory_budget", None)
+    plain = build(architecture, **settings)
+    expected = losses(plain)
     assembly = build(architecture, **options)
     verify(assembly)
     assert losses(assembly) == pytest.approx(expected, rel=2e-3 if "mixed_precision_dtype" in options else 1e-5)
     readings = after_step(assembly)
     assert "0 graph breaks" in readings["training.compile"].source
+    assert list(assembly.model.state_dict()) == list(plain.model.state_dict())
+    assert [name for name, _ in assembly.model.named_parameters()] == [n for n, _ in plain.model.named_parameters()]
     if "activation_memory_budget" in options:
         assert readings["training.activation_memory_budget"].found == "0.5"
 
@@ -121,13 +124,6 @@ def test_the_ninth_run_of_a_process_is_compiled_too(uncompiled):
         assembly = build()
         losses(assembly, steps=1)
     assert {region.compiled_calls for region in compiled_regions(assembly.model)} == {1}
-
-
-def test_no_name_shows_that_it_is_compiled(uncompiled):
-    assembly, plain = build(), build(compile=False)
-    losses(assembly, 1)
-    assert list(assembly.model.state_dict()) == list(plain.model.state_dict())
-    assert [name for name, _ in assembly.model.named_parameters()] == [n for n, _ in plain.model.named_parameters()]
 
 
 def test_a_block_that_lost_its_compiled_call_stops_the_run():

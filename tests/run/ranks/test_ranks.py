@@ -27,6 +27,7 @@ from framework.run.checkpoints.checkpoint import checkpoints
 from framework.run.evaluate import evaluate
 from framework.run.ranks import coordinator as coordinator
 from framework.run.step import train_step
+from tests.grids import slow
 from tests.run.several import ROOT, ended, start
 from tests.run.test_trainer import config, corpus, metrics, same, train  # noqa: F401
 from tests.tiny import LLAMA, tiny_assembly, tiny_config, unequal_rows
@@ -75,8 +76,8 @@ def curve(case: str, per_device: int, world: int = 1, assemble=tiny_assembly) ->
     return {"steps": results, "eval": found, "names": names, "weights": total}
 
 
-def curves_as_rank() -> None:
-    """What each of two ranks runs: every case, its result as JSON on stdout."""
+def curves_as_rank(*cases: str) -> None:
+    """What each of two ranks runs: the cases, their results as JSON on stdout."""
     from framework.build.assembly import assemble
     from framework.build.place import real_place
     from framework.run.ranks.coordinator import process_group
@@ -89,7 +90,7 @@ def curves_as_rank() -> None:
             cpu = real_place(torch.device("cpu"))
             return assemble(made, read_architecture(made), cpu, 10, coordinator.ranks)
 
-        print(json.dumps({**{case: curve(case, 2, 2, together) for case in CASES}, "nan": poisoned(together)}))
+        print(json.dumps({**{case: curve(case, 2, 2, together) for case in cases}, "nan": poisoned(together)}))
 
 
 def poisoned(assemble) -> str:
@@ -119,10 +120,14 @@ class Spoilt:
         return getattr(self.objective, name)
 
 
-def test_two_ranks_learn_what_one_does():
+QUICK = ("full", "chunked", "after backward", "adapter after backward")
+
+
+@pytest.mark.parametrize("cases", [QUICK, slow(tuple(case for case in CASES if case not in QUICK))], ids=str)
+def test_two_ranks_learn_what_one_does(cases):
     """Losses, norms, counts and evaluation are of the whole global batch, and equal on both ranks; with a last step of
     an epoch in which one rank has nothing to do, accumulation, adapters, checkpoints and half precision."""
-    both = ended(start("from tests.run.ranks.test_ranks import curves_as_rank; curves_as_rank()"))
+    both = ended(start(f"from tests.run.ranks.test_ranks import curves_as_rank; curves_as_rank(*{cases!r})"))
     assert [rank.code for rank in both] == [0, 0], both[0].err + both[1].err
     first, second = (json.loads(rank.out) for rank in both)
     assert first == second

@@ -82,6 +82,7 @@ def test_a_plan_of_compiled_shards_keeps_less() -> None:
     assert not any("could not be captured" in said for said in less.assumptions)
 
 
+@pytest.mark.slow
 def test_a_plan_captures_blocks_of_packed_shards() -> None:
     pytest.importorskip("bitsandbytes")
     card = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "count": 2}
