@@ -26,8 +26,7 @@ from framework.memory.explain.text import MOST_MOVES, cause_lines
 from framework.memory.ledger import STEP_PHASES
 from framework.reports import plan_text
 from framework.reports.page import definitions, document, items
-from framework.reports.run_curves import curve_parts, memory_parts
-from framework.reports.run_evaluations import evaluation_parts, sample_parts
+from framework.reports.run_curves import curve_parts, evaluation_parts, memory_parts, sample_parts
 from framework.reports.run_files import Environment, Run
 from framework.schema.config import TrainingConfig
 from framework.schema.evaluation import steps_between

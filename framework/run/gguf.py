@@ -155,9 +155,8 @@ def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exp
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise RequestError(
-            [Problem("--gguf", "the package gguf is not installed", expected="pip install gguf")]
-        ) from None
+        message = "the package gguf is not installed"
+        raise RequestError([Problem("--gguf", message, expected="pip install gguf")]) from None
     folder = _plain(source)
     config = _read_config(folder)
     target = output or source / GGUF / f"{source.absolute().name}-{kind}.gguf"
