@@ -1,4 +1,4 @@
-"""Steps that wait for the host, as planned and as measured next to an H200 whose host was faster than most."""
+"""Steps that wait for the host, as planned for and as measured on an H200 whose host was faster than most."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from framework.compose import compose
-from framework.memory.step_time import step_cost
+from framework.memory.host_time import FITTED
+from framework.memory.step_time import step_cost, step_time
 from framework.run.rehearsal.rehearse import record
 
 ROWS = json.loads((Path(__file__).parents[2] / "calibration" / "h200_host_step.json").read_text())["rows"]
 COMPILED = [row for row in ROWS if row["name"].endswith("compile-true")]
+HOST = 0.85
+"""Share of the fitted times that this host needs; the eight of the fit needed 0.64 to 1.37."""
 WITHIN = {
     "1b_full/gc-false/compile-true": 0.22,  # the card is busy for half of it, which is not overlapped
 }
@@ -23,7 +26,8 @@ QUICK = ("1b_full/gc-true/compile-true",)
     [pytest.param(row, id=row["name"], marks=() if row["name"] in QUICK else pytest.mark.slow) for row in COMPILED],
 )
 def test_compiled_steps_of_few_tokens_take_what_the_host_takes(row):
-    cost = step_cost(record(compose("finetune_local", ["model.chunked_loss=false", *row["overrides"]]).config))
+    words = ["model.chunked_loss=false", *row["overrides"]]
+    cost = step_time(record(compose("finetune_local", words).config), FITTED.scaled(HOST))
     assert cost is not None
     assert cost.seconds == pytest.approx(row["step_seconds"], rel=WITHIN.get(row["name"], 0.16))
 
@@ -41,4 +45,4 @@ def test_recorded_kernels_cost_the_host_nothing():
         for value in ("false", "true")
     )
     assert launched.bound_by == "host"
-    assert 29.3 / 87.2 < recorded.seconds / launched.seconds < 29.3 / 60.2
+    assert 0.95 * 29.3 / 87.2 < recorded.seconds / launched.seconds < 29.3 / 60.2
