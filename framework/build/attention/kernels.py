@@ -3,8 +3,8 @@
 That is the logarithm of the sum of exponentials of each query's scores, which `scaled_dot_product_attention` keeps to
 itself. Backward takes the result and that number of all keys, and so gives exact gradients for some of the keys.
 
-Private names of torch used here (tests/build/attention/test_ring_attention.py runs them, on a card
-test_ring_attention_gpu.py): the `aten._scaled_dot_product_*` operators and their `_backward`.
+Private names of torch used here (tests/build/attention/test_kernels.py runs them, on a card too): the
+`aten._scaled_dot_product_*` operators and their `_backward`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
