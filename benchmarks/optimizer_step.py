@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from framework.build.optimizers.any_precision import AnyPrecisionAdamW, Kernel
-from framework.build.optimizers.clipping import clip_gradients, gradient_norm
+from framework.build.optimizers.clipping import clip_gradients, gradient_norms
 from framework.installation import shipped
 from framework.schema.choices import Rounding
 
@@ -83,7 +83,7 @@ def median_ms(run: Callable[[], object], repeats: int = 20) -> float:
 
 def update(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """What a step does after backward."""
-    clip_gradients(optimizer, parameters, LIMIT, gradient_norm(parameters))
+    clip_gradients(optimizer, parameters, LIMIT, gradient_norms(parameters)[0])
     optimizer.step()
 
 

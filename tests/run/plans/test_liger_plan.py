@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from framework.build import assembly as assembling
+from framework.build import tasks
 from framework.build.losses.loss import model_inputs, next_tokens
 from framework.build.model.parts import causal_model
 from framework.compose import compose
@@ -35,7 +35,7 @@ def ligers_loss(model: Any, batch: Any, observe: Any) -> Any:
     causal = causal_model(model)
     hidden = causal.base_model(**model_inputs(model, batch), use_cache=False).last_hidden_state.flatten(0, 1)
     observe("loss")
-    targets, head = next_tokens(batch["labels"]).flatten(), causal.get_output_embeddings().weight
+    targets, head = next_tokens(batch).flatten(), causal.get_output_embeddings().weight
     return LigerFusedLinearCrossEntropyFunction.apply(hidden, head, targets, None, None, -100, 0.0, 0.0, "sum")[0]
 
 
@@ -48,7 +48,7 @@ def test_with_ligers_loss_the_plan_is_what_was_measured(
     write: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], measured: float
 ) -> None:
     """H100, torch 2.11, transformers 5.17, liger-kernel 0.8.5."""
-    monkeypatch.setattr(assembling, "build_loss", lambda *_: ligers_loss)
+    monkeypatch.setattr(tasks, "build_loss", lambda *_: ligers_loss)
     assert plan(write, *words, ON).step_peak.allocated_bytes / GIB == pytest.approx(measured, rel=0.0001)
 
 
