@@ -25,7 +25,7 @@ from framework.run.checkpoints.resume import check_allowed
 from framework.run.planning.capacity import require_capacity, too_large
 from framework.run.planning.fit import decide_or_refuse
 from framework.run.planning.plan_pool import plan_in_subprocess
-from framework.run.ranks.coordinator import ALIVE, FAILED, GRACE, LAUNCHER
+from framework.run.ranks.coordinator import ALIVE, FAILED, FIRST, GRACE, LAUNCHER
 from framework.run.ranks.environment import train_command
 from framework.run.ranks.signals import noted_signals
 from framework.run.record.run_folder import open_folder
@@ -49,7 +49,7 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
     world = config.gpu.count
     # made in this process, so that no other can take its port in between
     store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
-    coordinator = PrefixStore("tunesmith/0/0", store)
+    coordinator = PrefixStore(FIRST, store)
     coordinator.set(LAUNCHER, "")
     with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
         recipe = Path(folder) / f"{name}.yaml"

@@ -44,6 +44,8 @@ TELL_AFTER = 60.0
 """Seconds of waiting after which the main rank says for whom."""
 GRACE = 3.0
 """Seconds that a rank has to end by itself, once another has failed."""
+FIRST = "tunesmith/0/0"
+"""Prefix of the keys of ranks that meet for the first time: `launch` writes there, which starts no rank twice."""
 LAUNCHER = "parent"
 """Key that is set where the process which started the ranks watches over them and names one that was killed."""
 FAILED = "failed"
@@ -94,7 +96,7 @@ class _ProcessGroup(Coordinator):
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._base = PrefixStore(f"tunesmith/{again}/{next(_meetings)}", base)
         self._store: Store = self._base.clone()  # type: ignore[attr-defined]
-        self.has_parent = base.check([LAUNCHER])
+        self.has_parent = PrefixStore(FIRST, base).check([LAUNCHER])
         self._meets = itertools.count()
         self._parted = threading.Event()
         self._note: dict[str, int] | None = None
@@ -217,8 +219,11 @@ class _ProcessGroup(Coordinator):
                     time.sleep(_PAUSE / 2)
         self._parted.set()
         if lost:
+            doing = "and who kept their store has gone"
+            with contextlib.suppress(RuntimeError):
+                doing = self._doing(self._others())
             raise TrainingStopped(
-                f"another rank ended without a word, or hangs ({self._doing(self._others())}); checkpoints are intact. "
+                f"another rank ended without a word, or hangs ({doing}); checkpoints are intact. "
                 f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ) from error
 

@@ -117,6 +117,7 @@ def test_ctrl_c_goes_to_the_ranks_once_all_know_what_to_do_about_it(arrived, rai
 
 
 @pytest.mark.slow
+@pytest.mark.fresh_process
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 4), (signal.SIGINT, 130)])
 def test_a_rank_that_is_killed_is_named_and_ctrl_c_saves(number, code, write, corpus, tmp_path):  # noqa: F811
     """SIGKILL to rank 1: all end within 30 s, the last checkpoint is whole. SIGINT to the launcher: saved, all end."""
@@ -138,6 +139,21 @@ def test_a_rank_that_is_killed_is_named_and_ctrl_c_saves(number, code, write, co
     assert ("go on with --resume" in error) == (number == signal.SIGINT)
     newest = max(saved.parent.glob("step-????????"))
     assert (newest / "random-00001.json").exists()
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_killed_say_so_and_end(write, corpus):  # noqa: F811
+    recipe = write(RECIPE.format(corpus=corpus, count=2))
+    command = [sys.executable, "-m", "framework", "train", str(recipe), "training.output_dir=run"]
+    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 200
+    while not Path("run/checkpoints/step-00000020").exists() and time.monotonic() < end and launcher.poll() is None:
+        time.sleep(0.2)
+    launcher.kill()
+    _, error = launcher.communicate(timeout=60)  # which waits for the ranks, who write to the same pipe
+    assert "error the process that started the ranks was killed: all end; checkpoints are intact" in error
+    assert "internal fault" not in error
 
 
 def _rank(launcher: int, rank: int) -> int:
