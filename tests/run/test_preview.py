@@ -244,7 +244,7 @@ def test_what_later_blocks_of_a_stream_lose_is_a_warning(tmp_path: Path) -> None
     found = preview(config, "train", 1, whole=True)
     assert (found.split.read, found.split.kept) == (150, 50)
     (warning,) = found.report.warnings
-    assert warning.startswith("66.7% of the supervised tokens of train are lost")
+    assert warning.startswith("data.train: 66.7% of the supervised tokens of train are lost")
     assert warning in found.to_json()["warnings"]
 
 

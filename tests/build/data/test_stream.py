@@ -443,4 +443,6 @@ class TestAccount:
         assert report is not None
         assert report.unread == {path: ["`id`"]}
         assert [*report.remarks.values()] == [32]
-        assert some.progress.account.news()[0].startswith("32 of 64 rows of train (50.0 %) have an empty answer")
+        assert some.progress.account.news()[0].startswith(
+            "data.train: 32 of 64 rows of train (50.0 %) have an empty answer"
+        )
