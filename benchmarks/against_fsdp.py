@@ -1,7 +1,7 @@
 """Sharded training against what a user would pick instead, and against one card: tokens/s, memory, loss.
 
     PYTHONPATH=. python -m torch.distributed.run --nproc-per-node 4 benchmarks/against_fsdp.py OUT.jsonl [ROW ...]
-    PYTHONPATH=. python benchmarks/against_fsdp.py summary OUT.jsonl benchmarks/results/against_fsdp.json
+    PYTHONPATH=. python benchmarks/against_fsdp.py summary OUT.jsonl benchmarks/results/against_fsdp_h200.json
 
 A line a row, from the first rank. Rows: `ours-8b`, `ours-8b-fastest`, `hand-8b` and `accelerate-8b`, of the first three
 also `-compiled`; the same of the 3B for cards that the 8B does not fit; `alone-1b` (the first card, the others wait),

@@ -1,6 +1,6 @@
 """What `sharded.py` measured, next to plans of the same rows, and its curves next to that of one card.
 
-    python benchmarks/sharded_summary.py MEASURED.jsonl benchmarks/results/sharded.json [NOTE ...]     any machine
+    python benchmarks/sharded_summary.py MEASURED.jsonl benchmarks/results/sharded_h200.json [NOTE ...]     any machine
 
 Plans are made here, by this code and its versions, after the rows were measured.
 """

@@ -27,7 +27,7 @@ def to_annotated_yaml(config: TrainingConfig, origins: Mapping[str, Origin]) -> 
 
 
 def _lines(value: Any, key: str, origins: Mapping[str, Origin]) -> Iterator[str]:
-    """The lines of a mapping or list, its scalars as `_dump` writes them."""
+    """The lines of a mapping or list, its scalars as `dump` writes them."""
     for name, child in value.items() if isinstance(value, dict) else enumerate(value):
         is_item = isinstance(name, int)
         here = f"{key}[{name}]" if is_item else f"{key}.{name}".removeprefix(".")

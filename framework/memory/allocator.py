@@ -23,7 +23,7 @@ MIN_LARGE_ALLOC = 10 * MIB
 ROUND_LARGE = 2 * MIB
 MANAGED_CHUNK = 32 * MIB
 """Managed memory of an H100 grows in these: 9428, 2357 and 42 MiB of states took 9472, 2432 and 128 (driver 580,
-tests/calibration/h100_low_bit.json; 2026-11). One or two chunks more than fill; the plan takes two."""
+2026-11). One or two chunks more than fill; the plan takes two."""
 _TOP_ADDRESS = 1 << 62
 """The driver hands out segments from high addresses to low ones, which decides between free blocks of equal size: with
 ascending addresses a dozen rows of tests/calibration miss reserved bytes by up to 6 %, with descending ones they are

@@ -4,7 +4,7 @@ Keys and values travel by one all-gather a layer, as for Llama 3 (arXiv 2407.217
 the same bytes in fewer and larger messages. They are gathered again in backward, so that what a layer keeps is this
 rank's own; their gradients are summed over the ranks in float32. A query chunk attends to its own keys causally and to
 all earlier ones fully, each in one or two calls of an ordinary kernel; the results are put together by the logarithms
-of their sums (`attention_kernels.py`). No mask is made.
+of their sums (`kernels.py`). No mask is made.
 """
 
 import contextlib
