@@ -94,8 +94,11 @@ def _problem(path: Path, detail: dict[str, Any], where: str | None) -> Problem:
         nearest = _MEANT.get(dotted(path), {}).get(word, nearest)
         if expected and "true or false" in expected:
             nearest = _BOOLEANS.get(word, nearest)
-    if isinstance(value, str) and key and key.is_list and value and not isinstance(path[-1], int):
-        nearest = f"[{value}]"
+    if isinstance(value, str) and key and key.is_list and value:
+        if "path" in key.children:
+            nearest = f"{{path: {value}}}" if isinstance(path[-1], int) else f"[{{path: {value}}}]"
+        elif not key.children and not isinstance(path[-1], int):
+            nearest = f"[{value}]"
     if expected == "text" and isinstance(value, int | float):
         expected = "text, in quotes"
     if expected == "text" and detail["type"] == "value_error":  # it is a text, of which the key's own check says more

@@ -51,6 +51,8 @@ def test_a_whole_number_in_any_spelling_is_an_integer(write, spelling):
         ("training", "optimizer", "adam", "one of", "adamw_torch"),
         ("training", "task", "dpo", "one of", "preference, with training.preference.loss_type=dpo"),
         ("model", "attn_implementation", "flash", "one of", "flash_attention_2"),
+        ("data", "train", "rows.jsonl", "a list", "[{path: rows.jsonl}]"),
+        ("training", "parameter_groups", "embed_tokens", "a list", None),
         ("model", "freeze_layers", "{a: b}", "a list", None),
         ("model", "freeze_layers", "{append: a}", "a list", None),
         ("model", "architecture", "llama", "a mapping", None),
@@ -74,6 +76,13 @@ def test_a_preset_in_place_of_a_section_is_told_where_it_goes(write, section, pr
 def test_a_card_that_is_no_name_is_told_as_it_was_written(write, name, shown):
     (problem,) = problems_of(write(f"gpu: {{name: {name}}}\n")).values()
     assert (problem.key, problem.message) == ("gpu.name", f"cannot be {shown}")
+
+
+def test_rows_in_place_of_a_source_are_told_how_they_are_one(write):
+    for key in ("train", "eval"):
+        (problem,) = problems_of(write(f"data: {{{key}: [rows.jsonl]}}\n")).values()
+        assert (problem.key, problem.nearest) == (f"data.{key}[0]", "{path: rows.jsonl}")
+        compose(write(f"data: {{{key}: [{problem.nearest}]}}\n"))
 
 
 def test_an_unknown_item_of_a_list_is_not_told_to_be_a_list(write):
