@@ -1,5 +1,6 @@
 """The verbs that plan: one request, settings that fit, and two requests side by side."""
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -283,15 +284,18 @@ def diff(
     """Print the keys in which two recipes differ, with both values and where each came from. Overrides go to both."""
     from framework.compose import compose
     from framework.compose.writing import differences
-    from framework.reports.comparison import comparison_document, comparison_lines
 
     take = checked if memory else compose
     a, b = (take(name, overrides or ()) for name in (recipe, other))
     found = differences(a, b)
     compared = _plan_both(a, b, found) if memory else None
+    document: dict[str, object] = {"differences": [difference.to_json() for difference in found]}
+    if compared is not None:
+        from framework.reports.comparison import comparison_document, comparison_lines
+
+        document["memory"] = comparison_document(compared)
     if as_json:
-        document: dict[str, object] = {"differences": [difference.to_json() for difference in found]}
-        print_json(document | ({} if compared is None else {"memory": comparison_document(compared)}))
+        print_json(document)
         return
     _print_differences(found)
     if compared is not None:
@@ -315,10 +319,15 @@ def _print_differences(found: "list[Difference]") -> None:
         row
         for difference in found
         for row in (
-            (difference.key, "a", str(difference.a), str(difference.origin_a)),
-            ("", "b", str(difference.b), str(difference.origin_b)),
+            (difference.key, "a", _typed(difference.a), str(difference.origin_a)),
+            ("", "b", _typed(difference.b), str(difference.origin_b)),
         )
     ]
     print_columns(rows)
     if not rows:
         print_text("no key differs")
+
+
+def _typed(value: object) -> str:
+    """A value as YAML has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -111,6 +111,17 @@ def test_diff(run, write):
     assert run("diff", "r.yaml", "r.yaml")[1] == "no key differs\n"
 
 
+def test_diff_writes_values_as_they_are_typed(run, write):
+    write("training: {use_peft: true, max_steps: 2}\n", "b.yaml")
+    out = run("diff", write("schema_version: 1\n"), "b.yaml")[1]
+    assert [line.split()[-2] for line in out.splitlines()] == ["null", "2", "false", "true"]
+
+
+def test_an_argument_that_is_missing_is_told_where_it_is_listed(run):
+    code, _, err = run("list")
+    assert (code, err.splitlines()[1].split()) == (2, "expected what `tunesmith list --help` lists".split())
+
+
 def test_list(run):
     for kind in ("recipes", "gpus", "models", "optimizers", "datasets", "peft", "training"):
         code, out, _ = run("list", kind)

@@ -44,7 +44,7 @@ STEPS = [
     (command("schema"), HEAVY),
     (command("levers"), HEAVY),
     (command("show", "quickstart"), HEAVY),
-    (command("diff", "quickstart", "quickstart", "gpu=24gb"), HEAVY),
+    (command("diff", "quickstart", "quickstart", "gpu=24gb"), (*HEAVY, "numpy")),
     (command("check", "quickstart", "--quick"), HEAVY),
     (command("convert", "recipes/quickstart.yaml"), HEAVY),
     (command("check", "quickstart", "trainng.seed=1", "--json"), HEAVY),
