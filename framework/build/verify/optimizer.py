@@ -73,9 +73,8 @@ def read_optimizer_in_backward(assembly: Assembly) -> Iterator[Reading]:
     asked, optimizer = assembly.config.training.optimizer_in_backward, assembly.optimizer
     own = len(optimizer.parts) if isinstance(optimizer, ParameterWise) else 0
     found = own == len(assembly.trained) if asked is True else False
-    yield Reading(
-        "training.optimizer_in_backward", str(asked), str(found), f"{counted(own, 'optimizer')} of one tensor"
-    )
+    source = f"{counted(own, 'optimizer')} of one tensor"
+    yield Reading("training.optimizer_in_backward", str(asked).lower(), str(found).lower(), source)
 
 
 def read_rounding(assembly: Assembly) -> Iterator[Reading]:
