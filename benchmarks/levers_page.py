@@ -206,7 +206,7 @@ def _measured(lever: Lever, setting: Setting, by_row: Mapping[str, Any]) -> str:
     value = (
         "+".join(map(word, setting.value))
         if setting.value and isinstance(setting.value, tuple)
-        else word(setting.value)
+        else word("none" if setting.value is None else setting.value)
     )
     found = []
     for shape in ("m1", "m2"):

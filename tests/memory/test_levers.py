@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 
 from framework.build.verify import FIRST_STEP_READERS, READERS
+from framework.compose import draft
 from framework.memory.ledger import Terms
 from framework.memory.levers import LEVERS, every_setting, lever, word
 from framework.schema.keys import every_key, value_of
@@ -59,3 +60,13 @@ def test_a_setting_is_a_value_of_its_key(row, setting):
 def test_exactness_is_that_of_the_settings():
     assert lever("training.enable_gradient_checkpointing").exact
     assert not lever("training.optimizer").exact
+
+
+def test_what_a_lever_needs_can_be_typed(tmp_path) -> None:
+    """Every setting with what it needs, in the words that are shown, is read as the same values."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("schema_version: 1\n")
+    for row, setting in every_setting():
+        values = {row.key: setting.value, **setting.beside}
+        found = draft(str(recipe), [f"{key}={word(value)}" for key, value in values.items()]).config
+        assert {key: value_of(found, key) for key in values} == values

@@ -7,7 +7,7 @@ from typing import Any
 
 from framework.memory.explain.causes import Cause, Repair
 from framework.memory.explain.evidence import SavedLever, SavedPlan
-from framework.memory.levers import LEVERS, Lever, Setting, lever, word
+from framework.memory.levers import LEVERS, Lever, Setting, lever, same, word
 from framework.memory.requirements import is_installed, possible, suits
 from framework.schema.config import TrainingConfig
 from framework.schema.keys import value_of
@@ -217,7 +217,7 @@ def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
     if row.key == OPTIMIZER:
         rule = FACTS[value].rule
         return tuple(item for item in row.settings if item.value != value and FACTS[item.value].rule == rule)
-    return row.settings[1:2] if word(value) == word(plain.value) else ()
+    return row.settings[1:2] if same(value, plain.value) else ()
 
 
 def _has(setting: Setting) -> bool:

@@ -16,7 +16,7 @@ from framework.memory.levers.execution import CACHES, KERNELS, SHARDING, TASKS
 from framework.memory.levers.row import Axis, Lever, Setting
 from framework.memory.levers.weights import ADAPTERS, FP8, FREEZING, OPTIMIZERS, PRECISION
 
-__all__ = ["LEVERS", "Axis", "Lever", "Setting", "every_setting", "lever", "word"]
+__all__ = ["LEVERS", "Axis", "Lever", "Setting", "every_setting", "lever", "same", "word"]
 
 LEVERS = (
     *BATCH,
@@ -50,4 +50,9 @@ def word(value: Any) -> str:
     """A value as it is typed on the command line."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(word, value))}]"
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two values of a key are one, in any spelling. A key that is unset is as one that is `none`."""
+    return word("none" if value is None else value) == word("none" if other is None else other)

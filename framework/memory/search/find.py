@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from framework.memory.cards import card_names, read_card
 from framework.memory.ledger import Plan
-from framework.memory.levers import lever, word
+from framework.memory.levers import lever, same, word
 from framework.memory.requirements import default_of, possible, with_values
 from framework.memory.resolve import resolve
 from framework.memory.search.estimate import Figures
@@ -213,7 +213,7 @@ def changed_keys(before: TrainingConfig, after: TrainingConfig) -> list[str]:
     """The keys that a search moved: what is better in every way, what changes training, other levers."""
     better = [key for key, axis in AXES.items() if axis.better is not None]
     order = dict.fromkeys((*better, *INEXACT, *OFF_THE_CARD, *SHARDING, EVAL_BATCH, MICRO_BATCH))
-    return [key for key in order if word(value_of(before, key)) != word(value_of(after, key))]
+    return [key for key in order if not same(value_of(before, key), value_of(after, key))]
 
 
 def _one_by_one(before: TrainingConfig, after: TrainingConfig, keys: Sequence[str]) -> list[TrainingConfig]:
@@ -265,7 +265,7 @@ def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
 def _of_the_host(after: TrainingConfig, plan: Plan, best: _Best) -> Iterator[str]:
     """What the proposal needs of host memory where it keeps there what may be on the card, and what had no room."""
     on_host = [ACTIVATIONS, *(key for key, axis in AXES.items() if axis.on_host)]
-    if any(word(value_of(after, key)) != word(default_of(key)) for key in on_host):
+    if not all(same(value_of(after, key), default_of(key)) for key in on_host):
         needed = f"up to {size(plan.host_bytes_of(plan.host.processes))} of host memory"
         yield f"what the host keeps for the card: a machine with {counted(plan.host.processes, 'card')} needs {needed}"
     lacking = [said for search in best.searches for said in search.short.values()]

@@ -136,4 +136,4 @@ class Found:
 def typed(values: dict[str, Any], global_batch: int) -> tuple[str, ...]:
     """Values of keys as words of the command line."""
     batch = {"training.global_batch_size": global_batch} if "training.per_device_train_batch_size" in values else {}
-    return tuple(f"{key}={'null' if value is None else word(value)}" for key, value in {**values, **batch}.items())
+    return tuple(f"{key}={word(value)}" for key, value in {**values, **batch}.items())

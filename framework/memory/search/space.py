@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from framework.memory.levers import LEVERS, Axis, lever, word
+from framework.memory.levers import LEVERS, Axis, lever, same, word
 from framework.memory.requirements import default_of, is_installed, possible, suits, with_values
 from framework.memory.search.estimate import Figures, depths_of
 from framework.schema.config import TrainingConfig
@@ -178,7 +178,7 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
         choices = {key: axes[key][place] for key, place in at.items()}
         # Next to checkpoints a budget is for one block at work: others do better what it does.
         is_left_out = choices.get(CHECKPOINTS) is True and choices.get(_BUDGET) is not None and _BUDGET in free
-        if is_left_out and not all(_same(value_of(config, key), choices[key]) for key in axes):
+        if is_left_out and not all(same(value_of(config, key), choices[key]) for key in axes):
             continue
         changed = changed_to({key: value for key, value in choices.items() if key in free})
         if changed is not None:
@@ -216,13 +216,13 @@ def _values(config: TrainingConfig, key: str, tried: tuple[Any, ...]) -> tuple[A
     now = value_of(config, key)
     now = 1024 if key == CHUNKS and now in (True, None) else now
     known = [value for value in tried if _can_be_had(config, key, value)]
-    if not any(_same(now, value) for value in known):
+    if not any(same(now, value) for value in known):
         known.insert(1, now)
     return tuple(known)
 
 
 def _can_be_had(config: TrainingConfig, key: str, value: Any) -> bool:
-    setting = next((item for item in lever(key).settings if _same(item.value, value)), None)
+    setting = next((item for item in lever(key).settings if same(item.value, value)), None)
     if setting is None:
         return True
     return suits(setting.hardware, config.gpu) and all(map(is_installed, filter(None, setting.package.split(", "))))
@@ -232,17 +232,13 @@ def _company(config: TrainingConfig, key: str, axes: Table) -> Mapping[str, Coll
     """The places that other keys must have on their axes for this one to have an effect; none where one that is no axis
     has another value than it must."""
     beside = lever(key).settings[0].beside
-    if any(name not in axes and not _same(value_of(config, name), value) for name, value in beside.items()):
+    if any(name not in axes and not same(value_of(config, name), value) for name, value in beside.items()):
         return {key: ()}
     return {name: _places_of(value, axes[name]) for name, value in beside.items() if name in axes}
 
 
 def _places_of(value: Any, among: tuple[Any, ...]) -> Collection[int]:
-    return {place for place, other in enumerate(among) if _same(value, other)}
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or word(a) == word(b)
+    return {place for place, other in enumerate(among) if same(value, other)}
 
 
 Mix = Mapping[int, float]
