@@ -125,3 +125,28 @@ def test_nothing_refers_to_what_is_not_in_this_repository():
         f"{file.relative_to(ROOT)}: {match[0]}" for file in texts for match in ELSEWHERE.finditer(file.read_text())
     ]
     assert not found
+
+
+NAMED = re.compile(r"(?<![\w/.-])(?:framework|tests|benchmarks)/[a-z0-9_/]+\.(?:py|json|yaml|md)\b")
+
+
+def test_files_that_are_named_are_there():
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "pyproject.toml")]
+    texts = [*pages, *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.py"), *FILES]
+    named = [(file, match[0]) for file in texts for match in NAMED.finditer(file.read_text())]
+    assert len(named) > 100
+    assert not [f"{file.relative_to(ROOT)}: {name}" for file, name in named if not (ROOT / name).exists()]
+
+
+def test_the_page_of_where_things_are_names_what_is_there():
+    """In a row a name without a folder is next to the path before it."""
+    rows = [line for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if line.startswith("| ")]
+    found, folder = [], ROOT
+    for name in (
+        name for row in rows for name in re.findall(r"`([\w./]+(?:/|\.py|\.yaml))`", row.rpartition(" | ")[2])
+    ):
+        file = ROOT / name if "/" in name else folder / name
+        folder = file if file.is_dir() else file.parent
+        found.append((name, file.exists()))
+    assert len(found) > 60
+    assert not [name for name, is_there in found if not is_there]
