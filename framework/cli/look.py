@@ -17,6 +17,7 @@ from framework.cli.printing import (
     print_prose,
     print_text,
     print_warnings,
+    say,
     stdout,
     written,
 )
@@ -96,7 +97,7 @@ def show(
 
 
 def list_choices(
-    kind: Annotated[str, typer.Argument(help="recipes, gpus, models, optimizers, datasets, peft, fsdp or training.")],
+    kind: Annotated[str, typer.Argument(help="recipes, gpus, models, optimizers, datasets, peft or training.")],
     as_json: Json = False,
 ) -> None:
     """List shipped recipes, or the presets of a group, with what each is for."""
@@ -106,14 +107,16 @@ def list_choices(
     if kind not in kinds:
         nearest = shipped.nearest(kind, kinds)
         raise RequestError([Problem("", f"there is nothing of kind {kind!r}", None, ", ".join(kinds), nearest)])
-    folders = (Path(shipped.PRESETS),)
-    presets = shipped.presets(kinds[kind], folders) if kinds[kind] else {}
-    files = {name: preset.file for name, preset in presets.items()} or shipped.recipes()
+    group = kinds[kind]
+    presets = shipped.presets(group, (Path(shipped.PRESETS),)) if group else {}
+    files = {name: preset.file for name, preset in presets.items()} if group else shipped.recipes()
     found = {name: shipped.purpose(path) or _fact(path) for name, path in files.items()}
     if as_json:
         print_json({"kind": kind, "choices": [{"name": name, "purpose": text} for name, text in found.items()]})
-    else:
+    elif found:
         print_columns(list(found.items()))
+    else:
+        say(f"no preset of {kind} is shipped: its keys are written in the recipe")
 
 
 def _fact(path: Path) -> str:

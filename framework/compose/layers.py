@@ -175,7 +175,8 @@ def _one_preset(
         return node_of({"gpu": facts}, Origin("group", f"gpu={name}"))
     message = f"no such file: {name} ({path.absolute()})" if is_path else f"no preset is called {name!r}"
     sizes = ", a size such as 24gb" if group == "gpu" else ""
-    expected = f"one of: {', '.join(known) or 'none yet'}{sizes}, or the path of a YAML file"
+    shipped_ones = f"one of: {', '.join(known)}{sizes}, or " if known else ""
+    expected = f"{shipped_ones}the path of a YAML file"
     near = file_like(name) if is_path else size_meant(name) if group == "gpu" else None
     nearest = near or shipped.nearest(path.stem if is_path else name, known)
     problems.append(Problem(group, message, origin.place, expected, nearest))

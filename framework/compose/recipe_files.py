@@ -47,7 +47,7 @@ def find_recipe(recipe: str | File) -> RecipeFile:
     if not is_path and (old := shipped.EARLIER_RECIPES.get(word)) is not None:
         told = Problem("", f"`{word}` is now `{old.typed}`; the earlier name goes with version {shipped.EARLIER_UNTIL}")
         return RecipeFile(word, known[old.recipe], f"recipes/{old.recipe}.yaml", old.choices, here, told)
-    if exists(word) and (path.is_dir() or path.name in _OF_MODELS):
+    if word and exists(word) and (path.is_dir() or path.name in _OF_MODELS):
         raise RequestError([_no_recipe(word, path)])
     if is_path and exists(word):
         return RecipeFile(path.stem, path, word, folders=(path.parent / shipped.PRESETS,))

@@ -122,6 +122,18 @@ def test_an_argument_that_is_missing_is_told_where_it_is_listed(run):
     assert (code, err.splitlines()[1].strip()) == (2, "expected what `tunesmith list --help` lists")
 
 
+def test_a_recipe_without_a_name_is_told_to_be_none(run):
+    assert run("show", "")[2].splitlines()[0] == "error no recipe is called ''"
+
+
+def test_a_group_without_presets_lists_none(run):
+    code, out, err = run("list", "fsdp")
+    assert (code, out, err) == (0, "", "no preset of fsdp is shipped: its keys are written in the recipe\n")
+    assert json.loads(run("list", "fsdp", "--json")[1])["choices"] == []
+    expected = run("show", "quickstart", "fsdp=full")[2].splitlines()[2].strip()
+    assert expected == "expected the path of a YAML file"
+
+
 def test_list(run):
     for kind in ("recipes", "gpus", "models", "optimizers", "datasets", "peft", "training"):
         code, out, _ = run("list", kind)
