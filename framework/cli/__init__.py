@@ -63,8 +63,9 @@ def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
             return _refused(error.problems, error.exit_code, words)
         case TyperException():
             message, verb = error.format_message(), next((word for word in words if not word.startswith("-")), "")
-            expected = f"what `tunesmith {verb} --help` lists" if message.startswith("Missing argument") else None
-            return _refused((Problem("", message, None, expected, meant(message, words, _VERBS)),), 2, words)
+            if message.startswith("Missing argument"):
+                message = f"{message.removesuffix('.')}: `tunesmith {verb} --help` says what it is"
+            return _refused((Problem("", message, nearest=meant(message, words, _VERBS)),), 2, words)
         case Interrupted():  # asked for, and no error
             with contextlib.suppress(OSError):  # a terminal that has gone is why
                 if not error.is_reported:

@@ -119,7 +119,7 @@ def test_diff_writes_values_as_they_are_typed(run, write):
 
 def test_an_argument_that_is_missing_is_told_where_it_is_listed(run):
     code, _, err = run("list")
-    assert (code, err.splitlines()[1].strip()) == (2, "expected what `tunesmith list --help` lists")
+    assert (code, err) == (2, "error Missing argument 'kind': `tunesmith list --help` says what it is\n")
 
 
 def test_a_recipe_without_a_name_is_told_to_be_none(run):
