@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from framework.activity import now
 from framework.cli.printing import complain, print_columns, print_json, print_text, print_warnings, say
 from framework.errors import Problem, RequestError
 
@@ -42,6 +43,7 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
         make(RunFolder(folder))
         stack.enter_context(only_run(folder))
         forget_results(folder)
+        now("")  # each run says what is being done
         failures = _launch(run, folder)
         results = _completed(outline, results_of(folder))
         failed = [Problem("", f"run {one.number}: {reason_of(folder, one)}") for one in results if one.exit_code]

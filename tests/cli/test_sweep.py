@@ -150,6 +150,14 @@ def test_a_dry_run_writes_nothing(command):
 
 
 @pytest.mark.slow
+def test_while_runs_are_made_they_alone_say_what_is_being_done(command, monkeypatch):
+    said = []
+    monkeypatch.setattr("framework.cli.sweep.now", said.append)
+    monkeypatch.setattr("framework.cli.sweep._launch", lambda *_: said.append("launched") or [])
+    command("training.seed=1,2")
+    assert said == ["", "launched"]
+
+
 def test_a_launcher_that_breaks_is_told_and_its_runs_are_lost(command, monkeypatch):
     def run(self, job, log, environment):
         raise OSError("no space")
