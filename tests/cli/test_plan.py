@@ -324,7 +324,7 @@ def test_diff_names_the_terms_and_the_keys(run, write, planner):
     code, out, err = run("diff", write(RECIPE), "b.yaml", "gpu=80gb", "--memory")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert "model.model_max_length a None default" in lines
+    assert "model.model_max_length a null default" in lines
     assert "b 4096 b.yaml:2" in lines
     assert "activations 1.00 GiB 4.00 GiB +3.00 GiB" in lines
     assert "model.model_max_length +3.00 GiB +6.00 GiB backward" in lines
