@@ -149,7 +149,6 @@ def test_a_dry_run_writes_nothing(command):
     assert [path.name for path in Path().iterdir()] == ["r.yaml"]
 
 
-@pytest.mark.slow
 def test_while_runs_are_made_they_alone_say_what_is_being_done(command, monkeypatch):
     said = []
     monkeypatch.setattr("framework.cli.sweep.now", said.append)
@@ -158,6 +157,7 @@ def test_while_runs_are_made_they_alone_say_what_is_being_done(command, monkeypa
     assert said == ["", "launched"]
 
 
+@pytest.mark.slow
 def test_a_launcher_that_breaks_is_told_and_its_runs_are_lost(command, monkeypatch):
     def run(self, job, log, environment):
         raise OSError("no space")
