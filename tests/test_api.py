@@ -120,7 +120,7 @@ def test_both_names_load_no_torch_and_run_as_modules(tmp_path) -> None:
 
 def test_a_module_of_the_same_name_does_not_hide_a_function() -> None:
     """`import framework.report` would put the module in the function's place."""
-    modules = {path.stem for path in (ROOT / "framework").iterdir()}
+    modules = {path.stem for path in (ROOT / "framework").iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
     assert not modules & set(framework.__all__)
 
 

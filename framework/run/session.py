@@ -148,6 +148,8 @@ class Session:
                 reason = f"{error} Training rows of this step: {known or rows(self.step)}."
                 self.folder.write_stop(self.step + 1, reason)
                 raise NonFinite(reason) from None
+            finally:
+                self._supply.forget()  # else its processes live until the session is collected
 
     def note(self, values: dict[str, float | None]) -> None:
         """Log the figures of a step or an evaluation."""

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -119,6 +120,7 @@ def test_resuming_at_any_step_is_exact(corpus, straight, tmp_path, monkeypatch, 
 
 def test_workers_do_not_change_what_is_learnt(corpus, straight, tmp_path):
     train(config(corpus, tmp_path / "run", data={"workers": 2}))
+    assert multiprocessing.active_children() == [], "workers end with the run"
     assert metrics(tmp_path / "run") == straight[0]
     assert same(final_weights(tmp_path / "run"), straight[1])
 

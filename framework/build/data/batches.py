@@ -316,21 +316,24 @@ def from_workers(loader: "DataLoader[Any]") -> Iterator[Any]:
     if is_main:
         signal.signal(signal.SIGCHLD, earlier)
     workers = getattr(made, "_workers", [])
-    while True:
-        try:
-            batch = next(made)
-        except StopIteration:
-            return
-        except Exception as error:
-            if isinstance(error, OSError | EOFError):  # of the socket through which a batch comes, of one that is dying
-                ended = wait([worker.sentinel for worker in workers], DYING)
-                for worker in (each for each in workers if each.sentinel in ended):
-                    worker.join(DYING)  # its threads may take longer
-            if dead := [worker for worker in workers if not worker.is_alive()]:
-                made._shutdown_workers()  # the others, which nothing else may ever end
-                raise WorkersDied(f"a process that prepares batches {_end_of(dead[0].exitcode)}") from error
-            raise
-        yield batch
+    try:
+        while True:
+            try:
+                batch = next(made)
+            except StopIteration:
+                return
+            except Exception as error:
+                if isinstance(error, OSError | EOFError):  # of the socket through which a batch comes, of a dying one
+                    ended = wait([worker.sentinel for worker in workers], DYING)
+                    for worker in (each for each in workers if each.sentinel in ended):
+                        worker.join(DYING)  # its threads may take longer
+                if dead := [worker for worker in workers if not worker.is_alive()]:
+                    raise WorkersDied(f"a process that prepares batches {_end_of(dead[0].exitcode)}") from error
+                raise
+            yield batch
+    finally:
+        if workers:
+            made._shutdown_workers()  # nothing else may ever end them
 
 
 def _end_of(code: int | None) -> str:
