@@ -129,8 +129,7 @@ class Session:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Trackers, progress bar and the writer of checkpoints, for as long as steps are made."""
-        is_alone = self.assembly.ranks.world == 1
-        planned = PlannedRun(self.config, self.plan, is_alone) if self.plan is not None else None
+        planned = PlannedRun(self.config, self.plan, self.assembly.ranks.world == 1) if self.plan is not None else None
         with (
             contextlib.closing(RunLog(self.config, self.folder, self.progress.say)) as log,
             contextlib.closing(Samples(self, lambda texts: log.log_texts(texts, self.step))) as self._samples,
