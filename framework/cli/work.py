@@ -104,7 +104,10 @@ def _swept(recipe: str, overrides: Sequence[str], nproc: int | None, options: Op
     from framework.cli.sweep import sweep
     from framework.compose.sweep import sweep_of
     from framework.run.launch.sweep import SweptRun
+    from framework.run.record.run_folder import BOTH
 
+    if options.resume and options.overwrite:
+        raise RequestError([BOTH])
     if (found := launched()) is not None and found.world > 1:
         message = (
             f"{found.by} has started {counted(found.world, 'process', 'processes')}, and a sweep is started by one"

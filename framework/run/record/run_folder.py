@@ -262,11 +262,16 @@ def fallback_of(config: TrainingConfig, folder: Path) -> Path | None:
     return Path(config.training.fallback_dir) / f"{folder.name[:200]}-{crc32(absolute.encode()):08x}"
 
 
+BOTH = Problem("--overwrite", "removes the run that --resume would go on with", expected="one of the two")
+
+
 def folder_problems(
     config: TrainingConfig, path: Path, taken: Sequence[Path], resume: bool, overwrite: bool
 ) -> Sequence[Problem]:
     """What keeps a run from a folder in which there is what is `taken`."""
-    if overwrite and not resume:
+    if overwrite and resume:
+        return (BOTH,)
+    if overwrite:
         return overwrite_problems(config, path, taken)
     if not taken or resume:
         return ()

@@ -150,3 +150,10 @@ def test_strays_among_checkpoints_are_none(tmp_path, stray):
         (saved / name).mkdir(parents=True)
     (saved / "step-00000011").touch()
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000010"]
+
+
+def test_a_run_is_gone_on_with_or_overwritten(tmp_path):
+    config = tiny_config(training={"output_dir": str(tmp_path / "run")})
+    with pytest.raises(RequestError) as caught:
+        open_folder(config, "r", resume=True, overwrite=True)
+    assert [(each.key, each.expected) for each in caught.value.problems] == [("--overwrite", "one of the two")]
