@@ -143,8 +143,26 @@ class _Asked:
         return Answers(sums, answer_tokens(batch).clamp(min=1), reference)
 
 
+class _OfPairs:
+    """What objectives of pairs count and tell."""
+
+    unit: str = "pairs"
+
+    def terms(self, batch: Batch) -> Tensor:
+        return counting_pairs(batch).sum()
+
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        means = {name: float(total / sums["terms"]) for name, total in sums.items()}
+        return {
+            "eval_loss": means["loss"],
+            "reward_accuracy": means["correct"],
+            "reward_margin": means["rewards_chosen"] - means["rewards_rejected"],
+            **{name: mean for name, mean in means.items() if name not in ("loss", "terms", "correct")},
+        }
+
+
 @dataclass(frozen=True)
-class Pairs:
+class Pairs(_OfPairs):
     """A loss over pairs; the batch has all better answers first, then the worse ones in the same order.
 
     A pair counts when both answers have supervised tokens.
@@ -152,14 +170,10 @@ class Pairs:
 
     asked: _Asked
     rule: PairLoss
-    unit: str = "pairs"
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         judged, _, _ = self._judge(model, batch, observe)
         return judged.losses.where(counting_pairs(batch), 0).sum()
-
-    def terms(self, batch: Batch) -> Tensor:
-        return counting_pairs(batch).sum()
 
     def sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         judged, chosen, rejected = self._judge(model, batch, ignore_phases)
@@ -175,15 +189,6 @@ class Pairs:
             "logps_rejected": rejected.sums,
         }
         return {name: value.where(counting, 0).sum() for name, value in found.items()}
-
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        means = {name: float(total / sums["terms"]) for name, total in sums.items()}
-        return {
-            "eval_loss": means["loss"],
-            "reward_accuracy": means["correct"],
-            "reward_margin": means["rewards_chosen"] - means["rewards_rejected"],
-            **{name: mean for name, mean in means.items() if name not in ("loss", "terms", "correct")},
-        }
 
     def _judge(self, model: nn.Module, batch: Batch, observe: Observe) -> tuple[Judged, Answers, Answers]:
         answers = self.asked.answers(model, batch, observe)
@@ -255,22 +260,17 @@ def build_preference(loss: Loss, reference: Reference | None, rule: PairLoss | S
 
 
 @dataclass(frozen=True)
-class BradleyTerry:
+class BradleyTerry(_OfPairs):
     """-log s(r_w - r_l) of the rewards of a pair: Bradley and Terry 1952, as Ouyang et al. 2022 (arXiv 2203.02155,
     equation 1) train reward models, with the pairs of a prompt counted one by one. The batch has all better answers
     first, then the worse ones in the same order. Where rows have a margin m, -log s(r_w - r_l - m), as for Llama 2
     (Touvron et al. 2023, arXiv 2307.09288, equation 2)."""
-
-    unit: str = "pairs"
 
     def __call__(self, model: nn.Module, batch: Batch, observe: Observe) -> Tensor:
         rewards = row_answers(model, batch)
         observe("loss")
         better, worse = rewards[:, 0].chunk(2)
         return _losses(better, worse, batch).where(counting_pairs(batch), 0).sum()
-
-    def terms(self, batch: Batch) -> Tensor:
-        return counting_pairs(batch).sum()
 
     def sums(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         better, worse = row_answers(model, batch)[:, 0].chunk(2)
@@ -283,16 +283,6 @@ class BradleyTerry:
             "rewards_rejected": worse,
         }
         return {name: value.where(counting, 0).sum() for name, value in found.items()}
-
-    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        means = {name: float(total / sums["terms"]) for name, total in sums.items()}
-        return {
-            "eval_loss": means["loss"],
-            "reward_accuracy": means["correct"],
-            "reward_margin": means["rewards_chosen"] - means["rewards_rejected"],
-            "rewards_chosen": means["rewards_chosen"],
-            "rewards_rejected": means["rewards_rejected"],
-        }
 
 
 def _losses(better: Tensor, worse: Tensor, batch: Batch) -> Tensor:
