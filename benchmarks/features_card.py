@@ -179,7 +179,7 @@ def _start(config: TrainingConfig) -> dict[str, Any]:
     import torch
 
     from framework.run.record.meter import Meter
-    from framework.run.setup.first_passes import start_from_rows
+    from framework.run.setup.eva import start_from_rows
 
     assembly = _built(config)
     length = assembly.config.longest

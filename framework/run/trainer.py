@@ -35,7 +35,8 @@ from framework.run.record.overwrite import read_environment
 from framework.run.record.predicted_and_measured import last_line
 from framework.run.session import Planner, Session
 from framework.run.setup.agreement import decided_by_main
-from framework.run.setup.first_passes import know_reference, start_from_rows, try_longest_rows
+from framework.run.setup.eva import start_from_rows
+from framework.run.setup.first_passes import know_reference, try_longest_rows
 from framework.run.setup.start import begin, open_session
 from framework.run.step import launch_step
 from framework.schema.adapters import ADAPTERS

@@ -11,6 +11,8 @@ from framework.schema.training import Count, Positive
 from framework.schema.urls import NoURL
 
 Layers = Annotated[tuple[Count, ...], BeforeValidator(parse_sequence)]
+EVA_PASSES = 64
+"""Most forward passes of `lora_init: eva`. Random llamas of 4 layers settled in 3 to 10, at ranks of 16 and 64."""
 
 
 class PeftParams(Params):

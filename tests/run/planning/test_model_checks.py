@@ -54,9 +54,7 @@ OF_THE_START = {
     "trackers.__init__": "the account and the server of a tracker",
     **dict.fromkeys(("check_read", "_read", "_sums", "_told", "_origin_of"), "the run that --resume goes on with"),
     "check_adapters_base": "a digest of the weights of the base",
-    **dict.fromkeys(
-        ("first_passes.start_from_rows", "first_passes.look", "_batches_for_start"), "what EVA finds in the rows"
-    ),
+    **dict.fromkeys(("eva.start_from_rows", "_batches_for_start"), "what EVA finds in the rows"),
     **dict.fromkeys(
         ("find_folder", "_look_again", "remove", "_require_free", "_taken"), "other processes, --overwrite"
     ),
