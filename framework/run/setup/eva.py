@@ -74,7 +74,7 @@ class _Search:
 
         def number(hook: Any, module: nn.Module, given: Any, output: Any) -> None:
             tensor = given[0] if isinstance(given, tuple) else given
-            hook.hashed_inputs.append(seen.setdefault(tensor, next(numbers)))
+            hook.hashed_inputs.append(seen.setdefault(tensor, next(numbers)))  # type: ignore[no-untyped-call]
 
         def bounded(hook: Any, module: nn.Module, given: Any, output: Any) -> None:
             decompose(hook, module, given, output)
