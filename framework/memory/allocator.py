@@ -299,11 +299,11 @@ class _Phase:
     managed: int = 0
     host: int = 0
     pinned: int = 0
-    kinds: Counter[Kind] = field(default_factory=Counter)
+    kinds: dict[Kind, int] = field(default_factory=dict)
 
     def finish(self) -> Peak:
         device = self.allocated, self.reserved, self.requested, self.managed
-        return Peak(self.name, *device, self.host, self.pinned, dict(self.kinds))
+        return Peak(self.name, *device, self.host, self.pinned, self.kinds)
 
 
 class _Replay:
@@ -334,14 +334,17 @@ class _Replay:
 
     def observe(self, phase: _Phase) -> None:
         allocator = self.allocator
-        phase.reserved = max(phase.reserved, allocator.reserved)
-        phase.requested = max(phase.requested, allocator.requested)
-        phase.managed = max(phase.managed, managed_pages(self.elsewhere[Space.MANAGED]))
-        phase.host = max(phase.host, self.elsewhere[Space.PINNED] + self.elsewhere[Space.HOST])
-        phase.pinned = max(phase.pinned, self.elsewhere[Space.PINNED])
+        if allocator.reserved > phase.reserved:
+            phase.reserved = allocator.reserved
+        if allocator.requested > phase.requested:
+            phase.requested = allocator.requested
+        if self.elsewhere:
+            phase.managed = max(phase.managed, managed_pages(self.elsewhere[Space.MANAGED]))
+            phase.host = max(phase.host, self.elsewhere[Space.PINNED] + self.elsewhere[Space.HOST])
+            phase.pinned = max(phase.pinned, self.elsewhere[Space.PINNED])
         if allocator.allocated > phase.allocated:
             phase.allocated = allocator.allocated
-            phase.kinds = self.kinds.copy()
+            phase.kinds = dict(self.kinds)
 
 
 def replay(trace: Trace, allocator: CachingAllocator) -> list[Peak]:

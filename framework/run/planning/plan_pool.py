@@ -209,6 +209,7 @@ def serve() -> int:
     """Answer lines of configs from stdin on stdout until there are no more."""
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the documents
+    import framework.run.rehearsal.rehearse  # noqa: F401 - before it is asked, and once for all forks
 
     workers: list[_Worker] = []
     with stdout:

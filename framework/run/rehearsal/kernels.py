@@ -4,6 +4,7 @@ Of bitsandbytes a dispatch mode sees one operator where its CUDA kernel (bitsand
 the plain weight first: that is memory, and a matrix product. Nothing here needs the package.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -283,6 +284,8 @@ def _threshold(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("threshold", 0.0))
 
 
+@functools.cache
 def _name(packet: Any) -> str:
+    """The name of an operator of bitsandbytes', else empty."""
     space, _, name = str(getattr(packet, "_qualified_op_name", "")).partition("::")
     return name if space == "bitsandbytes" else ""

@@ -1,13 +1,15 @@
-"""What one call of an operator is to the model of time: products, bytes, dtype, shape; and results of pointwise ones.
+"""What one call of an operator is to the model of time: products, bytes, dtype, shape; and results of plain ones.
 
-Torch's Python meta kernels take 30 times as long as `pointwise_result`, which answers the case that a step is full of:
-one floating-point tensor as large as the result, and numbers or tensors of the same dtype next to it. The result then
-has that tensor's shape, dtype and order of dimensions (TensorIterator.cpp: operands that are broadcast do not decide
-it). tests/run/rehearsal/test_pointwise.py compares with torch.
+Torch's Python meta kernels take 30 times as long as `plain_result`, which answers the cases that a step is full of.
+Pointwise: one floating-point tensor as large as the result, and numbers or tensors of the same dtype next to it. The
+result then has that tensor's shape, dtype and order of dimensions (TensorIterator.cpp: operands that are broadcast do
+not decide it). Sums and means of contiguous tensors, zeros like another, and updates of lists in place, which return
+nothing. tests/run/rehearsal/test_pointwise.py compares with torch.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,18 +23,55 @@ _UNARY = frozenset({aten.neg.default, aten.rsqrt.default, aten.silu.default, ate
 _BINARY = frozenset(
     {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 )
+_REDUCTIONS = frozenset({aten.mean.dim, aten.sum.dim_IntList})
+_UPDATES = frozenset(
+    getattr(getattr(aten, f"_foreach_{name}_"), overload)
+    for name, overloads in {
+        "lerp": ("Scalar",),
+        "addcmul": ("Scalar", "ScalarList"),
+        "addcdiv": ("Scalar", "ScalarList"),
+        "add": ("Scalar", "List", "ScalarList"),
+        "mul": ("Scalar", "List", "ScalarList", "Tensor"),
+        "div": ("Scalar", "List", "ScalarList"),
+    }.items()
+    for overload in overloads
+)
+"""Of lists of tensors, which they leave as large as they are."""
 
 
-def pointwise_result(func: Any, args: Sequence[Any]) -> torch.Tensor | None:
-    """The result of `func(*args)`, or None when it is not of the plain case."""
-    if func in _UNARY:
-        return _like(args[0])
-    if func not in _BINARY or len(args) != 2:
+def plain_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of `func(*args, **kwargs)`, or None when it is not of the plain cases."""
+    if func is aten.zeros_like.default:
+        is_plain = not kwargs.keys() - {"memory_format"} and args[0].device.type == "meta"
+        return torch.empty_like(args[0], **kwargs) if is_plain else None
+    if kwargs:
         return None
-    left, right = args
-    if not isinstance(right, torch.Tensor):
-        return _like(left) if isinstance(right, int | float) else None
-    if left.dtype != right.dtype or left.device != right.device:
+    if func is aten._foreach_sqrt.default:
+        found = list(map(_like, args[0]))
+        return None if any(each is None for each in found) else found
+    if func in _REDUCTIONS:
+        return _reduced(*args)
+    if func in _UNARY or (func in _BINARY and len(args) == 2 and isinstance(args[1], int | float)):
+        return _like_expanded(args[0]) if 0 in args[0].stride() else _like(args[0])
+    return _of_two(*args) if func in _BINARY and len(args) == 2 else None
+
+
+def updates_list(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the call changes values of a list of tensors without storage, and so nothing."""
+    return func in _UPDATES and bool(args[0]) and args[0][0].device.type == "meta"
+
+
+def _reduced(tensor: torch.Tensor, dims: Sequence[int] | None = None, keeps: bool = False) -> torch.Tensor | None:
+    """The sum or mean over `dims` of a contiguous floating-point tensor."""
+    if not dims or tensor.device.type != "meta" or not tensor.is_floating_point() or not tensor.is_contiguous():
+        return None
+    gone = {dim % tensor.dim() for dim in dims}
+    shape = [1 if index in gone else size for index, size in enumerate(tensor.shape) if keeps or index not in gone]
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _of_two(left: torch.Tensor, right: Any) -> torch.Tensor | None:
+    if not isinstance(right, torch.Tensor) or left.dtype != right.dtype or left.device != right.device:
         return None
     if _covers(left, right):
         return _like(left)
@@ -56,6 +95,15 @@ def _like(tensor: torch.Tensor) -> torch.Tensor | None:
     if extent != tensor.numel():
         return torch.empty_like(tensor)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+
+
+def _like_expanded(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The same of an expanded tensor alone: contiguous, where what is not expanded is in order."""
+    rest = [stride for stride in tensor.stride() if stride]
+    is_in_order = all(first > second for first, second in pairwise(rest)) and 1 not in tensor.shape
+    if tensor.device.type != "meta" or not tensor.is_floating_point() or not rest or not is_in_order:
+        return None
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 _DTYPE_NAMES: Mapping[torch.dtype | None, str] = {

@@ -33,7 +33,7 @@ from framework.memory.trace import (
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run.rehearsal import kernels
 from framework.run.rehearsal.kernels import is_packed_product, packed_result, packed_workspace
-from framework.run.rehearsal.operations import operations_of, pointwise_result
+from framework.run.rehearsal.operations import operations_of, plain_result, updates_list
 from framework.run.rehearsal.storage_blocks import Blocks
 from framework.schema.gpu import GPUParams
 
@@ -260,14 +260,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 answer = self._answer(packet, args, kwargs)
                 if answer is not NotImplemented:
                     return answer
-            result = None if kwargs else pointwise_result(func, args)
+            result = plain_result(func, args, kwargs)
             if packet is aten._grouped_mm:
                 result = kernels.grouped_product(*args)
             elif func is aten.addmm.dtype_out:  # torch 2.11 takes its dtype for `beta`
                 result = kwargs["out"]
             elif result is None:
                 result = packed_result(packet, args, kwargs)
-            if result is None:
+            if result is None and not updates_list(func, args):
                 result = func(*args, **kwargs)
             self._record(func, packet, args, kwargs, result)
             return result

@@ -1,6 +1,7 @@
 """Which worker gets which rehearsal, and what is said of one that ended."""
 
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ from framework.errors import RequestError, TunesmithError
 from framework.memory.cards import read_card
 from framework.run.planning import plan_cache, plan_pool
 from framework.run.planning.plan_pool import Rehearsals, _all, _Memory, _Worker, plan_in_subprocess, prepared
+from framework.run.ranks.environment import python_command
 from framework.run.rehearsal.block_settings import shared_work
 from framework.run.rehearsal.rehearse import rehearse
 from framework.schema.config import TrainingConfig
@@ -121,3 +123,11 @@ def test_a_plan_that_is_stored_needs_no_process(monkeypatch: pytest.MonkeyPatch)
     plan_cache.write(asked, made := rehearse(asked))
     monkeypatch.setattr(plan_pool, "_COMMAND", ["/nowhere/python"])
     assert plan_in_subprocess(asked) == made
+
+
+def test_the_libraries_are_loaded_before_anything_is_asked() -> None:
+    code = plan_pool._CODE.replace("from ", "sys.modules['framework.run.rehearsal.rehearse'] = None; from ", 1)
+    command = python_command(code)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.wait(timeout=60) == 1, "it has met what it cannot load, with nothing on its standard input"
+        assert "framework.run.rehearsal.rehearse" in process.stderr.read()
