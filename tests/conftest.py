@@ -16,10 +16,12 @@ Write = Callable[..., Path]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """All workers of a session share one process that forks."""
+    """All workers of a session share one process that forks, and are forked from it themselves."""
     if not hasattr(config, "workerinput"):
         ended = contextlib.ExitStack()
         ended.enter_context(serving())
+        if config.getoption("tx", None):
+            ended.enter_context(forked())
         config.add_cleanup(ended.close)
 
 

@@ -1,8 +1,9 @@
 """Python processes that tests start, forked from one that has imported torch, transformers, peft and the package.
 
 A fresh one spends seconds of a processor on these imports. While `forked` is entered, `subprocess.Popen` sends
-`python [-P] [-W ignore] -c CODE ...` and `python -m framework ...` to that process, from what is forked too, and starts
-every other command as ever. A test about a fresh interpreter (its imports, its flags) is marked `fresh_process`.
+`python [-P] [-u] [-W ignore] -c CODE ...` (workers of pytest-xdist are such) and `python -m framework ...` to that
+process, from what is forked too, and starts every other command as ever. A test about a fresh interpreter (its imports,
+its flags) is marked `fresh_process`.
 """
 
 import atexit
@@ -104,7 +105,7 @@ def _request(told: Mapping[str, Any]) -> dict[str, Any] | None:
     code = _RUN_MODULE if words[begins] == "-m" else code
     changed = {name for name, _ in environment.items() ^ _environment.items()}
     unusual = told["shell"] or told["preexec_fn"] or told["pass_fds"] or told["executable"]
-    if unusual or set(flags) - {"-P", "-W", "ignore"} or changed - _READ_LATE:
+    if unusual or set(flags) - {"-P", "-u", "-W", "ignore"} or changed - _READ_LATE:
         return None
     return {
         "safe": "-P" in flags or "PYTHONSAFEPATH" in environment,
@@ -194,12 +195,15 @@ def serve() -> None:
 
 
 def _preload() -> None:
+    import transformers.conversion_mapping
+
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in _PRELOADED:
             if find_spec(name) is not None:
                 import_module(name)
+        transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # half a second, then it is kept
     sys.path.remove(str(ROOT))
     gc.collect()
     gc.freeze()
