@@ -94,7 +94,7 @@ def test_the_overrides_of_fit_are_its_plan_and_a_second_search_reads_its_plans(r
     code, out, _ = run("plan", recipe, *SMALL, *said["overrides"], "--json")
     assert code == 0
     assert json.loads(out)["peak"] == said["plan"]["peak"]
-    assert list(plan_cache.cache_folder().glob("*.json"))
+    assert list(plan_cache.cache_folder("plans").glob("*.json"))
     monkeypatch.setattr("framework.run.planning.plan_pool.Rehearsals._ask", None)
     code, out, _ = run("fit", recipe, *SMALL, "--json", *pinned(*FEW))
     assert json.loads(out)["plan"] == said["plan"]

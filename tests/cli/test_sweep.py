@@ -3,7 +3,6 @@
 A stand-in that reads the words takes the place of `tunesmith train` wherever a real run would show no more.
 """
 
-import importlib.util
 import json
 import os
 import shlex
@@ -237,8 +236,8 @@ def test_the_page_tells_commands_whose_runs_compose():
 @pytest.mark.slow
 def test_a_real_sweep_learns_what_its_printed_commands_learn(launcher, write, monkeypatch, capsys):
     package = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher"}.get(launcher)
-    if package and importlib.util.find_spec(f"hydra_plugins.{package}") is None:
-        pytest.skip(f"{package} is not installed")
+    if package:
+        pytest.importorskip(f"hydra_plugins.{package}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(framework.__file__).parents[1]), *sys.path]))
     write("\n".join(f"line {number} of a text that a tokenizer can be built on" for number in range(64)), "rows.txt")
     write(RECIPE)
