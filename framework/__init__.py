@@ -1,4 +1,4 @@
-"""tunesmith: fine-tuning of language models from YAML, whose heart is GPU memory.
+"""tunesmith: fine-tuning of language models from YAML, with GPU memory planned before anything is loaded.
 
 Import ladder (a room may import those to its right): api > cli > reports, converters > run > build > memory > schema.
 `compose` and `checks` stand next to `cli`; `errors` imports `terminal` alone, which imports nothing. No front room

@@ -9,9 +9,9 @@ _BRIEF = {"--help", "-h", "--quick", "--quiet"}
 
 
 def main() -> int:
-    """Run one command and return its exit code, 130 also where Ctrl-C comes while the first modules are imported.
+    """Run one command and return its exit code, which is 130 also for Ctrl-C during the first imports.
 
-    Processes that it starts, and those that they start, import nothing from the working directory.
+    Child processes, and theirs, import nothing from the working directory.
     """
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
@@ -27,14 +27,14 @@ def main() -> int:
 
 
 def _is_long(words: list[str]) -> bool:
-    """Whether a command may be one to wait for. Of several processes that train together the first one says so."""
+    """Whether a command may take long. If several processes train together, only the first one reports it."""
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     return not _LONG.isdisjoint(words[:1]) and not _BRIEF & {*words} and rank == "0"
 
 
 def main_of_module() -> int:
-    """`main` of `python -m`, which has put the working directory first on the path: it is taken off, and goes to the
-    end where it is the checkout that this is."""
+    """Run `main` for `python -m`, which puts the working directory first on the path: remove it, or move it to the end
+    if it is this package's own checkout."""
     if not sys.flags.safe_path:
         first = sys.path.pop(0)
         if os.path.samefile(first or ".", os.path.dirname(os.path.dirname(os.path.abspath(__file__)))):

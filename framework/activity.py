@@ -1,7 +1,7 @@
-"""What a command is doing, said on stderr while it says nothing else.
+"""Activity line on stderr: what a command is doing while it prints nothing else.
 
-On a terminal it is one line that is written over; elsewhere a line within a second, and then one every ten seconds in
-which no other was written. Nothing is said outside of `shown`, as where Python code of others calls ours.
+On a terminal this is one line that is overwritten; elsewhere a line within a second, then one after every ten seconds
+without other output. Nothing is printed outside of `shown`, for example when other Python code calls this package.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from framework.terminal import BEFORE_OUTPUT
 
 FIRST, EVERY = 0.5, 10.0
-"""Seconds until the first line, and between lines that are not written over."""
+"""Seconds until the first line, and between lines where they cannot be overwritten."""
 _TICK = 0.25
 _ERASE = "\r\x1b[2K"
 
 
 class _Activity:
-    """The line of one command, kept up by a thread."""
+    """The activity line of one command, refreshed by a thread."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -33,7 +33,7 @@ class _Activity:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.draws: Callable[[str], None] | None = None
-        """What shows the text in place of a line of its own."""
+        """Shows the text instead of a separate line."""
         self._thread = threading.Thread(target=self._keep_up, daemon=True, name="activity")
         self._thread.start()
 
@@ -43,7 +43,7 @@ class _Activity:
             self._say()
 
     def erase(self) -> None:
-        """Something else is written: the line gives way, and comes again when there is time."""
+        """Remove the line because something else is about to be written; the thread draws it again later."""
         if os.getpid() != self._process:
             return
         self._written = time.monotonic()
@@ -77,7 +77,7 @@ class _Activity:
                 self._put(f"{text}\n")
 
     def _put(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+        with contextlib.suppress(OSError, ValueError):  # the reader has closed its end
             self._stream.write(text)
             self._stream.flush()
 
@@ -93,7 +93,7 @@ _current: _Activity | None = None
 
 @contextlib.contextmanager
 def shown(what: str, is_wanted: bool = True) -> Iterator[None]:
-    """Within the block it is said what is being done, at first `what`, where that `is_wanted`."""
+    """Show the activity within the block, beginning with `what`, if `is_wanted`."""
     global _current
     if not is_wanted or _current is not None:
         with doing(what):
@@ -110,15 +110,15 @@ def shown(what: str, is_wanted: bool = True) -> Iterator[None]:
 
 
 def now(what: str, is_long: bool = False) -> None:
-    """From here on this is done; empty: nothing that a person would wait for. What `is_long` is said at once: it may
-    keep every thread from running, as a library does that is loaded."""
+    """Set the current activity; empty for nothing worth waiting for. If `is_long` it is printed at once, because it may
+    block every thread, as loading a library does."""
     if _current is not None:
         _current.now(what, is_long)
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Within the block this is done, afterwards what was done before."""
+    """Set the activity within the block and restore the previous one afterwards."""
     before = _current.what if _current is not None else ""
     now(what)
     try:
@@ -129,7 +129,7 @@ def doing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def drawn_by(draws: Callable[[str], None]) -> Iterator[None]:
-    """Within the block something else that is on the terminal, such as a bar, shows what is being done."""
+    """Let something else on the terminal, such as a progress bar, show the activity within the block."""
     activity = _current
     if activity is None:
         yield

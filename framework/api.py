@@ -1,4 +1,4 @@
-"""The verbs as functions of Python. Importing this loads no torch; a verb that needs it imports it when called."""
+"""The commands as Python functions. Importing this module loads no torch; functions import it when they need it."""
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,8 +39,8 @@ def check(config: TrainingConfig) -> tuple[Problem, ...]:
 def plan(config: TrainingConfig) -> "Plan":
     """Predict memory per device and the time of a step, without weights, data or a GPU: bytes and seconds.
 
-    What is `auto` is searched first; `assumptions` say what replaced it. Takes seconds, in processes of its own.
-    Raises RequestError for what cannot be built.
+    `auto` values are searched first; `assumptions` lists what replaced them. Takes seconds, in child processes. Raises
+    RequestError for what cannot be built.
     """
     from dataclasses import replace
 
@@ -61,11 +61,11 @@ def fit(
     inexact: Collection[str] = (),
     measure: bool = False,
 ) -> "Found":
-    """Find the fastest settings that are planned to fit the card, with the same global batch.
+    """Find the fastest settings that are predicted to fit the card, with the same global batch.
 
-    `pins` are keys or sections that stay as they are, `inexact` keys that may change the training result
-    (training.optimizer, for one). With `measure` the fastest few run some steps on this machine's card, and the best
-    of them is proposed. Raises RequestError for an unknown key, and for a card without memory of its own.
+    `pins` are keys or sections to keep, `inexact` keys whose change may alter the training result (for example
+    training.optimizer). With `measure` the fastest few run some steps on this machine's card, and the best of them is
+    proposed. Raises RequestError for an unknown key, and for a device without memory of its own.
     """
     from framework.run.planning.fit import fit, measured_best
 
@@ -93,27 +93,24 @@ def train(
     optimizer: "Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None" = None,
     metrics: Mapping[str, Callable[[Any, Any], float]] | None = None,
 ) -> "RunResult":
-    """Train what a config asks for and return where it is.
+    """Train as a config asks and return where the result is.
 
     Args:
-        name: gives the default folder, `runs/<name>`.
-        resume: go on from the newest checkpoint; `allow` names changed keys in which it may differ.
-        overwrite: replace the run that is in the folder.
-        dry_run: read, build and verify everything, and write nothing.
-        plan: predict memory first, and refuse what does not fit.
-        train_rows: rows by column, in a list or from a function that yields them; `eval_rows` those held out.
-        on_step: called after each optimizer step with its line of `metrics.jsonl` (`step`, `loss`, `grad_norm`, ...).
-        on_eval: called after each evaluation with its numbers (`step`, `eval_loss`, ...).
-        on_save: called with the folder of each checkpoint, once it is complete.
-        objective: given the task's own objective, returns the one to train with.
-        optimizer: given parameter groups with `lr` and `weight_decay`, returns the optimizer, as torch's classes do.
-        metrics: functions of the model and its tokenizer by name, called at each evaluation; each returns a number, of
-            which more is better, logged as `python/NAME`. `training.best_metric` may name it so.
+        name: gives the default folder, `runs/<name>`. resume: go on from the newest checkpoint; `allow` names changed
+        keys in which it may differ. overwrite: replace the run that is in the folder. dry_run: read, build and verify
+        everything, and write nothing. plan: predict memory first, and refuse what does not fit. train_rows: rows by
+        column, as a list or a function that yields them; `eval_rows` are the held-out ones. on_step: called after each
+        optimizer step with its line of `metrics.jsonl` (`step`, `loss`, `grad_norm`, ...). on_eval: called after each
+        evaluation with its numbers (`step`, `eval_loss`, ...). on_save: called with the folder of each checkpoint, once
+        it is complete. objective: given the task's own objective, returns the one to train with. optimizer: given
+        parameter groups with `lr` and `weight_decay`, returns the optimizer, as torch's classes do.         metrics:
+        functions of the model and its tokenizer by name, called at each evaluation; each returns a number,
+            higher is better, logged as `python/NAME`. `training.best_metric` may use that name.
 
-    Hooks are called in the main process alone, metrics in each, where the main one's numbers count. When one raises,
-    the run saves, ends after its step, and the exception goes on to the caller. The plan has the task's own objective
-    and `training.optimizer`, and warns of others given here, which a resumed run takes again. Each process that
-    torchrun has started calls this alike. Raises RequestError, DoesNotFit or TrainingStopped, and Interrupted.
+    Hooks are called in the main process only, metrics in each process (the main one's numbers are used). When one
+    raises, the run saves, ends after its step, and the exception reaches the caller. The plan assumes the task's own
+    objective and `training.optimizer` and warns if others are passed here; pass them again to a resumed run. Under
+    torchrun every process makes the same call. Raises RequestError, DoesNotFit, TrainingStopped or Interrupted.
     """
     require_versions()
     from framework.build.from_python import FromPython
@@ -145,15 +142,14 @@ def predict(
     trust_remote_code: bool = False,
     allow: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield what the model of a run says of each row of `file`: a completion, a class, or numbers.
+    """Yield the prediction of a run's model for each row of `file`: a completion, a class, or numbers.
 
     Args:
-        run: a run folder, or a folder with a model or an adapter.
-        file: a file, a folder or a glob, read as the run read its own rows.
-        max_new_tokens: longest completion; 128, or half of fewer positions.
-        score: how likely the answers of the rows are, instead of new ones.
-        trust_remote_code: whether Python code that comes with the model may run.
-        allow: `model.base`, where an adapter's base has changed since.
+        run: a run folder, or a folder with a model or an adapter. file: a file, a folder or a glob, read as the run
+        read its own rows. max_new_tokens: longest completion; 128, or half of fewer positions. score: yield how likely
+        the rows' own answers are, instead of generating new ones. trust_remote_code: whether Python code that comes
+        with the model may run.         allow: `model.base`, to accept that an adapter's base has changed since
+        training.
 
     Raises RequestError before the first answer, with every broken row.
     """
@@ -168,7 +164,7 @@ def merge(
 ) -> "Merged":
     """Write a trained adapter and its base as one plain Hugging Face folder, `RUN/merged` unless `output` is given.
 
-    Options as in `predict`. Raises RequestError where there is no adapter to merge, or `output` is taken.
+    Options as in `predict`. Raises RequestError if there is no adapter to merge, or `output` already exists.
     """
     require_versions()
     from framework.run.checkpoints.merge import merge_run
@@ -179,9 +175,9 @@ def merge(
 def evaluate(
     run: str | Path, file: str | Path | None = None, *, trust_remote_code: bool = False, allow: Sequence[str] = ()
 ) -> "Evaluated":
-    """Compute loss and metrics of a trained model on the rows that its run held out, or on those of `file`.
+    """Compute loss and metrics of a trained model on its run's held-out rows, or on those of `file`.
 
-    Options as in `predict`. Raises RequestError where there are no such rows, or the loss needs another model.
+    Options as in `predict`. Raises RequestError if there are no such rows, or the loss needs another model.
     """
     require_versions()
     from framework.run.evaluate_saved import evaluate_saved
@@ -192,9 +188,9 @@ def evaluate(
 def push(
     run: str | Path, repository: str, *, public: bool = False, dry_run: bool = False, endpoint: str | None = None
 ) -> "Pushed":
-    """Send the trained model of a run to `owner/name` on a Hugging Face hub, private unless `public`.
+    """Upload the trained model of a run to `owner/name` on a Hugging Face hub, private unless `public`.
 
-    With `dry_run` nothing is sent; `endpoint` is another hub's address. Raises RequestError where the hub refuses.
+    With `dry_run` nothing is sent; `endpoint` is another hub's address. Raises RequestError if the hub refuses.
     """
     require_versions()
     from framework.run.publish import push
@@ -205,7 +201,7 @@ def push(
 def export_gguf(run: str | Path, kind: str, output: str | Path | None = None) -> "Exported":
     """Write the trained model of a run as one GGUF file, `kind` f16 or q8_0, with a Modelfile next to it.
 
-    `output` unset is RUN/gguf/RUN-KIND.gguf. Raises RequestError for a model that llama.cpp would read as another.
+    `output` unset is RUN/gguf/RUN-KIND.gguf. Raises RequestError for a model that llama.cpp would not run correctly.
     """
     require_versions()
     from framework.run.gguf import chosen_kind, export_gguf
@@ -216,7 +212,7 @@ def export_gguf(run: str | Path, kind: str, output: str | Path | None = None) ->
 def convert(file: str | Path) -> "Conversion":
     """Translate a recipe of Oumi, Axolotl, LLaMA-Factory, torchtune or litgpt.
 
-    Raises RequestError for a file that cannot be read, or is of none of these.
+    Raises RequestError for a file that cannot be read or belongs to none of these.
     """
     from framework.converters import convert
 
@@ -226,7 +222,7 @@ def convert(file: str | Path) -> "Conversion":
 def report(run: str | Path, output: str | Path | None = None) -> Path:
     """Write a run as one HTML page, `RUN/report.html` unless `output` is given, and return where it is.
 
-    Raises RequestError for a folder of no run, and where the page cannot be written.
+    Raises RequestError for a folder without a run, and if the page cannot be written.
     """
     from framework.cli.runs import write_report
 
@@ -236,7 +232,7 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
 def assemble(config: TrainingConfig, device: str = "cpu", total_steps: int | None = None) -> "Assembly":
     """Build model, adapter, loss, optimizer and schedule on one device, as `train` does, and verify each option.
 
-    `device` is torch's word (`cuda:0`). `total_steps` is the length of the schedule; unset, `training.max_steps`.
+    `device` is torch's name (`cuda:0`). `total_steps` is the length of the schedule; unset, `training.max_steps`.
     Nothing is planned and no row is read. Raises RequestError, or VerificationFailed for an option not in effect.
     """
     require_versions()
@@ -261,12 +257,12 @@ def assemble(config: TrainingConfig, device: str = "cpu", total_steps: int | Non
 
 
 def train_step(assembly: "Assembly", micro_batches: "Sequence[Mapping[str, Tensor]]", step: int) -> "StepResult":
-    """Make one optimizer step: forward and backward of each micro batch, clipping, update.
+    """Run one optimizer step: forward and backward of each micro-batch, clipping, update.
 
     Args:
-        micro_batches: together the global batch, on the assembly's device: `input_ids` and `labels`, int64
-            `[rows, tokens]`, -100 where a token is not supervised, and an int64 `attention_mask` where rows are padded.
-        step: number of the step, from 1, which the schedule gives its learning rate.
+        micro_batches: the global batch in parts, on the assembly's device: `input_ids` and `labels`, int64
+            `[rows, tokens]`, -100 for tokens that are not supervised, and an int64 `attention_mask` if rows are padded.
+        step: number of the step, from 1, which determines the learning rate.
 
     Raises NonFinite for a loss or a gradient that is not finite, before any weight changes.
     """

@@ -1,4 +1,5 @@
-"""Tier A: all that can be known from the text alone, every problem at once, each with its key and place."""
+"""Tier A checks: everything that can be found from the text of a request alone, all problems at once, each with its key
+and place."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ PLAN = Needs(model=True, devices="any")
 
 @dataclass(frozen=True)
 class Report:
-    """What tier A found. `composition` is None when there are problems."""
+    """Findings of tier A. `composition` is None if there are problems."""
 
     problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
@@ -30,7 +31,7 @@ class Report:
 
 
 def check(config: TrainingConfig, needs: Needs = TRAIN) -> tuple[Problem, ...]:
-    """The warnings about a config. Raises RequestError with all its problems at once."""
+    """Return the warnings about a config. Raises RequestError with all its problems at once."""
     problems, warnings = _findings(config, needs, (), {}, {})
     if problems:
         raise RequestError(problems)
@@ -40,7 +41,7 @@ def check(config: TrainingConfig, needs: Needs = TRAIN) -> tuple[Problem, ...]:
 def check_request(
     recipe: str | Path, overrides: Sequence[str] = (), world: int | None = None, needs: Needs = CHECK
 ) -> Report:
-    """Composes a request and checks it; what is wrong with its text and with its meaning in one report."""
+    """Compose a request and check it: problems of its text and of its meaning in one report."""
     try:
         request = draft(recipe, overrides, world)
     except RequestError as error:
@@ -58,13 +59,13 @@ def check_request(
 
 
 def located(problems: Iterable[Problem], origins: Mapping[str, Origin]) -> tuple[Problem, ...]:
-    """The problems, each with the place where its key was written."""
+    """Add to each problem the place where its key was written."""
     return tuple(replace(problem, where=problem.where or place(problem.key, origins)) for problem in problems)
 
 
 @contextmanager
 def placing(origins: Mapping[str, Origin]) -> Iterator[None]:
-    """What is found wrong inside is raised with the place where its key was written."""
+    """Add to each problem raised within the block the place where its key was written."""
     try:
         yield
     except RequestError as error:
@@ -72,7 +73,7 @@ def placing(origins: Mapping[str, Origin]) -> Iterator[None]:
 
 
 def place(key: str, origins: Mapping[str, Origin]) -> str | None:
-    """Where a key, or something inside it, was written; None when all of it is default."""
+    """Where a key, or something inside it, was written; None if all of it is default."""
     inside = (name for name in origins if name == key or name.startswith((f"{key}.", f"{key}[")))
     return next((origins[name].place for name in inside if origins[name].kind != "default"), None)
 
@@ -84,7 +85,7 @@ def _findings(
     origins: Mapping[str, Origin],
     as_written: Mapping[str, str],
 ) -> tuple[list[Problem], list[Problem]]:
-    """Problems and warnings. Rules that name a suspect key are left out: its value here is not what was meant."""
+    """Problems and warnings. Rules that name a suspect key are skipped: its value here is not the intended one."""
     problems: list[Problem] = []
     warnings: list[Problem] = []
     for conflict in (*find_conflicts(config, needs), *_unmet_requirements(config, needs)):
@@ -101,8 +102,8 @@ def _findings(
 
 
 def _unmet_requirements(config: TrainingConfig, needs: Needs) -> Iterator[Conflict]:
-    """What card and machine lack. A package is needed by what trains, on the machine that has the card: a look at a
-    request for the card of another one warns."""
+    """Requirements that card or machine do not meet. Packages are needed on the machine that trains; when a request is
+    only inspected for another machine's card, a missing package is a warning."""
     of_card = set(unmet_requirements(config, runs_here=False))
     found = list(of_card)
     if needs.devices == "one":
@@ -122,7 +123,7 @@ def _covers(bad: str, key: str) -> bool:
 def _missing_files(
     config: TrainingConfig, origins: Mapping[str, Origin], as_written: Mapping[str, str]
 ) -> list[Problem]:
-    """Paths of the machine at hand that lead nowhere."""
+    """Paths on this machine that do not exist."""
     model = config.model
     paths = {"model.model_name": model.model_name, "model.tokenizer_name": model.tokenizer_name}
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):

@@ -1,4 +1,4 @@
-"""The rich console that everything of ours is printed on: styles are obeyed, and no text is."""
+"""The rich console for all output: styles apply, control characters and markup in texts do not."""
 
 import re
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from framework.terminal import BEFORE_OUTPUT, OBEYED, visible
 
 
 def folded(text: Text, width: int) -> Text:
-    """The text with lines of at most `width` cells, broken between words and indented as their first. A word that is
-    longer, such as a path, stays whole, so that it can be copied, and so does a command of ours."""
+    """Wrap the text to `width` cells, between words, with the first line's indent. A longer word, such as a path, is
+    kept whole so that it can be copied, and so is a `tunesmith` command."""
     lines = list[Text]()
     for line in text.split("\n", allow_blank=True):
         plain, ends, used = line.plain, list[int](), 0
@@ -36,10 +36,10 @@ def folded(text: Text, width: int) -> Text:
 
 
 class TerminalConsole(Console):
-    """A console that shows the characters in texts which a terminal would obey."""
+    """A console that shows control characters in texts instead of letting the terminal act on them."""
 
     def print(self, *arguments: Any, **options: Any) -> None:
-        """Print below nothing that is written over."""
+        """Print after removing a line that would be overwritten."""
         for give_way in BEFORE_OUTPUT:
             give_way()
         if self.is_terminal and self.soft_wrap and all(isinstance(each, str | Text) for each in arguments):
@@ -48,11 +48,11 @@ class TerminalConsole(Console):
         super().print(*arguments, **options)
 
     def render_str(self, text: str, *arguments: Any, **options: Any) -> Text:
-        """Markup as text; rich would drop some of the characters."""
+        """Treat markup as text; rich would drop some of its characters."""
         return super().render_str(visible(text), *arguments, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of what is printed, their texts visible."""
+        """Render to segments with control characters made visible."""
         for segment in super().render(renderable, options):
             is_safe = segment.control or not OBEYED.search(segment.text)
             yield segment if is_safe else Segment(visible(segment.text), segment.style)

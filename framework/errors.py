@@ -1,4 +1,4 @@
-"""Everything that can go wrong, as a tree. The exit code belongs to the branch.
+"""The tree of errors. Each branch has its exit code.
 
 TunesmithError          1  an internal fault
 |- RequestError         2  the request is wrong: every problem, with key and place
@@ -21,7 +21,7 @@ from framework.terminal import on_one_line
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a request: which key, where it was written, and the nearest right thing."""
+    """One problem of a request: the key, where it was written, what was expected, and the nearest valid value."""
 
     key: str
     message: str
@@ -44,15 +44,15 @@ class Problem:
 
 
 class TunesmithError(Exception):
-    """The root. Raised as itself only for a fault of ours."""
+    """Root of the tree. Raised directly only for an internal fault."""
 
     exit_code = 1
     is_reported = False
-    """Whether stderr has the message already."""
+    """Whether the message was already printed on stderr."""
 
 
 class RequestError(TunesmithError):
-    """The request cannot be carried out as it was written."""
+    """The request cannot be carried out as written."""
 
     exit_code = 2
 
@@ -62,7 +62,7 @@ class RequestError(TunesmithError):
 
 
 class DoesNotFit(TunesmithError):
-    """The plan's upper bound is over what the card has."""
+    """The plan's upper bound exceeds the card's memory."""
 
     exit_code = 3
 
@@ -78,11 +78,11 @@ class NonFinite(TrainingStopped):
 
 
 class BrokenRows(TrainingStopped):
-    """Rows that are read while training goes on cannot be had; what was learnt until then is saved."""
+    """Rows of a stream cannot be read during training; the state until then is saved."""
 
 
 class WorkersLost(TrainingStopped):
-    """Processes that prepare batches die again and again; what was learned until then is saved."""
+    """Processes that prepare batches die repeatedly; the state until then is saved."""
 
 
 class VerificationFailed(TrainingStopped):
@@ -90,7 +90,7 @@ class VerificationFailed(TrainingStopped):
 
 
 class SaveFailed(TrainingStopped):
-    """A checkpoint or export could not be written or did not verify; earlier ones are untouched."""
+    """A checkpoint or export could not be written or failed verification; earlier ones are untouched."""
 
 
 class OutOfMemory(TrainingStopped):

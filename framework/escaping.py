@@ -1,4 +1,4 @@
-"""Texts on a page: no markup, nothing that a reader would not see, and small tables as a notebook shows them."""
+"""HTML for pages and notebooks: escaped texts with invisible characters shown, and small tables."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from framework.terminal import visible
 
 
 def escape(text: str) -> str:
-    """The text for HTML, attributes included, with control characters and marks of direction shown."""
+    """Escape a text for HTML, attributes included, and show control characters and marks of direction."""
     return html.escape(visible(text))
 
 
@@ -17,7 +17,7 @@ def paragraph(sentence: str) -> str:
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table. The first cell of a row is its name."""
+    """An HTML table. The first cell of each row is its header."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heading)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

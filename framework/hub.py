@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be asked for a file."""
+"""Check whether the Hugging Face hub can be reached."""
 
 import socket
 import urllib.request
@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 def hub_is_reachable() -> bool:
     """Whether the hub's name resolves from here.
 
-    Asked first, because the hub client answers a missing network with a minute of retries and one log line for each.
-    Behind a proxy names need not resolve, so there the answer is yes.
+    Checked first, because without a network the hub client retries for a minute and logs each attempt. Behind a proxy
+    names need not resolve, so the answer is yes there.
     """
     from huggingface_hub import constants  # a tenth of a second, which no front room needs
 

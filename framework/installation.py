@@ -1,4 +1,4 @@
-"""Where our own files and caches are, and which versions of packages are installed."""
+"""Locations of the package's files and caches, and installed versions of other packages."""
 
 import os
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from framework.errors import Problem, RequestError
 
 
 def shipped(folder: str) -> Path:
-    """The shipped folder of that name: inside the package once installed, next to it in a checkout.
+    """The shipped folder of that name: inside an installed package, next to the package in a checkout.
 
-    Inside comes first because only we write there; next to an installed package lies `site-packages`, where a folder
-    called `conf` may be another project's.
+    Inside is tried first, because next to an installed package is `site-packages`, where a folder called `conf` may
+    belong to another project.
     """
     package = Path(__file__).resolve().parent
     inside = package / folder
@@ -38,7 +38,7 @@ def our_files() -> Mapping[str, tuple[int, int]]:
 
 @cache
 def versions(packages: tuple[str, ...]) -> dict[str, str | None]:
-    """The installed version of each package, None where there is none."""
+    """The installed version of each package, None if it is not installed."""
     return {name: _version(name) for name in packages}
 
 
@@ -54,13 +54,13 @@ CHECKED = ("torch", "transformers", "peft", "accelerate")
 
 
 def require_versions() -> None:
-    """Raises RequestError naming every package of `CHECKED` that is missing or of a version that is not supported."""
+    """Raise RequestError naming every package of `CHECKED` that is missing or has an unsupported version."""
     if problems := version_problems():
         raise RequestError(problems)
 
 
 def version_problems() -> list[Problem]:
-    """One problem for each; none for a source tree that was not installed, which has no metadata to read."""
+    """One problem for each such package; none for a source tree that was not installed, which has no metadata."""
     try:
         wanted = [Requirement(text) for text in requires(PACKAGE) or ()]
     except PackageNotFoundError:
@@ -74,7 +74,7 @@ def version_problems() -> list[Problem]:
         except PackageNotFoundError:
             problems.append(_version_problem(requirement, "is not installed"))
             continue
-        # builds of torch are versions such as 2.13.0+cu130 and 2.14.0a0+git1234, which belong to their release
+        # builds of torch have versions such as 2.13.0+cu130 and 2.14.0a0+git1234, which count as their release
         if not requirement.specifier.contains(Version(found).base_version):
             problems.append(_version_problem(requirement, f"{found} is installed, which {PACKAGE} does not run with"))
     return problems

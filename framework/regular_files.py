@@ -1,6 +1,6 @@
-"""Reading of files that a request, a run or a model names: regular ones alone, and no more bytes than they may have.
+"""Safe reading of files that a request, a run or a model names: regular files only, up to a maximum size.
 
-A FIFO would be waited for without end, a device has no end or acts when it is opened.
+Opening a FIFO can block forever; a device may have no end, or act when it is opened.
 """
 
 import errno
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST_BYTES = 64 * 2**20
-"""Of a document that is read whole. The largest of ours, `plan.json`, has less than a hundredth of it."""
+"""Limit for a document that is read whole. The largest of ours, `plan.json`, has less than a hundredth of it."""
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISCHR, "a character device"),
@@ -20,11 +20,11 @@ _KINDS = (
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file opened for reading bytes. Raises OSError, with `strerror` for a message, where it is no regular file."""
-    _require_regular(path, os.stat(path).st_mode)  # before it is opened, which some devices answer to
+    """Open a file for reading bytes. Raises OSError, with `strerror` as the message, if it is not a regular file."""
+    _require_regular(path, os.stat(path).st_mode)  # before it is opened, since that makes some devices act
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
-        _require_regular(path, os.fstat(file.fileno()).st_mode)  # it may have been exchanged
+        _require_regular(path, os.fstat(file.fileno()).st_mode)  # it may have been replaced meanwhile
     except OSError:
         file.close()
         raise
@@ -32,9 +32,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, errors: str = "strict", most: int = MOST_BYTES) -> str:
-    """The UTF-8 text of a file of at most so many bytes, its undecodable bytes treated as `errors` says.
+    """Read the UTF-8 text of a file of at most `most` bytes; undecodable bytes are handled as `errors` says.
 
-    Raises OSError, with `strerror` for a message, where it is larger or no regular file, and UnicodeDecodeError.
+    Raises OSError, with `strerror` as the message, if it is larger or not a regular file, and UnicodeDecodeError.
     """
     with open_regular(path) as file:
         data = file.read(most + 1)
@@ -44,7 +44,7 @@ def read_regular(path: Path, errors: str = "strict", most: int = MOST_BYTES) -> 
 
 
 def kind_of(path: Path) -> str | None:
-    """`a FIFO` and the like, of what a path leads to, by a link too; None for files, folders and nothing."""
+    """`a FIFO` and the like for a path, following links; None for files, folders and missing paths."""
     try:
         return _kind(os.stat(path).st_mode)
     except OSError:
@@ -52,7 +52,8 @@ def kind_of(path: Path) -> str | None:
 
 
 def special_files(folder: Path) -> list[str]:
-    """What no library may be given to read in a folder: `name (a FIFO)` for each entry that is no file or folder."""
+    """`name (a FIFO)` for each entry of a folder that is neither file nor folder, which no library may be given to
+    read."""
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
     kinds = ((entry.name, _kind(entry.stat().st_mode)) for entry in entries if not _is_broken_link(entry))
     return [f"{name} ({kind})" for name, kind in kinds if kind]

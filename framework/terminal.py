@@ -1,7 +1,7 @@
-"""What a terminal would obey rather than show, shown: in every text that is printed, written as YAML or put on a page.
+"""Escaping of control characters in every text that is printed, written as YAML or put on a page.
 
-Names, rows, logs and messages of libraries come from files of others, and may hold codes that move the cursor, write
-the clipboard or turn the order of characters.
+Names, rows, logs and messages of libraries come from other people's files and may contain codes that move the cursor,
+write to the clipboard or reverse the order of characters.
 """
 
 import re
@@ -10,35 +10,35 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-# C0 but tab and line feed, DEL, C1; marks, embeddings, overrides and isolates of direction; separators of lines and
-# paragraphs; halves of surrogate pairs, which names of files that are no text have.
+# C0 except tab and line feed, DEL, C1; marks, embeddings, overrides and isolates of direction; line and paragraph
+# separators; lone surrogates, which occur in file names that are not valid text.
 OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 _BAR = re.compile(r"\r|(?:\n|\x1b\[A)+\Z")
-"""How tqdm's bars begin a line again, and go to another."""
+"""Codes with which tqdm's bars return to the line's start, and move to another line."""
 
 
 BEFORE_OUTPUT: list[Callable[[], None]] = []
-"""Called before anything is written to stdout or stderr: what stands on the terminal's last line gives way."""
+"""Called before anything is written to stdout or stderr, to remove a temporary last line of the terminal."""
 
 
 def visible(text: str) -> str:
-    """The text with every character that a terminal obeys as `\\u001b`. Line ends and tabs stay.
+    """Write every control character of the text as `\\u001b`. Line ends and tabs are kept.
 
-    JSON, and YAML whose texts with such characters are in double quotes, mean the same afterwards.
+    JSON keeps its meaning, and so does YAML if texts with such characters are in double quotes.
     """
     return OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def on_one_line(text: str) -> str:
-    """As `visible`, with line ends as `\\n`: a name must not look like a line of ours."""
+    """As `visible`, with line ends as `\\n`, so that a name cannot pass for a line of output."""
     return visible(text).replace("\n", "\\n")
 
 
 class VisibleStream:
-    """A stream of texts that shows what would be obeyed, colors and progress bars of libraries on a terminal excepted.
+    """A text stream that escapes control characters, except colors and progress bars of libraries on a terminal.
 
-    rich writes to the stream itself: `framework.console.TerminalConsole` has made its text visible.
+    rich writes to the stream directly: `framework.console.TerminalConsole` has already made its text visible.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -48,7 +48,7 @@ class VisibleStream:
         return getattr(self.rich_proxied_file, name)
 
     def write(self, text: str) -> int:
-        """Write the text, made visible; its length."""
+        """Write the text with control characters made visible. Returns its length."""
         for give_way in BEFORE_OUTPUT:
             give_way()
         stream = self.rich_proxied_file
@@ -66,7 +66,7 @@ class VisibleStream:
 
 @contextmanager
 def visible_streams() -> Iterator[None]:
-    """Within the block, what is written to stdout and stderr is visible."""
+    """Make everything visible that is written to stdout and stderr within the block."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = VisibleStream(sys.stdout), VisibleStream(sys.stderr)
     try:

@@ -1,4 +1,4 @@
-"""YAML as we read and write it: what an unquoted word means, and a config as text that reads back equal."""
+"""YAML reading and writing: the value of an unquoted word, and a config as text that reads back equal."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _WORDS = {"true": True, "false": False, "null": None, "~": None, "": None}
 
 
 def scalar(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted word. Numbers too large to be exact stay text, which the schema refuses."""
+    """The value of an unquoted word. Numbers too large to be exact remain text, which the schema refuses."""
     if text.lower() in _WORDS and text in (text.lower(), text.title(), text.upper()):
         return _WORDS[text.lower()]
     if _INTEGER.fullmatch(text):
@@ -26,7 +26,7 @@ def scalar(text: str) -> str | int | float | bool | None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that our reader would take for something else, and never breaks a line."""
+    """Quotes every text that would otherwise be read as another type, and never breaks a line."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -45,12 +45,12 @@ _FastDumper.add_representer(str, _text)  # type: ignore[attr-defined]
 
 
 def to_yaml(config: TrainingConfig) -> str:
-    """Every key with its value, so that the text trains the same run even under later defaults."""
+    """Write every key with its value, so that the text describes the same run even if defaults change."""
     return dump(config.model_dump())
 
 
 def dump(value: Any) -> str:
-    """One value as YAML on as few lines as it needs; characters that a terminal obeys are escaped in it."""
+    """Write one value as YAML on as few lines as it needs, with control characters escaped."""
     is_simple = isinstance(value, dict) and json.dumps(value, ensure_ascii=False).isascii()
     dumper = _FastDumper if is_simple else _Dumper
     return visible(yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, width=2**20))

@@ -83,7 +83,7 @@ def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
     warnings: list[tuple[Job, Problem]] = []
     going = [path for job in outline.jobs for path in _held(job)] if overwrite else []
     for job in outline.jobs:
-        report = check_request(run.recipe, run.words(job), run.nproc, needs)
+        report = check_request(run.recipe, run.overrides(job), run.nproc, needs)
         taken = _lost(report.composition, job, going) if overwrite else _taken(run, job)
         problems += [(job, problem) for problem in (*report.problems, *taken)]
         warnings += [(job, warning) for warning in report.warnings]

@@ -145,8 +145,8 @@ def _steps(run: Run) -> str:
 
 def _what_is_left(run: Run) -> tuple[str, ...]:
     if not run.checkpoints:
-        return ("There is no checkpoint to go on from.",)
-    return (f"The newest checkpoint is of step {run.checkpoints[-1]:,}: `--resume` goes on from there.",)
+        return ("There is no checkpoint to resume from.",)
+    return (f"The newest checkpoint is of step {run.checkpoints[-1]:,}: `--resume` continues from there.",)
 
 
 LONGEST = 200_000

@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far: which checkpoint to keep, and when no better one is to be expected."""
+"""The best evaluation of a run so far: which checkpoint to keep, and when to stop early."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from framework.schema.evaluation import LOWER_IS_BETTER
 from framework.schema.training import TrainingParams
 
 FILE = "best.json"
-"""Which checkpoint of a run folder is the best, by which metric."""
+"""File of a run folder that names its best checkpoint and the metric."""
 
 
 @dataclass
 class Best:
-    """The best of the evaluations behind a step that changed weights. `step` is None before the first."""
+    """The best of the evaluations after a step that changed weights. `step` is None before the first."""
 
     metric: str
     patience: int | None
     is_kept: bool
-    """Whether its checkpoint is kept (`training.best_metric`), rather than that it ends the run alone."""
+    """Whether its checkpoint is kept (`training.best_metric`), or it serves early stopping only."""
     step: int | None = None
     value: float = 0.0
     since: int = 0
-    """Evaluations after it, none of which was better."""
+    """Number of evaluations since, none of which was better."""
 
     @classmethod
     def of(cls, training: TrainingParams, saved: Mapping[str, Any] | None) -> "Best":
-        """As a config asks, going on from what a checkpoint has `saved`; of another metric nothing is known."""
+        """Start as a config asks, from the state that a checkpoint has `saved` if it is for the same metric."""
         metric = training.best_metric or "eval_loss"
         best = cls(metric, training.early_stopping_patience, training.best_metric is not None)
         if saved and saved["metric"] == metric:
@@ -35,8 +35,8 @@ class Best:
         return best
 
     def take(self, step: int, values: Mapping[str, float]) -> bool:
-        """Whether the evaluation behind `step` is the best so far. NaN never is. Raises RequestError where it has no
-        such metric."""
+        """Record the evaluation after `step`. Returns whether it is the best so far, which NaN never is. Raises
+        RequestError if it lacks the metric."""
         if self.metric not in values:
             message = f"the evaluation has no {self.metric}"
             raise RequestError([Problem("training.best_metric", message, expected=f"one of {', '.join(values)}")])
@@ -50,11 +50,11 @@ class Best:
 
     @property
     def ends_run(self) -> bool:
-        """Whether as many evaluations as the run has patience for were no better."""
+        """Whether early stopping is due: as many evaluations as `patience` allows were no better."""
         return self.patience is not None and self.since >= self.patience
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint, and for `best.json`."""
+        """Plain data for a checkpoint and for `best.json`."""
         return {"metric": self.metric, "step": self.step, "value": self.value, "since": self.since}
 
     def __str__(self) -> str:

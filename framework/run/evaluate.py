@@ -16,13 +16,13 @@ from framework.run.step import eval_step
 from framework.schema.evaluation import FROM_PYTHON
 
 Sums: TypeAlias = Mapping[str, Tensor]
-"""What an objective's `metrics` takes."""
+"""Sums over batches by name, from which an objective computes its `metrics`."""
 MOST_METRICS = 6
-"""Numbers of an evaluation on its line; `metrics.jsonl` has all."""
+"""Most numbers of an evaluation on its progress line; `metrics.jsonl` has all."""
 
 
 def format_losses(values: Mapping[str, float]) -> str:
-    """An evaluation in a line: the loss, the first of the task's metrics, and the loss of each named set."""
+    """One line for an evaluation: the loss, the first of the task's metrics, and the loss of each named set."""
     of_all = [(name.replace("_", " "), value) for name, value in values.items() if "/" not in name][1:MOST_METRICS]
     of_sets, own = (
         [(name.removeprefix(prefix), value) for name, value in values.items() if name.startswith(prefix)]
@@ -33,11 +33,11 @@ def format_losses(values: Mapping[str, float]) -> str:
 
 
 class Abandoned(Exception):
-    """The run was asked to end while it evaluated."""
+    """The user asked the run to end during an evaluation."""
 
 
 def until_asked(batches: Iterable[Batch], interrupt: Interrupt) -> Iterator[Batch]:
-    """The batches. Raises Abandoned in place of the next one once Ctrl-C was pressed."""
+    """Yield the batches. Raises Abandoned instead of the next one after Ctrl-C."""
     for batch in batches:
         if interrupt.asked:
             raise Abandoned
@@ -45,13 +45,13 @@ def until_asked(batches: Iterable[Batch], interrupt: Interrupt) -> Iterator[Batc
 
 
 def evaluate(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> dict[str, float]:
-    """`eval_loss` (mean over the terms of all batches of all ranks) and the task's metrics. Leaves the model in train
-    mode."""
+    """Compute `eval_loss` (mean over the terms of all batches of all ranks) and the task's metrics. Leaves the model in
+    train mode."""
     return assembly.objective.metrics(sum_up(assembly, batches, observe))
 
 
 def sum_up(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> Sums:
-    """What the objective adds up over all batches of all ranks, float64 on the host. Leaves the model in train mode."""
+    """The objective's sums over all batches of all ranks, float64 on the host. Leaves the model in train mode."""
     assembly.model.eval()
     total: dict[str, Tensor] = {}
     try:
@@ -62,16 +62,16 @@ def sum_up(assembly: Assembly, batches: Iterable[Batch], observe: Observe) -> Su
     finally:
         assembly.model.train()
         if assembly.sharding is not None:
-            assembly.sharding.free_gathered()  # no backward follows that would
+            assembly.sharding.free_gathered()  # normally backward does this
         observe("end")
     if assembly.ranks.world > 1:
-        device = assembly.place.device  # where the ranks can add up
+        device = assembly.place.device  # where the ranks can all-reduce
         total = {name: assembly.ranks.sum(total[name].to(device)).cpu() for name in sorted(total)}
     return total
 
 
 def add_up(sums: Iterable[Sums]) -> Sums:
-    """The sums of several sets of rows as those of all of them."""
+    """Add the sums of several sets of rows."""
     total: dict[str, Tensor] = {}
     for own in sums:
         for name, value in own.items():
@@ -80,15 +80,15 @@ def add_up(sums: Iterable[Sums]) -> Sums:
 
 
 def metrics_of_sets(objective: Objective, sums: Mapping[str, Sums]) -> dict[str, float]:
-    """`eval_loss` and the task's metrics over all rows, then those of each set that has a name, as `METRIC/NAME`."""
+    """`eval_loss` and the task's metrics over all rows, then those of each named set as `METRIC/NAME`."""
     named = ((name, objective.metrics(own)) for name, own in sums.items() if name)
     own = {f"{metric}/{name}": value for name, values in named for metric, value in values.items()}
     return objective.metrics(add_up(sums.values())) | own
 
 
 def complete(assembly: Assembly, prompt: list[int], new_tokens: int, pad_token_id: int, *, draws: bool) -> list[int]:
-    """At most `new_tokens` tokens that follow a prompt: the likeliest each time, or drawn from the 20 likeliest at a
-    temperature of 0.7. Leaves the model in train mode."""
+    """Generate at most `new_tokens` tokens after a prompt, greedily, or sampled from the 20 most likely at a
+    temperature of 0.7 if `draws`. Leaves the model in train mode."""
     model, ids = assembly.model, torch.tensor([prompt], device=assembly.place.device)
     model.eval()
     try:
@@ -110,8 +110,8 @@ def complete(assembly: Assembly, prompt: list[int], new_tokens: int, pad_token_i
 
 
 def completion_step(assembly: Assembly, ids: Tensor, observe: Observe) -> None:
-    """The forward pass that a completion needs most memory for: `ids`, `[1, tokens]`, are the prompt and all that was
-    written, and the keys and values of all of them stay."""
+    """Run the forward pass of a completion that needs most memory: `ids`, `[1, tokens]`, are the prompt and everything
+    generated, with a full key-value cache."""
     observe("eval")
     assembly.model.eval()
     try:
@@ -127,7 +127,7 @@ def completion_step(assembly: Assembly, ids: Tensor, observe: Observe) -> None:
 
 
 def _token_by_token(assembly: Assembly, ids: Tensor, new_tokens: int, draws: bool) -> list[int]:
-    """The same for a trained prompt: peft 0.21 loses a prefix in transformers' `generate`."""
+    """Complete with a trained prompt: peft 0.21 loses a prefix in transformers' `generate`."""
     start = ids.shape[1]
     for _ in range(new_tokens):
         logits = assembly.model(input_ids=ids, use_cache=False).logits[0, -1].float()

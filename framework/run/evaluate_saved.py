@@ -27,14 +27,14 @@ from framework.schema.config import TrainingConfig
 from framework.schema.data import DatasetParams
 
 _COMPARED = (Task.PREFERENCE, Task.DISTILLATION)
-"""Tasks whose loss is measured against another model, which the export is without."""
+"""Tasks whose loss needs another model, which the export does not contain."""
 _AS_THEY_ARE: dict[str, Any] = {"packing": False, "padding_free": False, "streaming": False, "group_by_length": False}
-"""How rows are put together changes no loss, and a model that was loaded plainly is not prepared for it."""
+"""How rows are batched does not change the loss, and a plainly loaded model is not prepared for packing."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What a model was found to do: `metrics` over `rows` rows, whose loss is a mean over `terms` of a `unit`."""
+    """Result of an evaluation: `metrics` over `rows` rows. The loss is a mean over `terms` terms, named by `unit`."""
 
     metrics: dict[str, float]
     rows: int
@@ -45,11 +45,11 @@ class Evaluated:
 def evaluate_saved(
     source: Path, file: str | None = None, trusts_code: bool = False, allow: Sequence[str] = ()
 ) -> Evaluated:
-    """The loss and the task's metrics of the trained model in `source`: on the rows that its run held out, or on those
-    of `file`, read as the run read its own.
+    """Compute loss and metrics of the trained model in `source` on its run's held-out rows, or on those of `file`, read
+    the way the run read its own.
 
-    Computed as the run evaluates, from the exported weights: the same numbers where these are of the dtype that was
-    trained. Raises RequestError for a folder without a model, a task whose loss needs another model, rows that cannot
+    The exported weights are evaluated as in the run, so the numbers are the same if the export has the dtype of
+    training. Raises RequestError for a folder without a model, a task whose loss needs another model, rows that cannot
     be read, and a run without held-out rows.
     """
     disable_progress_bar()
@@ -70,13 +70,13 @@ def evaluate_saved(
 
 
 def _config(saved: SavedModel, file: str | None) -> TrainingConfig:
-    """How the rows are read. Raises RequestError where that is not known, or the task is measured otherwise."""
+    """Config for reading the rows. Raises RequestError if it is not known, or the task cannot be evaluated so."""
     run = saved.config
     if run is None and file is None:
-        message = f"{saved.folder} is no export of a run, which would say what rows were held out"
+        message = f"{saved.folder} is not the export of a run, so its held-out rows are not known"
         raise RequestError([Problem("FILE", message, expected="a file of rows, or a run folder")])
     if saved.task in _COMPARED:
-        message = f"the loss of {saved.task} is measured against another model, which the export is without"
+        message = f"the loss of {saved.task} needs another model, which the export does not contain"
         raise RequestError([Problem("RUN", message, expected="`tunesmith predict RUN FILE --score`")])
     config = reading_config(saved)
     data: dict[str, Any] = dict(_AS_THEY_ARE)
@@ -90,7 +90,7 @@ def _config(saved: SavedModel, file: str | None) -> TrainingConfig:
 def _sums(
     config: TrainingConfig, model: Any, objective: Any, data: Data, chosen: Sequence[int], pad_token_id: int
 ) -> Sums:
-    """What the objective adds up over some of the held-out rows."""
+    """The objective's sums over some of the held-out rows."""
     device, dtype = causal_model(model).get_input_embeddings().weight.device, autocast_dtype(config.training)
     autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else contextlib.nullcontext()
     assert data.eval is not None
@@ -106,9 +106,9 @@ def _sums(
 def evaluate_tasks(
     source: Path, tasks: Sequence[str], limit: int | None, trusts_code: bool = False, allow: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """The figures of lm-eval for each of its tasks, by name. `limit` is the number of rows of each task, unset all.
+    """Run tasks of lm-eval and return its results by task. `limit` is the number of rows of each task, unset all.
 
-    Raises RequestError where lm-eval is not installed, and for a task that it has not.
+    Raises RequestError if lm-eval is not installed, and for a task that it does not have.
     """
     try:
         import lm_eval
@@ -118,7 +118,7 @@ def evaluate_tasks(
         raise RequestError([Problem("--tasks", "lm-eval is not installed", expected="pip install lm-eval")]) from None
     saved = find_saved_model(source, trusts_code, allow)
     if saved.task.is_of_rows:
-        message = f"a model of the task {saved.task} writes nothing, and lm-eval asks for texts"
+        message = f"a model of the task {saved.task} generates no text, which lm-eval needs"
         raise RequestError([Problem("--tasks", message, expected="evaluate without --tasks")])
     manager = TaskManager()
     known: Sequence[str] = manager.all_tasks

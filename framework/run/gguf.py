@@ -1,4 +1,4 @@
-"""A plain model as one GGUF file for llama.cpp and Ollama, read back after writing."""
+"""Export of a plain model as one GGUF file for llama.cpp and Ollama, read back after writing."""
 
 import json
 import re
@@ -28,12 +28,13 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_WORD + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORD + r"\p{N}" + _REST: "qwen2"}
-"""Regular expression of a tokenizer -> llama.cpp's name (its src/llama-vocab.cpp)."""
+"""A tokenizer's regular expression -> llama.cpp's name for it (its src/llama-vocab.cpp)."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer in a GGUF file: `types` as llama.cpp numbers them, its name of the `split` of words, special ids."""
+    """A tokenizer as GGUF stores it: token `types` by llama.cpp's numbers, its name for the word `split`, special
+    ids."""
 
     tokens: list[str]
     types: list[int]
@@ -45,8 +46,8 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, size: int) -> Vocabulary:
-    """The tokenizer of a folder, padded to the `size` of the embedding. Raises RequestError for one that llama.cpp
-    would read as another."""
+    """Read the tokenizer of a folder, padded to the `size` of the embedding. Raises RequestError for one that llama.cpp
+    would not reproduce."""
     from transformers import AutoTokenizer
 
     file = folder / "tokenizer.json"
@@ -68,7 +69,7 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
 
 
 def _split(folder: Path, document: dict[str, Any]) -> str:
-    """llama.cpp's name of how the tokenizer splits words."""
+    """llama.cpp's name for the tokenizer's word split."""
     before: dict[str, Any] = document.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     patterns = [step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split"]
@@ -93,9 +94,9 @@ class GgufKind(Choice):
 
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model types that are written, which llama.cpp calls the same."""
+"""Supported model types, which have the same names in llama.cpp."""
 _ROTATED = "llama"
-"""The family whose queries and keys llama.cpp keeps in another order of rows."""
+"""The family whose query and key rows llama.cpp stores in another order."""
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -112,7 +113,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""transformers' names -> llama.cpp's, within a block those without its number."""
+"""transformers' tensor names -> llama.cpp's; within a block without the block's number."""
 _STRETCHED = frozenset({"factor", "original_max_position_embeddings"})
 _ROPE_KEYS = {
     "default": frozenset[str](),
@@ -120,18 +121,18 @@ _ROPE_KEYS = {
     "yarn": _STRETCHED,
     "llama3": _STRETCHED | {"low_freq_factor", "high_freq_factor"},
 }
-"""Kinds of rotary positions that are written, and what is written of each."""
+"""Supported kinds of rotary positions, and the keys written for each."""
 _ROPE_FIXED = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "partial_rotary_factor": 1}
-"""What llama.cpp computes with where a file says nothing (ggml 0.12.0)."""
+"""llama.cpp's defaults for values missing from a file (ggml 0.12.0)."""
 _BLOCK = 32
-"""Numbers that share a scale in Q8_0: rows of another multiple stay float16."""
+"""Numbers that share a scale in Q8_0: rows of another length are stored as float16."""
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A GGUF file, its Modelfile, and how many tensors are of which type."""
+    """A GGUF file, its Modelfile, and the number of tensors by type."""
 
     file: Path
     modelfile: Path
@@ -140,7 +141,7 @@ class Exported:
 
 
 def chosen_kind(word: str) -> GgufKind:
-    """The kind of that name. Raises RequestError."""
+    """Look up the kind of that name. Raises RequestError for an unknown one."""
     if word not in [*GgufKind]:
         raise RequestError([Problem("--gguf", f"cannot be {word!r}", expected=" or ".join(GgufKind))])
     return GgufKind(word)
@@ -149,8 +150,8 @@ def chosen_kind(word: str) -> GgufKind:
 def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exported:
     """Write the model of a run, or of a folder, as `output` (else `gguf/RUN-KIND.gguf` in `source`) and a Modelfile.
 
-    One tensor is in memory at a time. Raises RequestError for an adapter that was not merged, an architecture or a
-    tokenizer that is not known, and a file that is there; SaveFailed where it cannot be written, or does not read back.
+    One tensor is in memory at a time. Raises RequestError for an unmerged adapter, an unsupported architecture or
+    tokenizer, and an existing file; SaveFailed if the file cannot be written or does not read back.
     """
     try:
         import gguf  # noqa: F401
@@ -180,27 +181,27 @@ def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exp
 
 
 def _plain(source: Path) -> Path:
-    """The folder of the plain model. Raises RequestError for an adapter that was not merged, or that is newer."""
+    """The folder of the plain model. Raises RequestError for an adapter that is not merged, or newer than its merge."""
     merged, adapter = source / MERGED, source / FINAL / ADAPTER_WEIGHTS
     since = adapter.stat().st_mtime if adapter.exists() else 0.0
     if any(file.stat().st_mtime < since for file in merged.glob("*.safetensors")):
         message = f"{merged} was merged before {adapter} was written"
-        expected = f"tunesmith merge {source} once more, with {merged} out of its way"
+        expected = f"tunesmith merge {source} again, after removing {merged}"
         raise RequestError([Problem("RUN", message, expected=expected)])
     saved = find_saved_model(merged if merged.is_dir() else source)
     if saved.adapter_kind is not None:
         message = f"{saved.folder} is an adapter, and a GGUF file holds a whole model"
-        raise RequestError([Problem("RUN", message, expected=f"tunesmith merge {source}, and this again")])
+        raise RequestError([Problem("RUN", message, expected=f"tunesmith merge {source}, then this again")])
     return saved.folder
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
-    """The model's config. Raises RequestError for what is not written."""
+    """The model's config. Raises RequestError for a feature that is not supported."""
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.model_type not in FAMILIES:
         found, expected = f"is a {config.model_type}, which is not written as GGUF", ", ".join(FAMILIES)
     elif config.architectures and not config.architectures[0].endswith("ForCausalLM"):
-        found, expected = f"is a {config.architectures[0]}", "a model that writes"
+        found, expected = f"is a {config.architectures[0]}", "a model that generates text"
     elif (unknown := _unknown_positions(config)) is not None:
         found, expected = f"has positions of the kind {unknown[0]}", unknown[1]
     elif getattr(config, "use_sliding_window", False):
@@ -214,11 +215,11 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 
 def _unknown_positions(config: Any) -> tuple[str, str] | None:
-    """What llama.cpp would compute otherwise of a model's positions, and what it computes alike."""
+    """A position setting that llama.cpp would compute differently, and what is supported instead; else None."""
     rope = config.rope_parameters
     kind, known = rope["rope_type"], [*_ROPE_KEYS]
     if config.model_type != _ROTATED:
-        known.remove("llama3")  # whose tensor of factors llama.cpp knows of Llama alone
+        known.remove("llama3")  # llama.cpp reads its tensor of factors for Llama only
     if kind not in known:
         return kind, ", ".join(known)
     written = {key: value for key, value in rope.items() if key not in _ROPE_KEYS[kind] and value is not None}
@@ -230,7 +231,7 @@ def _unknown_positions(config: Any) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor to write: where it is read, and its name there."""
+    """A tensor to write: the file that holds it, and its name there."""
 
     name: str
     file: Path
@@ -238,13 +239,13 @@ class _Tensor:
     shape: tuple[int, ...]
 
     def held_as(self, kind: GgufKind) -> str:
-        """GGML's name of the type that it is stored in."""
+        """GGML's name for the type that it is stored in."""
         if len(self.shape) < 2:
             return "F32"
         return "Q8_0" if kind is GgufKind.Q8_0 and self.shape[-1] % _BLOCK == 0 else "F16"
 
     def read(self, config: Any) -> Array:
-        """Its numbers, float32, as llama.cpp orders them."""
+        """Its values, float32, in llama.cpp's order."""
         with safe_open(self.file, framework="pt") as opened:
             tensor: Array = opened.get_tensor(self.key).to(torch.float32).numpy()
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -256,8 +257,8 @@ class _Tensor:
 
 
 def _tensors(folder: Path, config: Any) -> Iterator[_Tensor]:
-    """Every tensor of a model, in the order of its blocks. Raises RequestError for one that llama.cpp has no name
-    for."""
+    """Yield every tensor of a model, in the order of its blocks. Raises RequestError for one without a name in
+    llama.cpp."""
     found, unknown = list[_Tensor](), list[str]()
     for file in weight_files(folder, "RUN"):
         with safe_open(file, framework="pt") as opened:
@@ -270,7 +271,7 @@ def _tensors(folder: Path, config: Any) -> Iterator[_Tensor]:
                 found += [_Tensor(name, file, key, shape)] if name is not None else []
                 unknown += [key] if name is None else []
     if unknown:
-        message = f"{folder} has weights that llama.cpp's {config.model_type} has not: {', '.join(unknown[:3])}"
+        message = f"{folder} has weights that llama.cpp's {config.model_type} does not have: {', '.join(unknown[:3])}"
         raise RequestError([Problem("RUN", message)])
     yield from sorted(
         found, key=lambda tensor: [int(part) if part.isdigit() else -1 for part in tensor.name.split(".")]
@@ -278,7 +279,7 @@ def _tensors(folder: Path, config: Any) -> Iterator[_Tensor]:
 
 
 def _name(key: str) -> str | None:
-    """llama.cpp's name of a weight; None where it has none."""
+    """llama.cpp's name for a weight; None if it has none."""
     within = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", key)
     if within:
         number, module, part = within.groups()
@@ -293,7 +294,7 @@ def _write(
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
     from gguf.quants import quantize
 
-    writer = GGUFWriter(file, config.model_type, use_temp_file=True)  # else it holds all tensors
+    writer = GGUFWriter(file, config.model_type, use_temp_file=True)  # otherwise it keeps all tensors in memory
     writer.add_name(folder.absolute().parent.name)
     writer.add_file_type(LlamaFileType.MOSTLY_F16 if kind is GgufKind.F16 else LlamaFileType.MOSTLY_Q8_0)
     _add_shape(writer, config)
@@ -351,7 +352,7 @@ def _add_vocabulary(writer: "GGUFWriter", vocabulary: Vocabulary) -> None:
 
 
 def _rope_factors(config: Any) -> Array:
-    """What llama.cpp divides each frequency by: Llama 3's stretched positions, as transformers computes them."""
+    """llama.cpp's divisors of the frequencies for Llama 3's scaled positions, computed as transformers does."""
     rope: dict[str, float] = config.rope_parameters
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head, 2) / head)
@@ -363,7 +364,7 @@ def _rope_factors(config: Any) -> Array:
 
 
 def _read_back(file: Path, tensors: list[_Tensor], config: Any, kind: GgufKind) -> dict[str, int]:
-    """How many tensors are of which type. Raises SaveFailed where a tensor of the file is not the model's."""
+    """Compare the file with the model and count tensors by type. Raises SaveFailed for a tensor that differs."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
 
@@ -380,7 +381,7 @@ def _read_back(file: Path, tensors: list[_Tensor], config: Any, kind: GgufKind) 
 
 
 def _rounding(values: Array, held: str) -> Array:
-    """How far a value that was stored may be off: half a step of its type."""
+    """Largest rounding error of each stored value: half a step of its type."""
     if held == "F32":
         return np.zeros_like(values)
     if held == "F16":
@@ -390,7 +391,7 @@ def _rounding(values: Array, held: str) -> Array:
 
 
 def _modelfile(file: Path, config: Any, vocabulary: Vocabulary) -> str:
-    """What `ollama create` reads. It knows most templates of chats by the one in the file."""
+    """The Modelfile for `ollama create`, which recognizes most chat templates from the GGUF file."""
     lines = [f"FROM ./{file.name}", f"PARAMETER num_ctx {config.max_position_embeddings}"]
     if "eos" in vocabulary.special:
         lines.append(f"PARAMETER stop {json.dumps(vocabulary.tokens[vocabulary.special['eos']])}")

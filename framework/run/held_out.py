@@ -1,5 +1,5 @@
-"""Evaluations of a run: its held-out rows, as a whole and by named sets; and completions of `training.sample_prompts`,
-in `samples.jsonl`, in the progress and in trackers."""
+"""Evaluations during a run: held-out rows, as a whole and by named set, and completions of `training.sample_prompts`
+for `samples.jsonl`, progress and trackers."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from framework.schema.evaluation import FROM_PYTHON
 
 
 class EvaluatedRun(RetriedRun, Protocol):
-    """What an evaluation needs of the run."""
+    """The parts of a run that an evaluation needs."""
 
     batches: TrainingBatches
     progress: ProgressLine
@@ -32,7 +32,7 @@ class EvaluatedRun(RetriedRun, Protocol):
 
 
 class HeldOut:
-    """The evaluation of a run's held-out rows. `shapes` are rows and tokens of the batches of the latest one."""
+    """Evaluation of a run's held-out rows. `shapes` are rows and tokens of each batch in the latest evaluation."""
 
     def __init__(self, run: EvaluatedRun) -> None:
         self._run = run
@@ -40,8 +40,8 @@ class HeldOut:
         self._count = 0
 
     def evaluate(self) -> dict[str, float] | None:
-        """`eval_loss` and the task's metrics over all held-out rows, then those of each named set as `METRIC/NAME`.
-        None without such rows, and where the run was asked to end meanwhile."""
+        """Compute `eval_loss` and the task's metrics over all held-out rows, then those of each named set as
+        `METRIC/NAME`. None without such rows, and if the user asked the run to end meanwhile."""
         run = self._run
         if run.inputs.data.eval is None:
             return None
@@ -50,13 +50,13 @@ class HeldOut:
                 with attempt, doing(f"evaluating after step {run.step}"):
                     values = self._evaluated()
         except Abandoned:
-            run.progress.say(f"step {run.step}/{run.progress.total}  evaluation left out, as the run was asked to end")
+            run.progress.say(f"step {run.step}/{run.progress.total}  evaluation skipped, as the run was asked to end")
             return None
         return values | self._from_python()
 
     def _from_python(self) -> dict[str, float]:
-        """The metrics of a program, on all ranks as the main one found them. One that raises ends the run as a hook
-        that raises does, and the others are not called any more."""
+        """Call the metrics passed from Python; all ranks get the main one's numbers. One that raises ends the run like
+        a failing hook, and the remaining ones are not called."""
         run, found = self._run, dict[str, float]()
         given, assembly = run.inputs.from_python.metrics, run.assembly
         if not given or run.hooks.failure is not None:
@@ -77,8 +77,8 @@ class HeldOut:
         finally:
             assembly.model.train()
         self._count += 1
-        told = run.coordinator.shared(f"metrics/{self._count}", lambda: json.dumps(found))
-        shared: dict[str, float] = json.loads(told)
+        numbers = run.coordinator.shared(f"metrics/{self._count}", lambda: json.dumps(found))
+        shared: dict[str, float] = json.loads(numbers)
         return shared
 
     def _evaluated(self) -> dict[str, float]:
@@ -110,19 +110,19 @@ class HeldOut:
 
 
 SHOWN = 160
-"""Characters of a completion in the progress."""
+"""Characters of a completion shown in the progress."""
 
 
 class Samples:
-    """The samples of a run, which its main process writes. `tell` is given the texts of each evaluation by name."""
+    """The samples of a run, written by its main process. `log` receives the texts of each evaluation by name."""
 
-    def __init__(self, run: EvaluatedRun, tell: Callable[[Mapping[str, str]], None]) -> None:
-        self._run, self._tell = run, tell
+    def __init__(self, run: EvaluatedRun, log: Callable[[Mapping[str, str]], None]) -> None:
+        self._run, self._track = run, log
         self._log = MetricsLog(run.folder.path, run.progress.say, SAMPLES) if run.folder.is_written else None
 
     def write(self) -> None:
-        """Complete each prompt with the weights as they are evaluated. What memory does not suffice for is said, and
-        is left out: training goes on."""
+        """Complete each prompt with the weights being evaluated. A sample that runs out of memory is skipped with a
+        warning, and training continues."""
         run, texts = self._run, dict[str, str]()
         if self._log is None or not run.inputs.sample_prompts:
             return
@@ -134,12 +134,12 @@ class Samples:
                     text = self._completion([*ids])
                 except torch.OutOfMemoryError:
                     torch.cuda.empty_cache()
-                    run.progress.say(f"warning   sample {number} is left out: it needs more memory than there is")
+                    run.progress.say(f"warning   sample {number} is skipped: it needs more memory than there is")
                     continue
                 self._log.append({"step": run.step, "prompt": asked, "completion": text})
                 run.progress.say(f"sample    {number}: {' '.join(text.split())[:SHOWN]}")
                 texts[f"samples/{number}"] = f"{asked}\n\n{text}"
-        self._tell(texts)
+        self._track(texts)
 
     def _completion(self, ids: list[int]) -> str:
         run = self._run
@@ -149,6 +149,6 @@ class Samples:
         return text
 
     def close(self) -> None:
-        """Write what the disk has not taken yet."""
+        """Write the lines that the disk has not accepted yet."""
         if self._log is not None:
             self._log.close(self._run.folder.fallback)

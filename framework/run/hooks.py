@@ -1,4 +1,4 @@
-"""What a program has of a run: functions that it calls as it goes on, and the result. Loads no torch."""
+"""Interface of a run to the calling program: callbacks during the run, and its result. Loads no torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,30 +13,30 @@ Metrics = Mapping[str, float | None]
 
 @dataclass
 class Hooks:
-    """Called in the main process alone, after what they tell of; the device may be at the next step by then.
+    """Callbacks, called in the main process only, after the event; the device may already run the next step.
 
-    An exception of one does not lose work: no hook is called again, the run saves, ends after its step, and the
-    exception goes on to the caller of `train`.
+    If one raises, no work is lost: no hook is called again, the run saves, ends after its step, and the exception
+    reaches the caller of `train`.
     """
 
     on_step: Callable[[Metrics], None] | None = None
     on_eval: Callable[[Metrics], None] | None = None
     on_save: Callable[[Path], None] | None = None
-    """Given the folder of a checkpoint that is complete."""
+    """Receives the folder of a complete checkpoint."""
     failure: Exception | None = field(default=None, init=False)
-    """The exception that a hook has raised."""
+    """The exception that a hook raised."""
 
-    def call(self, hook: Callable[[Any], None] | None, told: object) -> None:
-        """Call one of them, unless one has failed before."""
+    def call(self, hook: Callable[[Any], None] | None, event: object) -> None:
+        """Call a hook with `event`, unless a hook has failed before."""
         if hook is None or self.failure is not None:
             return
         try:
-            hook(told)
+            hook(event)
         except Exception as error:
             self.failure = error
 
     def raise_failure(self, note: str) -> None:
-        """Raise the exception of a hook, if there is one, with a note of what became of the run."""
+        """Raise the exception of a failed hook, if there is one, with a note about the state of the run."""
         if self.failure is not None:
             self.failure.add_note(note)
             raise self.failure
@@ -44,7 +44,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where a run is and what came of it. `sample` is (prompt, completion) from the trained model."""
+    """Folder and results of a run. `sample` is (prompt, completion) from the trained model."""
 
     folder: Path
     steps: int
@@ -54,9 +54,9 @@ class RunResult:
     memory: str
     """Peak memory measured and predicted, in one sentence."""
     loader: str = "AutoModelForCausalLM"
-    """The transformers class that loads the final model."""
+    """Name of the transformers class that loads the final model."""
     is_mergeable: bool = True
-    """Whether what was trained can become part of the weights: tokens before the row cannot."""
+    """Whether the adapter can be merged into the weights; virtual tokens (prompt tuning and the like) cannot."""
 
     def __repr__(self) -> str:
         evaluated = self.evals[-1] if self.evals else {}

@@ -1,6 +1,6 @@
-"""What a run reads before any weight is loaded, the batches that it trains on, and whether a run that goes on reads the
-same: a config names files, not what is in them, and a tokenizer that is built on the rows is another one when they
-change, so that the weights of a checkpoint would stand for other words."""
+"""Inputs of a run: what is read before any weight is loaded, the training batches, and the check that a resumed run
+reads the same. A config names files, not their content, and a tokenizer built on the rows changes with them: the
+weights of a checkpoint would then belong to other tokens."""
 
 import json
 import zlib
@@ -36,8 +36,8 @@ from framework.schema.rules.evaluation import last_save_conflicts
 
 @dataclass(frozen=True)
 class Inputs:
-    """The config with everything derived written out, the model's own config, its tokenizer, the tokenised rows, and
-    what a program hands over."""
+    """The config with all derived values, the model's own config, its tokenizer, the tokenized rows, and rows passed
+    from Python."""
 
     config: TrainingConfig
     architecture: PretrainedConfig
@@ -49,10 +49,10 @@ class Inputs:
 
 
 def read_inputs(config: TrainingConfig, given: RowsFromPython = NO_ROWS, console: Console | None = None) -> Inputs:
-    """Read everything a config names, weights excepted; `given` are rows from Python, `console` is for a bar.
+    """Read everything a config names except weights; `given` are rows from Python, `console` shows a progress bar.
 
-    Raises RequestError for what cannot be read, for rows with nothing to learn, and for a tokenizer with more tokens
-    than the model has embeddings.
+    Raises RequestError for anything unreadable, for rows without supervised tokens, and for a tokenizer with more
+    tokens than the model has embeddings.
     """
     if not config.data.train:
         raise RequestError([Problem("data.train", "there is nothing to train on", expected="a list of sources")])
@@ -68,9 +68,9 @@ def read_inputs(config: TrainingConfig, given: RowsFromPython = NO_ROWS, console
 
 
 def with_labels(config: TrainingConfig, targets: Targets | None) -> TrainingConfig:
-    """The config with what the rows' labels mean, so that it makes the same head again.
+    """Add the meaning of the rows' labels to the config, so that it builds the same head again.
 
-    Raises RequestError where that is not what was asked for, or nothing can be told apart.
+    Raises RequestError if they contradict the config, or all rows have the same class.
     """
     if targets is None:
         return config
@@ -98,7 +98,7 @@ def _with(config: TrainingConfig, **data: object) -> TrainingConfig:
 def read_tokenizer(
     config: TrainingConfig, architecture: PretrainedConfig, given: RowsFromPython = NO_ROWS
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer; RequestError when it cannot be had or has more tokens than the model has embeddings."""
+    """Load the tokenizer. Raises RequestError if that fails, or it has more tokens than the model has embeddings."""
     tokenizer = build_tokenizer(config, training_texts(config, given))
     vocabulary = architecture.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
@@ -119,19 +119,19 @@ def read_rows_for(
     given: RowsFromPython = NO_ROWS,
     console: Console | None = None,
 ) -> Data:
-    """The tokenised rows, their ids checked against the model's vocabulary."""
+    """Read and tokenize the rows, and check their ids against the model's vocabulary."""
     return prepare_data(config, tokenizer, architecture.get_text_config().vocab_size, given, console)
 
 
 TrainingBatches: TypeAlias = GlobalBatches | StreamedBatches
 RESTARTS = 2
-"""How often in a row processes that prepare batches are started again for the same step."""
+"""How often worker processes are restarted for the same step."""
 
 
 def training_batches(
     config: TrainingConfig, inputs: Inputs, state: Mapping[str, Any] | None, rank: int = 0
 ) -> TrainingBatches:
-    """The batches of a config, for one rank; `state` is that of the checkpoint to go on from."""
+    """The training batches of one rank; `state` is that of the checkpoint to resume from."""
     data, pad, rank = config.data, padding_id(inputs.tokenizer), rank // config.sharing
     if inputs.data.stream is None:
         return GlobalBatches(
@@ -160,18 +160,18 @@ def training_batches(
 
 
 class Supply:
-    """Micro batches of one optimizer step after the other; where processes that prepare them die, those of new ones."""
+    """Supplies the micro-batches of consecutive optimizer steps, and restarts worker processes that die."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._stream: Iterator[list[MicroBatch]] | None = None
 
     def forget(self) -> None:
-        """Let the next step be of batches that are begun anew."""
+        """Drop prepared batches and their workers; the next step starts new ones."""
         self._stream = None
 
     def take(self, batches: TrainingBatches, step: int) -> list[MicroBatch]:
-        """The micro batches of a step. Raises WorkersDied when processes that were started again die too."""
+        """Return the micro-batches of a step. Raises WorkersDied if restarted workers die too."""
         found = ""
         for restarts in range(RESTARTS + 1):
             if self._stream is None:
@@ -181,14 +181,14 @@ class Supply:
             except WorkersDied as error:
                 self._stream, found = None, str(error)
                 if restarts < RESTARTS:
-                    self._say(f"warning   step {step}: {found}; data.workers are started again")
+                    self._say(f"warning   step {step}: {found}; data.workers are restarted")
         raise WorkersDied(f"step {step}: {found}, {counted(RESTARTS + 1, 'time')} in a row")
 
 
 def total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
-    """Optimizer steps of the run: `max_steps`, else the epochs' worth, at least one.
+    """Optimizer steps of the run: `max_steps`, or as many as the epochs need, at least one.
 
-    Raises RequestError where something asked for has no effect in so many.
+    Raises RequestError if a setting has no effect in so few steps.
     """
     training = config.training
     if training.max_steps is not None or isinstance(batches, StreamedBatches):
@@ -202,21 +202,21 @@ def total_steps(config: TrainingConfig, batches: TrainingBatches) -> int:
 
 
 def stream_state(batches: TrainingBatches, step: int) -> dict[str, Any] | None:
-    """Where `step` (0 is the first) begins in a stream, for a checkpoint; None for rows that are held."""
+    """Position in a stream at which `step` (0 is the first) begins, for a checkpoint; None for rows in memory."""
     return batches.state_at(step) if isinstance(batches, StreamedBatches) else None
 
 
 WHAT = {"model.tokenizer": "the tokenizer has other tokens", "data.train": "the training rows are others"}
-"""What is compared, by the key that lets it differ."""
+"""Inputs that are compared at a resume, by the key that allows them to differ."""
 MOST = 6
-"""Differences of a model that a message lists."""
+"""Most differences of a model that a message lists."""
 MODELS = {BASE: "model", TEACHER: "training.teacher"}
-"""Models that are compared, by the word that lets them differ, with the section that names them."""
+"""Models that are compared, by the key that allows them to differ, with their section."""
 
 
 def read_digests(inputs: Inputs) -> dict[str, Any]:
-    """Of the tokenizer's vocabulary, of the training rows (of a stream its first block stands for all of it), and of
-    each model that is read, as `Base.to_json` has it."""
+    """Digests of the tokenizer's vocabulary, the training rows (for a stream, of its first block), and each model that
+    is read (`Base.to_json`)."""
     vocabulary = json.dumps(sorted(inputs.tokenizer.get_vocab().items()))
     train = inputs.data.train
     plain = train.rows if isinstance(train, Packs) else train
@@ -227,7 +227,7 @@ def read_digests(inputs: Inputs) -> dict[str, Any]:
 
 
 def rows_checksum(rows: Rows, found: int = 0) -> int:
-    """Of all that is trained on from the rows, in their order before they are mixed."""
+    """Checksum of everything trained on, in the order before rows are mixed. `found` continues an earlier one."""
     for array in (rows.tokens, rows.labels, rows.offsets, rows.targets):
         if array is not None:
             found = zlib.crc32(np.ascontiguousarray(array).data, found)
@@ -235,8 +235,8 @@ def rows_checksum(rows: Rows, found: int = 0) -> int:
 
 
 def needed_models(config: TrainingConfig) -> set[str]:
-    """Those of `MODELS` whose weights a run needs in addition to those in its checkpoint: an adapter's base, what a
-    preference is measured against, a teacher."""
+    """Members of `MODELS` whose weights are not in the run's checkpoint: an adapter's base, a reference model, a
+    teacher."""
     needs_base = config.training.use_peft or config.training.has_reference
     return {TEACHER, *([BASE] if needs_base else [])}
 
@@ -244,10 +244,10 @@ def needed_models(config: TrainingConfig) -> set[str]:
 def check_read(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str], needed: Set[str] = frozenset(MODELS)
 ) -> list[str]:
-    """One line for each allowed difference; an older checkpoint that says nothing passes. `needed` are the models whose
-    weights matter.
+    """Compare inputs with those of a checkpoint. Returns one line for each allowed difference; an older checkpoint
+    without digests passes. `needed` are the models whose weights matter.
 
-    Raises RequestError for the others.
+    Raises RequestError for differences that are not allowed.
     """
     found = [
         (key, f"{WHAT[key]} than those that the run began with", "the same files")
@@ -271,8 +271,8 @@ def check_read(
 
 
 def check_adapters_base(config: TrainingConfig, now: Mapping[str, Any], allow: Sequence[str]) -> list[str]:
-    """One line for each allowed difference between the model and what the adapter of `peft.adapter_path` was trained
-    on, as far as that was recorded next to it. Raises RequestError for others."""
+    """Compare the model with the recorded base of the adapter in `peft.adapter_path`. Returns one line for each allowed
+    difference. Raises RequestError for others."""
     found = find_adapter(config.peft.adapter_path) if config.peft.adapter_path is not None else None
     if not isinstance(found, tuple) or (before := read_json(found[0] / BASE_RECORD)) is None:
         return []
@@ -290,7 +290,7 @@ def check_adapters_base(config: TrainingConfig, now: Mapping[str, Any], allow: S
 
 
 def moved(saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str]) -> set[str]:
-    """Keys that say where a model or tokenizer lies, of those that are what they were, or may differ."""
+    """Keys with the path of a model or tokenizer whose content is unchanged or allowed to differ."""
     keys = set[str]()
     for name, section in MODELS.items():
         before, after = (items[name]["weights"] if name in items else None for items in (saved, now))

@@ -1,4 +1,4 @@
-"""`tunesmith predict`: a trained model is asked about the rows of a file, many at a time, the answers in file order."""
+"""`tunesmith predict`: batched predictions of a trained model for the rows of a file, in file order."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -31,20 +31,20 @@ from framework.schema.model import ModelParams
 from framework.schema.training import TrainingParams
 
 MOST_ROWS, MOST_TOKENS = 64, 16_384
-"""Rows of a batch, and its positions with padding: beyond these a batch is no faster, on a card either."""
+"""Most rows of a batch, and most tokens with padding: larger batches are no faster, not even on a card."""
 MOST_LOGITS = 1 << 28
-"""Numbers that the logits of a scored batch may have: 1 GiB in float32."""
+"""Most elements in the logits of a scored batch: 1 GiB in float32."""
 NEW_TOKENS = 128
-"""Of a completion, where nobody says."""
+"""Default length of a completion in tokens."""
 
 Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Request:
-    """`new_tokens` is how long a completion may be, unset `NEW_TOKENS`, or half of the positions where those are fewer;
-    `score`: rows have answers, tell how likely they are; `trusts_code`: Python code that comes with the model
-    may run; `allow` may name `model.base`, the base of an adapter, which has changed since."""
+    """Options of a prediction. `new_tokens` is the maximum length of a completion (unset: `NEW_TOKENS`, at most half
+    the model's positions); `score` asks for the likelihood of the rows' own answers; `trusts_code` lets Python code of
+    the model run; `allow` may name `model.base`, for an adapter whose base has changed since training."""
 
     new_tokens: int | None = None
     score: bool = False
@@ -53,8 +53,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A model, its tokenizer, and how the run that made it read rows."""
+class _Loaded:
+    """A model, its tokenizer, and the config with which its run read rows."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
@@ -67,13 +67,13 @@ class _Asked:
 
 
 def predict(source: Path, file: str, request: Request | None = None) -> Iterator[Answer]:
-    """What the trained model in `source` says of each row of `file`, in order.
+    """Yield the trained model's answer for each row of `file`, in order.
 
-    Everything is read and checked before the first answer. Raises RequestError for a folder without a model, and with
-    every broken row.
+    Everything is read and checked before the first answer. Raises RequestError for a folder without a model, and
+    listing every broken row.
     """
     request = request or Request()
-    disable_progress_bar()  # results go to a pipe, and a bar is none of them
+    disable_progress_bar()  # results may go to a pipe
     saved_model = find_saved_model(source, request.trusts_code, request.allow)
     config = reading_config(saved_model)
     tokenizer = saved_model.tokenizer
@@ -86,20 +86,20 @@ def predict(source: Path, file: str, request: Request | None = None) -> Iterator
     else:
         new_tokens, room = _lengths(config, request)
         rows = read_prompts(file, config, tokenizer, room)
-    asked = _Asked(load_model(saved_model), tokenizer, config)
+    loaded = _Loaded(load_model(saved_model), tokenizer, config)
     if request.score or task is Task.REWARD:
         answered = [one for row in rows for one in (replace(row, rejected=None), row.rejected) if one is not None]
         if task is Task.REWARD:
-            return _paired(rows, _in_order(answered, _judging(asked), MOST_TOKENS))
-        vocabulary = causal_model(asked.model).config.get_text_config().vocab_size
-        return _paired(rows, _in_order(answered, _scoring(asked), max(1, MOST_LOGITS // vocabulary)))
+            return _paired(rows, _in_order(answered, _judging(loaded), MOST_TOKENS))
+        vocabulary = causal_model(loaded.model).config.get_text_config().vocab_size
+        return _paired(rows, _in_order(answered, _scoring(loaded), max(1, MOST_LOGITS // vocabulary)))
     if task.is_of_rows:
-        return _in_order(rows, _judging(asked), MOST_TOKENS)
-    return _in_order(rows, _completing(asked, new_tokens), MOST_TOKENS, new_tokens)
+        return _in_order(rows, _judging(loaded), MOST_TOKENS)
+    return _in_order(rows, _completing(loaded, new_tokens), MOST_TOKENS, new_tokens)
 
 
 def reading_config(saved_model: SavedModel) -> TrainingConfig:
-    """The run's config, about the model that came of it; of a folder alone, what its files say."""
+    """The run's config with the trained model as its model; for a folder without a run, a config from its files."""
     config = saved_model.config
     if saved_model.adapter_kind is not None:
         return settle(config)[0] if config is not None else TrainingConfig(model=ModelParams(model_max_length=1 << 30))
@@ -109,14 +109,14 @@ def reading_config(saved_model: SavedModel) -> TrainingConfig:
     else:
         kept = {"model_max_length": config.model.model_max_length}
         config = config.model_copy(update={"model": model.model_copy(update=kept)})
-        if config.training.use_peft:  # a merged model, or one that was saved merged
+        if config.training.use_peft:  # a merged model
             training = config.training.model_copy(update={"use_peft": False})
             config = config.model_copy(update={"training": training})
     return settle(config)[0]
 
 
 def _labels(saved_model: SavedModel) -> DataParams:
-    """The names of the classes that a folder's config has."""
+    """The class names in a folder's model config."""
     if not saved_model.task.is_of_rows or saved_model.task is Task.REWARD:
         return DataParams()
     settings = json.loads((saved_model.folder / MODEL_FILE).read_text())
@@ -131,18 +131,18 @@ def _labels(saved_model: SavedModel) -> DataParams:
 
 def _refuse(saved_model: SavedModel, task: Task, request: Request) -> None:
     if task.is_of_rows and request.score:
-        message = f"a model of the task {task} always tells how sure it is"
+        message = f"a model of the task {task} always gives its confidence"
         raise RequestError([Problem("--score", message, expected="leave it out")])
     if request.new_tokens is not None and (task.is_of_rows or request.score):
-        why = "beside --score" if request.score else f"by a model of the task {task}"
-        raise RequestError([Problem("--max-new-tokens", f"nothing is written {why}", expected="leave it out")])
+        why = "with --score" if request.score else f"by a model of the task {task}"
+        raise RequestError([Problem("--max-new-tokens", f"no text is generated {why}", expected="leave it out")])
     if saved_model.adapter_kind in PROMPTS and not request.score:
-        message = f"peft 0.21 loses a trained {saved_model.adapter_kind} when it writes"
+        message = f"peft 0.21 loses a trained {saved_model.adapter_kind} when it generates text"
         raise RequestError([Problem("RUN", message, expected="--score")])
 
 
 def _lengths(config: TrainingConfig, request: Request) -> tuple[int, int | None]:
-    """Tokens that a completion may have, and its prompt, so that the new ones have positions; None: any number."""
+    """Most new tokens, and most prompt tokens so that the new ones still have positions (None: no limit)."""
     positions = None
     if config.model.model_name is not None:
         _, architecture = settle(config)
@@ -159,7 +159,7 @@ def _lengths(config: TrainingConfig, request: Request) -> tuple[int, int | None]
 def _in_order(
     rows: Sequence[Encoded], ask: Callable[[list[Row]], list[Answer]], most_tokens: int, more: int = 0
 ) -> Iterator[Answer]:
-    """Answers to all rows in their order; asked with rows of about the same length together, the longest first."""
+    """Answers to all rows in their order, computed in batches of similar length, longest first."""
     table = join_rows(rows)
     order = sorted(range(len(table)), key=lambda index: -int(table.lengths[index]))
     found: dict[int, Answer] = {}
@@ -169,36 +169,36 @@ def _in_order(
         chosen = order[start : start + max(1, min(size, most_tokens // longest))]
         try:
             with torch.inference_mode():
-                told = ask([table[index] for index in chosen])
+                answered = ask([table[index] for index in chosen])
         except torch.OutOfMemoryError:
             if len(chosen) == 1:
                 raise
             size = len(chosen) // 2
             torch.cuda.empty_cache()
             continue
-        found.update(zip(chosen, told, strict=True))
+        found.update(zip(chosen, answered, strict=True))
         start += len(chosen)
     return (found[index] for index in range(len(table)))
 
 
-def _paired(rows: Sequence[Encoded], told: Iterator[Answer]) -> Iterator[Answer]:
-    """Of a pair of answers both, which `told` has one after the other."""
+def _paired(rows: Sequence[Encoded], found: Iterator[Answer]) -> Iterator[Answer]:
+    """Join the two answers of a preference pair, which `found` has one after the other."""
     for row in rows:
-        yield next(told) if row.rejected is None else {"chosen": next(told), "rejected": next(told)}
+        yield next(found) if row.rejected is None else {"chosen": next(found), "rejected": next(found)}
 
 
-def _judging(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:
-    """The class of each row and how sure the model is, or its numbers; of an answer its reward."""
-    names, kind = answers(asked.config), asked.model.config.problem_type
-    called = "reward" if asked.config.training.task is Task.REWARD else "value"
+def _judging(loaded: _Loaded) -> Callable[[list[Row]], list[Answer]]:
+    """Answers of a model with a head: class and confidence, regression values, or a reward."""
+    names, kind = answers(loaded.config), loaded.model.config.problem_type
+    called = "reward" if loaded.config.training.task is Task.REWARD else "value"
 
     def ask(rows: list[Row]) -> list[Answer]:
-        told = asked.model(**model_inputs(asked.model, _moved(asked, rows)), use_cache=False).logits.float()
+        logits = loaded.model(**model_inputs(loaded.model, _moved(loaded, rows)), use_cache=False).logits.float()
         if kind == "regression":
-            return [_numbers(names, row, called) for row in told.tolist()]
+            return [_numbers(names, row, called) for row in logits.tolist()]
         if kind == "multi_label_classification":
-            return [_several(names, row) for row in told.sigmoid().tolist()]
-        return [_one(names, row) for row in told.softmax(1).tolist()]
+            return [_several(names, row) for row in logits.sigmoid().tolist()]
+        return [_one(names, row) for row in logits.softmax(1).tolist()]
 
     return ask
 
@@ -217,36 +217,39 @@ def _numbers(names: Sequence[str], values: list[float], called: str) -> Answer:
     return {called: values[0]} if len(values) == 1 else {"values": dict(zip(names, values, strict=True))}
 
 
-def _scoring(asked: _Asked) -> Callable[[list[Row]], list[Answer]]:
-    """The log-probability of each row's supervised tokens, and how many they are."""
+def _scoring(loaded: _Loaded) -> Callable[[list[Row]], list[Answer]]:
+    """Log-probability and number of each row's supervised tokens."""
 
     def ask(rows: list[Row]) -> list[Answer]:
-        batch = _moved(asked, rows)
-        told = full_loss.log_probabilities(asked.model, batch, ignore_phases).sum(1).tolist()
+        batch = _moved(loaded, rows)
+        likelihoods = full_loss.log_probabilities(loaded.model, batch, ignore_phases).sum(1).tolist()
         counts = (batch["labels"][:, 1:] >= 0).sum(1).tolist()
-        return [{"log_likelihood": told, "tokens": count} for told, count in zip(told, counts, strict=True)]
+        return [
+            {"log_likelihood": likelihood, "tokens": count}
+            for likelihood, count in zip(likelihoods, counts, strict=True)
+        ]
 
     return ask
 
 
-def _completing(asked: _Asked, new_tokens: int) -> Callable[[list[Row]], list[Answer]]:
-    """What the model writes, always its likeliest token, until its end token or `new_tokens`."""
-    pad, tokenizer = padding_id(asked.tokenizer), asked.tokenizer
+def _completing(loaded: _Loaded, new_tokens: int) -> Callable[[list[Row]], list[Answer]]:
+    """Greedy completions up to an end token or `new_tokens`."""
+    pad, tokenizer = padding_id(loaded.tokenizer), loaded.tokenizer
     # Where a completion ends: the tokenizer's end token, and those that the model's own settings name
-    named = getattr(causal_model(asked.model).generation_config, "eos_token_id", None)
+    named = getattr(causal_model(loaded.model).generation_config, "eos_token_id", None)
     listed = named if isinstance(named, list) else [named]
-    ends = sorted({token for token in (asked.tokenizer.eos_token_id, *listed) if isinstance(token, int)})
+    ends = sorted({token for token in (loaded.tokenizer.eos_token_id, *listed) if isinstance(token, int)})
 
     def ask(rows: list[Row]) -> list[Answer]:
         longest = max(len(row["input_ids"]) for row in rows)
         ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for index, row in enumerate(rows):  # on the left, so that every row goes on at the same place
+        for index, row in enumerate(rows):  # padded on the left, so that every row continues at the same position
             ids[index, longest - len(row["input_ids"]) :] = torch.tensor(row["input_ids"])
             mask[index, longest - len(row["input_ids"]) :] = 1
-        written = asked.model.generate(
-            input_ids=ids.to(asked.device),
-            attention_mask=mask.to(asked.device),
+        written = loaded.model.generate(
+            input_ids=ids.to(loaded.device),
+            attention_mask=mask.to(loaded.device),
             max_new_tokens=new_tokens,
             do_sample=False,
             use_cache=True,
@@ -268,6 +271,6 @@ def _completion(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Seq
     }
 
 
-def _moved(asked: _Asked, rows: list[Row]) -> dict[str, Tensor]:
-    batch = collate(rows, padding_id(asked.tokenizer))
-    return {name: tensor.to(asked.device) for name, tensor in batch.items()}
+def _moved(loaded: _Loaded, rows: list[Row]) -> dict[str, Tensor]:
+    batch = collate(rows, padding_id(loaded.tokenizer))
+    return {name: tensor.to(loaded.device) for name, tensor in batch.items()}

@@ -1,4 +1,4 @@
-"""The rows of a run as its model will see them: everything from the tokens and labels that training would take."""
+"""Preview of a run's rows as its model will see them, from the tokens and labels of training."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,12 +22,12 @@ from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig
 
 STEPS_COUNTED = 200
-"""Steps whose padding is counted: enough for a share to the per cent, a second at most."""
+"""Steps whose padding is counted: enough for a share accurate to a percent, in a second at most."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text whose tokens are all learnt, or none of them."""
+    """Text whose tokens are all supervised, or all not."""
 
     text: str
     supervised: bool
@@ -38,11 +38,11 @@ class Passage:
     """One document, answer or text as the model reads it."""
 
     name: str | None
-    """What it is called where a row has several."""
+    """Name of the passage in a row that has several."""
     tokens: int
     supervised: int
     relabelled: int
-    """Learnt tokens whose label is another token: labels that came with the row."""
+    """Supervised tokens whose label is another token: labels that came with the row."""
     pieces: tuple[Piece, ...]
 
 
@@ -51,52 +51,52 @@ class ShownRow:
     """One row of a batch."""
 
     number: int
-    """Its number in the split, by which errors in training name it."""
+    """Row number in the split, as errors during training give it."""
     tokens: int
     passages: tuple[Passage, ...]
-    """The row; of packed rows each document; of a pair the better answer, then the worse one."""
+    """The row's text; for packed rows each document, for a pair the better answer, then the worse one."""
     target: str | None
-    """What the row as a whole is told to be, in words."""
+    """Label of the whole row, as text."""
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What micro batches hold, counted over the first steps of a run."""
+    """Content of micro-batches, counted over the first steps of a run."""
 
     micro_batches: int
     rows: int
-    """In each, at most."""
+    """Most rows in one micro-batch."""
     positions: int
-    """Of all of them, padding included."""
+    """Tokens of all micro-batches, padding included."""
     tokens: int
     supervised: int
     longest: int
-    """Positions of the widest."""
+    """Tokens of the widest."""
 
     @property
     def share(self) -> float:
-        """Of the positions, those that hold no token."""
+        """Share of padding."""
         return 1 - self.tokens / max(self.positions, 1)
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What is known of the rows of a split before training."""
+    """Statistics of the rows of a split, and the first of them, before training."""
 
     task: str
     report: DataReport
     split: SplitReport
     kept: dict[str, int]
-    """Share of the rows that are trained on -> tokens that they have at most."""
+    """Quantiles of row length: share of the rows -> most tokens."""
     padding: Padding
     classes: dict[str, int] | None
-    """Class or judgement -> rows that have it."""
+    """Class or judgment -> number of rows."""
     values: dict[str, float] | None
-    """Share of the rows -> value that they have at most, where rows have one."""
+    """Quantiles of the target, if rows have a number: share of the rows -> largest value."""
     rows: tuple[ShownRow, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: what docs/data.md describes."""
+        """Plain data, described in docs/data.md."""
         split = {**asdict(self.split), "supervised_lost_share": self.split.supervised_lost_share}
         if self.split.packs is not None:
             split["packing_efficiency"] = self.split.packing_efficiency
@@ -115,13 +115,13 @@ class Preview:
 
 
 def preview(config: TrainingConfig, split: str, count: int, whole: bool = False) -> Preview:
-    """The first `count` rows of a split (`train` or `eval`), and the figures of all. Loads no weights.
+    """The first `count` rows of a split (`train` or `eval`), and statistics of all. Loads no weights.
 
-    Of a stream the figures are those of its first block; with `whole` a whole epoch of it is read and counted.
-    Raises RequestError for everything that training would refuse its rows for, and where there is no such split.
+    For a stream the statistics cover its first block, or with `whole` one epoch. Raises RequestError for rows that
+    training would refuse, and if there is no such split.
     """
     if whole and not (config.data.streaming and split == "train"):
-        message = "is for streams, of which else the first rows are read; of these rows all are"
+        message = "is for streams, whose first rows are read otherwise; these rows are read completely"
         raise RequestError([Problem("--all", message, expected="leave it out")])
     inputs = read_inputs(config)
     data, config = inputs.data, inputs.config
@@ -150,7 +150,7 @@ def preview(config: TrainingConfig, split: str, count: int, whole: bool = False)
 
 
 def _counted(stream: Stream) -> SplitReport:
-    """What becomes of the rows of one epoch. Raises RequestError for the first that cannot be read."""
+    """Read one epoch and count what becomes of its rows. Raises RequestError for the first unreadable one."""
     account = Account()
     for block in stream.blocks(0):
         account.add(block.report, block.lengths)
@@ -160,9 +160,9 @@ def _counted(stream: Stream) -> SplitReport:
 
 
 def show_row(number: int, row: Row, inputs: Inputs) -> ShownRow:
-    """A row in words."""
+    """Decode a row for display."""
     tokenizer, task = inputs.tokenizer, inputs.config.training.task
-    is_alone = "rejected" not in row  # of a pair, the target is the same for all: the chosen one
+    is_alone = "rejected" not in row  # all pairs have the same target: the chosen one
     target = _target(row["target"], inputs.data, task) if "target" in row and is_alone else None
     parts = list(_parts(row))
     found = tuple(_passage(tokenizer, name if len(parts) > 1 else None, ids, labels) for name, ids, labels in parts)
@@ -182,7 +182,7 @@ def _parts(row: Row) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def count_padding(batches: Iterator[MicroBatch]) -> Padding:
-    """What these micro batches hold together."""
+    """Count rows, tokens and padding of micro-batches."""
     count, rows, positions, tokens, supervised, longest = 0, 0, 0, 0, 0, 0
     for batch in batches:
         count += 1
@@ -202,29 +202,30 @@ def _batches(config: TrainingConfig, inputs: Inputs, rows: Rows | Packs, split: 
             rows, config.eval_rows, pad, padding_free=config.data.padding_free, multiple=config.padded(1)
         )
         return islice(batches, STEPS_COUNTED)
-    # Without worker processes: the batches are the same, and a look at the data should leave nothing running.
+    # Without worker processes: the batches are the same, and a preview should leave nothing running.
     here = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
     made = training_batches(here, inputs, None)
-    steps = min(-(-len(rows) // config.batch.global_size), STEPS_COUNTED)  # of a stream those of its first block
+    steps = min(-(-len(rows) // config.batch.global_size), STEPS_COUNTED)  # for a stream those of its first block
     return chain.from_iterable(islice(made.start(0), steps))
 
 
 def _passage(
     tokenizer: PreTrainedTokenizerBase, name: str | None, ids: Sequence[int], labels: Sequence[int]
 ) -> Passage:
-    learnt = [label != IGNORED for label in labels]
+    supervised = [label != IGNORED for label in labels]
     other = sum(label not in (IGNORED, token) for token, label in zip(ids, labels, strict=True))
-    return Passage(name, len(ids), sum(learnt), other, tuple(_pieces(tokenizer, ids, learnt)))
+    return Passage(name, len(ids), sum(supervised), other, tuple(_pieces(tokenizer, ids, supervised)))
 
 
-def _pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: Sequence[bool]) -> Iterator[Piece]:
-    """Runs of tokens as text. A run is what the text grows by, since a token alone may be half a character."""
-    edges = [0, *(at for at in range(1, len(ids)) if learnt[at] != learnt[at - 1]), len(ids)]
+def _pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], supervised: Sequence[bool]) -> Iterator[Piece]:
+    """Decode runs of supervised and other tokens. A run's text is what it adds to the text so far, since one token may
+    be half a character."""
+    edges = [0, *(at for at in range(1, len(ids)) if supervised[at] != supervised[at - 1]), len(ids)]
     before = ""
     for start, end in pairwise(edges):
         text = _decoded(tokenizer, ids[:end])
         is_longer = text.startswith(before)
-        yield Piece(text[len(before) :] if is_longer else _decoded(tokenizer, ids[start:end]), learnt[start])
+        yield Piece(text[len(before) :] if is_longer else _decoded(tokenizer, ids[start:end]), supervised[start])
         before = text
 
 

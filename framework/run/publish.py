@@ -1,4 +1,4 @@
-"""`tunesmith push`: an export goes to a Hugging Face hub, its model card with it."""
+"""`tunesmith push`: upload of an export and its model card to a Hugging Face hub."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ _LOGIN = "`hf auth login`, or HF_TOKEN with leave to write"
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was sent, or would be: `files` are names and bytes."""
+    """An upload, or a dry run of one: `files` are names and bytes."""
 
     folder: Path
     repository: str
@@ -34,12 +34,12 @@ class Pushed:
 def push(
     source: Path, repository: str, *, public: bool = False, dry_run: bool = False, endpoint: str | None = None
 ) -> Pushed:
-    """Send the trained model of a run, or of a folder, to `owner/name`: made when it is not there, private unless
-    `public`. With `dry_run` nothing is sent and no hub is asked.
+    """Upload the trained model of a run or folder to `owner/name`, which is created if missing, private unless
+    `public`. With `dry_run` nothing is sent and no hub is contacted.
 
-    `endpoint` is the hub's address, else huggingface_hub's own (HF_ENDPOINT). Raises RequestError for a folder without
-    a model, a name that no repository can have, one that is there and public where that was not asked for, and where
-    the hub refuses or does not answer.
+    `endpoint` is the hub's address, by default huggingface_hub's (HF_ENDPOINT). Raises RequestError for a folder
+    without a model, an invalid repository name, an existing public repository without `public`, and a hub that refuses
+    or does not answer.
     """
     folder = find_saved_model(source, trusts_code=True).folder
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
@@ -53,7 +53,7 @@ def push(
         if repository.count("/") != 1:
             raise HFValidationError("it names no owner")
     except HFValidationError as error:
-        message = f"{repository} is no name of a repository: {error}"
+        message = f"{repository} is not a repository name: {error}"
         raise RequestError([Problem("REPOSITORY", message, expected="owner/name")]) from None
     address = (endpoint or constants.ENDPOINT).rstrip("/")
     pushed = Pushed(folder, repository, f"{address}/{repository}", not public, files, is_sent=not dry_run)
@@ -66,12 +66,12 @@ def _send(api: "HfApi", pushed: Pushed) -> None:
     """Raises RequestError."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
-    # the client's own for a file that does not arrive, and those of whichever HTTP library this version of it uses
+    # the client's own error for a failed upload, and those of the HTTP library that this version of it uses
     base: type[BaseException] = HfHubHTTPError.__mro__[1]
     no_answer = (OSError, RuntimeError, base)
     try:
         if pushed.is_private and api.repo_exists(pushed.repository) and not api.repo_info(pushed.repository).private:
-            message = f"{pushed.url} is there and public"
+            message = f"{pushed.url} exists and is public"
             raise RequestError([Problem("REPOSITORY", message, expected="--public, or another name")])
         api.create_repo(pushed.repository, private=pushed.is_private, exist_ok=True)
         api.upload_folder(

@@ -1,4 +1,4 @@
-"""Everything one run holds while it trains, and what happens around each step."""
+"""State of a run while it trains, and the work around each step: logging, evaluation, saves."""
 
 import contextlib
 import time
@@ -47,28 +47,29 @@ from framework.schema.evaluation import is_due
 from framework.schema.plural import counted
 
 Planner = Callable[[TrainingConfig], Plan]
-"""What predicts a run before it is loaded; `plan_in_subprocess` is the product's."""
+"""Predicts a run before it is loaded; the default is `plan_in_subprocess`."""
 
 
 @dataclass(frozen=True)
-class _Unread:
-    """A step that the device makes while the host is at the next: what is to be logged of it once it is known."""
+class _Pending:
+    """A step that the device still runs while the host prepares the next one, with the values to log once it is
+    done."""
 
     step: int
     launched: LaunchedStep
     epoch: float
     rows: Sequence[int | str]
-    """Its training rows, of a stream, which forgets them; else none."""
+    """Its training rows if they come from a stream, which does not keep them; else none."""
     allocated: int
     reserved: int
     padding: float
-    """Share of this process's positions."""
+    """Share of padding in this process's tokens."""
 
 
 @dataclass
 class Session:
-    """One run between its first and its last step. `step` is the last optimizer step that is known to be made; the
-    device may be at the next one."""
+    """One run between its first and its last step. `step` is the last optimizer step known to be complete; the device
+    may already be running the next one."""
 
     config: TrainingConfig
     folder: RunFolder
@@ -84,9 +85,9 @@ class Session:
     planner: Planner | None = None
     step: int = 0
     read: dict[str, Any] = field(default_factory=dict)
-    """What the tokenizer, the rows and the models that are read were, for a run that goes on from a checkpoint."""
+    """Fingerprints of tokenizer, rows and models, which a resumed run compares with its own."""
     reference_answers: dict[str, Any] | None = None
-    """Log-probabilities of a reference that a resumed run has asked anew, as arrays by split."""
+    """Log-probabilities under the reference model that a resumed run has recomputed, as arrays by split."""
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """The lock of the run folder."""
     repairs: list[Repair] = field(default_factory=list)
@@ -94,17 +95,17 @@ class Session:
     evals: list[dict[str, float]] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     best_before: Mapping[str, Any] | None = None
-    """The best evaluation until the checkpoint that the run goes on from."""
+    """The best evaluation up to the checkpoint that the run resumes from."""
     best: Best = field(init=False)
     _clock: float = 0.0
-    _seen: FirstStep | None = None
-    _unread: _Unread | None = None
+    _first_step: FirstStep | None = None
+    _pending: _Pending | None = None
     _padding: float = 0.0
-    """Share of the positions of the step at work."""
+    """Share of padding in the tokens of the current step."""
     _epochs: float = 0.0
-    """Gone through before the step at work."""
+    """Epochs completed before the current step."""
     has_stepped: bool = False
-    """Whether this process has changed weights."""
+    """Whether this process has updated weights."""
     _log_of_run: RunLog | None = None
     _samples: Samples | None = None
     _moved_elements: MovedElements | None = None
@@ -113,7 +114,7 @@ class Session:
     held_out: HeldOut = field(init=False)
     _supply: Supply = field(init=False)
     _awaits_gradients: bool = field(init=False)
-    """Whether what the first backward pass of the run leaves was not looked at yet."""
+    """Whether the gradients of the run's first backward pass are still to be checked."""
 
     def __post_init__(self) -> None:
         self._began = self.step + 1
@@ -128,7 +129,7 @@ class Session:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Trackers, progress bar and the writer of checkpoints, for as long as steps are made."""
+        """Keep trackers, progress bar and checkpoint writer open within the block."""
         planned = PlannedRun(self.config, self.plan, self.assembly.ranks.world == 1) if self.plan is not None else None
         with (
             contextlib.closing(RunLog(self.config, self.folder, self.progress.say)) as log,
@@ -142,7 +143,7 @@ class Session:
             try:
                 yield
             except NonFinite as error:
-                known, batches = self._unread.rows if self._unread is not None else (), self.batches
+                known, batches = self._pending.rows if self._pending is not None else (), self.batches
                 rows = batches.all_rows_of if isinstance(batches, GlobalBatches) else batches.rows_of
                 reason = f"{error} Training rows of this step: {known or rows(self.step)}."
                 self.folder.write_stop(self.step + 1, reason)
@@ -156,8 +157,8 @@ class Session:
             self._log_of_run.log(values, self.step)
 
     def start(self) -> None:
-        """What comes right before the first step: the loss that training has to beat."""
-        self.saving.meet()
+        """Run what comes right before the first step: the first evaluation, a test save, the first checkpoint."""
+        self.saving.create_group()
         if self.step == 0:
             if self.config.training.eval_first:
                 self.evaluate()
@@ -170,16 +171,16 @@ class Session:
         self._clock = time.perf_counter()
 
     def take(self, step: int) -> list[Batch]:
-        """The micro batches of an optimizer step, on the device. Call it for one step after the other."""
+        """Return the micro-batches of an optimizer step, on the device. Steps have to be asked for in order."""
         try:
             made = self._supply.take(self.batches, step)
         except RequestError as error:
-            raise BrokenRows(f"the rows of step {step} cannot be had; {self._saved()}\n{error}") from None
+            raise BrokenRows(f"the rows of step {step} cannot be read; {self._saved()}\n{error}") from None
         except WorkersDied as error:
             raise WorkersLost(f"{error}; {self._saved()}. data.workers=0 needs none") from None
         self.watch.begin(step, [batch["input_ids"].numel() for batch in made])
         if not self.has_stepped:
-            self._seen = FirstStep(
+            self._first_step = FirstStep(
                 tuple(rows_and_tokens(self.config, batch) for batch in made),
                 tuple(self.held_out.shapes),
                 max(1, len(self.inputs.data.eval_sets)),
@@ -192,10 +193,10 @@ class Session:
         return [on_device(device, pinned(device, batch)) for batch in made]
 
     def _saved(self) -> str:
-        """Save the last step where one process can, and say what there is to go on from."""
+        """Save the last step if this is the only process, and name the step that the run can resume from."""
         failure = ""
         self.settle()
-        if self.step and self.assembly.ranks.world == 1:  # else the others wait in the middle of a step
+        if self.step and self.assembly.ranks.world == 1:  # other ranks would be waiting in the middle of a step
             try:
                 self.save()
             except SaveFailed as error:
@@ -204,14 +205,14 @@ class Session:
         return (f"the state after step {after} is saved" if after else "no state is saved") + failure
 
     def rows_in_hand(self) -> Sequence[int | str]:
-        """Numbers of the training rows in the micro batch at work, of a stream where they stand; none between two."""
+        """Row numbers of the current micro-batch, or file positions of a stream's rows; empty between two of them."""
         at, micro_batch = self.watch.step, self.watch.micro_batch
         shares = self.batches.shares_of(at - 1) if at is not None else []
         return shares[micro_batch - 1] if 0 < micro_batch <= len(shares) else []
 
     def shrink(self, repair: Repair, where: str = "") -> None:
-        """Go on with a smaller size: the same rows a step in the same order, cut into more micro batches. `where` is
-        the rank that ran out, where there are several."""
+        """Continue with a smaller micro-batch: each step has the same rows in the same order, split into more
+        micro-batches. `where` is the rank that ran out of memory, if there are several."""
         self.repairs.append(repair)
         self.config = shrunk(self.config, repair)
         self.assembly = replace(self.assembly, config=self.config)
@@ -220,10 +221,10 @@ class Session:
         self.meter.forget_steps()
         self._write(lambda: self.folder.write_config(self.config))
         on = f" on {where}" if where else ""
-        self.progress.say(f"out of memory{on}, undone and made again: {repair}; batch {self.config.batch}")
+        self.progress.say(f"out of memory{on}, step undone and retried: {repair}; batch {self.config.batch}")
 
     def plan_again(self) -> None:
-        """Predict the run at the size that it has shrunk to. The main rank does, the others wait."""
+        """Predict the run at its reduced size. The main rank does this while the others wait."""
         if self.plan is None or self.planner is None:
             return
         made: Plan | None = None
@@ -237,7 +238,7 @@ class Session:
             self.keep_plan()
 
     def write_memory(self) -> dict[str, Any]:
-        """`memory.json`: what was predicted next to what was measured, so far."""
+        """Write `memory.json`, predicted next to measured memory so far, and return it."""
         document = compare(self.plan, self.meter.document())
         document |= {"repairs": [repair.to_json() for repair in self.repairs], **self.watch.document()}
         self._write(lambda: self.folder.write_json("memory.json", document))
@@ -249,21 +250,22 @@ class Session:
             self._write(lambda: self.folder.write_json("plan.json", plan.to_json()))
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Write what tells of the run, and say where that fails: it is no reason to end it."""
+        """Write a record of the run. A failure is a warning, since the run can continue without it."""
         try:
             write()
         except SaveFailed as error:
             self.progress.say(f"warning   {error}")
 
     def steps(self) -> Iterator[int]:
-        """The optimizer steps that are left, until the evaluations say that no better one is to be expected."""
+        """Yield the remaining optimizer steps, up to where early stopping ends the run."""
         for step in range(self.step + 1, self.total + 1):
             if self.best.ends_run:
                 return
             yield step
 
     def observe(self, phase: str) -> None:
-        """Meter each phase; before the first update, every trained tensor must have a gradient."""
+        """Measure memory at each phase. Raises VerificationFailed if a trained tensor has no gradient at the first
+        update."""
         self.watch.observe(phase)
         if phase == "optimizer_step" and self._awaits_gradients:
             self._awaits_gradients = False
@@ -273,7 +275,7 @@ class Session:
                 raise VerificationFailed(f"{without} got no gradient from the first backward pass, first {absent[0]}")
 
     def after_step(self, step: int, launched: LaunchedStep) -> None:
-        """Log the step before, which is known by now; evaluate, save; leave when the user has asked to.
+        """Log the previous step, which is complete by now; evaluate and save where due; stop if the user asked to.
 
         Raises NonFinite, and Interrupted after saving.
         """
@@ -281,8 +283,8 @@ class Session:
         batches = self.batches
         rows = [] if isinstance(batches, GlobalBatches) else batches.rows_of(step - 1)
         epoch = round(batches.epochs(step), 4)
-        self._unread = _Unread(step, launched, epoch, rows, self.meter.allocated, self.meter.reserved, self._padding)
-        # Read back that the cache was emptied, when it first was due.
+        self._pending = _Pending(step, launched, epoch, rows, self.meter.allocated, self.meter.reserved, self._padding)
+        # Verify that the cache was emptied the first time that it was due.
         due = self.assembly.cache.steps
         if due is not None and step % due == 0 and step - self._began < due:
             for reading in verify_emptied_cache(self.assembly, self._began, step):
@@ -290,57 +292,57 @@ class Session:
         training, is_last = self.config.training, step == self.total
         if (growth := self.watch.end()) is not None:
             self.progress.say(f"warning   step {step}: {growth}")
-        for news in self.batches.progress.account.news() if isinstance(self.batches, StreamedBatches) else ():
-            self.progress.say(f"warning   step {step}: {news}")
+        for line in self.batches.progress.account.news() if isinstance(self.batches, StreamedBatches) else ():
+            self.progress.say(f"warning   step {step}: {line}")
         epochs, self._epochs = (self._epochs, epoch), epoch
         evaluates = is_due(training.eval_steps, step, self.total, epochs) and not is_last
         saves = is_due(training.save_steps, step, self.total, epochs)
-        looks = (step - self._began + 1) % SPAN == 0
-        if launched.is_known or not self.has_stepped or evaluates or saves or looks or is_last:
+        measures = (step - self._began + 1) % SPAN == 0
+        if launched.is_known or not self.has_stepped or evaluates or saves or measures or is_last:
             self.settle()
         is_best = evaluates and self.evaluate()
         if saves or (is_best and self.best.is_kept):
-            self.save(beside=not is_last)
+            self.save(in_background=not is_last)
         for line in newly_plain(self.assembly.model):
             self.progress.say(f"warning   step {step}: {line}")
-        # Some rank was asked to, or cannot write: all of them stop after the same step.
+        # If any rank was asked to stop or cannot write, all of them stop after the same step.
         asked = self.interrupt.asked or self.saving.writer.has_failed or self.hooks.failure is not None
         is_asked_to_end = self.assembly.ranks.any(asked, self.assembly.place.device)
         if is_asked_to_end and not is_last:
             self.settle()
-            self.save()  # raises what the writer has failed with
-            stopped = f"stopped after step {step}; go on with --resume (saved in {self.folder.path})"
+            self.save()  # raises the writer's failure
+            stopped = f"stopped after step {step}; continue with --resume (saved in {self.folder.path})"
             self.hooks.raise_failure(stopped)
             raise Interrupted(stopped)
 
     def settle(self) -> None:
-        """Wait for the step that the device is at, and log it: weights and `step` are of one moment. Raises
+        """Wait for the step that the device is running and log it, so that the weights are those after `step`. Raises
         NonFinite."""
-        if self._unread is None:
+        if self._pending is None:
             return
-        unread, self._unread = self._unread, None
+        pending, self._pending = self._pending, None
         try:
-            result = unread.launched.result()
+            result = pending.launched.result()
         except NonFinite:
-            self._unread = unread  # whose rows are told
+            self._pending = pending  # the error names its rows
             raise
-        # What the first update made is read back once, before anything is logged or saved; a skipped step has made no
-        # optimizer states.
-        if not (result.skipped or self.has_stepped) and self._seen is not None:
+        # The first update is verified once, before anything is logged or saved; a skipped step creates no optimizer
+        # states.
+        if not (result.skipped or self.has_stepped) and self._first_step is not None:
             self.has_stepped = True
-            first = replace(self._seen, began=self._began, number=unread.step)
+            first = replace(self._first_step, began=self._began, number=pending.step)
             for reading in verify_first_step(self.assembly, first):
                 self.progress.say(f"after step {self.step + 1}: {reading.key} = {reading.found} ({reading.source})")
-        self.step = unread.step
-        self._log(result, unread)
+        self.step = pending.step
+        self._log(result, pending)
 
-    def _log(self, result: StepResult, unread: _Unread) -> None:
+    def _log(self, result: StepResult, pending: _Pending) -> None:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         speed = result.tokens / seconds
         values: dict[str, float | None] = {
             "step": self.step,
-            "epoch": unread.epoch,
+            "epoch": pending.epoch,
             "loss": result.loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
@@ -348,13 +350,13 @@ class Session:
             self.assembly.objective.unit.replace(" ", "_"): result.terms,
             "tokens_per_second": speed,
             "step_seconds": seconds,
-            "peak_allocated_bytes": unread.allocated,
-            "peak_reserved_bytes": unread.reserved,
-            "padding_share": unread.padding,
+            "peak_allocated_bytes": pending.allocated,
+            "peak_reserved_bytes": pending.reserved,
+            "padding_share": pending.padding,
         }
         values |= planned_series(self.config, self.plan, result.tokens, seconds)
         if self._moved_elements is not None and (self.step - self._began + 1) % SPAN == 0:
-            # The shares of elements that changed, said when they are tiny. No part of a step's time.
+            # The share of elements that changed, with a warning if it is tiny. Not counted as step time.
             moved = self._moved_elements.look()
             if line := caution(moved, self.config):
                 self.progress.say(f"{line} (step {self.step})")
@@ -368,18 +370,17 @@ class Session:
         if scale.enabled:
             values |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped}
         if result.skipped:
-            values["grad_norm"] = None  # infinity is no number in JSON
-            again = f"step {self.step}: float16 gradients overflowed, weights kept, loss scale {values['loss_scale']:g}"
-            self.progress.say(again)
+            values["grad_norm"] = None  # JSON has no infinity
+            scale_now = f"weights kept, loss scale {values['loss_scale']:g}"
+            self.progress.say(f"step {self.step}: float16 gradients overflowed, {scale_now}")
         self.note(values)
-        self.progress.step(self.step, result.loss, result.learning_rate, speed, unread.allocated)
+        self.progress.step(self.step, result.loss, result.learning_rate, speed, pending.allocated)
         if self.hooks.on_step is not None:
             self.hooks.call(self.hooks.on_step, {**values})
             self._clock = time.perf_counter()
 
     def evaluate(self) -> bool:
-        """Mean loss over the held-out rows, if there are any, into metrics, trackers and the progress line. Whether
-        it is the best so far."""
+        """Evaluate the held-out rows, if there are any, and log the result. Returns whether it is the best so far."""
         values = self.held_out.evaluate()
         if values is None:
             return False
@@ -393,7 +394,7 @@ class Session:
         has_failed = self.hooks.failure is not None and self.best.metric not in values
         return self.step > 0 and not has_failed and self.best.take(self.step, values)
 
-    def save(self, beside: bool = False, is_last: bool = False) -> None:
-        """A checkpoint of the step just made, as `Saving.save` has it. Raises SaveFailed."""
-        self.saving.save(beside, is_last)
+    def save(self, in_background: bool = False, is_last: bool = False) -> None:
+        """Save a checkpoint of the last step, in the background or not (`Saving.save`). Raises SaveFailed."""
+        self.saving.save(in_background, is_last)
         self._clock = time.perf_counter()

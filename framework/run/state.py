@@ -1,4 +1,4 @@
-"""The state that a step changes: trained weights and generators; copied, and put back where a step is undone."""
+"""State that a step changes, trained weights and random generators: copies of it, and undoing a step."""
 
 import gc
 import json
@@ -20,12 +20,11 @@ from framework.build.place import Place
 
 @dataclass
 class Attempt:
-    """What `undo` needs. Make one before the step begins.
+    """State needed to `undo` a step, recorded before the step begins.
 
-    Until the weights change a step is undone by dropping its gradients and setting the generators back. An update is
-    undone only where it is the optimizer's first and `keeps_weights`: the weights are copied to the host before it, and
-    the states, of which there were none, are dropped. Later updates change weights and states together, and no copy of
-    both is kept.
+    Before the weights change, undoing means dropping gradients and resetting the generators. An update can be undone
+    only if it is the optimizer's first and `keeps_weights`: the weights are copied to the host before it, and the new
+    optimizer states are dropped. Later updates change weights and states together, and no copy of both is kept.
     """
 
     assembly: Assembly
@@ -38,7 +37,7 @@ class Attempt:
         self._random = random_state()
 
     def before_update(self) -> None:
-        """To be called right before weights change."""
+        """Copy the weights if needed; called right before they change."""
         if self.keeps_weights and not any(self.assembly.optimizer.state.values()):
             self._weights = copied_to_host(self.assembly.trained, self.assembly.place)
         self._is_updating = True
@@ -48,10 +47,10 @@ class Attempt:
         return not self._is_updating or self._weights is not None
 
     def undo(self) -> None:
-        """Weights, states, gradients, loss scale and generators as they were; unused memory goes back to the driver.
+        """Restore weights, states, gradients, loss scale and generators, and return unused memory to the driver.
 
-        Waits for the device first: copies of offloaded activations or weights that are still under way must not land
-        in memory that the next try is given.
+        Waits for the device first: pending copies of offloaded activations or weights must not land in memory that the
+        next attempt gets.
         """
         assembly = self.assembly
         if assembly.place.kind == "cuda":
@@ -63,7 +62,7 @@ class Attempt:
                 for parameter, kept in zip(assembly.trained, self._weights, strict=True):
                     parameter.copy_(kept)
             for state in assembly.optimizer.state.values():
-                state.clear()  # in place: optimizers made of parts share these
+                state.clear()  # in place: the parts of a composed optimizer share these
             forget_pages(assembly.optimizer)
         restore_random_state(*self._random)
         gc.collect()
@@ -72,7 +71,7 @@ class Attempt:
 
 
 def copied_to_host(tensors: Iterable[Tensor], place: Place) -> list[Tensor]:
-    """Copies in host memory. A rehearsal for a card has views of one element in their place, which take none."""
+    """Copies in host memory. A rehearsal of a card gets expanded views of one element, which take no memory."""
     if place.rehearsed:
         if place.kind != "cuda":
             return [tensor.detach().clone() for tensor in tensors]
@@ -81,7 +80,7 @@ def copied_to_host(tensors: Iterable[Tensor], place: Place) -> list[Tensor]:
 
 
 def release(error: BaseException | None) -> None:
-    """Let go of what the frames of a failed step hold: its activations."""
+    """Release the activations that the stack frames of a failed step hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -89,14 +88,14 @@ def release(error: BaseException | None) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Start all of them from a seed: as transformers' `set_seed`, which imports peft."""
+    """Seed all generators as transformers' `set_seed` does, which would import peft."""
     random.seed(seed)
     numpy.random.seed(seed)
-    torch.manual_seed(seed)  # of every device
+    torch.manual_seed(seed)  # seeds every device
 
 
 def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Their states as tensors and as plain numbers. Waits for no device."""
+    """States of all generators as tensors and as plain numbers. Does not wait for a device."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
@@ -106,20 +105,20 @@ def random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def dumped() -> str:
-    """The same as one text."""
+    """The states of `random_state` as one text."""
     tensors, numbers = random_state()
     return json.dumps({"tensors": {name: tensor.tolist() for name, tensor in tensors.items()}, "numbers": numbers})
 
 
 def parsed(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `dumped` has written."""
+    """Read the text of `dumped`."""
     document = json.loads(text)
     tensors = {name: torch.tensor(values, dtype=torch.uint8) for name, values in document["tensors"].items()}
     return tensors, document["numbers"]
 
 
 def restore_random_state(tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Go on from states that `random_state` gave, also after a detour through safetensors and JSON."""
+    """Set all generators to states from `random_state`, which may have been saved as safetensors and JSON."""
     torch.set_rng_state(tensors["torch"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
@@ -130,9 +129,9 @@ def restore_random_state(tensors: dict[str, Tensor], numbers: dict[str, Any]) ->
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that training may have changed: all of a model, but only the trained ones next to an adapter.
+    """Tensors that training may have changed: all of a model, but with an adapter only the trained ones.
 
-    LoRA's A matrices are among them also where they are frozen: they were drawn, or found from rows, for this run.
+    LoRA's A matrices are included even if frozen: they were initialized, at random or from rows, for this run.
     """
     adapted = hasattr(model, "peft_config")
     parameters = {

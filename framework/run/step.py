@@ -1,6 +1,6 @@
-"""The one train step and the one eval step. The plan rehearses these very lines.
+"""The train step and the eval step. The plan rehearses these same functions.
 
-`.backward(` and an optimizer's `.step(` stand here and nowhere else.
+This is the only module that calls `.backward(` or an optimizer's `.step(`.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from framework.schema.plural import counted
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step reports: mean loss over its terms, gradient norm before clipping, counts.
+    """Results of one optimizer step: mean loss over its terms, gradient norm before clipping, counts.
 
-    `terms` is what the loss is a mean over: supervised tokens, pairs, rows.
+    `terms` counts what the loss is averaged over: supervised tokens, pairs or rows.
     """
 
     loss: float
@@ -36,21 +36,24 @@ class StepResult:
     tokens: int
     terms: int
     busiest_expert: float | None = None
-    """Share of the choices of routers that went to the busiest expert; None without a mixture of experts."""
+    """Share of router assignments that went to the busiest expert; None without a mixture of experts."""
     skipped: bool = False
-    """Whether float16 gradients overflowed, so that the weights stayed and the loss scale was lowered."""
+    """Whether float16 gradients overflowed: the weights were kept and the loss scale was lowered."""
 
 
 def keep_nothing() -> None:
-    """Prepare for no way back."""
+    """Save no state before the update: the step cannot be undone."""
 
 
 class LaunchedStep:
-    """An optimizer step whose update the device has been given; its figures are on their way to the host."""
+    """An optimizer step that was submitted to the device, whose figures are still being copied to the host."""
 
-    def __init__(self, assembly: Assembly, figures: Tensor, step: int, rate: float, known: StepResult | None) -> None:
-        """`figures` as `_figures` gives them; `known` if they were waited for."""
-        self._assembly, self._figures, self._step, self._rate, self._known = assembly, figures, step, rate, known
+    def __init__(
+        self, assembly: Assembly, figures: Tensor, step: int, learning_rate: float, known: StepResult | None
+    ) -> None:
+        """`figures` are those of `_figures`; `known` is the result if the host has already waited for it."""
+        self._assembly, self._figures, self._step = assembly, figures, step
+        self._learning_rate, self._known = learning_rate, known
         self._arrived: torch.cuda.Event | None = None
         if known is None and assembly.place.kind == "cuda" and not assembly.place.rehearsed:
             on_host = torch.empty(figures.shape, dtype=figures.dtype, device="cpu", pin_memory=True)
@@ -60,16 +63,17 @@ class LaunchedStep:
 
     @property
     def is_known(self) -> bool:
-        """Whether `result` has nothing to wait for."""
+        """Whether `result` returns without waiting for the device."""
         return self._arrived is None
 
     def result(self) -> StepResult:
-        """What the step reports, once the device has made it. Raises NonFinite; nothing has changed in it or since."""
+        """Wait for the device and return the step's results. Raises NonFinite; neither this step nor a later one has
+        changed anything then."""
         if self._known is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
             try:
-                self._known = _read(self._assembly, self._figures, self._step, self._rate)
+                self._known = _read(self._assembly, self._figures, self._step, self._learning_rate)
             except NonFinite:
                 forget_skipped_steps(self._assembly.optimizer)
                 raise
@@ -83,7 +87,7 @@ def train_step(
     observe: Observe = ignore_phases,
     before_update: Callable[[], None] = keep_nothing,
 ) -> StepResult:
-    """`launch_step`, waiting for what it reports. Raises NonFinite as `LaunchedStep.result` does."""
+    """Run `launch_step` and wait for its result. Raises NonFinite as `LaunchedStep.result` does."""
     return launch_step(assembly, micro_batches, step, observe, before_update).result()
 
 
@@ -94,20 +98,21 @@ def launch_step(
     observe: Observe = ignore_phases,
     before_update: Callable[[], None] = keep_nothing,
 ) -> LaunchedStep:
-    """One optimizer step over the micro batches of a global batch. `step` counts from 1.
+    """Run one optimizer step over the micro-batches of a global batch. `step` counts from 1.
 
     The loss is the mean over the terms (supervised tokens, pairs) of the whole global batch, however it is split.
-    `observe` is told when each phase begins: forward, loss, backward, optimizer_step, end; `before_update` is called
-    right before weights change. A loss or a gradient norm that is not finite reaches neither weights nor states. Where
-    the optimizer takes that from the device (`takes_found_inf`), the host does not wait to see it, and no later step
-    changes anything until it has; else NonFinite is raised here. Gradients that overflow only because float16 autocast
-    scaled the loss skip the step. With `optimizer_in_backward` a gradient is known only after its weight has changed.
+    `observe` is called when each phase begins: forward, loss, backward, optimizer_step, end; `before_update` is called
+    right before weights change. A loss or gradient norm that is not finite reaches neither weights nor optimizer
+    states. If the optimizer reads that from the device (`takes_found_inf`), the host does not wait for it, and later
+    steps change nothing until the host has raised NonFinite; otherwise NonFinite is raised here. If gradients overflow
+    only because float16 autocast scaled the loss, the step is skipped. With `optimizer_in_backward` a weight is updated
+    before the norm of all gradients is known.
     """
     micro_batches = [assembly.part_of(batch) for batch in micro_batches]
     terms = _terms(assembly, micro_batches)
-    training, rate = assembly.config.training, assembly.schedule.rate(step)
+    training, learning_rate = assembly.config.training, assembly.schedule.rate(step)
     for group in assembly.optimizer.param_groups:  # torchao keeps it in a tensor, which its compiled code reads
-        own = rate * group.get(RATE_FACTOR, 1.0)
+        own = learning_rate * group.get(RATE_FACTOR, 1.0)
         group["lr"] = group["lr"].fill_(own) if isinstance(group["lr"], Tensor) else own
     in_backward = training.optimizer_in_backward is True
     if assembly.experts is not None:
@@ -124,27 +129,27 @@ def launch_step(
     norms = [squares.sqrt()] if squares is not None else _clip(assembly, training.max_grad_norm)
     figures = _figures(assembly, micro_batches, total, terms, norms)
     del norms
-    known = _read(assembly, figures, step, rate) if in_backward or waits_for_figures(assembly) else None
+    known = _read(assembly, figures, step, learning_rate) if in_backward or waits_for_figures(assembly) else None
     found_inf = None
     if known is None:
         found_inf = found_inf_of(assembly.optimizer, assembly.place.device)
         torch.maximum(found_inf, figures.isfinite().all().logical_not(), out=found_inf)
     if not in_backward and not (known is not None and known.skipped):
-        before_update()  # the scaler's own step would wait for the device once more to learn the same
+        before_update()  # the scaler's own step would wait for the device again for the same answer
         with average_follows(training, assembly.optimizer, assembly.trained, assembly.place, found_inf):
             assembly.optimizer.step()
         assembly.loss_scale.scaler.update()
     assembly.drop_gradients()
     observe("end")
     assembly.cache.after_step(step)
-    return LaunchedStep(assembly, figures, step, rate, known)
+    return LaunchedStep(assembly, figures, step, learning_rate, known)
 
 
 def waits_for_figures(assembly: Assembly) -> bool:
     """Whether the host has to know that a step is finite before it can launch the update.
 
-    float16's scaler decides on the host whether an overflow is its own. Of weights in parts or in host memory the
-    update runs where `found_inf` is not.
+    With float16 the host decides whether the loss scale caused an overflow. The update of sharded or offloaded weights
+    cannot read `found_inf` from this device.
     """
     elsewhere = assembly.is_in_parts or assembly.config.fsdp.is_on_host
     return assembly.loss_scale.enabled or elsewhere or not takes_found_inf(assembly.optimizer)
@@ -153,8 +158,8 @@ def waits_for_figures(assembly: Assembly) -> bool:
 def _figures(
     assembly: Assembly, micro_batches: Sequence[Batch], total: Tensor, terms: Tensor, norms: Sequence[Tensor]
 ) -> Tensor:
-    """Loss, tokens and terms of all ranks, the share of the busiest expert (0 without experts), and `norms`: a float64
-    vector on the device, which is not waited for."""
+    """Loss, tokens and terms of all ranks, the share of the busiest expert (0 without experts), and `norms`, as a
+    float64 vector on the device. Does not wait for the device."""
     tokens = torch.full((), sum(batch["input_ids"].numel() for batch in micro_batches), device=total.device)
     busiest = torch.zeros_like(total) if assembly.experts is None else assembly.experts.busiest_share(assembly.ranks)
     known = torch.stack([part.double() for part in (total, tokens, terms, busiest)])
@@ -163,20 +168,19 @@ def _figures(
     return figures
 
 
-def _read(assembly: Assembly, figures: Tensor, step: int, rate: float) -> StepResult:
+def _read(assembly: Assembly, figures: Tensor, step: int, learning_rate: float) -> StepResult:
     """Wait for the figures of a step. Raises NonFinite unless they are finite or float16's scaler skips the step."""
     loss, tokens, terms, busiest, norm, *each = figures.tolist()
     skipped = _finite(loss) and not _finite(norm) and assembly.loss_scale.skip()
     if not skipped and not (_finite(loss) and _finite(norm)):
         raise NonFinite(_non_finite_report(assembly, loss, norm, step, terms, each))
-    return StepResult(loss, norm, rate, int(tokens), int(terms), busiest or None, skipped)
+    return StepResult(loss, norm, learning_rate, int(tokens), int(terms), busiest or None, skipped)
 
 
 def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Observe = ignore_phases) -> None:
-    """Forward and backward of a step whose gradients are dropped: what they need of memory, before anything is trained
-    on.
+    """Run forward and backward and drop the gradients: a test of their memory before training begins.
 
-    With `optimizer_in_backward` each gradient is dropped where it would be used up.
+    With `optimizer_in_backward` each gradient is dropped where the optimizer would consume it.
     """
     micro_batches = [assembly.part_of(batch) for batch in micro_batches]
     terms = _terms(assembly, micro_batches).clamp(min=1)
@@ -189,14 +193,15 @@ def trial_step(assembly: Assembly, micro_batches: Sequence[Batch], observe: Obse
 
 
 def _terms(assembly: Assembly, micro_batches: Sequence[Batch]) -> Tensor:
-    """Terms of the whole global batch, on all ranks: a scalar int64 on the device."""
+    """Number of terms in the whole global batch, over all ranks: an int64 scalar on the device."""
     return assembly.ranks.sum(torch.stack([assembly.objective.terms(batch) for batch in micro_batches]).sum())
 
 
 def _make_gradients(
     assembly: Assembly, micro_batches: Sequence[Batch], terms: Tensor, step: int, observe: Observe
 ) -> Tensor:
-    """Forward and backward of every micro batch. Returns this rank's part of the mean loss, a scalar on the device."""
+    """Run forward and backward of every micro-batch. Returns this rank's part of the mean loss, a scalar on the
+    device."""
     if not assembly.place.rehearsed:
         forget_recorded(assembly.config.training)
     total = torch.zeros((), device=assembly.place.device)
@@ -218,16 +223,16 @@ def _make_gradients(
 
 
 def eval_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_phases) -> Mapping[str, Tensor]:
-    """What the objective adds up over the batches of an evaluation, on the device. Keeps no logits."""
+    """The objective's sums for one batch of an evaluation, on the device. Keeps no logits."""
     observe("eval")
     with torch.no_grad(), assembly.attention, assembly.autocast:
         return assembly.sums_of(assembly.part_of(batch))
 
 
 def reference_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_phases) -> Tensor:
-    """Log-probabilities of the batch's answers under the reference that is asked before training, `[sequences]`."""
+    """Log-probabilities of the batch's answers under a reference model evaluated before training, `[sequences]`."""
     reference = reference_of(assembly.objective)
-    assert isinstance(reference, Precomputed), "only such a reference is asked apart from the step"
+    assert isinstance(reference, Precomputed), "only such a reference is evaluated outside the step"
     observe("eval")
     with torch.no_grad(), assembly.attention, assembly.autocast:
         answers: Tensor = assembly.through(reference.source, batch)
@@ -236,7 +241,7 @@ def reference_step(assembly: Assembly, batch: Batch, observe: Observe = ignore_p
 
 @contextlib.contextmanager
 def _updates_in_backward(assembly: Assembly) -> Iterator[Tensor]:
-    """Within the block, each weight is updated as soon as backward has its gradient, which is then freed.
+    """Update each weight within the block as soon as backward has computed its gradient, and free the gradient.
 
     Yields the sum of the squares of all gradients, float32 on the device.
     """
@@ -263,7 +268,7 @@ def _updates_in_backward(assembly: Assembly) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _gradients_dropped(assembly: Assembly) -> Iterator[None]:
-    """Within the block a gradient is freed as soon as it is complete."""
+    """Free each gradient within the block as soon as it is complete."""
 
     def drop(parameter: Tensor) -> None:
         parameter.grad = None
@@ -280,8 +285,8 @@ def _gradients_dropped(assembly: Assembly) -> Iterator[None]:
 
 
 def _clip(assembly: Assembly, limit: float) -> list[Tensor]:
-    """Global gradient norm before clipping, of all ranks' parts, and those of the parameters where they are known.
-    Clips to `limit` unless it is 0."""
+    """Clip the gradients to `limit` unless it is 0. Returns the global norm before clipping, over all ranks, and the
+    norm of each parameter's gradient where it is known."""
     parameters, each = assembly.trained, list[Tensor]()
     if assembly.tensor is None:
         norm, each = gradient_norms(parameters)
@@ -299,14 +304,14 @@ def _finite(value: float) -> bool:
 def _non_finite_report(
     assembly: Assembly, loss: float, norm: float, step: int, terms: float, norms: Sequence[float] = ()
 ) -> str:
-    """What is told of a step that is not finite. `norms`: of the gradients, which may be gone."""
+    """The error message for a step that is not finite. `norms` are those of the gradients, if still available."""
     names = [name for name, parameter in assembly.model.named_parameters() if parameter.requires_grad]
-    if len(norms) != len(names):  # some had no gradient: which, is not known any more
+    if len(norms) != len(names):  # some had no gradient, and it is no longer known which
         norms = ()
     bad = next((name for name, own in zip(names, norms, strict=False) if not _finite(own)), None)
     weights = assembly.config.model.torch_dtype_str
     in_backward = assembly.config.training.optimizer_in_backward is True
-    changed = "not changed" if not in_backward else "perhaps changed, for they are updated in backward"
+    changed = "not changed" if not in_backward else "perhaps changed, since they are updated in backward"
     autocast = assembly.config.training.mixed_precision_dtype
     first = f"; first gradient that is not finite: {bad}" if bad else ""
     scale = assembly.loss_scale

@@ -62,12 +62,12 @@ def train(
     hooks: Hooks | None = None,
     from_python: FromPython = TASKS_OWN,
 ) -> RunResult:
-    """Train what `config` asks for and return where it is: `framework.api.train`, of which more is said there.
+    """Train as `config` asks and return the result; `framework.api.train` documents the arguments.
 
-    What is `auto` is searched first. `planner` predicts the memory (None: nothing is predicted). `train_rows` and
-    `eval_rows` are the source `{path: python_rows}` of `data.train` or `data.eval`, the only one where the config has
-    none. `from_python` may replace objective and optimizer, which the plan then has not, and says so. Raises
-    RequestError, DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
+    `auto` values are searched first. `planner` predicts the memory (None: no prediction). `train_rows` and `eval_rows`
+    are the source `{path: python_rows}` of `data.train` or `data.eval`, and the only source if the config has none.
+    `from_python` may replace objective and optimizer; the plan does not know them, and warns. Raises RequestError,
+    DoesNotFit, VerificationFailed, NonFinite, OutOfMemory, SaveFailed or Interrupted.
     """
     check_allowed(allow)
     from_python.refuse(config)
@@ -79,7 +79,7 @@ def train(
         overwrite=overwrite,
         allow=allow,
         quiet=quiet,
-        planner=_telling(planner, from_python),
+        planner=_warning_planner(planner, from_python),
         given=given,
         from_python=from_python,
     )
@@ -87,7 +87,7 @@ def train(
         session.hooks = hooks if hooks is not None and session.coordinator.ranks.is_main else Hooks()
         if dry_run:
             return RunResult(session.folder.path, 0, (), session.meter.allocated, None, "")
-        with announced_interrupt(partial(_left, session)):
+        with announced_interrupt(partial(_abandoned, session)):
             begin(session, overwrite)
             with session.running():
                 before = _prepared(session)
@@ -101,15 +101,16 @@ def train(
                             session.after_step(step, launched)
                         session.save(is_last=True)
                     except SaveFailed as error:
-                        raise _unsaved(session, error) from error
+                        raise _export_instead(session, error) from error
                     verify_unmoved(session.assembly, before)
                     finished = _finish(session)
-        session.hooks.raise_failure(f"the run is complete in {session.folder.path}")  # of the last step or its save
+        # A hook of the last step or its save may have failed.
+        session.hooks.raise_failure(f"the run is complete in {session.folder.path}")
         return finished
 
 
 def _prepared(session: Session) -> Fingerprints | None:
-    """All that comes between the files of a run and its first step; fingerprints of what training must not move."""
+    """Prepare the first step. Returns fingerprints of the tensors that training must not change."""
     start_from_rows(session)
     know_reference(session)
     before = take_fingerprints(session.assembly)
@@ -120,8 +121,8 @@ def _prepared(session: Session) -> Fingerprints | None:
     return before
 
 
-def _telling(planner: Planner | None, from_python: FromPython) -> Planner | None:
-    """The planner, whose plans warn of what they do not know."""
+def _warning_planner(planner: Planner | None, from_python: FromPython) -> Planner | None:
+    """The planner with a warning in its plans for each object from Python that they do not know."""
     if planner is None or not (from_python.names or from_python.metrics):
         return planner
 
@@ -134,32 +135,31 @@ def _telling(planner: Planner | None, from_python: FromPython) -> Planner | None
 
 @contextmanager
 def _opened(config: TrainingConfig, opening: Callable[..., Session]) -> Iterator[Session]:
-    """All ranks met and the session open, and what is about to happen said. The folder is let go and the ranks part
-    afterwards."""
+    """Connect the ranks, open the session and announce the run. Afterwards the folder is unlocked and the ranks
+    disconnect."""
     with process_group() as coordinator, announced_interrupt(lambda: BEFORE_ALL):
         require_world(config, coordinator.ranks)
-        config, said = decided_by_main(coordinator, config)
+        config, decisions = decided_by_main(coordinator, config)
         refuse_impossible(config, devices="one")
         session = opening(config, coordinator=coordinator)
         with session.held:
-            _announce(session, said)
+            _announce(session, decisions)
             yield session
 
 
-def _left(session: Session) -> str:
-    """What there is of a run that was left at once."""
+def _abandoned(session: Session) -> str:
+    """The message for a run that is abandoned at once: where it stopped and what is saved."""
     folder, is_named = session.folder.path, session.config.training.output_dir is not None
     at = f"after step {session.step}" if session.has_stepped else "before the first step"
     if saved := session.folder.newest():
-        return f"left {at}; go on with --resume from step {step_of(saved)} (saved in {saved.parent.parent})"
+        return f"left {at}; continue with --resume from step {step_of(saved)} (saved in {saved.parent.parent})"
     return f"left {at}, and nothing was saved{'; start again with --overwrite' if is_named else ''} ({folder})"
 
 
-def _announce(session: Session, searched: Sequence[str]) -> None:
-    """What is about to happen, in the open: what replaced `auto`, the batch equation, the schedule, the rows, and each
-    option verified."""
+def _announce(session: Session, decisions: Sequence[str]) -> None:
+    """Print what is about to run: the values chosen for `auto`, rows, batch equation, schedule, verified options."""
     say = session.progress.say
-    for line in searched:
+    for line in decisions:
         say(f"auto      {line}")
     say(str(session.inputs.data.report))
     packed = f"; a row is a pack of at most {session.config.model.model_max_length} tokens"
@@ -172,12 +172,12 @@ def _announce(session: Session, searched: Sequence[str]) -> None:
     for line in table(session.readings):
         say(line)
     if session.step >= session.total:
-        say(f"resumed   behind step {session.step} of {session.total}: nothing is left to train, the export is written")
+        say(f"resumed   after step {session.step} of {session.total}: nothing is left to train, the export is written")
 
 
 def _finish(session: Session) -> RunResult:
-    """Evaluate and export, while the last checkpoint is perhaps still written. The export does not depend on the
-    evaluation, nor the checkpoint on either."""
+    """Evaluate and export, possibly while the last checkpoint is still being written. A failed evaluation does not
+    prevent the export, and neither prevents the checkpoint."""
     if isinstance(session.batches, StreamedBatches):
         report = session.batches.progress.account.report
         for line in (str(report), *(f"warning   {text}" for text in cautions(report).values())) if report else ():
@@ -185,7 +185,7 @@ def _finish(session: Session) -> RunResult:
     try:
         _evaluate_last(session)
     except BaseException:
-        if session.assembly.ranks.world == 1:  # else the others wait in the evaluation
+        if session.assembly.ranks.world == 1:  # other ranks would be waiting in the evaluation
             _wrap_up(session)
         raise
     memory, sample = _wrap_up(session)
@@ -193,12 +193,12 @@ def _finish(session: Session) -> RunResult:
     peak = session.meter.allocated
     loader = model_class(session.config.training.task).__name__
     is_mergeable = not ADAPTERS[session.config.peft.peft_method].is_prompt
-    said = last_line(memory)
-    return RunResult(session.folder.path, session.step, evals, peak, sample, said, loader, is_mergeable)
+    measured = last_line(memory)
+    return RunResult(session.folder.path, session.step, evals, peak, sample, measured, loader, is_mergeable)
 
 
 def _evaluate_last(session: Session) -> None:
-    """Evaluate the last weights, and go back to those of the best evaluation where they are to be exported."""
+    """Evaluate the last weights, and load those of the best evaluation if they are to be exported."""
     best = session.best
     if best.ends_run:
         times = counted(best.since, "evaluation")
@@ -212,36 +212,36 @@ def _evaluate_last(session: Session) -> None:
             load_best(session.folder.path, session.folder.fallback, session.assembly, best.step)
 
 
-def _unsaved(session: Session, error: SaveFailed) -> SaveFailed:
-    """The error of a checkpoint that could not be written, when what else can be kept of the run has been exported."""
+def _export_instead(session: Session, error: SaveFailed) -> SaveFailed:
+    """Export the weights of a run whose checkpoint could not be written, and return the error that says so."""
     session.settle()
-    said, name = str(error), FINAL
+    message, name = str(error), FINAL
     try:
         if session.step >= session.total:
             _finish(session)
         elif session.has_stepped:
             name = f"{UNFINISHED}{session.step:08d}"
-            _exported(session, name)
+            _export(session, name)
         else:
             return error
     except SaveFailed as second:
-        return SaveFailed(f"{said}\n{second}")
-    return _exported_instead(session, said, name)
+        return SaveFailed(f"{message}\n{second}")
+    return _exported_error(session, message, name)
 
 
-def _exported_instead(session: Session, said: str, name: str) -> SaveFailed:
-    """The error of a checkpoint that could not be written, of weights that are exported."""
+def _exported_error(session: Session, message: str, name: str) -> SaveFailed:
+    """The error of a checkpoint that could not be written, with the place of the exported weights."""
     exported = f"The weights after step {session.step} are exported: {session.folder.path / name}"
-    return SaveFailed(f"{said}\n{exported}; {_goes_on(session)}")
+    return SaveFailed(f"{message}\n{exported}; {_resume_hint(session)}")
 
 
-def _goes_on(session: Session) -> str:
+def _resume_hint(session: Session) -> str:
     saved = session.saving.newest()
-    return f"--resume goes on from step {saved}" if saved else "there is no checkpoint to go on from"
+    return f"--resume continues from step {saved}" if saved else "there is no checkpoint to resume from"
 
 
 def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
-    """`memory.json`, last words, the export; the first of them and a sample."""
+    """Write `memory.json`, the export and its model card. Returns the content of `memory.json` and a sample."""
     memory = session.write_memory()
     if session.assembly.adapter is not None:
         from framework.build.verify.adapter import describe_save_dtypes  # peft takes seconds to import
@@ -251,15 +251,15 @@ def _wrap_up(session: Session) -> tuple[dict[str, Any], tuple[str, str] | None]:
     if session.saving.writer.count:
         session.progress.say(f"saves     {session.saving.writer}")
     failure = _saving_failure(session) if recasts(session.assembly) else ""
-    sample = _exported(session)
+    sample = _export(session)
     _write_card(session, memory)
     if failure := failure or _saving_failure(session):
-        raise _exported_instead(session, failure, FINAL)
+        raise _exported_error(session, failure, FINAL)
     return memory, sample
 
 
 def _write_card(session: Session, memory: dict[str, Any]) -> None:
-    """The model card of what was exported, wherever that is. One that cannot be written is said."""
+    """Write the model card next to the export. A card that cannot be written is a warning."""
     folder, best = session.folder, session.best
     exported = best.step if session.config.training.export_best and best.step is not None else session.step
     places = [place / FINAL for place in (folder.path, folder.fallback) if place is not None]
@@ -282,7 +282,7 @@ def _write_card(session: Session, memory: dict[str, Any]) -> None:
 
 
 def _saving_failure(session: Session) -> str:
-    """Why the last checkpoint could not be written, once that is known; empty where it was."""
+    """Wait for the last checkpoint. Returns why it could not be written; empty if it was."""
     try:
         session.saving.finish()
     except SaveFailed as error:
@@ -290,8 +290,8 @@ def _saving_failure(session: Session) -> str:
     return ""
 
 
-def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
-    """Write the export and return a sample. The main rank does, the others wait."""
+def _export(session: Session, name: str = FINAL) -> tuple[str, str] | None:
+    """Write the export and return a sample. The main rank does this while the others wait."""
     samples: list[tuple[str, str] | None] = [None]
     folder, tokenizer, base = session.folder, session.inputs.tokenizer, session.read.get(BASE)
 
@@ -300,7 +300,7 @@ def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
     def write() -> str:
         try:
             with averaged(session.assembly):
-                samples.append(_sample(session))  # before the export, which takes an adapted model apart
+                samples.append(_sample(session))  # before the export, which dismantles an adapted model
         finally:
             export(session.assembly, tokenizer, folder.path / name, base, fallback)
         return "written"
@@ -312,24 +312,24 @@ def _exported(session: Session, name: str = FINAL) -> tuple[str, str] | None:
 
                 export_sharded(session.assembly, tokenizer, folder.path / name, base, fallback)
                 session.coordinator.shared("exported", lambda: "written")
-                return None  # a completion would gather every block for each of its tokens
+                return None  # a completion would gather every shard for each of its tokens
             session.coordinator.shared("exported", write)
     except SaveFailed as error:
-        hint = "" if fallback else "; training.fallback_dir names a second disk for what has no room here"
-        raise SaveFailed(f"{error}\n{_goes_on(session)}{hint}") from error
+        hint = "" if fallback else "; training.fallback_dir names a second disk for files that do not fit here"
+        raise SaveFailed(f"{error}\n{_resume_hint(session)}{hint}") from error
     return samples[-1]
 
 
 def _sample(session: Session) -> tuple[str, str] | None:
-    """A completion of the prompt of a held-out row, or of a training row when none is held out; of a row without one,
-    of its beginning. None where the model does not write."""
+    """A completion of the prompt of a held-out row, or of a training row if none is held out. A row without a prompt is
+    cut after its first tokens. None for a model that does not generate text."""
     if session.config.training.task.is_of_rows:
         return None
     tokenizer, data = session.inputs.tokenizer, session.inputs.data
     row = (data.eval or data.train)[0]
-    # The tokens before the first that is trained on, where there is room for a completion behind them.
-    asked = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
-    has_prompt = 1 < asked <= session.config.longest - SAMPLE_NEW_TOKENS
-    prompt = [*row["input_ids"][: asked if has_prompt else SAMPLE_PROMPT_TOKENS]]
+    # The tokens before the first supervised one, if a completion still fits after them.
+    unsupervised = next((at for at, label in enumerate(row["labels"]) if label != IGNORED), 0)
+    has_prompt = 1 < unsupervised <= session.config.longest - SAMPLE_NEW_TOKENS
+    prompt = [*row["input_ids"][: unsupervised if has_prompt else SAMPLE_PROMPT_TOKENS]]
     written = complete(session.assembly, prompt, SAMPLE_NEW_TOKENS, session.batches.pad_token_id, draws=True)
     return tokenizer.decode(prompt), tokenizer.decode(written, skip_special_tokens=True)

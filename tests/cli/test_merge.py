@@ -96,7 +96,7 @@ def test_a_damaged_export_is_named(run, capsys):
     """Cut files and missing ones: the user's disk, not a fault of the program, and nothing is asked of a hub."""
     adapted, plain = run("peft=lora"), run("training.use_peft=false", folder="plain")
     for folder, name, said in (
-        (adapted, "adapter_model.safetensors", "does not go on its base: Error while deserializing header"),
+        (adapted, "adapter_model.safetensors", "does not fit its base: Error while deserializing header"),
         (adapted, "adapter_model.safetensors", "has no adapter_model.safetensors"),
         (adapted, "adapter_config.json", "adapter_config.json cannot be read"),
         (plain, "model.safetensors", "model.safetensors cannot be read: Error while deserializing header"),

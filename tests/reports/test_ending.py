@@ -51,7 +51,7 @@ def test_memory_that_ran_out_is_explained_with_moves_of_its_plan(folder):
     assert found.explanation is not None
     assert found.explanation.cause == "capacity"
     assert [move.saves_bytes for move in found.explanation.moves] == [2 * GIB]
-    assert "The newest checkpoint is of step 4: `--resume` goes on from there." in found.details
+    assert "The newest checkpoint is of step 4: `--resume` continues from there." in found.details
 
 
 def test_memory_that_ran_out_before_the_first_step(tmp_path):
@@ -59,7 +59,7 @@ def test_memory_that_ran_out_before_the_first_step(tmp_path):
     out_of_memory(folder, "phase: forward")
     found = ending_of(folder)
     assert found.headline == "out of memory, no step made"
-    assert found.details == ("There is no checkpoint to go on from.",)
+    assert found.details == ("There is no checkpoint to resume from.",)
 
 
 @pytest.mark.parametrize("name", ["oom-step-00000003.txt", "stopped-step-00000003.txt"])

@@ -190,7 +190,7 @@ def test_one_that_raises_loses_no_work(corpus, tmp_path):  # noqa: F811
     made = config(corpus, tmp_path / "run", training=steps)
     with pytest.raises(ValueError, match="no such thing") as raised:
         train(made, from_python=FromPython(metrics={"fails": fails}))
-    assert "go on with --resume" in raised.value.__notes__[0]
+    assert "continue with --resume" in raised.value.__notes__[0]
     assert checkpoints(tmp_path / "run")
 
 

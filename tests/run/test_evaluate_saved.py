@@ -77,7 +77,7 @@ def test_what_cannot_be_evaluated_is_said(corpus, held_out, tmp_path):  # noqa: 
     with pytest.raises(RequestError, match="has held out no rows"):
         evaluate_saved(tmp_path / "run")
     (tmp_path / "run" / "final").rename(tmp_path / "alone")
-    with pytest.raises(RequestError, match="is no export of a run"):
+    with pytest.raises(RequestError, match="is not the export of a run"):
         evaluate_saved(tmp_path / "alone")
     assert evaluate_saved(tmp_path / "alone", str(held_out)).rows == 5
 

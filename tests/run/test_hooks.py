@@ -39,7 +39,7 @@ def test_an_exception_of_a_hook_ends_the_run_after_saving_it(corpus, tmp_path): 
         train(made, hooks=Hooks(stop_at(3), on_save=told.append))
     step = int(checkpoints(tmp_path / "run")[-1].name.removeprefix("step-"))
     assert step in (3, 4)  # the device may have been at the next one
-    assert f"stopped after step {step}; go on with --resume" in raised.value.__notes__[0]
+    assert f"stopped after step {step}; continue with --resume" in raised.value.__notes__[0]
     assert told == []  # no hook is called once one has failed
     train(made, resume=True)
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")

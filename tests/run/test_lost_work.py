@@ -78,7 +78,7 @@ def test_the_checkpoint_stays_though_the_export_is_not_written(corpus, straight,
         full(patched, export, "write_model", lambda text: True)
         with pytest.raises(SaveFailed, match=r"final could not be written: .*No space left on device") as ended:
             train(config(corpus, tmp_path / "run"))
-    assert "\n--resume goes on from step 12; training.fallback_dir names" in str(ended.value)
+    assert "\n--resume continues from step 12; training.fallback_dir names" in str(ended.value)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000012"]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     train(config(corpus, tmp_path / "run"), resume=True)

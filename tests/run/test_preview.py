@@ -228,7 +228,7 @@ def test_a_whole_epoch_of_a_stream_is_counted_when_asked(tmp_path: Path) -> None
     assert preview(config, "train", 1, whole=True).split.read == 300
     assert preview(config, "train", 1).split.read == 16
     held = TrainingConfig.model_validate(written(tmp_path, rows))
-    with pytest.raises(RequestError, match="of these rows all are"):
+    with pytest.raises(RequestError, match="these rows are read completely"):
         preview(held, "train", 1, whole=True)
     config = TrainingConfig.model_validate(written(tmp_path, [*rows, {"text": 7}], streaming=True, shuffle_buffer=16))
     assert preview(config, "train", 1).split.read == 16

@@ -123,7 +123,7 @@ def test_public_is_asked_for_and_a_public_one_is_not_written_to_by_accident(hub,
     push(final, "me/open", public=True, endpoint=hub.address)
     assert hub.repos == {"me/open": False}
     hub.files.clear()
-    with pytest.raises(RequestError, match=r"(?s)is there and public.*--public"):
+    with pytest.raises(RequestError, match=r"(?s)exists and is public.*--public"):
         push(final, "me/open", endpoint=hub.address)
     assert hub.files == {}
 
@@ -138,7 +138,7 @@ def test_a_dry_run_asks_no_hub(hub, final, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("it", "is no name of a repository"), ("a/b/c", "is no name"), ("me/..", "is no name")]
+    ("name", "said"), [("it", "is not a rep name"), ("a/b/c", "is not a rep"), ("me/..", "is not a rep")]
 )
 def test_a_name_that_no_repository_can_have(final, name, said):
     with pytest.raises(RequestError, match=said):

@@ -79,7 +79,7 @@ def test_what_memory_does_not_suffice_for_is_left_out_and_said(corpus, tmp_path,
     monkeypatch.setattr(Samples, "_completion", fails)
     result = train(sampled(corpus, tmp_path / "run"), quiet=False)
     assert result.steps == 4
-    assert "sample 1 is left out: it needs more memory than there is" in capsys.readouterr().err
+    assert "sample 1 is skipped: it needs more memory than there is" in capsys.readouterr().err
 
 
 def test_prompts_that_leave_no_room_are_named_before_the_model_is_loaded(corpus, tmp_path):  # noqa: F811

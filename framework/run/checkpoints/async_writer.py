@@ -1,8 +1,7 @@
-"""Checkpoints that are written during training (`training.async_save`): from copies in host memory, by a thread.
+"""Asynchronous checkpoint writer (`training.async_save`): a thread writes from copies in host memory.
 
-All of a state is copied before the next step begins, so that no step changes what is written. The copies' memory is
-kept from one save to the next: it is not asked for anew, and its pages are there. A thread suffices, since writing,
-checksums and the flush to disk do not hold Python's lock.
+The whole state is copied before the next step begins, so that no step changes what is written. The copies' memory is
+reused from one save to the next. A thread suffices, since writing, checksums and the flush to disk release the GIL.
 """
 
 import contextlib
@@ -23,22 +22,22 @@ from framework.schema.plural import counted
 
 KEY = "training.async_save"
 PATIENCE = 60.0
-"""Seconds that a rank which has failed waits for its writer: another rank may be gone, for which that would wait."""
+"""Seconds that a failed rank waits for its writer, which may itself wait for a rank that no longer exists."""
 
 
 @dataclass
 class Writer:
-    """Writes one checkpoint at a time: `beside` training, or before `begin` returns.
+    """Writes one checkpoint at a time, during training if `is_async`, otherwise before `begin` returns.
 
-    `copying`, `waiting` and `writing` are the seconds that training stood still for copies and for the writer, and that
-    the writer took.
+    `copying` and `waiting` are the seconds that training was stopped for copies and for the writer; `writing` is the
+    writer's own time.
     """
 
-    beside: bool
+    is_async: bool
     is_alone: bool = True
     copies: dict[str, Tensor] = field(default_factory=dict)
     reading: str = ""
-    """What the last checkpoint was found to be written from."""
+    """Verification line: the memory that the last checkpoint was written from."""
     count: int = 0
     copying: float = 0.0
     waiting: float = 0.0
@@ -49,17 +48,17 @@ class Writer:
     def begin(
         self, contents: Contents, write: Callable[[Contents], None], live: Iterable[Tensor], is_last: bool = False
     ) -> None:
-        """Write `contents`; `wait` first for what was begun before, and afterwards for what `write` raises. `beside`,
-        raises VerificationFailed where what is written shares memory with `live` tensors, which training changes.
-        With `is_last` training is over: nothing changes the tensors before `wait`, and none of them is copied."""
-        if not self.beside and not is_last:
+        """Start to write `contents`, after waiting for the previous write; the next `wait` raises what `write` raises.
+        With `is_async`, raises VerificationFailed if the copies share memory with `live` tensors, which training
+        changes. With `is_last` training is over, so the tensors cannot change before `wait` and are not copied."""
+        if not self.is_async and not is_last:
             self._write(contents, write)
             return
-        if self.beside:
+        if self.is_async:
             began = time.perf_counter()
             contents = self._copied(contents)
             self.copying += time.perf_counter() - began
-            # Read back that no step can change what is written.
+            # Verify that no step can change what is written.
             own = {_address(tensor) for tensor in live if local_part(tensor).numel()}
             shared = [name for name, tensor in contents.tensors.items() if _address(tensor) in own]
             if shared:
@@ -76,7 +75,7 @@ class Writer:
         return self._error is not None
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until what was begun is written, or for so many seconds. Raises what has gone wrong there."""
+        """Wait until the current write has finished, or at most `seconds`. Raises its error."""
         if self._thread is not None:
             began = time.perf_counter()
             self._thread.join(seconds)
@@ -87,7 +86,7 @@ class Writer:
             raise error
 
     def settle(self) -> None:
-        """Wait without raising, after something else has gone wrong."""
+        """Wait without raising, for use after another failure."""
         with contextlib.suppress(Exception):
             self.wait(None if self.is_alone else PATIENCE)
 
@@ -97,7 +96,7 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What was begun is finished, but for a second Ctrl-C."""
+        """Finish the current write, unless interrupted by a second Ctrl-C."""
         if kind is None:
             self.wait()
         elif issubclass(kind, Exception):
@@ -111,13 +110,13 @@ class Writer:
         began = time.perf_counter()
         try:
             write(contents)
-        except BaseException as error:  # told by who waits
+        except BaseException as error:  # raised by `wait`
             self._error = error
         self.writing += time.perf_counter() - began
 
     @torch.no_grad()
     def _copied(self, contents: Contents) -> Contents:
-        """The same in memory that training does not touch."""
+        """Copy the contents into memory that training does not touch."""
         if contents.is_separate:
             return contents
         self.copies = {name: copy for name, copy in self.copies.items() if name in contents.tensors}

@@ -1,7 +1,7 @@
-"""Checkpoints that are complete or absent: written aside, read back, renamed, and only then are older ones retired.
+"""Atomic checkpoints: written under a temporary name, read back, renamed, and only then are older ones deleted.
 
-A checkpoint holds the trained state, not the export: weights in the dtype they are trained in, optimizer states, random
-states and the step. Tensors are safetensors, the rest is JSON; nothing is pickled.
+A checkpoint holds the training state, not the export: weights in the dtype of training, optimizer states, random states
+and the step. Tensors are safetensors, the rest is JSON; nothing is pickled.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from framework.build.verify.frozen_models import fixed_fingerprint
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.memory.explain.causes import Repair
 from framework.run.checkpoints.optimizer_state import SEPARATOR, flat_state, restore_state
-from framework.run.checkpoints.read_back import damage, save_verified, told
+from framework.run.checkpoints.read_back import count_differing, damage, save_verified
 from framework.run.record.layout import (
     PARTS,
     aside_of,
@@ -42,16 +42,16 @@ from framework.run.state import parsed, random_state, restore_random_state, trai
 from framework.schema.choices import StateDictType
 
 FORMAT = 1
-"""Version of the files in a checkpoint."""
+"""Version of the checkpoint format."""
 _SEAL = "crc32"
 _ALWAYS = {"step", "optimizer", "random", "config"}
-"""Of the state, what every version has written."""
+"""Keys of the state that every version has written."""
 
 _WEIGHTS, _OPTIMIZER, _RANDOM, _STATE = "model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"
 
 
 def remove_partial_saves(folder: Path) -> None:
-    """Give back the disk of what a run that was killed had half written, or half deleted."""
+    """Delete what a killed run had half written or half deleted."""
     for left in leftovers(folder):
         whole = left.with_name(left.stem.removeprefix("."))
         if left.suffix == ".replaced" and not whole.exists():  # killed between two renames
@@ -60,8 +60,8 @@ def remove_partial_saves(folder: Path) -> None:
 
 
 def empty_parts(folder: Path, fallback: Path | None = None) -> str:
-    """Make the folder that all ranks write into, next to the checkpoints of a run folder, or of its fallback where
-    there is no room for it. Raises SaveFailed."""
+    """Create the folder that all ranks write into, next to the run's checkpoints, or in its fallback if that fails.
+    Raises SaveFailed."""
     parts = folder / "checkpoints" / f".{PARTS}"
     try:
         discard(parts)
@@ -69,12 +69,12 @@ def empty_parts(folder: Path, fallback: Path | None = None) -> str:
     except OSError as error:
         if fallback is not None:
             return empty_parts(fallback)
-        raise SaveFailed(f"{parts} could not be made: {error}. Earlier saves are untouched.") from error
+        raise SaveFailed(f"{parts} could not be created: {error}. Earlier saves are untouched.") from error
     return str(parts)
 
 
 def tried_parts(parts: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Read back what all ranks have written, and delete it. Raises SaveFailed when it is not what there is."""
+    """Read back what all ranks have written and delete it. Raises SaveFailed if it differs from `tensors`."""
     from framework.run.checkpoints.sharded import verify_parts  # torch's part of it takes seconds to import
 
     verify_parts(parts, tensors)
@@ -84,16 +84,16 @@ def tried_parts(parts: Path, tensors: Mapping[str, Tensor]) -> str:
 
 @contextlib.contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `target` in one rename when the block ends well, and vanishes when it does not.
+    """Yield a folder that is renamed to `target` when the block succeeds, and deleted when it fails.
 
-    Raises SaveFailed for any error of the file system; `target` is then as it was.
+    Raises SaveFailed for any file-system error; `target` is unchanged then.
     """
     aside, replaced = aside_of(target), target.with_name(f".{target.name}.replaced")
     try:
         discard(aside)
         aside.mkdir(parents=True)
         yield aside
-        readable = aside.stat().st_mode & 0o666  # by the umask; safetensors gives its files to their owner alone
+        readable = aside.stat().st_mode & 0o666  # by the umask; safetensors restricts its files to their owner
         for file in aside.rglob("*"):
             if file.is_file():
                 file.chmod(readable)
@@ -103,7 +103,7 @@ def written_aside(target: Path) -> Iterator[Path]:
             target.rename(replaced)
         aside.rename(target)
         _flush(target.parent)
-        for path in others_files(replaced, target.name):  # which go on to the new folder
+        for path in others_files(replaced, target.name):  # move to the new folder
             if not os.path.lexists(target / path.name):
                 path.rename(target / path.name)
         discard(replaced)
@@ -125,11 +125,11 @@ def _flush(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a checkpoint holds, in hand, so that it can be written wherever the run is by then.
+    """Everything that a checkpoint holds, ready to be written at any time.
 
     `tensors` are the trained weights and, under names with a SEPARATOR, the optimizer's states; `others` the random
-    states of ranks 1, 2, ... as `random_state.dumped` gives them; `document` what goes into JSON. With `is_split` each
-    rank has its part of every tensor, and all write. `is_separate`: training changes none of the tensors.
+    states of ranks 1, 2, ... as texts of `dumped`; `document` the JSON part. With `is_split` each rank has its part of
+    every tensor, and all of them write. `is_separate` means that training changes none of the tensors.
     """
 
     step: int
@@ -149,7 +149,7 @@ def contents_of(
     others: Sequence[str] = (),
     read: Mapping[str, Any] | None = None,
 ) -> Contents:
-    """What a checkpoint of this moment holds; where weights are split every rank must call this.
+    """The contents of a checkpoint of the current state. If weights are sharded, every rank must call this.
 
     `read` are the digests of `read_digests`.
     """
@@ -191,13 +191,13 @@ def save_checkpoint(
     say: Callable[[str], None] = print,
     best: int | None = None,
 ) -> Path:
-    """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest and that of step `best`.
+    """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest and the one of step `best`.
     Returns its path.
 
-    `parts`: the folder into which all ranks have written what is split, which moves into the checkpoint. `say` is told
-    of an older one that cannot be deleted.
+    `parts` is the folder into which all ranks have written their shards, which moves into the checkpoint. `say`
+    receives a warning for an older one that cannot be deleted.
 
-    Raises SaveFailed, leaving every earlier checkpoint in place, when it cannot be written or does not read back.
+    Raises SaveFailed if it cannot be written or does not read back; every earlier checkpoint is kept then.
     """
     target = folder / "checkpoints" / checkpoint_name(contents.step)
     with written_aside(target) as aside:
@@ -227,14 +227,16 @@ def save_checkpoint(
 
 
 def retire_older(folder: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
-    """Delete all checkpoints but the `keep` newest and that of step `best`; `say` is told of one that cannot be."""
+    """Delete all checkpoints but the `keep` newest and the one of step `best`; `say` receives a warning for one that
+    cannot be deleted."""
     for old in checkpoints(folder)[:-keep]:
         if step_of(old) != best and (reason := _retire(old)):
             say(f"warning   {old} could not be deleted: {reason}")
 
 
 def _retire(checkpoint: Path) -> str | None:
-    """Delete a checkpoint, under another name first: a kill must leave no half one under its own. Else why not."""
+    """Delete a checkpoint, renaming it first so that a kill leaves no partial one under its name. Returns why that
+    failed, else None."""
     aside = checkpoint.with_name(f".{checkpoint.name}.retired")
     try:
         if reason := kept_for(checkpoint):
@@ -243,7 +245,7 @@ def _retire(checkpoint: Path) -> str | None:
         checkpoint.rename(aside)
         shutil.rmtree(aside)
     except OSError as error:
-        left = f"; what is left of it is {aside}" if aside.exists() else ""
+        left = f"; its remains are in {aside}" if aside.exists() else ""
         return f"{error.strerror or error}{left}"
     return None
 
@@ -253,13 +255,13 @@ def _random_of(rank: int) -> str:
 
 
 def _sealed(document: Mapping[str, Any]) -> str:
-    """A document as JSON that begins with the checksum of the rest."""
+    """Write a document as JSON that begins with a checksum of the rest."""
     text = json.dumps(document)
     return f'{{"{_SEAL}": {zlib.crc32(text.encode())}, {text[1:]}'
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint. Raises RequestError when it is of another format or damaged."""
+    """Read the JSON part of a checkpoint. Raises RequestError if it is damaged or has another format."""
     try:
         text = (checkpoint / _STATE).read_text()
         state: dict[str, Any] = json.loads(text)
@@ -267,7 +269,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         found = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
         raise _unusable(checkpoint, f"{_STATE} {found}") from None
     if not isinstance(state, dict) or "format" not in state:
-        raise _unusable(checkpoint, f"{_STATE} is not what a run writes")
+        raise _unusable(checkpoint, f"{_STATE} was not written by a run")
     if state["format"] != FORMAT:
         found = f"{checkpoint} has format {state['format']}, this version reads {FORMAT}"
         raise RequestError([Problem("--resume", found)])
@@ -280,12 +282,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def _unusable(checkpoint: Path, found: str) -> RequestError:
     older = [each for each in checkpoints(checkpoint.parent.parent) if each.name < checkpoint.name]
-    then = f"--resume then goes on from {older[-1].name}" if older else "there is no older one to go on from"
+    then = f"--resume then continues from {older[-1].name}" if older else "there is no older one to resume from"
     return RequestError([Problem("--resume", f"{checkpoint}/{found}", expected=f"delete {checkpoint}: {then}")])
 
 
 def verify_checkpoint(checkpoint: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
-    """Read every byte of a checkpoint, each rank its share of the files. Raises RequestError for a damaged one."""
+    """Read every byte of a checkpoint, each rank a share of the files. Raises RequestError if it is damaged."""
     for name in state.get("files", [])[ranks.rank :: ranks.world]:
         file = checkpoint / name
         if file.suffix == ".safetensors":
@@ -297,24 +299,26 @@ def verify_checkpoint(checkpoint: Path, state: Mapping[str, Any], ranks: Ranks) 
             found = None if is_whole else "has changed since it was written"
         if found:
             raise _unusable(checkpoint, f"{name} {found}")
-    ranks.meet()  # none goes on to read what another has found damaged
+    ranks.meet()  # no rank loads a checkpoint that another has found damaged
 
 
 def load_checkpoint(checkpoint: Path, assembly: Assembly, is_other_allowed: bool = False) -> int:
-    """Put a checkpoint's tensors and random states back in place. Returns its step. `is_other_allowed`: what the model
-    is measured against may have other weights than it had.
+    """Load a checkpoint's tensors and random states. Returns its step. With `is_other_allowed` the reference model may
+    have other weights than before.
 
-    Raises RequestError when it holds other tensors than the model that was built.
+    Raises RequestError if its tensors are not those of the built model.
     """
     state = read_state(checkpoint)
     verify_checkpoint(checkpoint, state, assembly.ranks)
     built = fixed_fingerprint(assembly)
     if not is_other_allowed and None not in (built, state.get("reference")) and state["reference"] != built:
-        message = f"the model that {checkpoint} was measured against had other weights than the one built now"
+        message = f"the reference model of {checkpoint} had other weights than the one built now"
         raise RequestError([Problem("--resume", message, expected="the files that the run began with")])
     before = state["read"].get(BASE, {}) if isinstance(state.get("read"), dict) else {}
     if not is_other_allowed and None not in (assembly.drawn, before.get("drawn")) and before["drawn"] != assembly.drawn:
-        message = f"the base of {checkpoint} was drawn at random, and comes out otherwise on this device or version"
+        message = (
+            f"the base of {checkpoint} was initialized at random, which gives other weights on this device or version"
+        )
         raise RequestError([Problem(BASE, message, expected=f"the machine that the run began on, or --allow {BASE}")])
     if assembly.is_in_parts or (checkpoint / PARTS).exists():
         from framework.run.checkpoints.sharded import load_parts
@@ -322,20 +326,20 @@ def load_checkpoint(checkpoint: Path, assembly: Assembly, is_other_allowed: bool
         load_parts(checkpoint, assembly, state["optimizer"])
     else:
         _load_whole(checkpoint, assembly, state["optimizer"])
-    first_alike = assembly.ranks.rank - assembly.ranks.rank % assembly.ranks.alike  # those alike draw alike
+    first_alike = assembly.ranks.rank - assembly.ranks.rank % assembly.ranks.alike  # same rows, same random states
     if first_alike == 0:
         restore_random_state(load_file(checkpoint / _RANDOM), state["random"])
-    elif (own := checkpoint / _random_of(first_alike)).exists():  # else there were fewer ranks
+    elif (own := checkpoint / _random_of(first_alike)).exists():  # otherwise there were fewer ranks
         restore_random_state(*parsed(own.read_text()))
     assembly.loss_scale.restore(state.get("loss_scale", {}))
     return int(state["step"])
 
 
 def load_best(folder: Path, fallback: Path | None, assembly: Assembly, step: int) -> None:
-    """Go back to the checkpoint of a step, wherever it was written. Raises SaveFailed where it cannot be read: what is
-    exported is what was asked for, or nothing."""
+    """Load the checkpoint of a step from the folder or the fallback. Raises SaveFailed if it cannot be read, so that no
+    other weights are exported instead."""
     places = [place / "checkpoints" / checkpoint_name(step) for place in (folder, fallback) if place is not None]
-    if assembly.is_in_parts:  # whose states are read into memory of their own, all at once
+    if assembly.is_in_parts:  # the states of sharded weights are read into separate memory, all at once
         for state in assembly.optimizer.state.values():
             state.clear()
     try:
@@ -345,7 +349,8 @@ def load_best(folder: Path, fallback: Path | None, assembly: Assembly, step: int
 
 
 def _load_whole(checkpoint: Path, assembly: Assembly, numbers: dict[str, Any]) -> None:
-    """One tensor at a time: where a run ends with its best checkpoint, the device holds weights and states already."""
+    """Load one tensor at a time: when a run loads its best checkpoint at the end, the device already holds weights and
+    states."""
     expected = trained_state(assembly.model)
     with safe_open(checkpoint / _WEIGHTS, framework="pt", device=str(assembly.place.device)) as stored:
         shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
@@ -353,7 +358,7 @@ def _load_whole(checkpoint: Path, assembly: Assembly, numbers: dict[str, Any]) -
             name for name in expected if list(expected[name].shape) != shapes[name]
         ]
         if different:
-            message = f"{checkpoint} holds another model: {told(different)}"
+            message = f"{checkpoint} holds another model: {count_differing(different)}"
             raise RequestError([Problem("--resume", message)])
         with torch.no_grad():
             for name, tensor in expected.items():

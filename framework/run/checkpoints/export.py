@@ -1,4 +1,4 @@
-"""The final saved model: a folder that plain `from_pretrained` loads, tokenizer and chat template included."""
+"""Export of the final model: a folder that plain `from_pretrained` loads, with tokenizer and chat template."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from framework.build.model_folder import weight_files
 from framework.compose.own_adapter import BASE_RECORD
 from framework.errors import SaveFailed
 from framework.run.checkpoints.checkpoint import written_aside
-from framework.run.checkpoints.read_back import differing, told, verify_tensors
+from framework.run.checkpoints.read_back import count_differing, differing, verify_tensors
 from framework.run.record.layout import aside_of, discard
 from framework.schema.choices import PeftSaveMode
 from framework.schema.plural import counted
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from framework.build.adapters.adapter import Adapter
 
 BASE_FOLDER = "base_model"
-"""Where the base is written next to its adapter."""
+"""Folder of the base, next to its adapter."""
 
 
 def export(
@@ -40,15 +40,15 @@ def export(
     base: Mapping[str, Any] | None = None,
     fallback: Path | None = None,
 ) -> torch.dtype:
-    """Write model (or adapter) and tokenizer to `target`, complete or not at all. Returns the dtype written.
+    """Write model (or adapter) and tokenizer to `target`, completely or not at all. Returns the dtype written.
 
-    `base` is the record of what an adapter was trained on.
+    `base` is the record of an adapter's base.
 
-    A model is written in its checkpoint's dtype, whatever it was trained in, and `config.json` says the same; an
-    adapter is written as it is, with its base next to it or added into the base when that was asked for. An optimizer's
-    average takes the place of the weights, and the model is taken apart and cast in place: call this when training
-    is over. Raises SaveFailed when the folder cannot be written or does not read back, also where `fallback` then
-    could.
+    A model is written in the dtype of its original checkpoint, whatever it was trained in, and `config.json` agrees. An
+    adapter is written unchanged, with its base next to it or merged into the base if the config asks for it. An
+    optimizer's averaged weights replace the weights, and the model is dismantled and cast in place: call this only
+    after training. Raises SaveFailed if the folder cannot be written or does not read back, even if writing to
+    `fallback` then succeeded.
     """
     take_average(assembly)
     if assembly.streamed is not None:
@@ -68,7 +68,7 @@ def export(
 
 
 def recasts(assembly: Assembly) -> bool:
-    """Whether the export changes trained tensors in place, which then must be saved before."""
+    """Whether the export changes trained tensors in place, so that they must be saved first."""
     adapter, mode = assembly.adapter, assembly.config.peft.peft_save_mode
     if adapter is not None:
         return mode is not PeftSaveMode.ADAPTER_ONLY
@@ -78,7 +78,8 @@ def recasts(assembly: Assembly) -> bool:
 def _prepared(
     assembly: Assembly, tokenizer: PreTrainedTokenizerBase, base: Mapping[str, Any] | None
 ) -> tuple[torch.dtype, Callable[[Path], None]]:
-    """The dtype of what is exported, and what writes it to a folder, again where that has failed."""
+    """Returns the dtype of the export and a function that writes it to a folder, which may be called again after a
+    failure."""
     adapter, mode, dtype = assembly.adapter, assembly.config.peft.peft_save_mode, assembly.export_dtype
     if adapter is None:
         return dtype, _writing(causal_model(assembly.model).to(dtype), dtype, tokenizer)
@@ -117,14 +118,13 @@ def _writing(plain: PreTrainedModel, dtype: torch.dtype, tokenizer: PreTrainedTo
 
 
 def try_export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path) -> str:
-    """Write next to `target` what an export writes, but for the bulk of a model's weights, read it back and delete it.
+    """Test the export next to `target` without the bulk of a model's weights: write, read back and delete.
 
-    Of each tensor of a model that is exported whole there is one row, which shares memory with that of a tied tensor as
-    the whole does. An adapter is written as it is; what it is merged with, and tensors in parts, are left out. Whether
-    there is room for it all is the plan's `disk_bytes`. Returns what was written, in words. Raises SaveFailed where the
-    export itself would fail.
+    Each tensor of a full model is represented by one row, which shares memory with a tied tensor's row as the tensors
+    do. An adapter is written as it is; a base to merge into and sharded tensors are left out. The plan's `disk_bytes`
+    covers the space needed. Returns a description of what was written. Raises SaveFailed if the export would fail.
     """
-    tried = aside_of(target)  # which the export takes up again, if this one is killed
+    tried = aside_of(target)  # reused by the export if this attempt is killed
     try:
         discard(tried)
         tried.mkdir(parents=True)
@@ -132,8 +132,8 @@ def try_export(assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: P
         write_tokenizer(tokenizer, tried)
         return ", ".join(sorted(file.name for file in tried.iterdir()))
     except Exception as error:
-        told = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise SaveFailed(f"the run would end without {target}, which cannot be written: {told}") from error
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise SaveFailed(f"the run would end without {target}, which cannot be written: {reason}") from error
     finally:
         discard(tried)
 
@@ -147,7 +147,7 @@ def _write_small(assembly: Assembly, folder: Path) -> None:
         if not assembly.is_in_parts:
             rows = {name: item[:1] if item.dim() else item for name, item in model.state_dict().items()}
             model.save_pretrained(folder, state_dict=rows, save_original_format=False)
-            model.config.dtype = dtype  # where it notes what it has written
+            model.config.dtype = dtype  # where save_pretrained records the written dtype
     elif mode is not PeftSaveMode.ADAPTER_ONLY:
         _write_configs(adapter.model.get_base_model(), folder)
     if adapter is not None and mode is not PeftSaveMode.MERGED and not assembly.is_in_parts:
@@ -164,17 +164,18 @@ def _write_configs(model: PreTrainedModel, folder: Path) -> None:
 
 
 def write_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """A plain model's folder, read back. Raises SaveFailed when it would not load elsewhere."""
+    """Write a plain model's folder and read it back. Raises SaveFailed if it would not load elsewhere."""
     model.save_pretrained(folder)
     verify_folder(folder, dtype, "model")
     expected = revert_weight_conversion(model, dict(model.state_dict()))  # as it is written
     files = list(folder.glob("model*.safetensors"))
     if wrong := [name for file in files for name in differing(file, expected)]:
-        raise SaveFailed(f"{folder} does not read back as written: {told(wrong)}")
+        raise SaveFailed(f"{folder} does not read back as written: {count_differing(wrong)}")
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The tokenizer with its chat template, read back. Raises SaveFailed when it would render or encode otherwise."""
+    """Write the tokenizer with its chat template and read it back. Raises SaveFailed if it would render or encode
+    differently."""
     tokenizer.save_pretrained(folder)
     again = type(tokenizer).from_pretrained(folder)
     for name, one, other in (
@@ -187,10 +188,10 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def write_adapter(adapter: "Adapter", tensors: dict[str, Tensor], folder: Path, base: str | None) -> None:
-    """The adapter as peft writes one, from its tensors on the host. `base`: where the weights below it are written.
+    """Write an adapter as peft does, from its tensors on the host. `base` is the path of the base in its config.
 
-    What was taken out of the base's weights to start from is subtracted again, so that the adapter belongs on the
-    original ones: W + (B A - B0 A0) is one adapter of twice the rank (peft's subtract_mutated_init).
+    An initialization that was taken out of the base's weights is subtracted again, so that the adapter fits the
+    original weights: W + (B A - B0 A0) is an adapter of twice the rank (peft's subtract_mutated_init).
     """
     config = copy.copy(adapter.model.peft_config["default"])
     if adapter.initial and base is None:
@@ -201,16 +202,16 @@ def write_adapter(adapter: "Adapter", tensors: dict[str, Tensor], folder: Path, 
             elif "lora_B" in name:
                 tensors[name] = torch.cat([tensors[name], -start.to(tensors[name].dtype)], 1)
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # nothing is to be computed when it is loaded
+        config.init_lora_weights = True  # loading it must not compute an initialization
     config.inference_mode = True
     if base is not None:
         config.base_model_name_or_path = base
     config.save_pretrained(str(folder))
     base_model = adapter.model.get_base_model()
     if base_model.can_generate():
-        base_model.generation_config.save_pretrained(folder)  # which says where its answers end
+        base_model.generation_config.save_pretrained(folder)  # has the end tokens
     seen: set[int] = set()
-    for name, tensor in tensors.items():  # a tied pair is written twice, as peft does: it is one again when loaded
+    for name, tensor in tensors.items():  # a tied pair is written twice, as peft does; loading ties it again
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
         seen.add(tensor.data_ptr())
     file = folder / "adapter_model.safetensors"
@@ -220,13 +221,13 @@ def write_adapter(adapter: "Adapter", tensors: dict[str, Tensor], folder: Path, 
 
 
 def write_base(base: Mapping[str, Any] | None, folder: Path) -> None:
-    """The record of the base that an adapter belongs on."""
+    """Write the record of an adapter's base."""
     if base is not None:
         (folder / BASE_RECORD).write_text(json.dumps(base, indent=2) + "\n")
 
 
 def verify_folder(folder: Path, dtype: torch.dtype | None, stem: str) -> None:
-    """Every tensor present once, without a wrapper's prefix, in the dtype that the config states."""
+    """Check that every tensor is present once, without a wrapper's prefix, in the dtype stated by the config."""
     names: list[str] = []
     for file in sorted(folder.glob(f"{stem}*.safetensors")):
         with safe_open(file, framework="pt") as stored:

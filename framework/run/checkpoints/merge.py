@@ -1,4 +1,4 @@
-"""`tunesmith merge`: a trained adapter and its base become one plain Hugging Face folder."""
+"""`tunesmith merge`: write a trained adapter and its base as one plain Hugging Face folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from framework.run.record.run_folder import make_writable
 
 @dataclass(frozen=True)
 class Merged:
-    """Where the plain model is, its dtype, from what it was dequantised (empty: the base was plain), and the class of
-    transformers that loads it."""
+    """Folder and dtype of the merged model, the quantization that was undone (empty: none), and the transformers class
+    that loads it."""
 
     folder: Path
     dtype: str
@@ -34,14 +34,13 @@ class Merged:
 
 
 def merge_run(source: Path, output: Path | None = None, trusts_code: bool = False, allow: Sequence[str] = ()) -> Merged:
-    """Write the model that a run's adapter and its base are together, to `output` (else `merged/` in `source`).
+    """Merge a run's adapter into its base and write the model to `output` (default: `merged/` in `source`).
 
-    `source` is a run folder, or a folder with an adapter whose base can be loaded by its name. The weights are in the
-    dtype that the run would export. Code that comes with the base runs where `trusts_code` says so. `allow` may
-    name `model.base`, which has changed since. Raises RequestError when there is no adapter to merge, saying what the
-    folder is.
+    `source` is a run folder, or a folder with an adapter whose base can be loaded by its name. The weights get the
+    dtype that the run would export. Code of the base runs only with `trusts_code`. `allow` may name `model.base`, to
+    accept a changed base. Raises RequestError if there is no adapter to merge, describing what the folder holds.
     """
-    transformers.utils.logging.disable_progress_bar()  # it would be drawn into pipes too
+    transformers.utils.logging.disable_progress_bar()  # it would be written into pipes too
     target = output if output is not None else source / MERGED
     saved_model = find_saved_model(source, trusts_code, allow)
     folder, kind = saved_model.folder, saved_model.adapter_kind

@@ -1,4 +1,5 @@
-"""An optimizer's states as plain named tensors and numbers, and back, wherever the optimizer keeps them."""
+"""Conversion of an optimizer's states to plain named tensors and numbers, and back, wherever the optimizer keeps
+them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from framework.schema.choices import EmaDevice
 from framework.schema.optimizers import facts_of
 
 SEPARATOR = "::"
-"""Between a parameter's name and that of its state."""
+"""Separates a parameter's name from that of its state."""
 _MOMENTS = (("exp_avg", "state1"), ("exp_avg_sq", "state2"))
 """Names of torch's AdamW and of bitsandbytes'."""
 
@@ -22,11 +23,11 @@ _MOMENTS = (("exp_avg", "state1"), ("exp_avg_sq", "state2"))
 def flat_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """States by parameter name: tensors for safetensors, plain numbers for JSON.
 
-    A state of torchao is a tensor made of tensors; each inner one has a name of its own. A state that is the same
-    tensor for every parameter (a code book) is copied, since safetensors holds no tensor twice.
+    A torchao state is a tensor composed of tensors; each inner one gets a name of its own. A state that all parameters
+    share (a code book) is copied, since safetensors refuses shared tensors.
     """
     if assembly.place.kind == "cuda":
-        torch.cuda.synchronize()  # states on their way to the host, or paged ones, must have arrived
+        torch.cuda.synchronize()  # pending copies to the host, and paged states, must have arrived
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     seen: set[int] = set()
@@ -45,7 +46,7 @@ def flat_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_state(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Put what `flat_state` gave back into the optimizer. Its own states, if it has any, are replaced."""
+    """Load the result of `flat_state` into the optimizer, replacing its states if it has any."""
     parameters, optimizer = dict(assembly.model.named_parameters()), assembly.optimizer
     for path, value in renamed(assembly, {**tensors, **numbers}).items():
         name, key, *inner = path.split(SEPARATOR)
@@ -63,7 +64,8 @@ def restore_state(assembly: Assembly, tensors: dict[str, Tensor], numbers: dict[
 
 
 def renamed(assembly: Assembly, states: Mapping[str, Any]) -> dict[str, Any]:
-    """States by path, those of an AdamW with full states as the AdamW with full states that is built keeps them.
+    """States by path, converted between torch's AdamW and bitsandbytes' 32-bit one if the saved and the built optimizer
+    differ.
 
     torch's moments have the dtype of the weights and a counter that is a tensor, bitsandbytes' are float32.
     """
@@ -85,7 +87,7 @@ def renamed(assembly: Assembly, states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def placed(assembly: Assembly, parameter: nn.Parameter, key: str, value: Any) -> Any:
-    """A state on the device it belongs to."""
+    """Move a state to the device where the optimizer keeps it."""
     optimizer = assembly.optimizer
     if not isinstance(value, Tensor):
         return value

@@ -1,7 +1,6 @@
-"""What was written is read back from its file: names, shapes, dtypes, and a checksum over every byte.
+"""Verification of written tensors by reading the file back: names, shapes, dtypes, and a checksum over every byte.
 
-Files of checkpoints keep the checksums in their headers, so that a run which goes on finds what a disk or a copy has
-changed since.
+Checkpoint files keep the checksums in their headers, so that a resumed run detects damage by a disk or a copy.
 """
 
 import json
@@ -22,15 +21,15 @@ from framework.errors import SaveFailed
 from framework.schema.plural import counted
 
 _THREADS = min(8, os.cpu_count() or 1)
-"""Checksums and reading do not hold Python's lock; a core sums about 1 GB/s."""
+"""Checksums and reading release the GIL; a core checks about 1 GB/s."""
 _PIECE = 1 << 24
-"""Bytes read at once: a file that is mapped instead would count as memory of the process."""
+"""Bytes read at once; a mapped file would count as memory of the process."""
 _CHECKSUMS = "crc32"
-"""Entry of a header's metadata: the checksum of each tensor, as JSON."""
+"""Key in a header's metadata: the checksum of each tensor, as JSON."""
 
 
 def save_verified(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write `tensors` (on the host) with their checksums, and read them back. Raises SaveFailed when they differ."""
+    """Write `tensors` (on the host) with their checksums and read them back. Raises SaveFailed if they differ."""
     with ThreadPoolExecutor(_THREADS) as pool:
         checksums = dict(zip(tensors, pool.map(checksum, tensors.values()), strict=True))
     save_file(dict(tensors), file, metadata={**(metadata or {}), _CHECKSUMS: json.dumps(checksums)})
@@ -38,7 +37,7 @@ def save_verified(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def damage(file: Path) -> str | None:
-    """What is wrong with a file that `save_verified` wrote, in words; None when nothing is."""
+    """Describe the damage of a file written by `save_verified`; None if it is intact."""
     if not file.exists():
         return "is missing"
     try:
@@ -49,32 +48,32 @@ def damage(file: Path) -> str | None:
             wrong = [name for name, value in checksums.items() if _checksum_at(raw, *places[name]) != value]
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    return f"has changed since it was written: {told(wrong)}" if wrong else None
+    return f"has changed since it was written: {count_differing(wrong)}" if wrong else None
 
 
 def verify_tensors(file: Path, expected: Mapping[str, Tensor], checksums: Mapping[str, int] | None = None) -> None:
     """Read `file` (safetensors) back. Raises SaveFailed unless it holds `expected`, bit for bit, and nothing else.
 
-    `checksums` of `expected`, where they are known."""
+    `checksums` are those of `expected`, if already known."""
     with safe_open(file, framework="pt") as stored:
         wrong = sorted(set(stored.keys()) ^ set(expected))
     if wrong := wrong or differing(file, expected, checksums or {}):
-        raise SaveFailed(f"{file} does not read back as it was written: {told(wrong)}")
+        raise SaveFailed(f"{file} does not read back as it was written: {count_differing(wrong)}")
 
 
-def told(wrong: Sequence[str]) -> str:
-    """Tensors that differ, in words."""
+def count_differing(wrong: Sequence[str]) -> str:
+    """Number of differing tensors and the first name, as text."""
     return f"{counted(len(wrong), 'tensor differs', 'tensors differ')}, first {wrong[0]}"
 
 
 def differing(
     file: Path, expected: Mapping[str, Tensor], checksums: Mapping[str, int] = MappingProxyType({})
 ) -> list[str]:
-    """Names that `file` and `expected` share, whose tensors have another shape, dtype or checksum."""
+    """Names in both `file` and `expected` whose tensors differ in shape, dtype or checksum."""
     places = _places(file)
     names = sorted(places.keys() & expected.keys(), key=places.__getitem__)
     with safe_open(file, framework="pt") as stored:
-        kept = {name: stored.get_tensor(name) for name in names}  # mapped: no byte of them is read
+        kept = {name: stored.get_tensor(name) for name in names}  # mapped, not read
 
     def differs(name: str) -> bool:
         tensor, own = kept[name], expected[name]
@@ -94,7 +93,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _places(file: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor's bytes begin and end."""
+    """Begin and end of each tensor's bytes in the file."""
     with file.open("rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
         header = json.loads(raw.read(length))

@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the run that goes on from it."""
+"""Differences allowed between a checkpoint's config and the run that resumes from it."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
@@ -16,18 +16,18 @@ from framework.schema.plural import counted
 
 ACCUMULATION, OPTIMIZER = "training.gradient_accumulation_steps", "training.optimizer"
 SIZES = {"training.per_device_train_batch_size", ACCUMULATION}
-"""Keys that go with the number of devices: their product with it is what a step learns from."""
+"""Keys that scale with the number of devices: their product with it gives the rows of a step."""
 
 _OTHERWISE = {
     Resume.ROUNDING: "the results differ by rounding",
-    Resume.STEERING: "the run would learn something else",
+    Resume.STEERING: "the training result would be another",
 }
 
 
 def resume_with(key: str) -> Resume | None:
-    """What a resumed run with another value of `key` does; None where no checkpoint can go on with it.
+    """Effect of another value of `key` on a resumed run; None if no run can resume with it.
 
-    A lever is what its row says, where its definition does not say more.
+    Taken from the key's definition, else from its lever's row.
     """
     row = next((row for row in LEVERS if row.key == key), None)
     if (said := resume_of(key)) is not None or row is None or not row.exact:
@@ -36,7 +36,7 @@ def resume_with(key: str) -> Resume | None:
 
 
 def check_allowed(allow: Sequence[str]) -> None:
-    """Raises RequestError for each word of `--allow` that lets nothing differ."""
+    """Raise RequestError for each key of `--allow` that does not exist or cannot be allowed to differ."""
     known = {key: found for key in every_key() if (found := resume_with(key))}
     takes = (*sorted({*(key for key, found in known.items() if found in _OTHERWISE), OPTIMIZER, *WHAT, *MODELS}),)
     problems = list[Problem]()
@@ -44,7 +44,7 @@ def check_allowed(allow: Sequence[str]) -> None:
         if word in takes or known.get(word) is Resume.FREE:
             continue
         if word in every_key():
-            problems.append(Problem("--allow", f"no checkpoint can go on with another {word}", None, ", ".join(takes)))
+            problems.append(Problem("--allow", f"no run can resume with another {word}", None, ", ".join(takes)))
         else:
             ends = next((key for key in takes if key.endswith(f".{word}")), None)
             nearest = ends or next(iter(get_close_matches(word, takes, 1)), None)
@@ -56,9 +56,10 @@ def check_allowed(allow: Sequence[str]) -> None:
 def check_resume(
     saved: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str], moved: Set[str] = frozenset()
 ) -> list[str]:
-    """One line for each free or allowed difference. `moved`: keys that say where a model lies which is what it was.
+    """Compare a checkpoint's config with the run's. Returns one line for each free or allowed difference. `moved` are
+    keys with the new path of an unchanged model.
 
-    Raises RequestError listing every difference that needs `--allow KEY`, or that no checkpoint can survive.
+    Raises RequestError listing every difference that needs `--allow KEY` or cannot be allowed.
     """
     lines = list[str]()
     known = _with_defaults(saved, TrainingConfig().model_dump(mode="json"))
@@ -66,7 +67,7 @@ def check_resume(
     is_cut_otherwise = known["gpu"]["count"] != config.gpu.count or _world(known) != config.batch.world
     free = {*moved, *(SIZES if is_cut_otherwise else ())}
     if _rows_of_step(known) == config.batch.global_size:
-        free.add(ACCUMULATION)  # it follows from the rows of a forward pass
+        free.add(ACCUMULATION)  # follows from the rows of a forward pass
     for key, before, now in _differences(known, config.model_dump(mode="json"), ""):
         change = f"was {before}, is now {now}"
         found = Resume.FREE if key in free else resume_with(key)
@@ -84,7 +85,7 @@ def check_resume(
 
 
 def _other_global_batch(known: Mapping[str, Any], config: TrainingConfig, allow: Sequence[str]) -> Iterator[Problem]:
-    """More or fewer devices cut a step into other parts, but it is to have the same rows."""
+    """Check that a step still has the same number of rows with more or fewer devices."""
     world, batch, rows = _world(known), config.batch, _rows_of_step(known)
     if world == batch.world or ACCUMULATION in allow:
         return
@@ -104,7 +105,7 @@ def _rows_of_step(known: Mapping[str, Any]) -> int:
 
 
 def _world(known: Mapping[str, Any]) -> int:
-    """Devices that had rows of their own, or groups of devices that shared rows or matrices."""
+    """Number of data-parallel ranks: devices, or groups of devices under context or tensor parallelism."""
     world: int = known["gpu"]["count"]
     if known["model"]["attn_implementation"] == Attention.RING_ATTENTION:
         world //= known["fsdp"]["context_parallel_size"] or world
@@ -118,7 +119,7 @@ def _counted(count: int, world: int) -> str:
 
 
 def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What an older version saved, with the defaults of the keys that it did not know: it ran without them."""
+    """An older version's config with defaults for the keys that it did not know."""
     filled = {**defaults, **saved}
     for name, default in defaults.items():
         if isinstance(default, Mapping) and isinstance(filled[name], Mapping):
@@ -127,7 +128,7 @@ def _with_defaults(saved: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 
 
 def _are_sections(value: Any) -> bool:
-    """Whether this is a list of sections, such as sources; one of an older version lacks keys, which were unset."""
+    """Whether this is a list of sections, such as sources, in which an older version lacks newer keys."""
     return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
 
 

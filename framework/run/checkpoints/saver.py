@@ -1,4 +1,4 @@
-"""The checkpoints of a run, from the step that they are of until they are complete."""
+"""Saving of a run's checkpoints: begun after a step, possibly completed during later ones."""
 
 import shutil
 import time
@@ -32,7 +32,7 @@ from framework.schema.config import TrainingConfig
 
 
 class SavedRun(Protocol):
-    """What a save reads of the run that is saved."""
+    """The parts of a run that a save reads."""
 
     config: TrainingConfig
     folder: RunFolder
@@ -55,7 +55,7 @@ class SavedRun(Protocol):
 
 
 class Saving:
-    """One checkpoint at a time: the main rank writes, or all ranks their parts. `saved` is the step of the last."""
+    """Saves one checkpoint at a time, on the main rank or as shards on all ranks. `saved` is the step of the last."""
 
     def __init__(self, session: SavedRun) -> None:
         self._session = session
@@ -64,35 +64,34 @@ class Saving:
         self._begun: int | None = None
         self._common = CommonSave(session.folder.path, session.coordinator, fallback=session.folder.fallback)
         self._split: Contents | None = None
-        """What the ranks write their parts of, until all of it is complete."""
-        self._said = set[str]()
+        """Sharded contents that are being written."""
+        self._printed = set[str]()
 
-    def meet(self) -> None:
-        """All ranks make the group in which they write during training, where they do."""
-        if self._session.assembly.is_in_parts and self.writer.beside:
+    def create_group(self) -> None:
+        """Create the process group for sharded writing during training, if needed; every rank must call this."""
+        if self._session.assembly.is_in_parts and self.writer.is_async:
             from framework.run.checkpoints.sharded import writers_group
 
             self._common = replace(self._common, group=writers_group())
 
     def attempt(self) -> str | None:
-        """Try before the first step what a save does; in words what that was, where sharded weights were part of it."""
+        """Test saving and exporting before the first step. Returns a description for sharded weights."""
         return self._common.attempt(self._session.assembly, self._session.inputs.tokenizer)
 
-    def save(self, beside: bool = False, is_last: bool = False) -> None:
-        """A checkpoint of the step just made, unless it is there already. It is complete when this returns; with
-        `beside`, where that was asked for, when this is called again; with `is_last`, after which no tensor of it may
-        be changed, when `finish` returns. Raises SaveFailed, also of the one before."""
+    def save(self, in_background: bool = False, is_last: bool = False) -> None:
+        """Save a checkpoint of the last step, unless there is one. It is complete on return; `in_background` (with
+        `training.async_save`) only at the next call; with `is_last`, after which no tensor may be changed, when
+        `finish` returns. Raises SaveFailed, also for the previous checkpoint."""
         self.finish()
-        goes_on = is_last and self._can_go_on()
+        is_overlapped = is_last and self._can_overlap()
         if self.saved != self._session.step:
-            self._begin(goes_on)
-        if not goes_on and not (beside and self.writer.beside):
+            self._begin(is_overlapped)
+        if not is_overlapped and not (in_background and self.writer.is_async):
             self.finish()
 
-    def _can_go_on(self) -> bool:
-        """Whether the last checkpoint can be written while what follows runs: an evaluation, for which averaged weights
-        take the place of the trained ones, perhaps the way back to the best ones, and an export, which needs as much
-        again at most of host memory and disk."""
+    def _can_overlap(self) -> bool:
+        """Whether the last checkpoint can be written during the final evaluation and export: neither may swap in
+        averaged weights or load the best ones, and host memory and disk must hold the state twice more."""
         assembly = self._session.assembly
         is_changed = is_averaged(assembly) or self._session.best.is_kept
         if assembly.ranks.world > 1 or is_changed:
@@ -102,19 +101,19 @@ class Saving:
         return room > 2 * sum(tensor.nbytes for tensor in held)
 
     def save_first(self) -> None:
-        """A checkpoint before the first step. Raises SaveFailed."""
+        """Save a checkpoint before the first step. Raises SaveFailed."""
         self._begin(is_last=False)
         self.finish()
 
     def note_best(self) -> None:
-        """Say in `best.json` which checkpoint is the best, once it is complete. Raises SaveFailed."""
+        """Name the best checkpoint in `best.json` once it is complete. Raises SaveFailed."""
         best, folder = self._session.best, self._session.folder
         if best.is_kept and best.step == self.saved:
             folder.write_json(FILE, {**best.to_json(), "checkpoint": checkpoint_name(self.saved)})
 
     def newest(self) -> int:
-        """The step of the newest complete checkpoint, when what is being written is there; 0 without any. For a rank
-        that has failed: it does not wait for the others."""
+        """Step of the newest complete checkpoint, after the current write has ended; 0 without any. Usable by a failed
+        rank, since it does not wait for the others."""
         self.writer.settle()
         found = self._session.folder.newest()
         return step_of(found) if found is not None else 0
@@ -136,8 +135,7 @@ class Saving:
         self._begun = session.step
 
     def finish(self) -> None:
-        """All ranks wait until the checkpoint that was begun is complete, outside of any collective. Raises
-        SaveFailed."""
+        """Wait on all ranks, outside of any collective, until the current checkpoint is complete. Raises SaveFailed."""
         if self._begun is not None:
             coordinator = self._session.coordinator
             with coordinator.phase(f"writing the checkpoint of step {self._begun}"):
@@ -168,7 +166,7 @@ class Saving:
             try:
                 self._save_in(contents, folder, parts)
             except SaveFailed as error:
-                if fallback is None or parts is not None:  # which all ranks write again
+                if fallback is None or parts is not None:  # shards are written again by all ranks
                     raise
                 try:
                     saved = self._save_in(contents, fallback, None)
@@ -181,11 +179,11 @@ class Saving:
         return save_checkpoint(folder, contents, keep, parts, self._say_once, best.step if best.is_kept else None)
 
     def _again(self, failure: str) -> str:
-        """The checkpoint that ranks could not write in parts, once more in the fallback. Returns why not; every rank
-        must call this."""
+        """Write a failed sharded checkpoint again into the fallback. Returns why that failed too; every rank must call
+        this."""
         contents = self._split
         assert contents is not None
-        self._failure()  # that of this rank, which the main one has told
+        self._failure()  # clears this rank's failure, which the main one has reported
 
         def save(fallback: Path, parts: Path) -> str:
             saved = self._save_in(contents, fallback, parts)
@@ -196,12 +194,12 @@ class Saving:
         return f"{failure}\n{second}" if second else ""
 
     def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             self._session.progress.say(text)
 
     def _failure(self) -> str:
-        """Why the checkpoint that was begun could not be written; empty where it was."""
+        """Wait for the current checkpoint. Returns why it could not be written; empty if it was."""
         try:
             self.writer.wait()
         except SaveFailed as error:
@@ -210,13 +208,13 @@ class Saving:
 
 
 _FAILED = "failed: "
-"""Before the reason, in what the main rank tells the others of what it has tried."""
+"""Prefix of a failure's reason in the main rank's answer to the others."""
 
 
 @dataclass(frozen=True)
 class CommonSave:
-    """Where ranks meet that each write a part. `group`: in which of torch's, where they write during training.
-    `fallback`: another folder, for what does not go into this one."""
+    """Sharded saving by all ranks. `group` is the process group for writing during training; `fallback` another run
+    folder for when this one cannot be written."""
 
     folder: Path
     coordinator: Coordinator
@@ -224,14 +222,14 @@ class CommonSave:
     fallback: Path | None = None
 
     def empty_parts(self, contents: Contents) -> Path | None:
-        """The folder that all ranks write their parts into, where each has one."""
+        """Create the folder for all ranks' shards; None if the contents are not sharded."""
         if not contents.is_split:
             return None
         return Path(self.coordinator.shared(f"parts/{contents.step}", partial(empty_parts, self.folder, self.fallback)))
 
     def write_again(self, contents: Contents, save: Callable[[Path, Path], str]) -> str:
-        """All parts once more, into the fallback, of which `save` then makes a checkpoint there. Returns why that
-        failed, on every rank; empty where it did not."""
+        """Write all shards again into the fallback, where `save` then completes the checkpoint. Returns on every rank
+        why that failed; empty if it did not."""
 
         def attempt(make: Callable[[], str]) -> str:
             try:
@@ -240,7 +238,7 @@ class CommonSave:
                 return f"{_FAILED}{error}"
 
         fallback = self.fallback
-        assert fallback is not None, "else there is no place for them"
+        assert fallback is not None, "without a fallback there is nowhere to write"
         made = self.coordinator.shared(
             f"parts elsewhere/{contents.step}", lambda: attempt(lambda: empty_parts(fallback))
         )
@@ -256,15 +254,14 @@ class CommonSave:
         return saved.removeprefix(_FAILED) if saved.startswith(_FAILED) else ""
 
     def write_parts(self, contents: Contents, parts: Path) -> None:
-        """This rank's part."""
+        """Write this rank's shards."""
         from framework.run.checkpoints.sharded import write_parts  # torch's part of it takes seconds to import
 
         write_parts(parts, contents.tensors, self.group)
 
     def attempt(self, assembly: Assembly, tokenizer: PreTrainedTokenizerBase) -> str | None:
-        """What is small of the export is written, sharded weights are gathered, or written and read back, and all is
-        thrown away before anything is trained on: a save that cannot work fails now. In words what was done of
-        the second."""
+        """Test an export and, for sharded weights, a checkpoint before training, so that a save that cannot work fails
+        now; everything written is deleted. Returns a description of the second, None if weights are not sharded."""
         with self.coordinator.phase("trying to export"):
             self.coordinator.shared("tried exporting", partial(try_export, assembly, tokenizer, self.folder / "final"))
         if not assembly.is_in_parts:
@@ -275,10 +272,10 @@ class CommonSave:
             if parts := self.empty_parts(contents):
                 self.write_parts(contents, parts)
                 self.coordinator.shared("tried saving", partial(tried_parts, parts, contents.tensors))
-        done = "every rank has written its part" if parts else "rank 0 has gathered all weights"
+        done = "every rank has written its shards" if parts else "rank 0 has gathered all weights"
         return f"{done}, in {time.perf_counter() - began:.1f} s"
 
 
 def random_states_of_others(coordinator: Coordinator, step: int) -> list[str]:
-    """For a checkpoint, the states of the generators of ranks 1, 2, ..."""
+    """Random states of ranks 1, 2, ... for a checkpoint."""
     return coordinator.gathered(f"random/{step}", dumped())[1:] if coordinator.ranks.world > 1 else []

@@ -1,8 +1,8 @@
-"""Checkpoints of sharded weights: every rank writes its own part and reads its own part, whatever part that is.
+"""Checkpoints of sharded weights: every rank writes and reads its own shards.
 
-The files are safetensors, written and read by torch.distributed.checkpoint, which finds the parts of each tensor by
-the offsets in their headers. So a run goes on with more or fewer ranks than saved it, with one, or sharded where it was
-not before. Parts are read on the host straight into their place: nothing is there twice on the device.
+The files are safetensors, written and read by torch.distributed.checkpoint, which locates the shards of each tensor by
+offsets in the headers. So a run can resume with more or fewer ranks, with one, or sharded differently. Shards are read
+on the host directly into place: the device never holds a tensor twice.
 """
 
 import json
@@ -40,14 +40,14 @@ from framework.build.assembly import Assembly
 from framework.build.ranks import whole
 from framework.errors import Problem, RequestError, SaveFailed
 from framework.run.checkpoints.optimizer_state import SEPARATOR, placed, renamed
-from framework.run.checkpoints.read_back import save_verified, told
+from framework.run.checkpoints.read_back import count_differing, save_verified
 from framework.run.ranks.coordinator import WAIT
 from framework.run.record.layout import PARTS
 from framework.run.state import trained_state
 
 
 def split_state(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and optimizer states by name, each as this rank's part of a whole; and the states that are numbers."""
+    """This rank's shards of weights and optimizer states by name, and the states that are numbers."""
     tensors, numbers = _weights(assembly), dict[str, Any]()
     for name, parameter in assembly.model.named_parameters():
         for key, value in assembly.optimizer.state.get(parameter, {}).items():
@@ -64,25 +64,24 @@ def _weights(assembly: Assembly) -> dict[str, Tensor]:
 
 
 def writers_group() -> ProcessGroup:
-    """A group for ranks that write during training, whose own collectives it must not meet; every rank must call this.
-
-    Waits there are in no step: they may last as long as a save."""
+    """Create a process group for writing during training, separate from training's collectives; every rank must call
+    this. Its timeout allows for waiting as long as a save takes."""
     group: ProcessGroup = dist.new_group(backend="gloo", timeout=WAIT)
     return group
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes the files that torch's own writes, but straight from the tensors, and reads them back.
+    """Writes the same files as torch's writer, but directly from the tensors, and reads them back.
 
-    torch's first makes the bytes of a whole file in memory, and holds Python's lock meanwhile (1.3 s for 512 MiB; one
-    core of a CPU, torch 2.13, 2026-11), so that a step next to it would stand still.
+    torch's writer first builds a whole file in memory while holding the GIL (1.3 s for 512 MiB; one CPU core, torch
+    2.13, 2026-11), which would block a concurrent training step.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, Tensor] = {}
         offsets: dict[str, Any] = {}
         for item in plan.items:
-            assert item.tensor_data is not None  # there are tensors alone
+            assert item.tensor_data is not None  # there are only tensors
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, Tensor)
             tensors[item.index.fqn] = tensor.detach().cpu().contiguous()
@@ -97,9 +96,9 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None) -> None:
-    """Write this rank's part next to those of the others, into an empty folder; every rank must call this.
+    """Write this rank's shards into a folder common to all ranks, empty before; every rank must call this.
 
-    `group`: where the ranks meet; None: where they train. Raises SaveFailed on every rank when one cannot write.
+    `group` is the process group to use; None is training's. Raises SaveFailed on every rank if one cannot write.
     """
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
     try:
@@ -110,7 +109,7 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup
 
 
 def verify_parts(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises SaveFailed unless the parts add up to the tensors that there are, by the headers of all files."""
+    """Raise SaveFailed unless the shards add up to `tensors`, judging by the headers of all files."""
     stored: dict[str, int] = dict.fromkeys(tensors, 0)
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -118,13 +117,13 @@ def verify_parts(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 stored[name] = stored.get(name, 0) + math.prod(opened.get_slice(name).get_shape())
     wrong = [name for name, count in stored.items() if name not in tensors or count != tensors[name].numel()]
     if wrong:
-        raise SaveFailed(f"{folder} does not read back as it was written: {told(wrong)}")
+        raise SaveFailed(f"{folder} does not read back as it was written: {count_differing(wrong)}")
 
 
 def load_parts(checkpoint: Path, assembly: Assembly, numbers: Mapping[str, Any]) -> None:
-    """Weights and states of any checkpoint into this rank's parts, or into a whole model.
+    """Load weights and states of any checkpoint into this rank's shards, or into an unsharded model.
 
-    Raises RequestError when it holds other tensors than the model that was built.
+    Raises RequestError if its tensors are not those of the built model.
     """
     folder = checkpoint / PARTS if (checkpoint / PARTS).exists() else checkpoint
     reader = HuggingFaceStorageReader(str(folder))
@@ -136,7 +135,7 @@ def load_parts(checkpoint: Path, assembly: Assembly, numbers: Mapping[str, Any])
     weights = _weights(assembly)
     wrong = [name for name in weights if name not in stored or stored[name].size != weights[name].shape]
     if wrong:
-        message = f"{checkpoint} holds another model: {told(wrong)}"
+        message = f"{checkpoint} holds another model: {count_differing(wrong)}"
         raise RequestError([Problem("--resume", message)])
     states = _empty_states(assembly, stored)
     named = dict(assembly.model.named_parameters())
@@ -151,7 +150,7 @@ def load_parts(checkpoint: Path, assembly: Assembly, numbers: Mapping[str, Any])
 
 
 def _empty_states(assembly: Assembly, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """Room for the states: like their parameter where they have its shape, else whole on every rank."""
+    """Empty tensors for the states: sharded like their parameter if they have its shape, else whole on every rank."""
     states: dict[str, Tensor] = {}
     for name, parameter in assembly.model.named_parameters():
         for path, item in stored.items():
@@ -171,8 +170,8 @@ def _part_of_state(assembly: Assembly, named: Mapping[str, Tensor], path: str, s
 
 
 def whole_on_host(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Each tensor gathered on the device, one after the other, and kept on the host of the rank that is to `keep` them,
-    in memory of its own; every rank must call this."""
+    """Gather one tensor after the other on the device, and copy them to host memory on the ranks with `keep`; every
+    rank must call this."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         gathered = whole(tensor)

@@ -1,7 +1,7 @@
-"""The final folder of a sharded model: gathered tensor by tensor, written file by file by the first rank.
+"""Export of a sharded model: gathered tensor by tensor, written file by file by the first rank.
 
-The whole model is in no rank's memory, but where transformers joins or renames tensors as it saves: there the first
-rank's host holds one copy.
+No rank holds the whole model, except if transformers joins or renames tensors when saving: then the first rank's host
+holds one copy.
 """
 
 import json
@@ -28,7 +28,7 @@ from framework.run.checkpoints.export import verify_folder, write_adapter, write
 from framework.run.checkpoints.read_back import verify_tensors
 
 LARGEST_FILE = "5GB"
-"""As the hub advises: what the first rank's host holds at a time."""
+"""Largest file, as the hub advises; the first rank's host holds one at a time."""
 
 
 def export_sharded(
@@ -38,11 +38,11 @@ def export_sharded(
     base: Mapping[str, Any] | None = None,
     fallback: Path | None = None,
 ) -> torch.dtype:
-    """Write model (or adapter) and tokenizer to `target`, complete or not at all; every rank must call this. `base` is
-    the record of what an adapter was trained on.
+    """Write model (or adapter) and tokenizer to `target`, completely or not at all; every rank must call this. `base`
+    is the record of an adapter's base.
 
-    Returns the dtype written. Raises SaveFailed on the first rank when the folder cannot be written, also where
-    `fallback` then could.
+    Returns the dtype written. Raises SaveFailed on the first rank if the folder cannot be written, even if writing to
+    `fallback` then succeeded.
     """
     take_average(assembly)
     failure = _written(assembly, tokenizer, target, base)
@@ -58,7 +58,7 @@ def export_sharded(
 def _written(
     assembly: Assembly, tokenizer: PreTrainedTokenizerBase, target: Path, base: Mapping[str, Any] | None
 ) -> str:
-    """Why the first rank could not write the export; empty where it could, and on the others, which give their part."""
+    """Write the export on the first rank with the others' help. Returns there why it failed; otherwise empty."""
     tensors, failure = _tensors(assembly), ""
     if assembly.ranks.is_main:
         try:
@@ -77,10 +77,10 @@ def _written(
 
 
 def _has_failed(assembly: Assembly, failure: str) -> bool:
-    """On every rank, whether the first has failed."""
-    told = torch.tensor(int(bool(failure)), device=assembly.place.device)
-    dist.broadcast(told, src=0)
-    return bool(told)
+    """Whether the first rank has failed, on every rank."""
+    has_failed = torch.tensor(int(bool(failure)), device=assembly.place.device)
+    dist.broadcast(has_failed, src=0)
+    return bool(has_failed)
 
 
 def _dtype(assembly: Assembly) -> torch.dtype:
@@ -88,7 +88,7 @@ def _dtype(assembly: Assembly) -> torch.dtype:
 
 
 def _parts(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
-    """What is exported, as it is held: parameters by name, and buffers that are saved."""
+    """Tensors to export, as they are held: parameters and persistent buffers by name."""
     if assembly.adapter is not None:
         from framework.build.adapters.adapter import adapter_state  # peft takes seconds to import
 
@@ -102,7 +102,7 @@ def _parts(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
-    """The same, each whole, on the host and in the dtype of the export; every rank must go through all of it."""
+    """The same tensors gathered, on the host and in the dtype of the export; every rank must iterate over all."""
     dtype = _dtype(assembly)
     for name, part in _parts(assembly):
         tensor = whole(part.detach())
@@ -129,7 +129,8 @@ def _write_model(assembly: Assembly, tensors: Iterator[tuple[str, Tensor]], fold
 
 
 def _write_files(tensors: Iterator[tuple[str, Tensor]], files: dict[str, list[str]], folder: Path) -> None:
-    """Each file as soon as all of its tensors are there: they come in the order in which they were shared out."""
+    """Write each file as soon as its tensors are complete; they arrive in the order in which they were assigned to
+    files."""
     waiting = {file: set(names) for file, names in files.items()}
     owner = {name: file for file, names in files.items() for name in names}
     held: dict[str, dict[str, Tensor]] = {file: {} for file in files}

@@ -1,4 +1,4 @@
-"""What a run has left behind, found and loaded again: a plain model, or an adapter with its base."""
+"""Finding and loading the trained model of a run or folder: a plain model, or an adapter with its base."""
 
 import contextlib
 import warnings
@@ -45,29 +45,29 @@ ADAPTER_FILE, CONFIG_FILE, MODEL_FILE = "adapter_config.json", "config.yaml", "c
 ADAPTER_WEIGHTS, PICKLED_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 TRUST = "--trust-remote-code"
 PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING")
-"""peft's names of adapters that are tokens before the row."""
+"""peft's names of adapters made of virtual tokens before the row."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The folder of a trained model or adapter, and the config of the run it came from, where that is known."""
+    """Folder of a trained model or adapter, and the config of its run if known."""
 
     folder: Path
     config: TrainingConfig | None
     trusts_code: bool = False
-    """Whether Python code that comes with the model, or its base, may run."""
+    """Whether Python code of the model or its base may run."""
     allows_other_base: bool = False
-    """Whether an adapter is put on another base than it was trained on."""
+    """Whether an adapter may be applied to another base than it was trained on."""
 
     @property
     def adapter_kind(self) -> str | None:
-        """peft's name of the kind of adapter; None for a plain model."""
+        """peft's name for the kind of adapter; None for a plain model."""
         file = self.folder / ADAPTER_FILE
         return str(_read(file).get("peft_type", "")) if file.exists() else None
 
     @property
     def task(self) -> Task:
-        """What it was trained for: as the run says, else as its files tell."""
+        """Task that it was trained for, from the run's config, else from the model's files."""
         if self.config is not None:
             return self.config.training.task
         if self.adapter_kind is not None:
@@ -87,7 +87,7 @@ class SavedModel:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that was saved with it. Raises RequestError."""
+        """Load the tokenizer saved with it. Raises RequestError."""
         return read_tokenizer_of(self.folder, "RUN", self.trusts_code)
 
 
@@ -96,10 +96,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def find_saved_model(source: Path, trusts_code: bool = False, allow: Sequence[str] = ()) -> SavedModel:
-    """What a run folder, or a folder with a model or an adapter, holds. `allow` may name `model.base`.
+    """Find the model in a run folder, or in a folder with a model or an adapter. `allow` may name `model.base`.
 
-    Raises RequestError saying what there is, with every file that is damaged, and where the run's model comes with code
-    that is not trusted.
+    Raises RequestError describing the folder if there is none, naming every damaged file, and if the run's model comes
+    with code that is not trusted.
     """
     if wrong := [word for word in allow if word != BASE]:
         raise RequestError([Problem("--allow", f"{word} may not differ here", None, BASE) for word in wrong])
@@ -117,7 +117,7 @@ def find_saved_model(source: Path, trusts_code: bool = False, allow: Sequence[st
 
 
 def code_that_runs(source: Path) -> list[str]:
-    """Which Python code the model of a run or folder, once trusted, runs: a sentence each. Raises RequestError."""
+    """Sentences naming the Python code that a trusted model of a run or folder would run. Raises RequestError."""
     saved_model = find_saved_model(source, trusts_code=True)
     if saved_model.config is None:
         return [remote_code(str(saved_model.folder), None)]
@@ -125,8 +125,7 @@ def code_that_runs(source: Path) -> list[str]:
 
 
 def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
-    """The config of the run that a folder is of: what a run exports and what is merged of it lie in its own folder. A
-    config in the folder above any other says nothing of it."""
+    """Config of the run that an export or merged folder belongs to. A config above any other folder does not count."""
     whole = folder.absolute()
     written = whole.parent / CONFIG_FILE
     is_export = whole.name in (FINAL, MERGED) or whole.name.startswith(UNFINISHED)
@@ -141,8 +140,8 @@ def _config_of(folder: Path, trusts_code: bool) -> TrainingConfig | None:
 
 
 def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
-    """A plain model of the task's class, in the dtype it was written in. Raises RequestError where a weight of it is
-    missing, damaged or left over."""
+    """Load a plain model of the task's class, in the dtype it was written in. Raises RequestError for a missing,
+    damaged or surplus weight."""
     folder = local_folder(name)
     if folder is not None:
         require_model(folder, "RUN")
@@ -155,12 +154,12 @@ def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
                 local_files_only=folder is not None or not hub_is_reachable(),
                 trust_remote_code=trusts_code,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told below, by name
+                ignore_mismatched_sizes=True,  # reported below, by name
                 use_safetensors=True,
             )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # transformers raises many kinds for what a config says
+    except Exception as error:  # transformers raises many kinds of errors for a bad config
         message = f"{name} does not load: {one_line(error)}"
         raise RequestError([Problem("RUN", message, expected=leave_to_run_code(error))]) from None
     if new := sort_unmatched(model, info, name, "RUN").new:
@@ -170,9 +169,9 @@ def load_plain(name: str, task: Task, trusts_code: bool) -> PreTrainedModel:
 
 
 def load_base(saved_model: SavedModel) -> tuple[PreTrainedModel, torch.dtype]:
-    """The weights that the adapter was trained on, as they were held then, and the dtype to write them in.
+    """Load the weights that the adapter was trained on, held as in training, and return them with the dtype to write.
 
-    Raises RequestError when the adapter does not say which these are, they do not load, or have changed since.
+    Raises RequestError if the adapter does not name them, they do not load, or have changed since.
     """
     with _as_run():
         return _found_base(saved_model)
@@ -180,7 +179,7 @@ def load_base(saved_model: SavedModel) -> tuple[PreTrainedModel, torch.dtype]:
 
 @contextlib.contextmanager
 def _as_run() -> Iterator[None]:
-    """What is found wrong with the base inside is said with the place that names it."""
+    """Add to problems with the base the place that names it."""
     try:
         yield
     except RequestError as error:
@@ -215,7 +214,7 @@ def _about(name: str, saved_model: SavedModel) -> TrainingConfig:
 
 
 def _require_same_base(saved_model: SavedModel, config: TrainingConfig, architecture: PretrainedConfig) -> None:
-    """Raises RequestError where `config.model` is not what the adapter was trained on, as far as that was recorded."""
+    """Raise RequestError if `config.model` is not the recorded base of the adapter."""
     _require_base(saved_model, config, lambda before: differences(before, read_base(config, architecture)))
 
 
@@ -234,8 +233,8 @@ def _require_base(saved_model: SavedModel, config: TrainingConfig, compare: Call
 
 
 def with_adapter(base: PreTrainedModel, saved_model: SavedModel) -> "PeftModel":
-    """The base with the adapter on it. Raises RequestError where it does not go there."""
-    if not (saved_model.folder / ADAPTER_WEIGHTS).exists():  # else peft looks for them on a hub
+    """Apply the adapter to the base. Raises RequestError if it does not fit."""
+    if not (saved_model.folder / ADAPTER_WEIGHTS).exists():  # otherwise peft looks for them on a hub
         is_pickled = (saved_model.folder / PICKLED_WEIGHTS).exists()
         message = f"{saved_model.folder} has no {ADAPTER_WEIGHTS}"
         message += f", and {PICKLED_WEIGHTS} is pickled, which is not read" if is_pickled else ""
@@ -250,8 +249,8 @@ def with_adapter(base: PreTrainedModel, saved_model: SavedModel) -> "PeftModel":
             adapted: PeftModel = PeftModel.from_pretrained(base, str(saved_model.folder))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # peft raises many kinds for what an adapter_config says
-        message = f"{saved_model.folder} does not go on its base: {one_line(error)}"
+    except Exception as error:  # peft raises many kinds of errors for a bad adapter_config
+        message = f"{saved_model.folder} does not fit its base: {one_line(error)}"
         raise RequestError([Problem("RUN", message)]) from None
     if (saved_model.folder / GENERATION_CONFIG_NAME).exists():
         base.generation_config = GenerationConfig.from_pretrained(str(saved_model.folder))
@@ -259,20 +258,20 @@ def with_adapter(base: PreTrainedModel, saved_model: SavedModel) -> "PeftModel":
 
 
 def load_model(saved_model: SavedModel) -> Any:
-    """Model, or base and adapter, to be asked: in evaluation mode, on the GPU where there is one."""
+    """Load the model, or base and adapter, for inference: in evaluation mode, on the GPU if there is one."""
     if saved_model.adapter_kind is None:
         model: Any = load_plain(str(saved_model.folder), saved_model.task, saved_model.trusts_code)
     else:
         model = with_adapter(load_base(saved_model)[0], saved_model)
     if is_quantized(model):
         keep_packing(model)
-    on_card = any(parameter.is_cuda for parameter in model.parameters())  # packed weights are there already
+    on_card = any(parameter.is_cuda for parameter in model.parameters())  # quantized weights are there already
     return (model if on_card or not torch.cuda.is_available() else model.to("cuda")).eval()
 
 
 def _base_of_run(config: TrainingConfig, saved_model: SavedModel) -> tuple[PreTrainedModel, torch.dtype]:
     config, architecture = settle(config)
-    stated = architecture.dtype  # building writes the training dtype over it
+    stated = architecture.dtype  # building overwrites it with the training dtype
     if (saved_model.folder / BASE_FOLDER).exists():
         about = _about(str(saved_model.folder / BASE_FOLDER), saved_model)
         _require_same_base(saved_model, about, architecture)
@@ -283,7 +282,7 @@ def _base_of_run(config: TrainingConfig, saved_model: SavedModel) -> tuple[PreTr
             pad_like(architecture, saved_model.tokenizer)
         is_too_large = config.model.offload_frozen_base is True
         place = real_place(torch.device("cuda" if torch.cuda.is_available() and not is_too_large else "cpu"))
-        seed_all(config.training.seed)  # random weights come out as they did for the run
+        seed_all(config.training.seed)  # random weights are the same as in the run
         autocast = autocast_dtype(config.training)
         model, _ = build_model(config, architecture, place, autocast)
         if not config.model.load_pretrained_weights:

@@ -1,8 +1,8 @@
-"""`--nproc`: one process a device, started and watched over by this one.
+"""`--nproc`: start and supervise one process per device.
 
-torch's own launcher gives ranks that it ends 30 seconds and then kills them, whatever they are about: a rank that saves
-because Ctrl-C was pressed would lose its checkpoint. It has no exit codes but its own, either. So the processes are
-ours; what they find in their environment is what torchrun gives, and how they meet is torch's.
+torch's own launcher kills ranks 30 seconds after asking them to end, so a rank that saves after Ctrl-C would lose its
+checkpoint, and it has its own exit codes. So the processes are started here, with the environment that torchrun sets
+and torch's rendezvous.
 """
 
 import json
@@ -35,19 +35,19 @@ from framework.schema.plural import counted
 from framework.text import to_yaml
 
 LOST = 4
-"""Exit code of a run one of whose ranks was killed: it has stopped by itself."""
+"""Exit code of a run one of whose ranks was killed: training stopped by itself."""
 _HOST = "127.0.0.1"
 _PAUSE = 0.1
 
 
 def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
-    """Train a decided config on `gpu.count` devices of this machine; the exit code of the run.
+    """Train on `gpu.count` devices of this machine and return the run's exit code.
 
-    Each rank runs `tunesmith train` with `options`. Raises RequestError and DoesNotFit for what can be refused before.
+    Each rank runs `tunesmith train` with `options`. Raises RequestError and DoesNotFit before any rank is started.
     """
     config = _possible(config, name, options)
     world = config.gpu.count
-    # made in this process, so that no other can take its port in between
+    # created in this process, so that no other can take its port in between
     store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
     coordinator = PrefixStore(FIRST, store)
     coordinator.set(LAUNCHER, "")
@@ -56,10 +56,10 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
         recipe.write_text(to_yaml(config))
         command = train_command(str(recipe), *options)
         ranks: list[subprocess.Popen[bytes]] = []
-        now("")  # the first rank says what is being done
+        now("")  # the first rank shows the activity
         with noted_signals() as noted:
             try:
-                for rank in range(world):  # in sessions of their own: a terminal's Ctrl-C reaches them through us alone
+                for rank in range(world):  # in separate sessions, so that a terminal's Ctrl-C is not sent twice
                     told = _environment(rank, world, store.port)
                     ranks.append(subprocess.Popen(command, env=told, start_new_session=True))
                 return _watched(ranks, coordinator, noted)
@@ -71,7 +71,7 @@ def launch(config: TrainingConfig, name: str, options: Sequence[str]) -> int:
 
 
 def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> TrainingConfig:
-    """The config without `auto`; whatever can be refused is refused here, once, before any rank is started."""
+    """The config with every `auto` decided. Everything that can be refused is refused here, before ranks start."""
     check_allowed([options[at + 1] for at, word in enumerate(options) if word == "--allow"])
     require_devices(config)
     decided = decide_or_refuse(config)
@@ -80,14 +80,14 @@ def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> Trai
     refuse_impossible(decided.config, devices="one")
     folder = open_folder(decided.config, name, "--resume" in options, "--overwrite" in options)
     plan = plan_in_subprocess(decided.config)
-    if not plan.fits and decided.config.training.on_oom is not OnOutOfMemory.SHRINK:  # which the first rank says
+    if not plan.fits and decided.config.training.on_oom is not OnOutOfMemory.SHRINK:  # else rank 0 warns
         raise DoesNotFit(f"{too_large(plan)} `tunesmith plan` shows every term; nothing was started.")
     require_capacity(plan, folder.path, decided.config.data.workers, decided.config.gpu.count, folder.fallback)
     return decided.config
 
 
 def require_devices(config: TrainingConfig) -> None:
-    """Raises RequestError when this machine has fewer cards than processes are to be started."""
+    """Raise RequestError if this machine has fewer cards than processes are to be started."""
     count = torch.cuda.device_count()
     if config.gpu.name != "cpu" and config.gpu.count > count:
         message = counted(config.gpu.count, "process is", "processes are")
@@ -96,11 +96,11 @@ def require_devices(config: TrainingConfig) -> None:
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun gives its processes. Its store, like ours, is kept by who starts them."""
+    """The environment that torchrun sets. Its store, like ours, is kept by the launching process."""
     threads = max(1, (os.cpu_count() or 1) // world)
     return {
         "OMP_NUM_THREADS": str(threads),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # what the store's clients say, with their frames, when this process is killed
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise store clients print stack frames when this process is killed
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -113,8 +113,8 @@ def _environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def _watched(ranks: Sequence["subprocess.Popen[bytes]"], coordinator: Store, noted: list[int]) -> int:
-    """Wait for all of them. When one fails the others follow within seconds. Signals go on to them; before all are
-    there to take them, when there is nothing to save either, KeyboardInterrupt is raised."""
+    """Wait for all ranks; when one fails the others end within seconds. Signals are forwarded; before all ranks can
+    handle them, when there is nothing to save either, KeyboardInterrupt is raised."""
     while any(process.poll() is None for process in ranks):
         if noted and not coordinator.check([f"{ALIVE}/{rank}" for rank in range(len(ranks))]):
             raise KeyboardInterrupt
@@ -131,9 +131,9 @@ def _watched(ranks: Sequence["subprocess.Popen[bytes]"], coordinator: Store, not
 
 
 def _ended(ranks: Sequence["subprocess.Popen[bytes]"], failed: int, coordinator: Store) -> int:
-    """Leave a note for a rank that was killed and let the others go. The run's exit code.
+    """Leave a note on behalf of a killed rank and wait for the others. Returns the run's exit code.
 
-    Raises TrainingStopped for ranks that were killed, since none of them can say so.
+    Raises TrainingStopped for killed ranks, since they cannot report it themselves.
     """
     code = ranks[failed].returncode
     mine = json.dumps({"rank": failed, "code": code if code > 0 else LOST})
@@ -146,7 +146,7 @@ def _ended(ranks: Sequence["subprocess.Popen[bytes]"], failed: int, coordinator:
         for rank, process in enumerate(ranks)
         if process.poll() is not None and process.returncode < 0
     ]
-    if code < 0 and note["rank"] == failed:  # so no rank has told of another failure
+    if code < 0 and note["rank"] == failed:  # so no rank has reported another failure
         raise TrainingStopped("; ".join(deaths))
     for death in deaths:
         print(f"error {death}", file=sys.stderr)
@@ -154,7 +154,7 @@ def _ended(ranks: Sequence["subprocess.Popen[bytes]"], failed: int, coordinator:
 
 
 def _death(number: int) -> str:
-    """What ended a process, in words."""
+    """Text for the signal that ended a process."""
     if number == signal.SIGKILL:
         return "was killed (SIGKILL), by a user or by the system when the host's memory ran out"
     return f"died of {signal.Signals(number).name}"

@@ -1,7 +1,7 @@
 """One run of a sweep, in the process that Hydra's launcher has chosen. Loads no torch.
 
-It is `tunesmith train` in a process of its own, so that its memory, its exit code and its end are its own. What became
-of it is a file in the sweep's folder.
+The run is `tunesmith train` in a child process, which isolates its memory, exit code and failures. Its result is a file
+in the sweep's folder.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from framework.run.record.layout import checkpoints, discard, replace_file
 
 INTERRUPTED = 130
 KILLED = 4
-"""Exit code of a run that a signal ended, or that its launcher lost."""
+"""Exit code of a run ended by a signal or lost by its launcher."""
 _WORST_FIRST = (INTERRUPTED, 1, 4, 3, 2, 0)
 _RESULTS = "results"
 _STOP = "interrupted"
@@ -37,7 +37,7 @@ _STOP = "interrupted"
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a run. Losses are the last ones of a run that is done; no `exit_code`: it was not begun."""
+    """Result of a run. Losses are the last ones of a finished run; `exit_code` None: it was not started."""
 
     number: int
     overrides: tuple[str, ...]
@@ -51,29 +51,29 @@ class Result:
 
     @property
     def value(self) -> float:
-        """What the sweep would like to be small: the loss on rows held out, else that of the last step."""
+        """The value to minimize: the held-out loss, else the loss of the last step."""
         loss = self.eval_loss if self.eval_loss is not None else self.loss
         return math.inf if loss is None else loss
 
 
 @dataclass(frozen=True)
 class SweptRun:
-    """What Hydra calls for each run of a sweep. It travels to other processes and machines, pickled."""
+    """The function that Hydra calls for each run of a sweep. It is pickled for other processes and machines."""
 
     recipe: str
     sweep: Sweep
     options: tuple[str, ...] = ()
-    """Of `train`, as typed."""
+    """Options of `train`, as typed."""
     nproc: int | None = None
     resume: bool = False
-    """Whether runs that have a checkpoint go on from it; the others start."""
+    """Whether runs with a checkpoint resume from it; others start from the beginning."""
     fail_fast: bool = False
     quiet: bool = False
 
     def __call__(self, job: Job) -> float:
-        """Make the run and keep its result. Returns `Result.value`; what goes wrong in the run raises nothing."""
+        """Run the job and store its result. Returns `Result.value`; a failed run raises nothing."""
         found = launched()
-        if found is not None and found.rank > 0:  # one of several tasks of one run: the first speaks for all
+        if found is not None and found.rank > 0:  # one of several tasks of one run: the first records the result
             return float(subprocess.run(self.command(job), check=False).returncode and math.inf)
         results = job.sweep / _RESULTS
         results.mkdir(parents=True, exist_ok=True)
@@ -86,33 +86,33 @@ class SweptRun:
         seconds = round(time.monotonic() - began, 1)
         return _keep(Result(*own, code, seconds, **(_read(job.folder) if code == 0 else {})), results)
 
-    def words(self, job: Job) -> list[str]:
-        """The words after the recipe that say this run to any process."""
+    def overrides(self, job: Job) -> list[str]:
+        """The overrides after the recipe that define this run."""
         words = [word for word in self.sweep.words_of(job) if not word.startswith("training.output_dir=")]
         return [*words, f"training.output_dir={quoted(str(job.folder))}"]
 
     def arguments(self, job: Job) -> list[str]:
-        """What follows `tunesmith train`."""
+        """The arguments of `tunesmith train`."""
         going_on = ["--resume"] if self.resume and has_checkpoint(job.folder) else []
         options = [*self.options, *(["--nproc", str(self.nproc)] if self.nproc else []), *going_on]
-        return [self.recipe, *self.words(job), *options]
+        return [self.recipe, *self.overrides(job), *options]
 
     def command(self, job: Job) -> list[str]:
-        """What is run."""
+        """The whole command line."""
         return train_command(*self.arguments(job))
 
     def _cards(self, job: Job) -> int:
-        """How many cards of this machine the run is for. It composes anew, since the machine is part of it."""
-        gpu = draft(self.recipe, self.words(job), self.nproc).config.gpu
+        """Number of this machine's cards that the run uses, from a fresh composition, which depends on the machine."""
+        gpu = draft(self.recipe, self.overrides(job), self.nproc).config.gpu
         return 0 if gpu.name == "cpu" else gpu.count
 
     def _is_over(self, sweep: Path) -> bool:
-        """Whether what became of other runs keeps this one from being begun."""
+        """Whether results of other runs keep this one from starting."""
         codes = {result.exit_code for result in results_of(sweep)}
         return INTERRUPTED in codes or is_stopped(sweep) or (self.fail_fast and bool(codes - {0, None}))
 
     def _run(self, job: Job, log: Path, environment: Mapping[str, str]) -> int:
-        """Its exit code. Each line that it prints goes to the log, and to stderr behind the run's number."""
+        """Run the command and return its exit code. Its lines go to the log, and to stderr with the run's number."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         discard(log)
         with (
@@ -138,43 +138,43 @@ def _waits(job: Job) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run can go on in this folder."""
+    """Whether a run can resume in this folder."""
     return bool(checkpoints(folder))
 
 
 def forget_results(sweep: Path) -> None:
-    """Remove what an earlier start of this sweep has noted about its runs. The runs stay as they are."""
+    """Remove the results that an earlier start of this sweep has stored. Its runs are kept."""
     for file in [*(sweep / _RESULTS).glob("*.json"), sweep / _RESULTS / _STOP]:
         file.unlink(missing_ok=True)
 
 
 def stop(sweep: Path) -> None:
-    """Let no further run of this sweep begin, wherever it would."""
+    """Keep further runs of this sweep from starting, on any machine."""
     (sweep / _RESULTS).mkdir(parents=True, exist_ok=True)
     (sweep / _RESULTS / _STOP).touch()
 
 
 def is_stopped(sweep: Path) -> bool:
-    """Whether no further run is to begin."""
+    """Whether no further run may start."""
     return (sweep / _RESULTS / _STOP).exists()
 
 
 def results_of(sweep: Path) -> list[Result]:
-    """What became of the runs so far, by number."""
+    """Results of the runs so far, by number."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in (sweep / _RESULTS).glob("*.json")]
     return sorted((Result(**values) for values in found), key=lambda result: result.number)
 
 
 def reason_of(sweep: Path, result: Result) -> str:
-    """The first error that a run has printed."""
+    """First error that a run printed."""
     file = sweep / _RESULTS / f"{result.number}.log"
     log = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-    said = (line.removeprefix("error ") for line in log.splitlines() if line.startswith("error "))
-    return next(said, f"exit code {result.exit_code}")
+    errors = (line.removeprefix("error ") for line in log.splitlines() if line.startswith("error "))
+    return next(errors, f"exit code {result.exit_code}")
 
 
 def worst(codes: Iterable[int | None]) -> int:
-    """The exit code of a sweep with runs of these."""
+    """Exit code of a sweep whose runs ended with `codes`."""
     found = set(codes)
     return next(code for code in _WORST_FIRST if code in found or code == 0)
 
@@ -185,7 +185,7 @@ def _keep(result: Result, results: Path) -> float:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The last figures in a run folder; none after a dry run, which makes no folder."""
+    """Last figures in a run folder; empty after a dry run, which creates no folder."""
     try:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         peak = json.loads((folder / "memory.json").read_text(encoding="utf-8"))["measured"]["allocated_bytes"]
@@ -201,10 +201,10 @@ _PAUSE = 1.0
 
 @contextlib.contextmanager
 def own_cards(count: int, waits: Callable[[], None]) -> Iterator[dict[str, str]]:
-    """Environment of a process that sees `count` cards which no other run of a sweep of this user has meanwhile.
+    """Reserve `count` cards that no other sweep run of this user has, and yield an environment with only them visible.
 
-    Waits until so many are free, and calls `waits` once if it has to. Empty where the machine has fewer (the run
-    itself says so) or cards in partitions. A lock goes when its process does, however that ends.
+    Waits until so many are free, and calls `waits` once if it has to. The environment is empty if the machine has
+    fewer (the run itself reports that) or partitioned cards. Locks end with their process, however that ends.
     """
     cards = installed_cards() if count else []
     if not count or len(cards) < count or any(card.is_partitioned for card in cards):
@@ -227,7 +227,7 @@ def own_cards(count: int, waits: Callable[[], None]) -> Iterator[dict[str, str]]
 
 
 def _lock(uuid: str, locks: contextlib.ExitStack) -> bool:
-    """Whether the card was free; it is then held until `locks` are left."""
+    """Try to lock a card. Returns whether it was free; the lock is then held until `locks` closes."""
     path = Path(tempfile.gettempdir()) / f"tunesmith-{os.getuid()}-{uuid}.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""When memory runs out: what is kept of the moment, and what the user is told."""
+"""Reports when memory runs out: the files kept for analysis, and the explanation for the user."""
 
 import contextlib
 import json
@@ -28,25 +28,25 @@ from framework.run.record.run_folder import SNAPSHOT
 from framework.schema.config import TrainingConfig
 
 HISTORY = 50_000
-"""Allocations and frees that a snapshot goes back: a few steps of a large model, some 10 MB."""
+"""Allocations and frees recorded in a snapshot: a few steps of a large model, some 10 MB."""
 FLOORS = 160
-"""Steps whose allocated floor is kept: three stairs of a leak that comes with each evaluation or epoch."""
+"""Steps whose allocated floor is kept: enough for three jumps of a leak at each evaluation or epoch."""
 SURE = 14
-"""Steps after which growth is told: a process that starts fills caches, and a warning must come within 20."""
+"""Steps before growth is reported: a new process fills caches first, and a warning must come within 20."""
 SOON = 20
-"""Steps to the end at which it is told again."""
+"""Steps before memory is full at which growth is reported again."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a run is, and what was predicted of it. `is_alone`: no other rank hangs while its end is explained."""
+    """A run and its plan. `is_alone`: no other rank waits while a failure is explained."""
 
     config: TrainingConfig
     plan: Plan
     is_alone: bool = True
 
     def with_savings(self, folder: Path | None) -> SavedPlan:
-        """The plan, and what each lever would save, found out now; kept in `folder` for who asks later."""
+        """The plan with the saving of each lever, computed now and stored in `folder` for `explain`."""
         document = self.plan.to_json()
         if self.is_alone:
             document["levers"] = lever_savings(self.config, self.plan)
@@ -58,7 +58,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Growth:
-    """What stays allocated grows, as found after `step`: memory is full at step `full_at` if it goes on."""
+    """Growth of the memory that stays allocated, found after `step`. At this rate memory is full at step `full_at`."""
 
     per_step: int
     step: int
@@ -66,14 +66,14 @@ class Growth:
 
     def __str__(self) -> str:
         return (
-            f"what stays allocated grows by {size(self.per_step)} a step: at this rate memory is full at step "
-            f"{self.full_at}. Something is kept from step to step, such as losses in a list with their graphs"
+            f"memory that stays allocated grows by {size(self.per_step)} per step: at this rate it is full at step "
+            f"{self.full_at}. Something is kept from step to step, such as a list of losses with their graphs"
         )
 
 
 @dataclass
 class Watch:
-    """What a run knows of its memory from one step to the next. `tokens` are those of each micro batch in hand."""
+    """A run's record of its memory across steps. `tokens` are those of each micro-batch of the current step."""
 
     meter: Meter
     step: int | None = None
@@ -81,21 +81,22 @@ class Watch:
     floors: deque[int] = field(default_factory=lambda: deque(maxlen=FLOORS))
     largest: int = 0
     micro_batch: int = 0
-    """Which micro batch of the step is in hand, from 1; 0 before the first."""
+    """Number of the current micro-batch, from 1; 0 before the first."""
     growth: Growth | None = None
-    """As it was told last."""
+    """Growth as last reported."""
 
     def begin(self, step: int | None, tokens: Sequence[int]) -> None:
-        """A step, or the trial before all, begins with micro batches of so many tokens, padding included."""
+        """Begin a step, or the trial before the first, with micro-batches of so many tokens, padding included."""
         self.step, self.tokens, self.micro_batch = step, tokens, 0
 
     def observe(self, phase: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self.meter.observe(phase)
         self.micro_batch += phase == "forward"
 
     def end(self) -> Growth | None:
-        """The step is done: note what stays allocated, and tell once that it grows, once more when the end is near."""
+        """End the step and record what stays allocated. Returns growth once when found, and again when memory is nearly
+        full."""
         self.floors.append(held_bytes(self.meter.place))
         self.largest = max(self.largest, *self.tokens)
         per_step = growth_per_step(tuple(self.floors)) if len(self.floors) > SURE else None
@@ -108,24 +109,24 @@ class Watch:
         return found if is_news else None
 
     def document(self) -> dict[str, Any]:
-        """What `memory.json` says of the floor: what stayed allocated after each of the last steps, and growth."""
+        """The part of `memory.json` about the floor: bytes allocated after each of the last steps, and growth."""
         growth = asdict(self.growth) if self.growth is not None else None
         return {"floors": {"last_step": self.step, "bytes": list(self.floors)}, "growth": growth}
 
     def circumstances(self) -> Circumstances:
-        """What is known at this moment."""
+        """Circumstances of this moment, for an explanation."""
         phase = self.meter.phase if self.meter.phase in PHASES else None
         batch = max(self.tokens, default=0) if phase in ("forward", "loss", "backward") else 0
         return Circumstances(phase, self.step, tuple(self.floors), batch or None, self.largest or None)
 
 
 def held_bytes(place: Place) -> int:
-    """What is allocated now: on the card, or on the CPU the process's resident memory."""
+    """Bytes allocated on the card now, or on the CPU the process's resident memory."""
     return torch.cuda.memory_allocated(place.device) if place.kind == "cuda" else resident_bytes()
 
 
 def headroom_bytes(meter: Meter) -> int:
-    """What can still be taken at the moment of a step that needs most: of the card, or of the host's memory."""
+    """Bytes still available at the peak of a step, on the card or in the host's memory."""
     if meter.place.kind != "cuda":
         return available_host_bytes()
     free, _ = torch.cuda.mem_get_info(meter.place.device)
@@ -133,7 +134,7 @@ def headroom_bytes(meter: Meter) -> int:
 
 
 def is_memory_failure(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out, the card's or the host's."""
+    """Whether an exception means that the card's or the host's memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and is_out_of_memory(f"RuntimeError: {error}")
@@ -141,10 +142,10 @@ def is_memory_failure(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def recorded_memory(place: Place) -> Iterator[None]:
-    """Have the allocator remember its latest events, so that a snapshot shows how memory filled up.
+    """Record the allocator's latest events within the block, so that a snapshot shows how memory filled up.
 
-    Without stack traces: they cost time at every allocation, and Python's, together with checkpointing and compiled
-    blocks, have ended a run (torch 2.11, an H100: "SystemError: ... returned NULL").
+    Without stack traces: they cost time at every allocation, and Python traces combined with checkpointing and compiled
+    blocks have crashed a run (torch 2.11, an H100: "SystemError: ... returned NULL").
     """
     if place.kind != "cuda":
         yield
@@ -159,9 +160,8 @@ def recorded_memory(place: Place) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained_failures(watch: Watch, planned: PlannedRun | None, folder: Path | None) -> Iterator[None]:
-    """Within the block, memory that runs out is reported, kept in `folder` (None: there is none yet) and explained.
-
-    Raises OutOfMemory in its place.
+    """Turn an out-of-memory error within the block into OutOfMemory with an explanation, and store reports in `folder`
+    (None: there is no folder yet).
     """
     try:
         yield
@@ -178,14 +178,14 @@ def explained_failures(watch: Watch, planned: PlannedRun | None, folder: Path | 
 def explained(
     text: str, circumstances: Circumstances, planned: PlannedRun | None, folder: Path | None, more: Sequence[str]
 ) -> OutOfMemory:
-    """The failure with its explanation, which may take a minute, and `more` lines."""
+    """The error with its explanation, which may take a minute, and `more` lines."""
     plan = planned.with_savings(folder) if planned is not None else None
     lines = explanation_lines(explain_evidence(Evidence(text, circumstances, plan)))
     return OutOfMemory("\n".join([*lines, *more]))
 
 
 def keep_moment(text: str, circumstances: Circumstances, place: Place, folder: Path) -> list[str]:
-    """Write what is left of the moment; names of the files. A disk that is full must not hide the failure itself."""
+    """Write reports of the failure and return their file names. A full disk must not hide the failure itself."""
     summary = torch.cuda.memory_summary(place.device) if place.kind == "cuda" else ""
     kept = []
     with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""Memory that runs out in a step: what the step did is undone, and it is made again in smaller micro batches.
+"""Out of memory in a step: the step is undone and retried with smaller micro-batches.
 
-`training.on_oom: shrink` does so as often as there is something to halve; `stop` undoes the step and saves what was
-learnt until then. The rows of a step and their order depend on the global batch alone, so no step is lost.
+`training.on_oom: shrink` repeats this while a size can be halved; `stop` undoes the step and saves the state before it.
+The rows of a step and their order depend on the global batch only, so no step is lost.
 
-Of several ranks that hold copies any may run out. Each tells the others so before they next do something together, and
-at the end of every try (`Ranks.check_in`): all of them undo what they did, and go on with the same smaller size.
+With data parallelism any rank may run out. It reports that before the next collective and at the end of every attempt
+(`Ranks.check_in`): all ranks undo the step and retry with the same smaller size.
 """
 
 import json
@@ -39,24 +39,24 @@ EVAL: Size = "training.per_device_eval_batch_size"
 
 
 def shrinks(config: TrainingConfig) -> bool:
-    """Whether the run goes on after memory has run out."""
+    """Whether the run continues after running out of memory."""
     return config.training.on_oom is OnOutOfMemory.SHRINK
 
 
 def size_of(config: TrainingConfig, key: str) -> int:
-    """The rows of a batch of this kind."""
+    """Rows of a batch of this kind."""
     return int(getattr(config.training, key.removeprefix("training.")))
 
 
 def next_size(config: TrainingConfig, key: str) -> int | None:
-    """Half the rows, or less where that would not divide the global batch; None when there is one row."""
+    """Half the rows, or less if that does not divide the global batch; None for one row."""
     rows = size_of(config, key)
     of_a_step = config.batch.per_device * config.batch.accumulation if key == TRAIN else 0
     return next((size for size in range(rows // 2, 0, -1) if of_a_step % size == 0), None)
 
 
 def shrunk(config: TrainingConfig, repair: Repair) -> TrainingConfig:
-    """The config with the smaller size, and with as many more micro batches a step."""
+    """The config with the smaller size and correspondingly more micro-batches per step."""
     training = config.training
     changes = {repair.key.removeprefix("training."): repair.after}
     if repair.key == TRAIN and (training.global_batch_size is None or training.gradient_accumulation_steps):
@@ -67,9 +67,9 @@ def shrunk(config: TrainingConfig, repair: Repair) -> TrainingConfig:
 def remembered(
     config: TrainingConfig, saved: Sequence[Mapping[str, Any]], allow: Sequence[str]
 ) -> tuple[TrainingConfig, list[Repair]]:
-    """The config of a resumed run with the sizes that it had shrunk to, and all repairs of the checkpoint.
+    """The config of a resumed run with the sizes it had shrunk to, and all repairs of the checkpoint.
 
-    A size that was written anew, or that `--allow` lets differ, stays as it is asked for.
+    A size that the request changes or `--allow` names is used as requested.
     """
     repairs = [Repair(**repair) for repair in saved]
     for repair in repairs:
@@ -79,7 +79,7 @@ def remembered(
 
 
 class RetriedRun(Protocol):
-    """What undoing and repeating a step needs of the run: what it holds, and what it does."""
+    """The parts of a run that undoing and retrying a step needs."""
 
     config: TrainingConfig
     folder: RunFolder
@@ -120,42 +120,43 @@ class RetriedRun(Protocol):
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one rank says of a try that failed on some. `text` is its own failure; None where memory sufficed."""
+class RankReport:
+    """One rank's report on an attempt that failed on some. `text` is its own error; None if its memory sufficed."""
 
     text: str | None
     can_be_undone: bool
     host: str
     phase: str
     in_hand: str
-    """The rows of the micro batch, in words; empty between two."""
+    """The micro-batch's rows, as text."""
     known: Circumstances
 
     def dumped(self) -> str:
         return json.dumps(asdict(self))
 
 
-def _parsed(text: str) -> Said:
+def _parsed(text: str) -> RankReport:
     document = json.loads(text)
     known: dict[str, Any] = document.pop("known")
     floors, repairs = tuple(known.pop("floors")), tuple(Repair(**repair) for repair in known.pop("repairs"))
-    return Said(**document, known=Circumstances(**known, floors=floors, repairs=repairs))
+    return RankReport(**document, known=Circumstances(**known, floors=floors, repairs=repairs))
 
 
 class Failure:
-    """A failed try as all ranks see it: of the first that ran out of memory, and what all of them do about it.
+    """A failed attempt as all ranks see it: the first rank that ran out of memory, and what all of them do next.
 
-    Made while the memory is still full, which a snapshot shows. `repair` is None when the run ends here.
+    Created while the memory is still full, as a snapshot shows. `repair` is None if the run ends here.
     """
 
     def __init__(self, session: RetriedRun, key: str, attempt: Attempt, error: BaseException) -> None:
         ranks, config = session.coordinator.ranks, session.config
         self._session, self._number = session, len(session.repairs)
-        said = [_say(session, attempt, error)]
+        reports = [_report(session, attempt, error)]
         if ranks.checks_in:
-            said = [_parsed(text) for text in session.coordinator.gathered(f"failed/{self._number}", said[0].dumped())]
-        first = next(number for number, one in enumerate(said) if one.text is not None)
-        self.first, self.can_be_undone = said[first], all(one.can_be_undone for one in said)
+            texts = session.coordinator.gathered(f"failed/{self._number}", reports[0].dumped())
+            reports = [_parsed(text) for text in texts]
+        first = next(number for number, one in enumerate(reports) if one.text is not None)
+        self.first, self.can_be_undone = reports[first], all(one.can_be_undone for one in reports)
         self.where = f"rank {first} of {ranks.world} ({self.first.host})" if ranks.checks_in else ""
         smaller = next_size(config, key) if shrinks(config) and self.can_be_undone else None
         step, before = self.first.known.step or 0, size_of(config, key)
@@ -165,7 +166,7 @@ class Failure:
         self._kept = self._keep(first)
 
     def _keep(self, first: int) -> list[str]:
-        """Have the rank that failed keep its moment in the run folder; names of the files."""
+        """Let the failed rank write its reports into the run folder. Returns the file names."""
         session, ranks = self._session, self._session.coordinator.ranks
         kept: list[str] = []
         if not ranks.checks_in or ranks.rank == first:
@@ -173,50 +174,48 @@ class Failure:
             kept = keep_moment(text, self.circumstances, place, session.folder.path)
         if not ranks.checks_in:
             return kept
-        told: list[str] = json.loads(session.coordinator.gathered(f"kept/{self._number}", json.dumps(kept))[first])
-        return told
+        names: list[str] = json.loads(session.coordinator.gathered(f"kept/{self._number}", json.dumps(kept))[first])
+        return names
 
     def ended(self, repaired: bool) -> OutOfMemory:
-        """The error that ends the run on every rank; what was learnt is saved first where it is whole."""
+        """Save the last complete step if possible, and return the error that ends the run on every rank."""
         session, known = self._session, self.circumstances
         if repaired:
-            session.plan_again()  # so that what is proposed is compared with the size that failed
+            session.plan_again()  # so that proposals are compared with the size that failed
         lines = [f"memory ran out on {self.where}"] if self.where else []
-        lines += _what_was_in_hand(session, self.first) if self.can_be_undone else []
+        lines += _why_not_smaller(session, self.first) if self.can_be_undone else []
         lines.append(_saved(session, self.can_be_undone))
         folder = session.folder.path
         if self._kept:
             lines.append(f"kept in {folder}: {', '.join(self._kept)}; `tunesmith explain {folder}` says this again")
         session.write_memory()
 
-        is_told_once = session.coordinator.ranks.checks_in  # by the first rank, for which the others wait
-        is_alone = is_told_once or session.coordinator.ranks.world == 1
+        is_shared = session.coordinator.ranks.checks_in  # the first rank explains, the others wait for it
+        is_alone = is_shared or session.coordinator.ranks.world == 1
         planned = PlannedRun(session.config, session.plan, is_alone) if session.plan is not None else None
 
         def explain() -> str:
             return str(explained(self.first.text or "", known, planned, folder, lines))
 
-        return OutOfMemory(
-            session.coordinator.shared(f"explained/{self._number}", explain) if is_told_once else explain()
-        )
+        return OutOfMemory(session.coordinator.shared(f"explained/{self._number}", explain) if is_shared else explain())
 
 
-def _say(session: RetriedRun, attempt: Attempt, error: BaseException) -> Said:
+def _report(session: RetriedRun, attempt: Attempt, error: BaseException) -> RankReport:
     known = session.watch.circumstances()
     text = "".join(traceback.format_exception(error)) if is_memory_failure(error) else None
     is_last = next_size(session.config, TRAIN) is None
     in_hand = f"row {rows}" if is_last and (rows := session.rows_in_hand()) else "the longest row"
     phase = known.phase or session.meter.phase
-    return Said(text, attempt.can_be_undone, socket.gethostname(), phase, in_hand, known)
+    return RankReport(text, attempt.can_be_undone, socket.gethostname(), phase, in_hand, known)
 
 
-def _what_was_in_hand(session: RetriedRun, said: Said) -> Iterator[str]:
-    """The rows of the micro batch that failed, by number and length, when it could not be made smaller."""
-    config, known = session.config, said.known
+def _why_not_smaller(session: RetriedRun, report: RankReport) -> Iterator[str]:
+    """Lines on why the failed micro-batch was not made smaller, with its rows and their length."""
+    config, known = session.config, report.known
     exchanges = config.fsdp.is_sharded or config.sharing > 1
     if not shrinks(config):
         if known.phase != "eval" and next_size(config, TRAIN) is not None and not exchanges:
-            yield "training.on_oom=shrink would halve the micro batch and go on"
+            yield "training.on_oom=shrink would halve the micro-batch and continue"
         return
     if known.phase not in ("forward", "loss", "backward"):
         return
@@ -224,29 +223,29 @@ def _what_was_in_hand(session: RetriedRun, said: Said) -> Iterator[str]:
         data = session.inputs.data
         longest = int(data.train.lengths.max()) if data.stream is None else config.longest
         yield (
-            f"nothing is left to halve: the micro batch is 1 {'pack' if config.data.packing else 'row'} "
-            f"({said.in_hand}, {counted(known.batch or 0, 'token')}); the longest of all has {longest:,}"
+            f"nothing is left to halve: the micro-batch is 1 {'pack' if config.data.packing else 'row'} "
+            f"({report.in_hand}, {counted(known.batch or 0, 'token')}); the longest of all has {longest:,}"
         )
 
 
 def _saved(session: RetriedRun, can_be_undone: bool) -> str:
-    """Save the last whole step, and say what there is to go on from."""
+    """Save the last complete step, and name the state to resume from."""
     config, ranks = session.config, session.coordinator.ranks
     if not can_be_undone:
-        return f"an update that was under way cannot be undone: there is {_newest(session)} to go on from"
+        return f"an update in progress cannot be undone: there is {_newest(session)} to resume from"
     if not session.step:
         return "no step was made: there is nothing to save"
-    if ranks.world > 1 and not ranks.checks_in:  # the others wait in the middle of a step, not to save
+    if ranks.world > 1 and not ranks.checks_in:  # the others wait in the middle of a step, not for a save
         if config.fsdp.is_sharded or config.sharing > 1:
-            why = "the ranks exchange parts in every layer, and the others wait for this one there: all of them stop"
+            why = "the ranks communicate in every layer, and the others wait for this one there: all of them stop"
         else:
             why = "one rank cannot save for all"
-        return f"{why}; there is {_newest(session)} to go on from"
+        return f"{why}; there is {_newest(session)} to resume from"
     try:
         session.save()
     except SaveFailed as error:
         return f"the state could not be saved: {error}"
-    return f"the state after step {session.step} is saved; go on with --resume"
+    return f"the state after step {session.step} is saved; continue with --resume"
 
 
 def _newest(session: RetriedRun) -> str:
@@ -255,10 +254,10 @@ def _newest(session: RetriedRun) -> str:
 
 
 def attempts(session: RetriedRun, key: Size) -> Iterator["RetriedAttempt"]:
-    """`for attempt in tries(..): with attempt as way_back: ...` does something until memory suffices for it.
+    """Repeat something until memory suffices: `for attempt in attempts(..): with attempt as state: ...`.
 
-    Each time it does not, that is told and undone, and `key` is smaller for the next try. Raises OutOfMemory, after
-    saving what was learnt, when that was not asked for, nothing is left to halve, or what was done cannot be undone.
+    After each failure the attempt is undone and `key` gets smaller for the next one. Raises OutOfMemory, after saving,
+    if shrinking was not asked for, nothing is left to halve, or the attempt cannot be undone.
     """
     repaired = False
     while True:
@@ -272,15 +271,15 @@ def attempts(session: RetriedRun, key: Size) -> Iterator["RetriedAttempt"]:
 
 
 class RetriedAttempt:
-    """One try, as a context whose value is the way back from it. It succeeds on all ranks or on none."""
+    """One attempt, as a context whose value can undo it. It succeeds on all ranks or on none."""
 
     def __init__(self, session: RetriedRun, key: Size, repaired: bool) -> None:
         self._session, self._key, self._repaired = session, key, repaired
-        self._way_back = Attempt(session.assembly, shrinks(session.config) and not session.has_stepped)
+        self._undo_state = Attempt(session.assembly, shrinks(session.config) and not session.has_stepped)
         self.succeeded = False
 
     def __enter__(self) -> Attempt:
-        return self._way_back
+        return self._undo_state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -289,19 +288,19 @@ class RetriedAttempt:
         self.succeeded = found is None
         if found is None or not (isinstance(found, OutOfMemoryElsewhere) or _is_own(found)):
             return False
-        self._session.settle()  # the step before this one was made
-        failure = Failure(self._session, self._key, self._way_back, found)
+        self._session.settle()  # the previous step is complete
+        failure = Failure(self._session, self._key, self._undo_state, found)
         release(found)
         if failure.can_be_undone:
-            self._way_back.undo()
+            self._undo_state.undo()
         if failure.repair is None:
             raise failure.ended(self._repaired) from None
         self._session.shrink(failure.repair, failure.where)
         return True
 
     def _found(self, error: BaseException | None) -> BaseException | None:
-        """What went wrong on this rank, or else on another, when each has told the others."""
-        if isinstance(error, OutOfMemoryElsewhere):  # which has just been told
+        """The error of this rank, or else of another one, after all ranks have checked in."""
+        if isinstance(error, OutOfMemoryElsewhere):  # already exchanged
             return error
         ranks = self._session.coordinator.ranks
         try:
@@ -315,5 +314,5 @@ class RetriedAttempt:
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether memory ran out in what this rank did by itself: an exchange that failed cannot be undone by one side."""
+    """Whether memory ran out in this rank's own work: a failed collective cannot be undone by one side."""
     return is_memory_failure(error) and not isinstance(error, DistError)

@@ -67,7 +67,7 @@ def test_what_is_written_beside_steps_is_byte_for_byte_what_is_written_before_th
     """Twice, since the second save takes the copies' memory of the first."""
     training = {"optimizer": optimizer, "lr_scheduler_type": "constant", **sections.get("training", {})}
     assembly = tiny_assembly(tiny_config(architecture, **{**sections, "training": training}))
-    writer, stepped = Writer(beside=True), threading.Event()
+    writer, stepped = Writer(is_async=True), threading.Event()
 
     def write(contents):
         assert stepped.wait(30)  # until the weights are others
@@ -92,7 +92,7 @@ def test_copies_that_are_none_are_found(monkeypatch):
     assembly = tiny_assembly(tiny_config())
     monkeypatch.setattr(Writer, "_copied", lambda self, contents: contents)
     with pytest.raises(VerificationFailed, match=r"training would change model\.embed_tokens\.weight"):
-        Writer(beside=True).begin(contents_of(assembly, 1), lambda contents: None, live(assembly))
+        Writer(is_async=True).begin(contents_of(assembly, 1), lambda contents: None, live(assembly))
 
 
 def test_a_second_interrupt_does_not_wait_for_the_writer_and_an_error_does():
@@ -102,7 +102,7 @@ def test_a_second_interrupt_does_not_wait_for_the_writer_and_an_error_does():
         released.wait(30)
         written.set()
 
-    writer = Writer(beside=True)
+    writer = Writer(is_async=True)
     writer.begin(contents_of(tiny_assembly(tiny_config()), 1), write, ())
     with pytest.raises(KeyboardInterrupt), writer:
         raise KeyboardInterrupt
@@ -238,7 +238,7 @@ def test_memory_that_runs_out_waits_for_the_writer_and_names_its_checkpoint(corp
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(session_module.Session, "observe", fail)
-    with pytest.raises(OutOfMemory, match="there is the checkpoint of step 4 to go on from"):
+    with pytest.raises(OutOfMemory, match="there is the checkpoint of step 4 to resume from"):
         train(config(corpus, tmp_path / "run", training=BESIDE))
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000004"]
 

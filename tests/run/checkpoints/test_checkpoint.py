@@ -323,7 +323,7 @@ def test_a_damaged_checkpoint_is_named_and_what_to_do(tmp_path, name, damage):
         load_checkpoint(saved, assembly)
     (problem,) = caught.value.problems
     assert problem.message.startswith(f"{saved / name} ")
-    assert problem.expected == f"delete {saved}: --resume then goes on from step-00000001"
+    assert problem.expected == f"delete {saved}: --resume then continues from step-00000001"
     assert all(map(torch.equal, before, assembly.model.parameters()))
     shutil.rmtree(saved)
     assert load_checkpoint(older, assembly) == 1

@@ -92,6 +92,6 @@ def test_one_that_fails_meanwhile_is_told_with_the_export_that_there_is(corpus, 
         train(config(corpus, tmp_path / "run", training=PLAIN))
     final = tmp_path / "run" / "final"
     assert str(told.value) == (
-        f"the disk is on fire.\nThe weights after step 2 are exported: {final}; there is no checkpoint to go on from"
+        f"the disk is on fire.\nThe weights after step 2 are exported: {final}; there is no checkpoint to resume from"
     )
     assert (final / "config.json").exists()

@@ -74,7 +74,7 @@ def test_as_many_devices_in_other_groups_cut_a_step_otherwise() -> None:
     [
         ("per_device_train_batch_size", "no key", "training.per_device_train_batch_size"),
         ("training.max_step", "no key", "training.max_steps"),
-        ("model.model_name", "no checkpoint can go on with another model.model_name", None),
+        ("model.model_name", "no run can resume with another model.model_name", None),
     ],
 )
 def test_what_allow_cannot_allow_is_told(word: str, said: str, nearest: str | None) -> None:

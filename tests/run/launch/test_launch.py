@@ -136,7 +136,7 @@ def test_a_rank_that_is_killed_is_named_and_ctrl_c_saves(number, code, write, co
     assert time.monotonic() - begun < 30
     assert ("rank 1 was killed (SIGKILL)" in error) == (number == signal.SIGKILL)
     assert error.splitlines()[-1].startswith("stopped after step") == (number == signal.SIGINT)
-    assert ("go on with --resume" in error) == (number == signal.SIGINT)
+    assert ("continue with --resume" in error) == (number == signal.SIGINT)
     newest = max(saved.parent.glob("step-????????"))
     assert (newest / "random-00001.json").exists()
 

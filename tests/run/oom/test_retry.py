@@ -224,9 +224,9 @@ def test_a_later_update_cannot_be_undone_and_says_so(corpus, tmp_path, failing):
     counted = failing({})
     run(corpus, tmp_path / "counted", steps=3)
     failing({3: [counted[3].seen - 2]})
-    with pytest.raises(OutOfMemory, match="an update that was under way cannot be undone") as raised:
+    with pytest.raises(OutOfMemory, match="an update in progress cannot be undone") as raised:
         run(corpus, tmp_path / "run", steps=3, training={"save_steps": 2})
-    assert "the checkpoint of step 2 to go on from" in str(raised.value)
+    assert "the checkpoint of step 2 to resume from" in str(raised.value)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     failing({})
     made = config(corpus, tmp_path / "run", training={**SHRINK, "max_steps": 3, "save_steps": 2})
@@ -241,9 +241,9 @@ def test_at_one_row_the_state_is_saved_and_the_row_is_named(corpus, tmp_path, fa
         run(corpus, tmp_path / "run", steps=4, training=one)
     said = str(raised.value)
     assert raised.value.exit_code == 4
-    assert "nothing is left to halve: the micro batch is 1 row (row [" in said
+    assert "nothing is left to halve: the micro-batch is 1 row (row [" in said
     assert "the longest of all has" in said
-    assert "the state after step 2 is saved; go on with --resume" in said
+    assert "the state after step 2 is saved; continue with --resume" in said
     assert "overrides to paste" in said
     failing({})
     made = config(corpus, tmp_path / "run", training={**SHRINK, "max_steps": 4, **one})

@@ -249,8 +249,8 @@ def test_at_one_row_all_save_and_one_speaks(folder, gone):
     assert [rank.code for rank in gone] == [4, 4], gone
     first, second = (rank.err for rank in gone)
     assert "memory ran out on rank 1 of 2" in first
-    assert "nothing is left to halve: the micro batch is 1 row (row [" in first
-    assert "the state after step 2 is saved; go on with --resume" in first
+    assert "nothing is left to halve: the micro-batch is 1 row (row [" in first
+    assert "the state after step 2 is saved; continue with --resume" in first
     assert "overrides to paste" in first
     assert "memory" not in second
     [report] = (folder / "ended").glob("oom*.txt")  # named by its step once the run has gone on
@@ -270,7 +270,7 @@ def test_ranks_that_hold_parts_all_stop_and_say_so(corpus, folder):  # noqa: F81
     assert [rank.code for rank in both] == [4, 4], both
     assert time.monotonic() - begun < 60
     assert "rank 1 of 2" in both[1].err
-    assert "the ranks exchange parts in every layer" in both[1].err
-    assert "there is the checkpoint of step 2 to go on from" in both[1].err
+    assert "the ranks communicate in every layer" in both[1].err
+    assert "there is the checkpoint of step 2 to resume from" in both[1].err
     assert "on_oom=shrink" not in both[1].err
     assert "error" not in both[0].err

@@ -102,7 +102,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_names_the_newest_checkpoint(corpus, 
 
     monkeypatch.setattr(trainer, "launch_step", pressed_twice)
     made = config(corpus, tmp_path / "run", training={"max_steps": 6, "save_steps": 2})
-    with pytest.raises(Interrupted, match="left after step 3; go on with --resume from step 2"):
+    with pytest.raises(Interrupted, match="left after step 3; continue with --resume from step 2"):
         train(made, planner=None, quiet=True)
 
 
@@ -123,7 +123,7 @@ def test_an_evaluation_is_left_out_for_the_save(corpus, tmp_path, monkeypatch): 
     monkeypatch.setattr(evaluate, "eval_step", pressed)
     training = {"max_steps": 6, "eval_steps": 2, "per_device_eval_batch_size": 1}
     made = config(corpus, tmp_path / "run", training=training)
-    with pytest.raises(Interrupted, match="stopped after step 2; go on with --resume"):
+    with pytest.raises(Interrupted, match="stopped after step 2; continue with --resume"):
         train(made, planner=None, quiet=True)
     assert seen == [2], "one batch, and no other"
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists()

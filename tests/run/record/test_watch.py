@@ -42,7 +42,7 @@ def test_a_leak_is_told_within_20_steps_with_its_rate_and_the_step_of_death(watc
     told = watch([GIB + 40 * MIB * step for step in range(60)], headroom=40 * MIB * 100 + 5)
     assert told == [(15, Growth(40 * MIB, 15, 115))]
     assert str(told[0][1]).startswith(
-        "what stays allocated grows by 40.0 MiB a step: at this rate memory is full at step"
+        "memory that stays allocated grows by 40.0 MiB per step: at this rate it is full at step"
     )
 
 
@@ -132,7 +132,7 @@ def test_a_run_that_really_keeps_memory_is_warned_and_its_folder_says_so(
     monkeypatch.setattr(trainer, "launch_step", leaking)
     train(config(corpus, tmp_path / "run", training={"max_steps": STEPS}), quiet=False)
     warned = re.search(
-        r"warning   step (\d+): what stays allocated grows by ([\d.]+) MiB a step", capsys.readouterr().err
+        r"warning   step (\d+): memory that stays allocated grows by ([\d.]+) MiB per step", capsys.readouterr().err
     )
     assert warned is not None
     assert int(warned[1]) <= STEPS
