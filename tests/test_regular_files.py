@@ -161,7 +161,7 @@ def test_a_run_folder_is_gone_on_with_and_replaced_where_its_files_are_regular(t
     (tmp_path / "environment.json").write_text('{"packages": {}}')
     fifo(str(tmp_path / name))
     config = TrainingConfig(training={"output_dir": str(tmp_path)})
-    with pytest.raises(RequestError, match=r"no regular file, and no run made: .*\(a FIFO\)"):
+    with pytest.raises(RequestError, match=r"special files, which no run writes: .*\(a FIFO\)"):
         open_folder(config, "r", resume=resume, overwrite=not resume)
 
 

@@ -357,7 +357,7 @@ class Session:
         values |= planned_series(self.config, self.plan, result.tokens, seconds)
         if self._moved_elements is not None and (self.step - self._began + 1) % SPAN == 0:
             # The share of elements that changed, with a warning if it is tiny. Not counted as step time.
-            moved = self._moved_elements.look()
+            moved = self._moved_elements.measure()
             if line := caution(moved, self.config):
                 self.progress.say(f"{line} (step {self.step})")
             self._clock = time.perf_counter()

@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_is_loaded(run, cap
         assert main(["merge", str(folder), "--output", output, "--json"]) == 2
         [problem] = json.loads(capsys.readouterr().out)["errors"]
         assert problem["key"] == "--output"
-        assert problem["message"].startswith(f"{output} cannot be made or written to: ")
+        assert problem["message"].startswith(f"{output} cannot be created or written to: ")
 
 
 def test_a_damaged_export_is_named(run, capsys):

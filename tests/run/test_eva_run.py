@@ -72,7 +72,7 @@ def test_components_are_found_outside_autocast(tmp_path, monkeypatch):
 
 
 def test_rows_with_fewer_tokens_than_the_rank_are_refused(tmp_path):
-    with pytest.raises(RequestError, match="no micro batch has as many supervised tokens as the rank"):
+    with pytest.raises(RequestError, match="no micro-batch has as many supervised tokens as the rank"):
         train(asked(tmp_path, {**PEFT, "lora_r": 200}), planner=None, quiet=True)
 
 

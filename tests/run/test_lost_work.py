@@ -228,7 +228,7 @@ def test_a_tracker_that_fails_is_left_out(corpus, straight, tmp_path, monkeypatc
     full(monkeypatch, TensorBoardTracker, "log", lambda text: "'step': 3" in text)
     train(config(corpus, tmp_path / "run", training={"trackers": ["tensorboard"]}), quiet=False)
     assert metrics(tmp_path / "run") == straight[0]
-    assert capsys.readouterr().err.count("tensorboard is left out from step 3 on") == 1
+    assert capsys.readouterr().err.count("tensorboard is dropped from step 3 on") == 1
 
 
 def test_a_file_of_someone_else_beside_the_export_stays_at_a_resume(corpus, tmp_path):  # noqa: F811

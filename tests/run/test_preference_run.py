@@ -131,7 +131,7 @@ def test_a_lost_answer_of_the_reference_is_not_made_up(files, tmp_path, monkeypa
     with pytest.raises(Interrupted):
         train(asked)
     (tmp_path / "run" / "reference.safetensors").unlink()
-    with pytest.raises(RequestError, match="the model has moved on since the reference was asked"):
+    with pytest.raises(RequestError, match="the model has changed since the reference was evaluated"):
         train(asked, resume=True)
 
 

@@ -138,7 +138,7 @@ def test_a_dry_run_asks_no_hub(hub, final, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("it", "is not a rep name"), ("a/b/c", "is not a rep"), ("me/..", "is not a rep")]
+    ("name", "said"), [("it", "is not a rep"), ("a/b/c", "is not a rep"), ("me/..", "is not a rep")]
 )
 def test_a_name_that_no_repository_can_have(final, name, said):
     with pytest.raises(RequestError, match=said):

@@ -1,1 +1,1 @@
-"""Plans made in processes of their own: plan, fit, measure, calibrate, diff."""
+"""Plans made in child processes: plan, fit, measure, calibrate, what-if."""

@@ -1,6 +1,6 @@
-"""`doctor --calibrate`: measure this machine and write its facts as a preset that `gpu=FILE` takes.
+"""`doctor --calibrate`: measure this machine and write the result as a preset for `gpu=FILE`.
 
-Without a card only the host is measured: the result is a section to add to a recipe that plans for another card.
+Without a card only the host is measured; the result is then a section to add to a recipe that plans for another card.
 """
 
 import json
@@ -29,12 +29,12 @@ from framework.schema.gpu import HostParams
 from framework.schema.optimizers import Optimizer
 
 PRODUCT = 8192
-"""Rows and columns of the matrices that are multiplied: large enough to fill every multiprocessor of today's cards."""
+"""Rows and columns of the multiplied matrices: large enough to fill every multiprocessor of today's cards."""
 PRODUCTS = (512, 1024, 2048, 4096, PRODUCT)
-"""The curve: the smallest takes mostly its start and end."""
+"""Sizes of the product curve; the smallest is dominated by the kernel's start and end."""
 COPY_BYTES = 1 << 30
 STEADY = 1.1
-"""Slowest over fastest second of a host up to which its speed is not worth a word."""
+"""Ratio of a host's slowest to fastest second up to which its speed counts as steady."""
 TORCH_ONLY = "torch"
 WARM_UPS, REPEATS = 3, 10
 
@@ -47,9 +47,9 @@ REACHED: Mapping[str, float] = {
     "fp16_flops": 7.9e14 / 9.894e14,
     "fp8_flops": 1.5e15 / 1.9789e15,
 }
-"""Share of the data sheet's rate that each measurement reaches on an H100 (conf/gpu/h100_80gb.yaml: H100 80GB HBM3,
-driver 580, torch 2.11, 2026-11; fp16 as bf16, fp32 and tf32 assumed). A field of `gpu` is a data sheet rate, and the
-roofline takes its shares of that, so a measured rate is divided by this."""
+"""Share of the data-sheet rate that each measurement reaches on an H100 (conf/gpu/h100_80gb.yaml: H100 80GB HBM3,
+driver 580, torch 2.11, 2026-11; fp16 as bf16, fp32 and tf32 assumed). Fields of `gpu` are data-sheet rates, of which
+the roofline model takes shares, so a measured rate is divided by this."""
 
 STEP: Mapping[str, Any] = {
     "training": {"per_device_train_batch_size": 4, "max_steps": 10},
@@ -67,12 +67,12 @@ STEP: Mapping[str, Any] = {
         },
     },
 }
-"""A step that loads the kernels that a real model's does, in 3 GiB. The driver loads a kernel when it first runs."""
+"""A step that runs the same kernels as a real model, in 3 GiB. The driver loads a kernel when it first runs."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on one card. Rates are as measured: bytes, read and written, and operations per second."""
+    """Measurements of one card. Rates are unscaled: bytes read and written, and operations, per second."""
 
     device_name: str
     driver: str
@@ -82,26 +82,26 @@ class Calibration:
     multiprocessors: int
     total_bytes: int
     others_bytes: int
-    """Taken by others, a display among them, before this process used the card."""
+    """Bytes used by other processes, such as a display, before this one used the card."""
     context_bytes: int
     bare_context_bytes: int
-    """The same before any kernel was loaded."""
+    """Bytes of the context before any kernel was loaded."""
     library_context_bytes: Mapping[str, int]
-    """Installed library -> the same with a step that runs its kernels."""
+    """Installed library -> bytes of the context after a step with its kernels."""
     allocator: str
-    """The allocator's backend and settings while it was measured."""
+    """Backend and settings of the allocator during the measurement."""
     cublas_workspace_bytes: int
     rates: Mapping[str, float]
-    """Field of `gpu` -> what was measured for it; without those that the card cannot do."""
+    """Field of `gpu` -> measured rate, except for those that the card does not support."""
     product_curve: Mapping[int, float]
-    """Rows and columns of PRODUCTS -> seconds of such a product in the dtype that training uses."""
+    """Rows and columns (PRODUCTS) -> seconds of such a product in the dtype of training."""
     host: HostParams
     host_variation: float = 1.0
-    """Its slowest second over its fastest."""
+    """Ratio of the host's slowest to fastest second."""
 
     @property
     def where(self) -> str:
-        """Card, versions and date, as a source names them."""
+        """Card, versions and date, as a source note."""
         return f"{self.device_name}, driver {self.driver}, torch {self.torch_version}, {self.date}"
 
 
@@ -118,12 +118,12 @@ def calibrate_host() -> dict[str, Any]:
 
 
 def _varied(variation: float) -> str:
-    """What a plan can know of a host whose speed changes while it is measured."""
+    """Note about a host whose speed varied during the measurement."""
     return f"; the host's slowest second took {variation:.2f} times its fastest" if variation > STEADY else ""
 
 
 def _processor() -> str:
-    """The processor's name where the system tells it, and how many cores it has."""
+    """Name of the processor if known, and its number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -137,13 +137,13 @@ def _rounded(host: HostParams) -> dict[str, float]:
 
 
 def calibrate() -> Calibration:
-    """Measure host and first visible CUDA card, in about a minute. Raises RequestError where there is no card."""
+    """Measure host and first visible CUDA card, in about a minute. Raises RequestError without a card."""
     if not has_card():
         raise RequestError([Problem("--calibrate", "this machine has no CUDA card to measure")])
     card = installed_cards()[0]
     driver, others = _driver_and_use(card)
-    contexts = _contexts(card, others)  # before this process has a context of its own, which torch's compiler makes
-    # What this process takes of the card before its first kernel next to a fill
+    contexts = _contexts(card, others)  # before torch's compiler creates a context in this process
+    # Memory that this process takes on the card before its first kernel, apart from a fill
     torch.zeros(1, device="cuda")
     free, total = torch.cuda.mem_get_info()
     bare = total - free - torch.cuda.memory_reserved() - others
@@ -171,7 +171,7 @@ def calibrate() -> Calibration:
 
 
 def _contexts(card: InstalledCard, others: int) -> dict[str, int]:
-    """Bytes of a context with the kernels of a step, and with those of the installed libraries on top."""
+    """Bytes of a context with the kernels of a step, and with those of each installed library added."""
     precision = "bf16" if capability_of(card.capability) >= (8, 0) else "none"
     facts = {"name": card.name or "calibrated", "capability": card.capability}
     plain = TrainingConfig.model_validate(
@@ -196,7 +196,7 @@ def _contexts(card: InstalledCard, others: int) -> dict[str, int]:
 
 
 def _driver_and_use(card: InstalledCard) -> tuple[str, int]:
-    """Version of the driver, and bytes that are in use now."""
+    """Version of the driver, and bytes in use now."""
     command = ["nvidia-smi", f"--id={card.uuid}", "--query-gpu=driver_version,memory.used"]
     done = subprocess.run([*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
     driver, used = done.stdout.strip().split(", ")
@@ -204,7 +204,7 @@ def _driver_and_use(card: InstalledCard) -> tuple[str, int]:
 
 
 def _workspace_bytes() -> int:
-    """What the first matrix product of a process adds to the allocator next to its result."""
+    """Bytes that the first matrix product of a process allocates in addition to its result."""
     left, right = (torch.randn(256, 256, device="cuda") for _ in range(2))
     before = torch.cuda.memory_allocated()
     product = left @ right
@@ -245,7 +245,7 @@ def _product_rate(dtype: torch.dtype) -> float:
 
 
 def _product_curve(capability: tuple[int, int]) -> dict[int, float]:
-    """Seconds of a product by size, on a card that never waits for the host: a long one goes before."""
+    """Seconds of a product by size, queued behind a long one so that the card never waits for the host."""
     dtype = torch.bfloat16 if capability >= (8, 0) else torch.float32
     long = torch.randn(PRODUCT, PRODUCT, device="cuda", dtype=dtype)
     curve = {}
@@ -256,7 +256,7 @@ def _product_curve(capability: tuple[int, int]) -> dict[int, float]:
 
 
 def _queued_seconds(first: Callable[[], object], call: Callable[[], object]) -> float:
-    """Mean seconds of `call` on the card, issued while it still works on `first`."""
+    """Mean seconds of `call` on the card, queued while the card still runs `first`."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     for _ in range(WARM_UPS):
         first()
@@ -269,8 +269,8 @@ def _queued_seconds(first: Callable[[], object], call: Callable[[], object]) -> 
 
 
 def product_start(curve: Mapping[int, float], multiprocessors: int) -> float:
-    """Seconds that a product takes beyond its arithmetic and a launch: of the smallest, less what the rate of the
-    largest gives."""
+    """Fixed seconds of a product beyond arithmetic and launch: the smallest product's time less its arithmetic at the
+    rate of the largest."""
     small, large = min(curve), max(curve)
     busy = {size: 2 * size**3 / occupancy((1, size, size, size), multiprocessors) for size in (small, large)}
     return max(0.0, curve[small] - curve[large] * busy[small] / busy[large] - CALIBRATED.launch_seconds)
@@ -292,14 +292,14 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(REPEATS):  # each takes milliseconds, next to which the launch and the wait are nothing
+    for _ in range(REPEATS):  # each takes milliseconds, so that launch and wait are negligible
         call()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / REPEATS
 
 
 def to_card(found: Calibration) -> dict[str, Any]:
-    """The `gpu` section that the measurements give, each with its source."""
+    """The `gpu` section from the measurements, each with its source."""
     measured = f"{CALIBRATED_BY} {found.where}"
     others = f"; {found.others_bytes / MIB:,.0f} MiB were in use by others" if found.others_bytes else ""
     facts = {
@@ -315,13 +315,13 @@ def to_card(found: Calibration) -> dict[str, Any]:
     }
     rates = {field: rate / REACHED[field] for field, rate in found.rates.items()}
     # MiB before any kernel, with those of a step, with those of libraries.
-    said = [(found.bare_context_bytes, "before a step"), (found.context_bytes, "with the kernels of a step")]
-    said += [(size, f"with those of {name}") for name, size in found.library_context_bytes.items()]
-    contexts = ", ".join(f"{size / MIB:,.0f} MiB {when}" for size, when in said)
+    sizes = [(found.bare_context_bytes, "before a step"), (found.context_bytes, "with the kernels of a step")]
+    sizes += [(size, f"with those of {name}") for name, size in found.library_context_bytes.items()]
+    contexts = ", ".join(f"{size / MIB:,.0f} MiB {when}" for size, when in sizes)
     sources = {
         "usable_bytes": measured + others,
         "context_bytes": f"{measured}: {contexts}; allocator {found.allocator}",
-        "product_seconds": f"{measured}: {_curve_in_words(found.product_curve)}",
+        "product_seconds": f"{measured}: {_format_curve(found.product_curve)}",
         "host": measured + _varied(found.host_variation),
         **{
             field: f"{measured}: {rate:.3g}, divided by {REACHED[field]:.3f}, the share of its data sheet that an H100 "
@@ -333,7 +333,7 @@ def to_card(found: Calibration) -> dict[str, Any]:
     return {**facts, **rates, "sources": sources}
 
 
-def _curve_in_words(curve: Mapping[int, float]) -> str:
+def _format_curve(curve: Mapping[int, float]) -> str:
     rates = (f"{2 * size**3 / seconds / 1e12:.0f} at {size:,}" for size, seconds in curve.items())
     return f"square products reach {', '.join(rates)} TFLOP/s"
 
@@ -344,7 +344,7 @@ def to_yaml(found: Calibration) -> str:
 
 
 def section(card: Mapping[str, Any], title: str) -> str:
-    """A `gpu` section as YAML, under a comment."""
+    """A `gpu` section as YAML, with `title` as a comment."""
     lines = [f"# {title}", "gpu:"]
     for field, value in card.items():
         if isinstance(value, Mapping):

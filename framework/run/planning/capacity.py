@@ -1,4 +1,4 @@
-"""Whether this machine has the disk and the host memory that the plan asks for, before anything is loaded."""
+"""Check of free disk and host memory against the plan, before anything is loaded."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,12 +21,11 @@ _MEMORY_USED = Path("/sys/fs/cgroup/memory.current")
 def require_capacity(
     plan: Plan, folder: Path | None, workers: int = 0, processes: int = 1, fallback: Path | None = None
 ) -> None:
-    """Raises DoesNotFit naming every shortage. `folder` is the run's; what it holds already counts as room for it. None
-    where another machine writes. A `fallback`, which takes what turns out not to go there, has to have room for one
-    checkpoint.
+    """Raise DoesNotFit naming every shortage. `folder` is the run's (None if another machine writes); its present
+    content counts as free. A `fallback` folder needs space for one checkpoint.
 
-    `workers` is how many processes that prepare batches the plan's host memory counts for each of the `processes` that
-    train on this machine.
+    `workers` is the number of batch workers that the plan's host memory includes for each of the `processes` that train
+    on this machine.
     """
     disk = _short_of_disk(plan, folder, fallback) if folder is not None else ()
     host = HostRoom.now().shortage(plan, workers, processes)
@@ -52,15 +51,15 @@ def _short_of_disk(plan: Plan, folder: Path, fallback: Path | None) -> Iterator[
 
 
 def _free(folder: Path) -> tuple[Path, int]:
-    """The nearest folder that there is, and the bytes that a run can write below it, over what it holds already."""
+    """The nearest existing folder, and the bytes that a run can write below it, replacing present content."""
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     return existing, shutil.disk_usage(existing).free + _held(folder)
 
 
 @dataclass(frozen=True)
 class HostRoom:
-    """Host memory as it was at one moment, in bytes: `free` to be had, and `held` by this process, which a process that
-    trains in its stead has as well."""
+    """Host memory at one moment, in bytes: `free`, and `held` by this process, which a process that trains instead also
+    holds."""
 
     free: int
     held: int
@@ -70,22 +69,22 @@ class HostRoom:
         return cls(available_host_bytes(), psutil.Process().memory_info().rss)
 
     def shortage(self, plan: Plan, workers: int, processes: int) -> str | None:
-        """What a plan lacks for the `processes` of this machine, each with so many `workers`; None if it has room."""
+        """The shortage of a plan for the `processes` of this machine with `workers` each; None if memory suffices."""
         held, needed = self.held * processes, plan.host_bytes_of(processes)
         if (missing := needed - held) <= self.free:
             return None
         among = f" for {counted(processes, 'process', 'processes')}" if processes > 1 else ""
         pinned = plan.host.pinned_bytes * processes
         among += f" ({size(pinned)} of it pinned)" if pinned else ""
-        said = f"the run needs up to {size(needed)} of host memory{among}, {size(held + self.free)} can be had"
+        text = f"the run needs up to {size(needed)} of host memory{among}, {size(held + self.free)} is available"
         left = workers - -(-(missing - self.free) // (WORKER_BYTES * processes))
         if workers and left >= 0:
-            said += f": there is room for {left} of the {workers} data.workers ({size(WORKER_BYTES)} each)"
-        return said
+            text += f": enough for {left} of the {workers} data.workers ({size(WORKER_BYTES)} each)"
+        return text
 
 
 def available_host_bytes() -> int:
-    """Host memory that a new allocation can still get: the system's, or what the container's limit leaves."""
+    """Host memory still available: the system's, or what remains of the container's limit."""
     system = int(psutil.virtual_memory().available)
     try:
         return min(system, int(_MEMORY_LIMIT.read_text()) - int(_MEMORY_USED.read_text()))
@@ -94,13 +93,13 @@ def available_host_bytes() -> int:
 
 
 def _held(folder: Path) -> int:
-    """Bytes of an earlier or interrupted run in the folder, which new saves replace."""
+    """Bytes of an earlier or interrupted run in the folder, which new saves will replace."""
     files = (file for path in held(folder) for file in (path, *path.rglob("*")))
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def too_large(plan: Plan) -> str:
-    """The verdict in one sentence, and what it was compared with."""
+    """One sentence with the plan's upper bound, the usable memory and the largest term."""
     upper, usable = plan.peak.device_bytes_upper, plan.device.usable_bytes or 0
     terms = plan.peak.terms.to_json()
     largest = max(terms, key=lambda name: terms[name])

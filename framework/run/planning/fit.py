@@ -1,4 +1,4 @@
-"""`fit`: the search with real rehearsals, and `auto` in a config replaced by what it finds. Loads no torch."""
+"""`fit`: the search with real rehearsals, and the replacement of `auto` by its result. Loads no torch."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from framework.schema.keys import left_open, value_of
 from framework.schema.plural import counted
 
 Judge = Callable[[Sequence[TrainingConfig]], int]
-"""Which of some configs, fastest first by their plans, is the best."""
+"""Picks the best of some configs, which are sorted by planned speed."""
 
 
 def fit(
@@ -30,14 +30,14 @@ def fit(
     judge: Judge | None = None,
     runs_here: bool | None = None,
 ) -> Found:
-    """The fastest settings of a composed config that are planned to fit its card, with the same global batch.
+    """Find the fastest settings that are predicted to fit a config's card, with the same global batch.
 
     Args:
-        pins: keys or sections that stay as they are.
-        inexact: keys at which the trajectory may change for speed, of `framework.memory.search.free_keys.INEXACT`;
-            where nothing else fits, all of them may that are not pinned.
+        pins: keys or sections to keep.
+        inexact: keys of `framework.memory.search.free_keys.INEXACT` that may change the training result for speed; if
+            nothing else fits, all that are not pinned may.
         judge: chooses among the fastest; `measured_best` runs them.
-        runs_here: whether it will train on this machine, so that its packages, compilers and host memory are needed.
+        runs_here: whether training will run on this machine, whose packages, compilers and host memory then count.
             None: if the card is this machine's.
 
     Raises RequestError for a card without memory of its own, an unknown pin, or a request that is refused.
@@ -45,7 +45,8 @@ def fit(
     strange = [key for key in inexact if key not in INEXACT]
     if strange:
         problems = [
-            Problem(f"--set-free {key}", "is no key that may be given up", None, ", ".join(INEXACT)) for key in strange
+            Problem(f"--set-free {key}", "is not a key that may be set free", None, ", ".join(INEXACT))
+            for key in strange
         ]
         raise RequestError(problems)
     free = freedom(pins)
@@ -64,26 +65,26 @@ def _searched(
     runs_here: bool,
 ) -> Found:
     if config.gpu.usable_bytes is None:
-        message = f"{config.gpu.name} has no memory of its own that settings could be fitted to"
+        message = f"{config.gpu.name} has no memory of its own to fit settings to"
         raise RequestError([Problem("gpu.name", message, expected="gpu=rtx4090_24gb, a size such as gpu=24gb")])
     shortage = _shortage(config) if runs_here else no_shortage
     with Rehearsals() as measure:
         found = find(config, measure, free, inexact, last_resort, runs_here, judge, shortage)
         if found is None:
-            measure.plans([opened(config)])  # raises with what is wrong
+            measure.plans([opened(config)])  # raises the problem
             raise RequestError([Problem("", "no candidate could be planned, though the request itself can")])
     return found.remarking([f"some candidates could not be planned: {fault}" for fault in measure.faults])
 
 
 def _shortage(config: TrainingConfig) -> Shortage:
-    """What plans lack of this machine's host memory, as it is before anything is rehearsed."""
+    """Checks plans against this machine's host memory, as it is before any rehearsal."""
     here = HostRoom.now()
     return lambda plan: here.shortage(plan, config.data.workers, plan.host.processes)
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A config without `auto`, and why each lever is what it is. `found` is None where there was nothing to search."""
+    """A config with `auto` replaced, and the reason for each value. `found` is None if nothing was searched."""
 
     config: TrainingConfig
     said: tuple[str, ...]
@@ -91,10 +92,10 @@ class Decided:
 
 
 def decide(config: TrainingConfig, runs_here: bool) -> Decided:
-    """The config with every `auto` replaced. Without any it is the config itself, and nothing is searched.
+    """Replace every `auto` of a config; without any, nothing is searched.
 
-    Levers that are `auto` may change the trajectory only where nothing else fits, which `said` tells. A card without
-    memory of its own gets the plain values. What does not fit is handed back as the closest miss.
+    Inexact values are chosen only if nothing else fits, and named in `reasons`. A device without memory of its own gets
+    the plain values. If nothing fits, the closest miss is returned.
     """
     keys = left_open(config)
     if not keys:
@@ -108,16 +109,16 @@ def decide(config: TrainingConfig, runs_here: bool) -> Decided:
             ),
         )
     found = _searched(config, (), (), [key for key in INEXACT if key in keys], None, runs_here)
-    said = []
+    reasons = []
     for change in found.changes:
         saves = change.saves_bytes
         moved = f"{'saves' if saves > 0 else 'takes'} {size(abs(saves))}. " if saves else ""
-        said.append(f"{change.key}={word(change.new)}: {moved}{change.why}")
-    return Decided(found.config, (*said, *found.remarks), found)
+        reasons.append(f"{change.key}={word(change.new)}: {moved}{change.why}")
+    return Decided(found.config, (*reasons, *found.remarks), found)
 
 
 def decide_or_refuse(config: TrainingConfig) -> Decided:
-    """`decide` for a run on this machine. Raises DoesNotFit where no choice fits the card."""
+    """Run `decide` for training on this machine. Raises DoesNotFit if no choice fits the card."""
     decided = decide(config, runs_here=True)
     if decided.found is not None and not decided.found.fits:
         if decided.found.plan.fits:
@@ -131,9 +132,9 @@ def decide_or_refuse(config: TrainingConfig) -> Decided:
     return decided
 
 
-def measured_best(said: Callable[[str], None]) -> Judge:
-    """A judge that runs each config for some steps on this machine's card, each in a fresh process, so that what one
-    leaves behind cannot make another fail. Tells what it measures. Raises OutOfMemory when all fail."""
+def measured_best(say: Callable[[str], None]) -> Judge:
+    """A judge that runs each config for some steps on this machine's card, each in a fresh process so that they cannot
+    affect each other, and prints the measurements with `say`. Raises OutOfMemory if all fail."""
 
     def judge(configs: Sequence[TrainingConfig]) -> int:
         from framework.run.planning.measure import measure_in_subprocess
@@ -144,11 +145,11 @@ def measured_best(said: Callable[[str], None]) -> Judge:
                 with doing(f"measuring {counted(config.batch.per_device, 'row')} a forward pass"):
                     measured = measure_in_subprocess(config)
             except OutOfMemory as error:
-                said(f"measured: {counted(config.batch.per_device, 'row')} a forward pass ran out of memory ({error})")
+                say(f"measured: {counted(config.batch.per_device, 'row')} a forward pass ran out of memory ({error})")
                 continue
             speeds[number] = measured.tokens_per_second
             taken = f"{size(measured.device_bytes)}, {measured.tokens_per_second:,.0f} tokens/s"
-            said(f"measured: {counted(config.batch.per_device, 'row')} a forward pass, {taken}")
+            say(f"measured: {counted(config.batch.per_device, 'row')} a forward pass, {taken}")
         if not speeds:
             raise OutOfMemory("every candidate that was planned to fit ran out of memory on this card")
         return max(speeds, key=lambda number: speeds[number])

@@ -1,12 +1,12 @@
-"""Speed of the host: seconds of five kinds of call that a step is full of, on tensors of eight elements.
+"""Host speed: seconds of the five most frequent kinds of call in a step, on tensors of eight elements.
 
-No card is needed: the calls are the same Python, dispatcher and autograd with which a step launches kernels. What a
-plan takes from them is their ratio to the host that its times were fitted on (`REFERENCE`).
+No card is needed: the calls use the same Python, dispatcher and autograd code with which a step launches kernels. A
+plan uses the ratio of these times to those of the host on which its model was fitted (`REFERENCE`).
 
-A virtual processor has two speeds, 1.7 apart, between which it changes every few seconds (three machines with an H200,
-2026-11-29): its neighbor on the same core works or rests. The shortest time of each kind, taken one kind after the
-other, gave one machine 1.69 for Python and 0.92 for operators, another 1.6 for all and 20 s later 0.96. So the kinds
-are measured in turn over many seconds, and their means are taken: a training step meets both speeds, too.
+A virtual processor alternates every few seconds between two speeds that differ by a factor of 1.7 (three machines with
+an H200, 2026-11-29), as its neighbor on the same core works or rests. Minimum times, measured one kind after the other,
+gave 1.69 for Python and 0.92 for operators on one machine; on another 1.6 for all kinds and 20 s later 0.96. So the
+kinds are measured in turn over many seconds and averaged: a training step also sees both speeds.
 """
 
 import time
@@ -21,9 +21,9 @@ from framework.activity import now
 from framework.schema.gpu import HostParams
 
 CALLS, GRAPHS = 100, 4
-"""Calls of one measurement (half a millisecond), and of a graph."""
+"""Calls per measurement (half a millisecond), and calls of a compiled graph."""
 SLICES, SLICE_SECONDS = 15, 1.0
-"""Stretches of time of which each gives the median of a kind; the plan takes their mean."""
+"""Number of time slices; each gives the median of every kind, and the plan uses their mean."""
 
 REFERENCE: Mapping[str, float] = {
     "python": 2.0e-6,
@@ -32,21 +32,21 @@ REFERENCE: Mapping[str, float] = {
     "backward": 6.3e-6,
     "graph": 55e-6,
 }
-"""Seconds of each kind on the host that the times of `framework/memory/host_time.py` were fitted on.
+"""Seconds of each kind on the host on which the times of `framework/memory/host_time.py` were fitted.
 
-Measured next to an H200 (torch 2.11, 2026-11-29) and divided by 0.87: in the median of ten steps what that host took of
-the time of the fitted one."""
+Measured on a host with an H200 (torch 2.11, 2026-11-29) and divided by 0.87, the median over ten steps of its time
+relative to the fitted host's."""
 
 
 class HostSpeed(NamedTuple):
-    """`seconds` of one call of each kind, and the time that calls took in the slowest stretch over the fastest."""
+    """`seconds` of one call of each kind, and the ratio of the slowest to the fastest time slice."""
 
     seconds: Mapping[str, float]
     variation: float
 
 
 def probe_host(slices: int = SLICES) -> HostSpeed:
-    """Measure for `slices` times SLICE_SECONDS, after a few seconds of torch's compiler."""
+    """Measure for `slices` times SLICE_SECONDS, after a few seconds of compilation."""
     now("measuring the processor")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def probe_host(slices: int = SLICES) -> HostSpeed:
             "graph": lambda: _timed(graph) / GRAPHS,
         }
         for call in timed.values():
-            call()  # compiles, and fills what is cached
+            call()  # compiles and fills caches
         stretches = [_stretch(timed) for _ in range(slices)]
     finally:
         torch.set_num_threads(threads)
@@ -71,7 +71,7 @@ def probe_host(slices: int = SLICES) -> HostSpeed:
 
 
 def _stretch(timed: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Median seconds of each kind within SLICE_SECONDS, in which they take turns."""
+    """Median seconds of each kind, measured in turn during SLICE_SECONDS."""
     found = {kind: list[float]() for kind in timed}
     end = time.perf_counter() + SLICE_SECONDS
     while time.perf_counter() < end:
@@ -81,12 +81,12 @@ def _stretch(timed: Mapping[str, Callable[[], float]]) -> dict[str, float]:
 
 
 def shares_of(speed: HostSpeed) -> HostParams:
-    """Times of this host as shares of the reference's."""
+    """Times of this host relative to the reference's."""
     return HostParams(**{kind: speed.seconds[kind] / REFERENCE[kind] for kind in REFERENCE})
 
 
 def _chain(leaf: Tensor) -> Tensor:
-    """CALLS operators, each of which autograd records."""
+    """Run CALLS operators that autograd records."""
     value = leaf
     for _ in range(CALLS):
         value = value * 1.5
@@ -104,7 +104,7 @@ class _Plain(nn.Module):
 
 
 def _called_modules(leaf: Tensor) -> Callable[[], object]:
-    """CALLS calls of modules with a hook each, as a checkpoint and an offload have."""
+    """CALLS calls of modules with one hook each, as checkpointing and offloading use."""
     module = _Plain()
     module.register_forward_hook(lambda *_: None)
 
@@ -116,7 +116,7 @@ def _called_modules(leaf: Tensor) -> Callable[[], object]:
 
 
 def _called_graph(leaf: Tensor) -> Callable[[], object]:
-    """GRAPHS calls of one compiled graph: its guards and its node of autograd, without generated code."""
+    """GRAPHS calls of one compiled graph: guards and autograd node, without generated code."""
     graph = torch.compile(lambda value: (value * 2).sin(), backend="aot_eager", dynamic=False)
 
     def call() -> None:
@@ -127,7 +127,7 @@ def _called_graph(leaf: Tensor) -> Callable[[], object]:
 
 
 def _of_backward(leaf: Tensor) -> float:
-    """Seconds of one node of autograd."""
+    """Seconds of one autograd node in backward."""
     end = _chain(leaf).sum()
     taken = _timed(end.backward)  # type: ignore[no-untyped-call, unused-ignore]
     leaf.grad = None

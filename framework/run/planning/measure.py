@@ -1,7 +1,7 @@
-"""`plan --measure` and `doctor --compare`: the real step on this machine, on synthetic tokens of the planned shape, in
-a fresh process, next to its plan.
+"""`plan --measure` and `doctor --compare`: measure the real step on this machine in a fresh process, on synthetic
+tokens of the planned shape, and compare it with its plan.
 
-Weights are random (their values do not change what a step costs), so nothing is downloaded.
+Weights are random (their values do not change the cost of a step), so nothing is downloaded.
 """
 
 import json
@@ -35,16 +35,16 @@ from framework.run.step import reference_step, train_step
 from framework.schema.config import TrainingConfig
 
 STEPS = 10
-"""The first step creates optimizer states and picks kernels; the median of those after the second is reported."""
+"""The first step creates optimizer states and selects kernels; the median of the steps after the second is reported."""
 
 
 DRAWN = 1 << 20
-"""Random numbers that the weights of a base in host memory repeat."""
+"""Random numbers that weights in host memory repeat."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one card really took, forward to optimizer step. Bytes and seconds."""
+    """Measured memory and time of a step, forward to optimizer step. Bytes and seconds."""
 
     device_name: str
     allocated_bytes: int
@@ -63,7 +63,7 @@ class Measured:
 def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
     """Run `steps` real optimizer steps of a config on the CUDA card of this machine.
 
-    Raises RequestError without a card, OutOfMemory when the step does not fit.
+    Raises RequestError without a card, OutOfMemory if the step does not fit.
     """
     if not torch.cuda.is_available():
         raise RequestError([Problem("--measure", "this machine has no CUDA card to measure on")])
@@ -84,8 +84,8 @@ def measure(config: TrainingConfig, steps: int = STEPS) -> Measured:
 
 
 def assembled_at_random(config: TrainingConfig, place: Place) -> Assembly:
-    """The config built with random weights: also that of a model whose own config alone is read, from its folder or
-    hub. Those in host memory repeat a short draw: processor cores take ten minutes to draw 8 billion."""
+    """Build the config with random weights, also for a model of which only the config file is available. Weights in
+    host memory repeat a short draw: CPU cores take ten minutes to draw 8 billion numbers."""
     settled, architecture = settle(config)
     unloaded, teacher = {"load_pretrained_weights": False}, settled.training.teacher
     training = {"teacher": teacher.model_copy(update=unloaded)} if teacher is not None else {}
@@ -109,7 +109,7 @@ def assembled_at_random(config: TrainingConfig, place: Place) -> Assembly:
 def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    if assembly.config.training.asks_reference_once:  # a run asks before its first step, which leaves cached memory
+    if assembly.config.training.asks_reference_once:  # as before a run's first step, which leaves cached memory
         reference_step(assembly, _synthetic_batch(assembly, assembly.config.eval_rows))
     meter, seconds = Meter(assembly.place), []
     for step in range(1, steps + 1):
@@ -133,7 +133,7 @@ def _measure(assembly: Assembly, batches: list[Batch], steps: int) -> Measured:
 
 
 def synthetic_batches(assembly: Assembly) -> list[Batch]:
-    """The micro batches of one worst step: every row as many random tokens as the longest, all supervised."""
+    """The micro-batches of a worst-case step: random tokens, every row of maximum length, all tokens supervised."""
     batch = assembly.config.batch
     return [_synthetic_batch(assembly, batch.per_device) for _ in range(batch.accumulation)]
 
@@ -145,7 +145,8 @@ def _synthetic_batch(assembly: Assembly, rows: int) -> Batch:
 
 
 def measure_in_subprocess(config: TrainingConfig) -> Measured:
-    """`measure` in a fresh interpreter, so that nothing of this process sits on the card. Raises as `measure` does."""
+    """Run `measure` in a fresh interpreter, so that this process holds no memory of the card. Raises as `measure`
+    does."""
     command = python_command("from framework.run.planning.measure import main; main()")
     done = subprocess.run(command, input=config.model_dump_json(), capture_output=True, text=True, check=False)
     try:
@@ -160,7 +161,7 @@ def measure_in_subprocess(config: TrainingConfig) -> Measured:
 
 
 def main() -> None:
-    """Read a resolved config as JSON on stdin, write what was measured as JSON on stdout."""
+    """Read a resolved config as JSON from stdin, write the measurement as JSON to stdout."""
     try:
         document = measure(TrainingConfig.model_validate_json(sys.stdin.read())).to_json()
     except RequestError as error:
@@ -182,7 +183,7 @@ COMPARED_MODEL: Mapping[str, Any] = {
         "num_key_value_heads": 8,
     },
 }
-"""A quarter of a billion weights: every step below fits into 8 GB."""
+"""A model of a quarter billion weights, with which every step below fits into 8 GB."""
 
 COMPARED: Mapping[str, Mapping[str, Any]] = {
     "full": {"training": {"per_device_train_batch_size": 2}, "model": {"model_max_length": 1024}},
@@ -201,14 +202,14 @@ COMPARED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Compared:
-    """One step: planned over measured, less one. None of it is known of a step that did not fit."""
+    """Relative errors of a step's plan (planned / measured - 1); None for a step that did not fit."""
 
     name: str
     fits: bool = False
     allocated: float | None = None
     used: float | None = None
     seconds: float | None = None
-    """None also where the card's rates are not known."""
+    """None also if the card's rates are unknown."""
 
     def cells(self) -> tuple[str, ...]:
         """A row of the table."""
@@ -217,7 +218,7 @@ class Compared:
 
 
 def compare() -> tuple[str, list[Compared]]:
-    """The card's name, and its steps planned and measured, in about three minutes.
+    """Plan and measure some steps on the card, in about three minutes. Returns its name and the comparisons.
 
     Raises RequestError without a card, or with one that is too old for a plan.
     """
@@ -262,7 +263,7 @@ def _compared(name: str, config: TrainingConfig) -> Compared:
 
 
 def summary(rows: Sequence[Compared], device_name: str) -> str:
-    """One line: card, versions, and planned over measured of each step (allocated, used, seconds)."""
+    """One line: card, versions, and the relative errors of each step (allocated, used, seconds)."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     steps = "; ".join(f"{row.name} {' '.join(row.cells()[1:])}" for row in rows)
     return f"{device_name}, {packages}: {steps}"

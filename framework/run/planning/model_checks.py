@@ -1,4 +1,4 @@
-"""Tier B of `check`: what only the tokenizer, the model's shape and the rows can tell. Loads no weights."""
+"""Tier B of `check`: checks that need the tokenizer, the model's shape and the rows. Loads no weights."""
 
 import contextlib
 import logging
@@ -27,30 +27,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Findings:
-    """What tier B found."""
+    """Findings of tier B."""
 
     problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
-    """What training would say of the adapter and the rows."""
+    """Warnings that training would print about the adapter and the rows."""
     rows: str
-    """The rows that were read, in words."""
+    """Description of the rows that were read."""
 
 
 def inspect(config: TrainingConfig) -> Findings:
-    """Every problem that building the model without storage, its tokenizer and its rows bring to light.
+    """Find the problems that show when the model is built without storage and tokenizer and rows are read.
 
-    Rows are read and tokenised as for training: all of them, of a stream the first block. A lever that is `auto` is
-    looked at with its plain value, where its search begins.
+    Rows are read and tokenized as for training: all of them, or a stream's first block. A lever that is `auto` is
+    checked with its plain value.
     """
     key = "model.architecture" if config.model.model_name is None else "model.model_name"
     with _log_of_transformers() as log:
         found = _inspect(config)
-    said = (Problem(key, f"transformers says: {text}") for text in log)
-    return replace(found, warnings=(*found.warnings, *said))
+    logged = (Problem(key, f"transformers says: {text}") for text in log)
+    return replace(found, warnings=(*found.warnings, *logged))
 
 
 class _Messages(logging.Handler):
-    """Each warning once, on one line. Sampling settings of a base, which training does not read, are left out."""
+    """Collects each warning once, on one line, without those on a base's sampling settings, which training does not
+    read."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -63,7 +64,7 @@ class _Messages(logging.Handler):
 
 @contextlib.contextmanager
 def _log_of_transformers() -> Iterator[dict[str, None]]:
-    """What transformers would write to the terminal inside."""
+    """Collect the log of transformers within the block instead of printing it."""
     logger, messages = logging.getLogger("transformers"), _Messages()
     before, logger.handlers = logger.handlers, [messages]
     try:
@@ -112,20 +113,20 @@ def _inspect(config: TrainingConfig) -> Findings:
         else f"all {counted(read, 'training row')}"
     )
     unread = dict.fromkeys(name for names in data.report.train.unread.values() for name in names)
-    said = [*data.report.warnings, *([f"not read: {', '.join(unread)}"] if unread else [])]
-    warnings = (_about(caution, "data.train") for caution in said)
+    notes = [*data.report.warnings, *([f"not read: {', '.join(unread)}"] if unread else [])]
+    warnings = (_about(caution, "data.train") for caution in notes)
     return Findings(tuple(dict.fromkeys(problems)), (*cautions, *warnings), rows)
 
 
 def _refuse_for_rows(inputs: Inputs) -> None:
-    """Raises RequestError for labels that leave nothing to learn, and for what has no effect in so many steps."""
+    """Raise RequestError for labels that leave nothing to learn, and for settings without effect in so few steps."""
     if inputs.config.training.task.is_of_rows:
         with_labels(inputs.config, inputs.data.targets)
     total_steps(inputs.config, training_batches(inputs.config, inputs, None))
 
 
 def _refuse_for_ranks(config: TrainingConfig, assembly: Assembly) -> None:
-    """Raises RequestError for what ranks that share the weights of this model would refuse."""
+    """Raise RequestError if ranks could not share the weights of this model."""
     if config.fsdp.is_sharded:
         from framework.build.parallel.fsdp import refuse_unsharded  # torch's sharding takes seconds to import
 
@@ -137,8 +138,8 @@ def _refuse_for_ranks(config: TrainingConfig, assembly: Assembly) -> None:
 
 
 def _shows_in_forward(config: TrainingConfig) -> bool:
-    """Whether something is asked for that only a forward pass, which a plan makes without values, may find impossible:
-    a kernel of attention, or a policy of checkpoints that keeps what no operator of this card makes."""
+    """Whether a setting can only be checked by a rehearsed forward pass: an attention kernel, or a checkpointing policy
+    that keeps results of operators which this card may not use."""
     model, training = config.model, config.training
     keeps_some = training.gradient_checkpointing_policy is not CheckpointingPolicy.FULL
     policy = training.enable_gradient_checkpointing is True and keeps_some
@@ -146,6 +147,6 @@ def _shows_in_forward(config: TrainingConfig) -> bool:
 
 
 def _about(caution: str, section: str) -> Problem:
-    """A caution as a problem: most begin with the key that they are about."""
+    """Turn a warning into a Problem; most begin with their key."""
     key, _, message = caution.partition(": ")
     return Problem(key, message) if key in every_key() else Problem(section, caution)

@@ -1,6 +1,6 @@
-"""Plans that were made before, in the user's cache folder. A plan depends on its config, on the libraries that are
-rehearsed and on our own code: all of them are in its name, so nothing in the folder is ever out of date. What of a card
-is usable is compared with a plan and changes nothing of it, so one that was made for another limit serves. No torch."""
+"""Cache of plans in the user's cache folder. A plan depends on its config, on the rehearsed libraries and on this
+package's code: the file name includes all of them, so nothing in the folder is ever out of date. A card's usable memory
+is compared with a plan but does not change it, so plans are shared between limits. Loads no torch."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ _LIBRARIES = (
     *("torch", "transformers", "peft", "bitsandbytes", "torchao", "triton", "liger-kernel", "accelerate"),
     *("flash-attn", "kernels", "causal-conv1d", "mamba-ssm", "flash-linear-attention"),
 )
-"""Those that a rehearsal runs, or whose absence has a model run other code."""
+"""Packages that a rehearsal runs, or whose absence makes a model run other code."""
 _NO_MATTER = (
     *(("training", name) for name in ("output_dir", "fallback_dir", "run_name", "seed", "learning_rate", "trackers")),
     ("data", "train"),
@@ -30,21 +30,22 @@ _NO_MATTER = (
 
 
 def read(config: TrainingConfig) -> Plan | None:
-    """The plan that was stored for this config; None where there is none that can be read."""
+    """The stored plan of this config; None if there is no readable one."""
     if not _is_known(config):
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
-        # What is usable of this card, and what is assumed of that, may have changed since.
+        # The card's usable memory, and the assumption about it, may have changed since.
         plan = Plan.from_json(json.loads(_file(config).read_text(encoding="utf-8")))
         begin = f"{config.gpu.name}: {USABLE} "
-        said = [line for line in plan.assumptions if not line.startswith(begin)]
-        said += [line for line in assumptions(config.gpu) if line.startswith(begin)]
-        return replace(plan, device=replace(plan.device, usable_bytes=config.gpu.usable_bytes), assumptions=tuple(said))
+        lines = [line for line in plan.assumptions if not line.startswith(begin)]
+        lines += [line for line in assumptions(config.gpu) if line.startswith(begin)]
+        device = replace(plan.device, usable_bytes=config.gpu.usable_bytes)
+        return replace(plan, device=device, assumptions=tuple(lines))
     return None
 
 
 def write(config: TrainingConfig, plan: Plan) -> None:
-    """Store a plan. A folder that cannot be written costs time the next time, and nothing else."""
+    """Store a plan. If the folder cannot be written, the next plan takes time again."""
     if not _is_known(config):
         return
     with suppress(OSError):
@@ -68,14 +69,14 @@ def _file(config: TrainingConfig) -> Path:
 
 
 def _models(config: TrainingConfig) -> Iterator[ModelParams | TeacherParams]:
-    """The models that a plan is of."""
+    """The models that a plan covers."""
     yield config.model
     if config.training.teacher is not None:
         yield config.training.teacher
 
 
 def _is_known(config: TrainingConfig) -> bool:
-    """Whether all that is rehearsed is in the config or in files here: what a hub has may change."""
+    """Whether everything that determines the plan is in the config or in local files: a hub's content may change."""
     return all(
         (model.architecture is not None and "model_type" in model.architecture) or _files(model)
         for model in _models(config)

@@ -1,8 +1,8 @@
-"""Rehearsals in a process of their own, because a rehearsal patches torch: one that has loaded the libraries once, and
-forks workers that keep the blocks they captured.
+"""Rehearsals in a server process, because a rehearsal patches torch. The server loads the libraries once and forks
+workers, which keep the blocks they captured.
 
-This module itself loads no torch: `Rehearsals` starts `serve` elsewhere. One line in (configs), one line out (plans, or
-what is wrong). A command that will need plans has the libraries loaded while it reads its request: `prepared`.
+This module itself loads no torch: `Rehearsals` starts `serve` in the child. The protocol is one line in (configs), one
+line out (plans or errors). A command that will need plans starts the server while it reads its request (`prepared`).
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
 
 PROCESSES = 2
-"""Rehearsals at a time. Each takes a processor and up to a few GiB."""
+"""Parallel rehearsals. Each takes a processor and up to a few GiB."""
 CAPTURE_COST = 8
-"""Rehearsals of few layers that take as long as to capture the blocks of one."""
+"""Number of rehearsals of few layers that take as long as capturing the blocks of one."""
 _CODE = "import gc; gc.disable(); from framework.run.planning.plan_pool import serve; sys.exit(serve())"
 _COMMAND = python_command(_CODE, flags=("-W", "ignore"))
-"""Without garbage collection the imports of torch and transformers take a fifth less time."""
+"""Without garbage collection the imports of torch and transformers take 20 % less time."""
 _TAIL = 2000
 
 
@@ -54,7 +54,7 @@ class _Server:
             raise
 
     def ask(self, configs: Sequence[TrainingConfig]) -> list[dict[str, Any]]:
-        """The answer to each. Raises TunesmithError when the process itself ended."""
+        """The answer for each config. Raises TunesmithError if the process ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = ""
@@ -68,7 +68,7 @@ class _Server:
         return answers
 
     def failure(self, otherwise: str) -> TunesmithError:
-        """What the process said last; `otherwise` where it said nothing."""
+        """An error with the last line that the process wrote, or with `otherwise`."""
         self._complaints.seek(0)
         complaints = self._complaints.read()
         last = next((line for line in reversed(complaints.splitlines()) if line.strip()), otherwise)
@@ -77,7 +77,7 @@ class _Server:
         return failure
 
     def kill(self) -> None:
-        """Whoever waits for an answer then raises TunesmithError."""
+        """Kill the process; whoever waits for an answer then raises TunesmithError."""
         self._process.kill()
 
     def end(self) -> None:
@@ -88,14 +88,14 @@ class _Server:
 
 _prepared: list[_Server] = []
 _asked: list[_Server] = []
-"""Those whose answer is waited for."""
+"""Servers whose answer is awaited."""
 
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """A process loads the libraries from now on, which the next `Rehearsals` takes. Within the block alone.
+    """Start a server that loads the libraries, for the next `Rehearsals` within the block.
 
-    Raises RequestError where an installed library has a version that is not supported.
+    Raises RequestError if an installed library has an unsupported version.
     """
     require_versions()
     _prepared.append(_Server())
@@ -106,21 +106,21 @@ def prepared() -> Iterator[None]:
 
 
 def dismiss() -> None:
-    """End what was prepared and not taken."""
+    """End a prepared server that was not used."""
     while _prepared:
         _prepared.pop().end()
 
 
 def abandon() -> None:
-    """End the processes whose plans are waited for in other threads, where these then raise TunesmithError."""
+    """Kill the servers that other threads wait for; these threads then raise TunesmithError."""
     for server in _asked:
         server.kill()
 
 
 class Rehearsals:
-    """A `Measure` of the search, to be used as a context. The process starts with the first plan that is not stored.
+    """The search's `Measure`, used as a context manager. The server starts with the first plan that is not cached.
 
-    `made` counts the plans that were not. `faults` has what failed for no fault of the request, each once.
+    `made` counts the plans that were not cached. `faults` lists internal failures, each once.
     """
 
     def __init__(self, use_cache: bool = True) -> None:
@@ -138,11 +138,11 @@ class Rehearsals:
             self._server.end()
 
     def __call__(self, configs: Sequence[TrainingConfig], /) -> list[Plan | None]:
-        """The plan of each, None for one that is refused. Raises TunesmithError when the process itself ended."""
+        """The plan of each config, None for a refused one. Raises TunesmithError if the process ended."""
         return [made if isinstance(made, Plan) else None for made in self.tried(configs)]
 
     def plans(self, configs: Sequence[TrainingConfig]) -> list[Plan]:
-        """The plan of each. Raises RequestError for what is refused, TunesmithError for a fault of ours."""
+        """The plan of each config. Raises RequestError for a refused one, TunesmithError for an internal fault."""
         plans = []
         for made in self.tried(configs):
             if not isinstance(made, Plan):
@@ -151,7 +151,7 @@ class Rehearsals:
         return plans
 
     def tried(self, configs: Sequence[TrainingConfig]) -> list[Plan | TunesmithError]:
-        """The plan of each, or why there is none. Raises TunesmithError when the process itself ended."""
+        """The plan of each config, or its error. Raises TunesmithError if the process ended."""
         found = [plan_cache.read(config) if self._use_cache else None for config in configs]
         missing = [index for index, plan in enumerate(found) if plan is None]
         made: list[Plan | TunesmithError | None] = [*found]
@@ -187,9 +187,9 @@ class Rehearsals:
 
 
 def plan_in_subprocess(config: TrainingConfig) -> Plan:
-    """The plan of a composed config: a stored one, else made in a process of its own.
+    """The plan of a composed config, from the cache or a server process.
 
-    Raises RequestError with the problems that the rehearsal found, TunesmithError when the child itself failed.
+    Raises RequestError with the problems that the rehearsal found, TunesmithError if the server failed.
     """
     with Rehearsals() as rehearsals:
         return rehearsals.plans([config])[0]
@@ -198,7 +198,7 @@ def plan_in_subprocess(config: TrainingConfig) -> Plan:
 def plan_with_warnings(config: TrainingConfig, rehearsals: Rehearsals) -> Plan:
     """The plan of a config without `auto`. Raises as `plan_in_subprocess` does.
 
-    A quantized base is planned without quantization too, and it is a warning when that needs no more.
+    A quantized base is also planned without quantization, with a warning if that needs no more memory.
     """
     made, *plain = rehearsals.plans([each for each in (config, unquantized(config)) if each is not None])
     warning = without_gain(made, plain[0]) if plain else None
@@ -206,9 +206,9 @@ def plan_with_warnings(config: TrainingConfig, rehearsals: Rehearsals) -> Plan:
 
 
 def serve() -> int:
-    """Answer lines of configs from stdin on stdout until there are no more."""
+    """Answer lines of configs from stdin on stdout until stdin ends."""
     stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with the documents
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries must not mix with the answers
     import framework.run.rehearsal.rehearse  # noqa: F401 - before it is asked, and once for all forks
 
     workers: list[_Worker] = []
@@ -224,7 +224,7 @@ def serve() -> int:
 
 
 def _loads_more(configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Load what only some configs need once, and not in each fork. Whether anything was."""
+    """Load modules that only some of these configs need, here rather than in each fork. Returns whether any was."""
     before = len(sys.modules)
     if any(map(shared_work, configs)):
         import framework.run.rehearsal.compiled_blocks
@@ -237,7 +237,7 @@ def _loads_more(configs: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _all(configs: Sequence[Mapping[str, Any]], workers: list["_Worker"]) -> list[dict[str, Any]]:
-    """The answers to some configs, which the workers share."""
+    """The answers for some configs, distributed over the workers."""
     shares = _shares(configs, workers)
     for worker, share in zip(workers, shares, strict=True):
         worker.ask([configs[index] for index in share])
@@ -252,7 +252,7 @@ def _all(configs: Sequence[Mapping[str, Any]], workers: list["_Worker"]) -> list
 
 
 def _shares(configs: Sequence[Mapping[str, Any]], workers: Sequence["_Worker"]) -> list[list[int]]:
-    """Which configs each worker gets, by index: those of one rehearsal, and those whose blocks it has captured."""
+    """Indices of the configs for each worker: those that share a rehearsal or captured blocks go together."""
     shares: list[list[int]] = [[] for _ in workers]
     costs = [0] * len(workers)
     given: dict[str, int] = {}
@@ -269,14 +269,14 @@ def _shares(configs: Sequence[Mapping[str, Any]], workers: Sequence["_Worker"]) 
 
 
 class _Worker:
-    """A fork that rehearses, and keeps the compiled blocks that it has captured.
+    """A fork that rehearses and keeps the compiled blocks that it has captured.
 
-    A rehearsal leaves torch as it was, so one can follow another.
+    A rehearsal leaves torch unchanged, so one can follow another.
     """
 
     def __init__(self) -> None:
         self.captured: set[str | None] = set()
-        gc.freeze()  # else each collection of the fork goes through, and so copies, all that was imported
+        gc.freeze()  # otherwise each collection in the fork touches, and so copies, all imported objects
         (reads, asks), (hears, says) = os.pipe(), os.pipe()
         if not os.fork():
             os.close(asks)
@@ -291,13 +291,13 @@ class _Worker:
             print(json.dumps(configs), file=self._asks, flush=True)
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """What it found, in order; None when it has ended."""
+        """Its answers, in order; None if it has ended."""
         line = self._hears.readline()
         return json.loads(line) if line.endswith("\n") else None
 
 
 def _work(questions: IO[str], answers: IO[str]) -> NoReturn:
-    """What a fork does: plan what each line asks for until there are no more, end."""
+    """Run a fork: plan the configs of each line until there are no more, then exit."""
     memory = _Memory()
     try:
         for line in questions:
@@ -305,7 +305,7 @@ def _work(questions: IO[str], answers: IO[str]) -> NoReturn:
             for config in json.loads(line):
                 found.append(_document(config, memory))
                 gc.collect()
-                gc.freeze()  # what is kept, which else is gone through after each of the next
+                gc.freeze()  # kept objects, which later collections would go through each time
             print(json.dumps(found), file=answers, flush=True)
     finally:
         os._exit(0)
@@ -313,8 +313,8 @@ def _work(questions: IO[str], answers: IO[str]) -> NoReturn:
 
 @dataclass
 class _Memory:
-    """What a worker keeps: blocks that it captured, and its last rehearsal, which serves every setting of the allocator
-    (they change what becomes of the recorded events, not the events)."""
+    """A worker's captured blocks and its last rehearsal, which serves all allocator settings, since these do not change
+    the recorded events."""
 
     captured: dict[str, Any] = field(default_factory=dict)
     name: str = ""
@@ -325,7 +325,7 @@ class _Memory:
 
         typed, name = TrainingConfig.model_validate(config), shared_rehearsal(config)
         if self.rehearsal is None or name != self.name:
-            self.rehearsal = None  # one that fails must not leave the one before under its name
+            self.rehearsal = None  # a failure must not leave the previous one under its name
             self.rehearsal, self.name = record(typed, self.captured), name
         settled = self.rehearsal.config
         training = settled.training.model_copy(update={"allocator": typed.training.allocator})
@@ -343,23 +343,23 @@ def _document(config: Mapping[str, Any], memory: _Memory) -> dict[str, Any]:
 
 
 def unquantized(config: TrainingConfig) -> TrainingConfig | None:
-    """The same run on a base that is not quantised; None where none is."""
+    """The same run with its base not quantized; None if it is not."""
     if not (config.training.use_peft and config.peft.q_lora):
         return None
     changes: dict[str, object] = {"q_lora": False}
-    if config.peft.peft_method is PeftMethod.LOFTQ:  # which starts from what quantising loses
+    if config.peft.peft_method is PeftMethod.LOFTQ:  # LoftQ starts from the quantization error
         changes["peft_method"] = PeftMethod.LORA
     return config.model_copy(update={"peft": config.peft.model_copy(update=changes)})
 
 
 def without_gain(quantized: Plan, plain: Plan) -> str | None:
-    """A sentence when the quantised run needs no less at its peak, with the term that took back what weights gave."""
+    """A sentence if quantization does not lower the peak, naming the term that grew most; else None."""
     ours, theirs = quantized.peak, plain.peak
     if ours.device_bytes < theirs.device_bytes:
         return None
     grown = {term.name: getattr(ours.terms, term.name) - getattr(theirs.terms, term.name) for term in fields(Terms)}
     worst = max(grown, key=lambda name: grown[name])
-    sizes = f"{_gib(ours.device_bytes)} with a quantised base, {_gib(theirs.device_bytes)} without"
+    sizes = f"{_gib(ours.device_bytes)} with a quantized base, {_gib(theirs.device_bytes)} without"
     return f"peft.q_lora saves nothing here: {sizes}; {worst.replace('_', ' ')} grew by {_gib(grown[worst])}"
 
 

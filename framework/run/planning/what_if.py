@@ -1,9 +1,9 @@
-"""Changed configs planned: one key with several values, which key causes a difference, what a lever would save.
+"""Plans of changed configs: values of one key compared, causes of a difference, savings of levers.
 
-A saving is only worth a figure when it is a rehearsal's: shrinking one term moves the peak to another moment, which the
-terms at the old peak cannot tell. A rehearsal takes a tenth of a second (a tiny model) to some ten seconds (8B), and
-there are about a dozen to make; so they are made when memory has run out, the most promising first. What is not done in
-time has no figure, rather than an estimate. Loads no torch."""
+Savings come from rehearsals only: shrinking one term moves the peak to another moment, which the terms at the old peak
+do not show. A rehearsal takes a tenth of a second (a tiny model) to about ten seconds (8B), and about a dozen are
+needed, so they run when memory has run out, the most promising first. A lever that is not reached in time gets no
+figure rather than an estimate. Loads no torch."""
 
 import json
 import time
@@ -29,7 +29,7 @@ from framework.schema.rules.every import Needs, find_conflicts
 
 @dataclass(frozen=True)
 class Row:
-    """A value of the key and its plan; None where the built model refuses it, for which `refusal` has the reason."""
+    """A value of the key and its plan; None if the built model refuses it, with the reason in `refusal`."""
 
     value: str
     plan: Plan | None
@@ -37,24 +37,24 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether it can run and its plan fits the card."""
+        """Whether it is accepted and its plan fits the card."""
         return self.plan is not None and self.plan.fits
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Positions a second of one device, where the card's speed is known."""
+        """Tokens per second of one device, if the card's speed is known."""
         return self.plan.step.tokens_per_second if self.plan is not None and self.plan.step is not None else None
 
     def to_json(self) -> dict[str, Any]:
-        """The value with the document of its plan."""
+        """The value and its plan as JSON."""
         plan = self.plan.to_json() if self.plan is not None else None
         return {"value": self.value, "fits": self.fits, "plan": plan, "refusal": self.refusal or None}
 
 
 def what_if(configs: Mapping[str, TrainingConfig]) -> list[Row]:
-    """A row for each value. The configs differ in one key, and their rehearsals share what is the same in them.
+    """Plan configs that differ in one key: a row for each value. Their rehearsals share common work.
 
-    Raises TunesmithError where a plan fails for a fault of ours.
+    Raises TunesmithError for an internal fault.
     """
     with Rehearsals() as rehearsals:
         return list(map(_row, configs, rehearsals.tried(list(configs.values()))))
@@ -69,10 +69,10 @@ def _row(value: str, made: Plan | TunesmithError) -> Row:
 
 
 Make = Callable[[Sequence[TrainingConfig]], Sequence[Plan | TunesmithError]]
-"""`Rehearsals.tried`: the plan of each, or why there is none."""
+"""`Rehearsals.tried`: the plan of each config, or its error."""
 
 MOST_CHANGES = 6
-"""Changes that are planned alone; each is a rehearsal of some seconds."""
+"""Most changes that are planned separately; each takes a rehearsal of some seconds."""
 
 TOGETHER: tuple[tuple[str, ...], ...] = (
     ("gpu",),
@@ -86,15 +86,14 @@ TOGETHER: tuple[tuple[str, ...], ...] = (
     ("model.torch_dtype_str", "training.mixed_precision_dtype"),
     ("data.eval", "data.eval_fraction"),
 )
-"""Sections and keys that only make sense together, so that one is not taken without the others. Those with most
-effect come first."""
+"""Sections and keys that are only meaningful together and therefore change together, those with most effect first."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What the first request's plan becomes when it takes these keys, and no others, from the second.
+    """The plan of the first request with only these keys taken from the second.
 
-    `plan` is None when that is no valid request; `refusal` then says why.
+    `plan` is None if that request is invalid; `refusal` then gives the reason.
     """
 
     keys: tuple[str, ...]
@@ -104,7 +103,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both plans, the effect of each change by itself, and the changes that were too many to be planned alone."""
+    """Both plans, the effect of each change by itself, and the changes beyond the limit that were not planned."""
 
     a: Plan
     b: Plan
@@ -115,7 +114,7 @@ class Comparison:
 def find_causes(
     a: TrainingConfig, b: TrainingConfig, plans: tuple[Plan, Plan], differing: Iterable[str], make: Make
 ) -> Comparison:
-    """Plan `a` with each change to `b` alone. `plans` are theirs, `differing` the dotted keys that differ."""
+    """Plan `a` with each change to `b` separately. `plans` are their plans, `differing` the dotted keys that differ."""
     found = changes(differing)
     alone, others = found[:MOST_CHANGES], found[MOST_CHANGES:]
 
@@ -144,12 +143,12 @@ def _cause(keys: tuple[str, ...], made: Plan | TunesmithError) -> Cause:
 
 
 def changes(differing: Iterable[str]) -> list[tuple[str, ...]]:
-    """The keys that can matter for memory, in groups that are taken together, those with most effect first."""
+    """Group the keys that can matter for memory into joint changes, those with most effect first."""
     keys = [key for key in differing if moves_memory(key)]
     found: list[tuple[str, ...]] = []
     for group in TOGETHER:
         if group[0] == "training.use_peft" and group[0] not in keys:
-            continue  # both train an adapter, or neither does: its keys then stand for themselves
+            continue  # both train an adapter, or neither does: its keys then change separately
         part = tuple(name for name in group if any(_holds(name, key) for key in keys))
         keys = [key for key in keys if not any(_holds(name, key) for name in group)]
         found += [part] if part else []
@@ -158,7 +157,7 @@ def changes(differing: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def with_keys(a: TrainingConfig, b: TrainingConfig, keys: Sequence[str]) -> TrainingConfig:
-    """`a` with the sections and keys named taken from `b`. Raises RequestError when that is no valid request."""
+    """`a` with the named sections and keys taken from `b`. Raises RequestError if that is invalid."""
     changed = a
     for key in keys:
         section, _, name = key.partition(".")
@@ -177,17 +176,17 @@ def with_keys(a: TrainingConfig, b: TrainingConfig, keys: Sequence[str]) -> Trai
 
 
 def _holds(name: str, key: str) -> bool:
-    """Whether `key` is `name` or stands inside it."""
+    """Whether `key` is `name` or inside it."""
     return key == name or key.startswith((f"{name}.", f"{name}["))
 
 
 MOST_SECONDS = 60.0
-"""How long a run that has failed, or who asks why, waits for them."""
+"""Time limit for computing savings, after a failure or for `explain`."""
 
 
 def lever_savings(config: TrainingConfig, plan: Plan) -> list[dict[str, Any]]:
-    """The `levers` of `plan.json`, for a resolved config and its plan: each with what it saves, None where that is not
-    known after MOST_SECONDS."""
+    """The `levers` of `plan.json` for a resolved config and its plan: each with its savings, None if not known after
+    MOST_SECONDS."""
     terms = plan.step_peak.terms.to_json()  # the bytes at the step's peak that a lever could shrink at best
     proposals = sorted(propose(config), key=lambda proposal: -sum(terms[name] for name in proposal.shrinks))
     entries: list[dict[str, Any]] = [
@@ -206,10 +205,10 @@ def lever_savings(config: TrainingConfig, plan: Plan) -> list[dict[str, Any]]:
 
 
 def savings_of_run(folder: Path) -> SavedPlan | None:
-    """The plan of a run's folder with what each lever would have saved, found out now.
+    """The plan of a run folder with the savings of each lever, computed now.
 
-    None where that cannot be: the plan or the config cannot be read, torch is not installed, or the model has code of
-    its own, which a run's file gives no leave to run.
+    None if plan or config cannot be read, torch is not installed, or the model has its own Python code, which a run's
+    config does not authorize to run.
     """
     if not is_installed("torch"):
         return None
@@ -224,10 +223,9 @@ def savings_of_run(folder: Path) -> SavedPlan | None:
 
 
 def _savings(plan: Plan, other: Plan) -> Mapping[str, int]:
-    """Bytes that a change takes off the allocated peak of each phase, and off the host.
+    """Bytes that a change saves at the allocated peak of each phase, and on the host; negative if it needs more.
 
-    Allocated, not reserved: what is reserved and unused goes back to the driver before memory runs out. Negative where
-    the change takes more.
+    Allocated, not reserved: unused reserved memory is returned to the driver before memory runs out.
     """
     after = {phase.name: phase.allocated_bytes for phase in other.phases}
     saved = {phase.name: phase.allocated_bytes - after.get(phase.name, 0) for phase in plan.phases}

@@ -1,12 +1,12 @@
-"""The ranks of a run as they meet: what the main one decides for all, what they wait for, whose failure ends them all.
+"""Coordination of ranks: decisions of the main rank, waiting outside of collectives, and a common end after a failure.
 
-Ranks meet in two ways. In collectives, which go on in the middle of a step: a rank that is late there holds up the
-others, and after `COLLECTIVE` torch ends them all. And in a store of small texts, where one waits for what may take
-long: the config that the main rank decides on, everyone's rows, weights and plan, a checkpoint being written. Nobody is
-in a collective meanwhile, so none runs into its limit; who waits knows what the missing ones do.
+Ranks synchronize in two ways. Collectives run in the middle of a step: a late rank blocks the others, and after
+`COLLECTIVE` torch ends them all. A store of small texts is used for waits that may take long: the main rank's decisions
+on the config, rows, weights and plan, a checkpoint being written. No rank is in a collective meanwhile, so no timeout
+is hit, and each rank can say what the missing ones are doing.
 
-A rank that fails leaves a note in the store and says why. A thread of every other one sees the note and ends its
-process wherever it is, also inside a collective that the failed rank will never join. So one failure is told, once.
+A rank that fails prints its error and leaves a note in the store. A thread of every other rank sees the note and ends
+its process wherever it is, even inside a collective that the failed rank will never join. So a failure is printed once.
 """
 
 import contextlib
@@ -37,57 +37,57 @@ from framework.schema.config import TrainingConfig
 from framework.schema.plural import counted
 
 ARRIVAL = timedelta(minutes=30)
-"""How long the first rank to start waits for the last."""
+"""Longest wait of the first rank to start for the last."""
 WAIT = timedelta(hours=12)
-"""How long the others wait for one that reads, loads or saves."""
+"""Longest wait for a rank that reads, loads or saves."""
 TELL_AFTER = 60.0
-"""Seconds of waiting after which the main rank says for whom."""
+"""Seconds of waiting after which the main rank prints for whom it waits."""
 GRACE = 3.0
-"""Seconds that a rank has to end by itself, once another has failed."""
+"""Seconds that a rank has to end by itself after another has failed."""
 FIRST = "tunesmith/0/0"
-"""Prefix of the keys of ranks that meet for the first time: `launch` writes there, which starts no rank twice."""
+"""Key prefix of the first rendezvous, where `launch` also writes; it never restarts ranks."""
 LAUNCHER = "parent"
-"""Key that is set where the process which started the ranks watches over them and names one that was killed."""
+"""Key that is set if the launching process supervises the ranks and reports a killed one."""
 FAILED = "failed"
 _TELLS = "tells"
-"""Key of the rank that says why all end. It has said so before the others learn of it, and a launcher of them."""
+"""Key of the failed rank that reports why all end. It is set after the report is printed."""
 ALIVE = "here"
-"""Key of a rank that knows what to do about Ctrl-C."""
+"""Key of a rank that handles Ctrl-C."""
 _PAUSE = 0.2
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "Socket Timeout", "Timed out", "timed out", "unreachable")
 _meetings = itertools.count()
 
 
 class Coordinator:
-    """One process on its own. `ranks` says who this is; all that several would agree on is as this one says."""
+    """Coordination of a single process, which decides everything itself. `ranks` identifies it."""
 
     ranks: Ranks = ALONE
 
     def shared(self, name: str, make: Callable[[], str]) -> str:
-        """A text that the main rank makes, while the others wait for it. Each name once a run."""
+        """Broadcast a text that the main rank makes while the others wait. Each name may be used once per run."""
         return make()
 
     def gathered(self, name: str, text: str) -> list[str]:
-        """The texts of all ranks, in their order, when the last has given its own. Each name once a run."""
+        """Gather the texts of all ranks, in their order. Each name may be used once per run."""
         return [text]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within it, those that wait for this rank know what it does."""
+        """Name what this rank does within the block, for messages of ranks that wait for it."""
         with doing(name):
             yield
 
     def start(self, config: TrainingConfig) -> torch.device | None:
-        """Get ready for collectives on this rank's device; None: it has the machine for itself."""
+        """Prepare for collectives and return this rank's device; None for a single process."""
         return None
 
 
 class _ProcessGroup(Coordinator):
-    """One of several."""
+    """Coordination of one of several processes."""
 
     def __init__(self, found: Launched) -> None:
         self.ranks = Ranks(found.rank, found.world, found.local_rank, found.local_world, self._meet)
-        os.environ.update(  # torch's names, where it was srun that started us
+        os.environ.update(  # torch's names, in case srun started this process
             {"RANK": str(found.rank), "WORLD_SIZE": str(found.world), "LOCAL_RANK": str(found.local_rank)},
             MASTER_ADDR=found.address,
             MASTER_PORT=str(found.port),
@@ -103,7 +103,7 @@ class _ProcessGroup(Coordinator):
         watched: Store = self._base.clone()  # type: ignore[attr-defined]
         threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
         if not self.ranks.is_main:
-            # The main rank speaks for all
+            # The main rank prints for all
             warnings.filterwarnings("ignore")
             logging.disable(logging.WARNING)
         self._store.set(f"{ALIVE}/{self.ranks.rank}", "")
@@ -136,7 +136,7 @@ class _ProcessGroup(Coordinator):
         device = _device(config, self.ranks.local_rank)
         backend = "gloo" if device.type == "cpu" else "nccl"
         if device.type == "cuda" and (config.fsdp.is_on_host or config.adds_up_after_backward):
-            # the norm of gradients that are in host memory is summed there, and who has run out of memory is told there
+            # sums the norm of gradients in host memory, and signals which rank ran out of memory
             backend = "cpu:gloo,cuda:nccl"
         ranks = self.ranks = replace(self.ranks, checks_in=config.adds_up_after_backward)
         store = PrefixStore("torch", self._base)
@@ -150,24 +150,24 @@ class _ProcessGroup(Coordinator):
         begun, told = time.monotonic(), False
         while not self._store.check(keys):
             if self._note is not None:
-                _end(self._note["code"])  # before the store goes, which may be in the process that has failed
+                _end(self._note["code"])  # before the store vanishes, which may be in the failed process
             waited = time.monotonic() - begun
             missing = [rank for key, rank in zip(keys, who, strict=True) if not self._store.check([key])]
             if waited > WAIT.total_seconds() and missing:
-                raise TrainingStopped(f"rank {self.ranks.rank} has waited for {WAIT} in vain: {self._doing(missing)}")
+                raise TrainingStopped(f"rank {self.ranks.rank} has waited {WAIT}: {self._doing(missing)}")
             if waited > TELL_AFTER and self.ranks.is_main and not told:
                 print(f"waiting for {self._doing(missing)}", file=sys.stderr, flush=True)
                 told = True
             time.sleep(min(_PAUSE, 0.01 + waited / 10))
 
     def _doing(self, ranks: list[int]) -> str:
-        """What some ranks do, as they have said."""
+        """Current phases of some ranks."""
         phases = {rank: self._store.get(key) for rank in ranks if self._store.check([key := f"phase/{rank}"])}
         return "; ".join(f"rank {rank}: {phases.get(rank, b'not there yet').decode()}" for rank in ranks)
 
     # -- failures
     def _watch(self, store: Store) -> None:
-        """End this process when another has failed, or when the store has gone and with it who kept it."""
+        """End this process when another has failed, or when the store's process has ended."""
         while not self._parted.wait(_PAUSE):
             try:
                 if not store.check([FAILED]):
@@ -175,27 +175,27 @@ class _ProcessGroup(Coordinator):
                 note = json.loads(store.get(FAILED))
                 self._note = note if note["rank"] != self.ranks.rank else None
                 store.set(f"seen/{self.ranks.rank}", "")
-            except RuntimeError:  # also what a socket that was closed raises
+            except RuntimeError:  # also raised by a closed socket
                 note = {"rank": -1, "code": 4}
             if note["rank"] == self.ranks.rank:
                 return
             if not self._parted.wait(GRACE):
-                self._tell_of_parent()
+                self._report_parent()
                 _end(note["code"])
 
     def leave_failing(self, error: BaseException) -> None:
-        """Leave a note that this rank has failed. Does not return where another did before, whose failure is told.
+        """Leave a note that this rank has failed. Does not return if another failed first, since that one reports.
 
-        Raises TrainingStopped instead of an error that says no more than that another rank has gone.
+        Raises TrainingStopped instead of an error that only says that another rank is gone.
         """
         code = getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
         # whether it only says that another rank does not answer
         says_so = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LOST)
         lost = not isinstance(error, TunesmithError) and (says_so or isinstance(error, dist.DistError))
-        # What all ranks run into together is the main one's to tell; what a loss is due to, someone else's.
+        # The main rank reports what all ranks run into; a lost connection is reported by the rank that caused it.
         self._await_note(10.0 if lost else 1.5 * (not self.ranks.is_main))
         if lost and self._note is not None:
-            _end(self._note["code"])  # who has failed has said so, and the store has gone with it
+            _end(self._note["code"])  # the failed rank has reported, and the store ended with it
         mine = {"rank": self.ranks.rank, "code": 4 if lost else code}
         with contextlib.suppress(RuntimeError):
             first = json.loads(self._store.compare_set(_TELLS, "", json.dumps(mine)))
@@ -203,13 +203,13 @@ class _ProcessGroup(Coordinator):
                 self._await_note(10.0)
                 _end(first["code"])
         if lost and self.has_parent:
-            self._tell_of_parent()
+            self._report_parent()
             _end(4)  # the parent knows which rank was killed
         if not lost:
-            self._tell(error)
+            self._report(error)
         with contextlib.suppress(RuntimeError):
             note = json.loads(self._store.compare_set(FAILED, "", json.dumps(mine)))
-            if note["rank"] != self.ranks.rank:  # the parent has found one that was killed
+            if note["rank"] != self.ranks.rank:  # the parent has found a killed rank
                 _end(note["code"])
         if self.ranks.is_main and not self.has_parent:
             # Keep the store, which may be in this process, until the others have read the note.
@@ -219,16 +219,16 @@ class _ProcessGroup(Coordinator):
                     time.sleep(_PAUSE / 2)
         self._parted.set()
         if lost:
-            doing = "and who kept their store has gone"
+            doing = "and the process with their store has ended"
             with contextlib.suppress(RuntimeError):
                 doing = self._doing(self._others())
             raise TrainingStopped(
-                f"another rank ended without a word, or hangs ({doing}); checkpoints are intact. "
+                f"another rank ended without a message, or hangs ({doing}); checkpoints are intact. "
                 f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ) from error
 
-    def _tell_of_parent(self) -> None:
-        """Say where the process that started the ranks, and would say why they end, has gone itself."""
+    def _report_parent(self) -> None:
+        """Report if the launching process, which would explain the end of the ranks, was killed itself."""
         if not (self.has_parent and self.ranks.is_main):
             return
         try:
@@ -238,8 +238,8 @@ class _ProcessGroup(Coordinator):
                 gone = "error the process that started the ranks was killed: all end; checkpoints are intact"
                 print(gone, file=sys.stderr, flush=True)
 
-    def _tell(self, error: BaseException) -> None:
-        """Say why all end, at once: torchrun ends this process as soon as another one has ended."""
+    def _report(self, error: BaseException) -> None:
+        """Print why all end, immediately, because torchrun ends this process as soon as another one has ended."""
         if not isinstance(error, Exception):
             return
         said = str(error) if isinstance(error, TunesmithError) else f"{type(error).__name__}: {error}"
@@ -250,8 +250,8 @@ class _ProcessGroup(Coordinator):
         if isinstance(error, TunesmithError):
             error.is_reported = True
 
-    def part(self) -> None:
-        """All is done: nobody watches any longer. The main rank, which may keep the store, leaves last."""
+    def disconnect(self) -> None:
+        """Stop watching at the end of the run. The main rank, whose process may hold the store, leaves last."""
         self.gathered("parting", "")
         self._parted.set()
         if dist.is_initialized():
@@ -275,7 +275,7 @@ _current: list[Coordinator] = []
 
 @contextlib.contextmanager
 def process_group() -> Iterator[Coordinator]:
-    """The ranks that were started together, met; within another such block the same. One process is a crew of its own.
+    """Connect the ranks that were started together; nested blocks share one coordinator. A single process gets its own.
 
     An error that leaves the block ends all ranks.
     """
@@ -294,13 +294,13 @@ def process_group() -> Iterator[Coordinator]:
         coordinator.leave_failing(error)
         raise
     else:
-        coordinator.part()
+        coordinator.disconnect()
     finally:
         _current.pop()
 
 
 def require_world(config: TrainingConfig, ranks: Ranks) -> None:
-    """Raises RequestError unless as many ranks have met as devices are asked for."""
+    """Raise RequestError unless there are as many ranks as requested devices."""
     if config.gpu.count != ranks.world:
         asked = f"{counted(config.gpu.count, 'device is', 'devices are')} asked for"
         there = f"{counted(ranks.world, 'process takes', 'processes take')} part"
@@ -309,7 +309,7 @@ def require_world(config: TrainingConfig, ranks: Ranks) -> None:
 
 
 def _device(config: TrainingConfig, local_rank: int) -> torch.device:
-    """The card of a rank: its own number on the machine, or the only one that it was given to see."""
+    """The card of a rank: the one with its local number, or the only visible one."""
     if config.gpu.name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -319,22 +319,22 @@ def _device(config: TrainingConfig, local_rank: int) -> torch.device:
     index = local_rank if count > 1 else 0
     os.environ["LOCAL_RANK"] = str(index)
     torch.cuda.set_device(index)
-    if not check_cuda_p2p_ib_support():  # RTX 40 under old drivers: accelerate refuses them, unless told as here
+    if not check_cuda_p2p_ib_support():  # RTX 40 with old drivers, which accelerate refuses without this
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")
     return torch.device("cuda", index)
 
 
 def _end(code: int) -> None:
-    """End the process where it is: a collective that will never be done, or a library's threads, must not hold it."""
+    """Exit immediately, without waiting for an unfinished collective or a library's threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def plan_of_all(coordinator: Coordinator, plan: Plan | None, name: str = "plan") -> Plan | None:
-    """The main rank's plan, on every rank: so all refuse together, and each can explain its own memory. Each `name`
-    once a run."""
+    """Broadcast the main rank's plan, so that all ranks refuse together and each can explain its memory. Each `name`
+    may be used once per run."""
     text = coordinator.shared(name, lambda: json.dumps(plan.to_json() if plan is not None else None))
     document = json.loads(text)
     return Plan.from_json(document) if plan is None and document is not None else plan

@@ -1,8 +1,9 @@
-"""Ctrl-C: before the first step leave at once; later finish the step, save, leave. A second Ctrl-C leaves at once.
+"""Ctrl-C handling: before the first step exit at once; later finish the step, save, exit. A second Ctrl-C exits at
+once.
 
-A job scheduler's SIGTERM is taken for Ctrl-C. So are SIGHUP, of a terminal or ssh session that has gone, and SIGUSR1,
-SIGUSR2 and SIGXCPU, with which schedulers warn of a limit; but those never count as the second, since they may be sent
-more than once. Loads no torch.
+A job scheduler's SIGTERM counts as Ctrl-C. So do SIGHUP, of a closed terminal or ssh session, and SIGUSR1, SIGUSR2 and
+SIGXCPU, with which schedulers warn of a limit; but these never count as the second, since they may be sent repeatedly.
+Loads no torch.
 """
 
 import contextlib
@@ -16,32 +17,34 @@ from typing import Any
 from framework.errors import Interrupted
 
 _WARNING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Handled only where they would end the process: nohup ignores SIGHUP, submitit handles SIGUSR2 itself."""
+"""Handled only if they would end the process: nohup ignores SIGHUP, submitit handles SIGUSR2 itself."""
 _ENDING = (signal.SIGTERM, *_WARNING)
 _handlers: list[Callable[[int, FrameType | None], Any]] = []
-"""Functions of this module that handle a signal now."""
+"""Functions of this module that currently handle a signal."""
 BEFORE_ALL = "left before the first step; nothing was written"
 
 
 class Interrupt:
-    """Whether the user (or a job scheduler's SIGTERM) has asked the run to end."""
+    """Flag that the user (or a job scheduler) has asked the run to end."""
 
     asked = False
 
 
 @contextlib.contextmanager
-def announced_interrupt(said: Callable[[], str]) -> Iterator[None]:
-    """Raises Interrupted, with what was left, where Ctrl-C or one of _ENDING ends what is within. Main thread only."""
+def announced_interrupt(describe: Callable[[], str]) -> Iterator[None]:
+    """Turn Ctrl-C or a signal of _ENDING within the block into Interrupted with the text of `describe`. Main thread
+    only."""
     try:
         with _handled(signal.default_int_handler, _ENDING):
             yield
     except KeyboardInterrupt:
-        raise Interrupted(said()) from None
+        raise Interrupted(describe()) from None
 
 
 @contextlib.contextmanager
 def watched_interrupt() -> Iterator[Interrupt]:
-    """An `Interrupt` that the first signal sets; a second SIGINT or SIGTERM is handled as before. Main thread only."""
+    """Yield an `Interrupt` that the first signal sets; a second SIGINT or SIGTERM has its usual effect. Main thread
+    only."""
     interrupt = Interrupt()
     with contextlib.ExitStack() as handlers:
 
@@ -60,7 +63,7 @@ def watched_interrupt() -> Iterator[Interrupt]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """SIGINT and those of _ENDING as they come, for who looks at the list. Main thread only."""
+    """Collect SIGINT and signals of _ENDING in a list. Main thread only."""
     noted: list[int] = []
     with _handled(lambda number, frame: noted.append(number), (signal.SIGINT, *_ENDING)):
         yield noted
@@ -68,8 +71,8 @@ def noted_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def passing_signals_on(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Ctrl-C and those of _ENDING go to the processes, which save and end. Start them in sessions of their own, so that
-    a terminal does not send them a second one. Main thread only."""
+    """Forward Ctrl-C and signals of _ENDING to the processes, which save and exit. They must be in sessions of their
+    own, so that a terminal does not signal them too. Main thread only."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for process in processes:
@@ -82,7 +85,7 @@ def passing_signals_on(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterat
 
 @contextlib.contextmanager
 def _handled(by: Callable[[int, FrameType | None], Any], numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Within the block the signals are handled by a function."""
+    """Handle the signals by a function within the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Names of what a run folder holds, and its files written so that none is ever half there. Loads no torch."""
+"""Names of files and folders in a run folder, and atomic writing of files. Loads no torch."""
 
 import os
 import re
@@ -6,66 +6,68 @@ import shutil
 from pathlib import Path
 
 PARTS = "parts"
-"""Folder of a checkpoint of sharded weights, into which every rank has written its part."""
+"""Folder within a checkpoint of sharded weights, into which every rank writes its shards."""
 UNFINISHED = "export-step-"
-"""Beginning of the name of an export of a run that ended because no checkpoint could be written."""
+"""Name prefix of an export written because no checkpoint could be."""
 FINAL = "final"
-"""Folder of the export in a run folder."""
+"""Folder of the export."""
 MERGED, GGUF = "merged", "gguf"
-"""Folders in a run folder of what `merge` and `export` make of the export."""
+"""Folders that `merge` and `export` create from the export."""
 _GGUF_FILES = ("*-f16.gguf", "*-q8_0.gguf", "Modelfile")
 _EXPORTED = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("*token*.json", "*token*.model", "*.spm", "spiece.model", "vocab.*", "merges.txt", "*.tiktoken"),
     *("chat_template.*", "additional_chat_templates", "*.py", "base_model*"),
 )
-"""What an export consists of, as patterns. Other files in its folder are someone else's and stay."""
+"""Patterns of an export's files. Other files in its folder belong to the user and are kept."""
 _SAVED = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "random-[0-9]*.json", "state.json", PARTS)
-"""What a checkpoint consists of."""
+"""Patterns of a checkpoint's files."""
 _NAME = re.compile(r"step-[0-9]{8}")
 _LEFT = re.compile(r"\.step-[0-9]{8}\.(incomplete|replaced|retired)|\.parts")
-"""What a run that was killed may leave: a checkpoint on its way in or out."""
+"""Patterns of a killed run's remains: a checkpoint that was being written or deleted."""
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the checkpoint of a step."""
+    """Folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step after which a checkpoint was made."""
+    """The optimizer step after which a checkpoint was saved."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first. Files and folders of other names are nobody's business."""
+    """Complete checkpoints of a run folder, oldest first. Other files and folders are ignored."""
     return sorted(path for path in _entries(folder) if _NAME.fullmatch(path.name) and path.is_dir())
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What runs that were killed have left among the checkpoints of a run folder."""
+    """Remains of killed runs among the checkpoints of a run folder."""
     return sorted(path for path in _entries(folder) if _LEFT.fullmatch(path.name))
 
 
 def exported(folder: Path) -> list[Path]:
-    """What of an export's folder, or of one that was made of it, is ours."""
+    """Files in the folder of an export, or of one created from it, that tunesmith wrote."""
     patterns = _GGUF_FILES if folder.name == GGUF else _EXPORTED
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
 def others_files(folder: Path, name: str) -> list[Path]:
-    """What no run wrote of the folder of a checkpoint, or else of an export, that has or had this name."""
+    """Files that no run wrote in a folder which has or had the `name` of a checkpoint or an export."""
     patterns = _SAVED if _NAME.fullmatch(name) else _EXPORTED
     found = set(folder.iterdir()) if folder.is_dir() else set()
     return sorted(found.difference(*(folder.glob(pattern) for pattern in patterns)))
 
 
 def kept_for(path: Path) -> str | None:
-    """Why a file or folder of a run folder is not a run's to delete, in words; None where it is."""
+    """Reason why a file or folder in a run folder must not be deleted; None if a run wrote it."""
     if path.is_symlink():
         return f"it is a link to {os.readlink(path)}, which no run made"
     others = [other.name for other in others_files(path, path.name)] if _NAME.fullmatch(path.name) else []
-    seen = [name for name in others if not name.startswith(".")]  # what file systems and browsers put there may go
+    seen = [
+        name for name in others if not name.startswith(".")
+    ]  # hidden files of file systems and browsers may be deleted
     return f"no run wrote {', '.join(seen[:3])} in it" if seen else None
 
 
@@ -80,12 +82,12 @@ _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 def aside_of(target: Path) -> Path:
-    """Where a file or folder is written before it takes its name."""
+    """Temporary path at which a file or folder is written before it is renamed to `target`."""
     return target.with_name(f".{target.name}.incomplete")
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a file whole or not at all. A link in its place is replaced, not followed. Raises OSError."""
+    """Write a file atomically. A link in its place is replaced, not followed. Raises OSError."""
     aside = aside_of(file)
     discard(aside)
     try:
@@ -99,7 +101,7 @@ def replace_file(file: Path, text: str) -> None:
 
 
 def append_line(file: Path, line: str) -> None:
-    """Append a line whole or not at all, where no link is followed. Raises OSError."""
+    """Append a line completely or not at all, without following links. Raises OSError."""
     descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         size, data = os.fstat(descriptor).st_size, f"{line}\n".encode()
@@ -107,14 +109,14 @@ def append_line(file: Path, line: str) -> None:
             while data:
                 data = data[os.write(descriptor, data) :]
         except OSError:
-            os.ftruncate(descriptor, size)  # what a full disk has taken of it
+            os.ftruncate(descriptor, size)  # removes the part that a full disk accepted
             raise
     finally:
         os.close(descriptor)
 
 
 def discard(path: Path) -> bool:
-    """Delete a file, a link or a folder with what is in it, as far as that can be; whether nothing is left."""
+    """Delete a file, a link or a folder with its content, as far as possible. Returns whether nothing is left."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,8 +1,8 @@
-"""One run in a folder at a time: a lock that dies with its process, and a heartbeat for hosts that do not share locks.
+"""Lock of a run folder: a file lock that ends with its process, and a heartbeat for hosts that do not share locks.
 
-The file names host and process. On one host, and on network file systems that carry locks, the system holds the lock
-and lets go of it when the process ends, however it ends. Elsewhere the file's time tells: it is renewed every few
-seconds, and one that has stopped is of a host that died. Loads no torch.
+The lock file names host and process. On one host, and on network file systems that support locks, the system releases
+the lock when the process ends, however it ends. Elsewhere the file's modification time decides: it is renewed every few
+seconds, and if that stops the other host has died. Loads no torch.
 """
 
 import contextlib
@@ -23,16 +23,18 @@ FILE = ".lock"
 BEAT = 10.0
 """Seconds between two heartbeats."""
 STALE = 60.0
-"""Seconds without a heartbeat after which another host counts as dead: NFS may show a time that is 60 s old (its
-`acregmax`), but asks anew when a file is opened, as here."""
+"""Seconds without a heartbeat after which another host counts as dead. NFS may show a time that is 60 s old (its
+`acregmax`), but refreshes it when a file is opened, as here."""
 KEY = "training.output_dir"
 
 
 @contextlib.contextmanager
 def only_run(folder: Path) -> Iterator[None]:
-    """Within the block no other run writes to the folder. Raises RequestError where one does, with its host and pid."""
+    """Lock the folder within the block. Raises RequestError if another run has it, naming host and pid."""
     descriptor = _taken(folder)
-    os.register_at_fork(after_in_child=lambda: _let_go(descriptor))  # a worker that outlives the run must not hold it
+    os.register_at_fork(
+        after_in_child=lambda: _let_go(descriptor)
+    )  # a worker that outlives the run must not keep the lock
     done = threading.Event()
     beat = threading.Thread(target=_beat, args=(descriptor, done), daemon=True, name="heartbeat")
     beat.start()
@@ -42,13 +44,13 @@ def only_run(folder: Path) -> Iterator[None]:
         done.set()
         beat.join()
         with contextlib.suppress(OSError):
-            (folder / FILE).unlink()  # while it is held: who waits for it finds that it is another file by then
+            (folder / FILE).unlink()  # while it is locked: a waiting process then notices that the file was replaced
         _held.discard(descriptor)
         os.close(descriptor)
 
 
 def refuse_taken(folder: Path) -> None:
-    """Raises RequestError where a run writes to the folder now. Writes nothing."""
+    """Raise RequestError if a run has locked the folder. Writes nothing."""
     try:
         descriptor = os.open(folder / FILE, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -70,12 +72,12 @@ def _let_go(descriptor: int) -> None:
 
 
 def _taken(folder: Path) -> int:
-    """The descriptor of a lock file that is ours."""
+    """Lock the file and return its descriptor."""
     while True:
         try:
             descriptor = os.open(folder / FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            message = f"{folder / FILE}, by which runs keep out of each other's way, cannot be opened: {error.strerror}"
+            message = f"{folder / FILE}, the lock file of the folder, cannot be opened: {error.strerror}"
             raise RequestError([Problem(KEY, message, expected="a folder where files can be written")]) from None
         try:
             _require_free(folder, descriptor, waits=True)
@@ -91,8 +93,8 @@ def _taken(folder: Path) -> int:
 
 
 def _require_free(folder: Path, descriptor: int, waits: bool) -> None:
-    """Lock the file. Raises RequestError where another run has it, by the system's word or, with `waits`, by the
-    heartbeat of another host, which is waited for."""
+    """Lock the file. Raises RequestError if another run has it, according to the system or, with `waits`, to another
+    host's heartbeat, which is awaited."""
     known = _read(descriptor)
     who = f"process {known.get('pid', '?')} on {known.get('host', '?')} is training in {folder}"
     taken = Problem(KEY, who, expected="another folder, or wait until that run has ended")
@@ -113,7 +115,7 @@ def _require_free(folder: Path, descriptor: int, waits: bool) -> None:
 
 
 def _beats(folder: Path) -> bool:
-    """Whether the lock's heart beats, watched for as long as that takes. A host that died leaves it still."""
+    """Whether the lock has a heartbeat, observed for as long as that takes. It stops when its host dies."""
     seen, ends = None, time.monotonic() + STALE
     while time.monotonic() < ends:
         descriptor = os.open(folder / FILE, os.O_RDONLY | os.O_NOFOLLOW)
@@ -131,7 +133,7 @@ def _beats(folder: Path) -> bool:
 
 
 def _now(folder: Path) -> float:
-    """The time by the clock of the file system: hosts may have others. A full disk has room for none: ours."""
+    """The time by the file system's clock, which may differ from the host's; the host's time if the disk is full."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             return os.fstat(file.fileno()).st_mtime
@@ -148,7 +150,7 @@ def _read(descriptor: int) -> dict[str, Any]:
 
 
 def _sign(descriptor: int) -> None:
-    """Say whose it is. A full disk leaves the name out; the lock holds nevertheless."""
+    """Write host and process into the lock file. On a full disk they are missing, but the lock holds."""
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)

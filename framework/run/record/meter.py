@@ -1,5 +1,5 @@
-"""What a run measures: memory phase by phase (the allocator's counters on a GPU, resident memory on the CPU), the share
-of trained elements that move, and figures next to the plan's."""
+"""Measurements of a run: peak memory by phase (the allocator's counters on a GPU, resident memory on the CPU), the
+share of trained elements that change, and series to compare with the plan."""
 
 import contextlib
 import os
@@ -24,10 +24,10 @@ from framework.schema.optimizers import facts_of
 
 @dataclass
 class Meter:
-    """Peaks of a run in bytes. Give `observe` to the step: it is told when each phase begins.
+    """Memory peaks of a run in bytes. Pass `observe` to the step, which calls it when each phase begins.
 
-    On the CPU a phase is measured where it ends, which is where a step holds most; `baseline` is what the process held
-    before the model was built.
+    On the CPU a phase is measured at its end, where a step holds most; `baseline` is the process's memory before the
+    model was built.
     """
 
     place: Place
@@ -42,16 +42,16 @@ class Meter:
 
     @property
     def phase(self) -> str:
-        """The phase that is running."""
+        """The current phase."""
         return self._phase
 
     def observe(self, phase: str) -> None:
-        """Close the phase that was running, note its peak, and begin `phase`."""
+        """End the current phase, record its peak, and begin `phase`."""
         self._close()
         self._phase = phase
 
     def forget_steps(self) -> None:
-        """Measure the phases of a step anew: they are of a smaller size from now on."""
+        """Reset the phases of a step, after the micro-batch has become smaller."""
         self._close()
         self.phases = {name: peak for name, peak in self.phases.items() if name not in STEP_PHASES}
         self.allocated = self.reserved = max(self.phases.values(), default=0)
@@ -59,7 +59,7 @@ class Meter:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Measure something that is no part of the run: within, `allocated` is its peak alone."""
+        """Measure something outside the run: within the block `allocated` is only its own peak."""
         self._close()
         kept = dict(self.phases), self.allocated, self.reserved
         self.allocated = 0
@@ -101,35 +101,36 @@ def resident_bytes() -> int:
 
 @cache
 def _process(number: int) -> psutil.Process:
-    """Found once, which takes ten times as long as to ask it; a fork has a number of its own."""
+    """Cached, because creating it takes ten times as long as a query; keyed by pid because of forks."""
     return psutil.Process(number)
 
 
 SPAN = 50
-"""Steps between two looks."""
+"""Steps between two measurements."""
 SAMPLE = 1024
-"""Elements at most of each tensor that are looked at, evenly spread: 1 MiB a look for a model of 256 tensors."""
+"""Most sampled elements per tensor, evenly spread: 1 MiB in all for a model of 256 tensors."""
 TINY = 0.1
-"""Below this share a run is warned about. Plain bfloat16 weights of spread 0.02 at a rate of 6e-6 move 5 %."""
+"""Share below which a run gets a warning. Of plain bfloat16 weights with standard deviation 0.02, 5 % change at a
+learning rate of 6e-6."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Shares of the trained elements that changed, of all and of vectors alone (norms and biases; None without any)."""
+    """Shares of trained elements that changed: of all, and of vectors only (norms and biases; None without any)."""
 
     all: float
     vectors: float | None
 
 
 class MovedElements:
-    """Remembers a sample of what this rank holds of every trained tensor, on the host, from one look to the next."""
+    """Change of trained tensors between measurements, from a sample of this rank's elements kept on the host."""
 
     def __init__(self, trained: Sequence[Tensor]) -> None:
         self._trained = trained
         self._before = self._sample()
 
-    def look(self) -> Moved:
-        """What changed since the last look."""
+    def measure(self) -> Moved:
+        """Shares changed since the last measurement."""
         before, self._before = self._before, self._sample()
         changed = [
             float((now != then).float().mean()) for now, then in zip(self._before, before, strict=True) if len(now)
@@ -143,7 +144,7 @@ class MovedElements:
 
     @torch.no_grad()
     def _sample(self) -> list[Tensor]:
-        # An odd stride, so that the elements of a matrix are not all of one column.
+        # An odd stride, so that the elements of a matrix are not all from one column.
         here = [local_part(tensor).detach() for tensor in self._trained]
         taken = [tensor.flatten()[:: -(-tensor.numel() // SAMPLE) | 1] for tensor in here]
         together = torch.cat([part.float() for part in taken]).cpu()  # one copy from the device, not one a tensor
@@ -156,12 +157,12 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float | None:
 
 
 def caution(moved: Moved, config: TrainingConfig) -> str | None:
-    """What to tell of a run whose weights stand still. Kahan's compensation moves before its weight does."""
+    """Warning about weights that hardly change. Kahan compensation changes before its weight does."""
     if (moved.all >= TINY and moved.vectors != 0) or facts_of(config.training.optimizer).keeps_small_updates:
         return None
     which = f"{moved.all:.1%} of the trained elements"
     which += "" if moved.vectors is None else f" and {moved.vectors:.1%} of norms and biases"
-    cure = f"the rate is {config.training.learning_rate:g} at its peak"
+    cure = f"the peak learning rate is {config.training.learning_rate:g}"
     if config.model.torch_dtype_str is TorchDtype.BFLOAT16:
         cure = "updates round away in bfloat16: training.optimizer=anyprecision_adamw, or model.torch_dtype_str=float32"
     return f"warning   only {which} changed in the last {SPAN} steps; {cure}"
@@ -171,7 +172,7 @@ _COMPUTED_IN: dict[MixedPrecision | None, str] = {MixedPrecision.BF16: "bfloat16
 
 
 def padding_share(micro_batches: Iterable[Batch]) -> float:
-    """Share of the positions of some micro batches that are padding."""
+    """Share of padding in the tokens of some micro-batches."""
     positions = padded = 0
     for batch in micro_batches:
         positions += batch["input_ids"].numel()
@@ -181,11 +182,11 @@ def padding_share(micro_batches: Iterable[Batch]) -> float:
 
 
 def planned_series(config: TrainingConfig, plan: Plan | None, tokens: int, seconds: float) -> dict[str, float | None]:
-    """Planned peaks in bytes, next to which the measured ones are logged, and MFU where the card's rates are known.
+    """Planned peaks in bytes, logged next to the measured ones, and MFU if the card's rates are known.
 
-    MFU is the FLOPs that the model needs for `tokens` positions of all devices (6 a trained weight and token, 4 a
-    frozen one, and attention's as of the longest rows) over what the cards can make in `seconds`, by the dense rate of
-    the type that products are computed in. Recomputation does not count.
+    MFU is the model's FLOPs for `tokens` tokens of all devices (6 per trained weight and token, 4 per frozen one, and
+    attention at maximum row length) divided by what the cards can compute in `seconds` at the dense rate of the dtype
+    of products. Recomputation does not count.
     """
     if plan is None:
         return {}

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` and `samples.jsonl`: a log that cannot be written never ends a run. Loads no torch."""
+"""Writer of `metrics.jsonl` and `samples.jsonl`, whose failures never end a run. Loads no torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,9 +12,9 @@ FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 class MetricsLog:
-    """The lines of a run. Those that the disk does not take wait in memory and are tried again with each further one.
+    """A log of JSON lines. Lines that cannot be written wait in memory and are retried with each further one.
 
-    `say` is told once when lines begin to wait, and once when they are written.
+    `say` receives one message when lines begin to wait, and one when they are written.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], name: str = FILE) -> None:
@@ -32,7 +32,7 @@ class MetricsLog:
             self._say(f"metrics   {counted(had + 1, 'line')} that waited in memory are written")
 
     def close(self, elsewhere: Path | None) -> None:
-        """Write what still waits, to `elsewhere` where the file itself does not take it; say what is lost."""
+        """Write waiting lines, to `elsewhere` if the file itself cannot be written; report lost ones."""
         count = len(self._waiting)
         if not count or self._flush() is None:
             return
@@ -49,7 +49,7 @@ class MetricsLog:
         self._say(lost)
 
     def _flush(self) -> OSError | None:
-        """Write what waits, as far as that goes; what kept it from going on."""
+        """Write waiting lines as far as possible. Returns the error that stopped it, if any."""
         try:
             while self._waiting:
                 append_line(self._file, self._waiting[0])

@@ -1,4 +1,4 @@
-"""The model card of an export: `README.md` with what the model was made of, its figures, and its memory as planned."""
+"""Model card of an export: `README.md` with base, data, recipe, results, and planned and measured memory."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,15 +27,15 @@ _PIPELINES = {
     Task.REGRESSION: "text-classification",
     Task.REWARD: "text-classification",
 }
-"""The hub's word for what a model is for, where it is not `text-generation`."""
+"""The hub's pipeline tag by task, where it is not `text-generation`."""
 _OF_MACHINE = {"training": ("output_dir", "fallback_dir"), "gpu": ()}
-"""Keys that the recipe in a card is without, by section; without any named the section is."""
+"""Keys omitted from the recipe in a card, by section; an empty list omits the whole section."""
 PACKAGES = ("tunesmith", "torch", "transformers", "peft")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a card tells of a run: resolved config, rows, evaluations in order, `memory.json`, `environment.json`."""
+    """Contents of a card: resolved config, rows, evaluations in order, `memory.json`, `environment.json`."""
 
     config: TrainingConfig
     report: DataReport
@@ -44,21 +44,23 @@ class Trained:
     memory: Mapping[str, Any]
     environment: Mapping[str, Any]
     has_adapter: bool
-    """Whether the export is an adapter, whose base is elsewhere."""
+    """Whether the export is an adapter without its base."""
 
 
 def write_card(folder: Path, trained: Trained) -> None:
-    """Write the card of an export, but leave one alone that was changed or is not a run's. Raises SaveFailed."""
+    """Write the card of an export, unless there is one that a user wrote or changed. Raises SaveFailed."""
     try:
         if is_ours(folder / FILE):
             text = model_card(trained, folder.parent.name)
             replace_file(folder / FILE, f"{text}{_SEAL.format(crc32(text.encode()))}")
     except OSError as error:
-        raise SaveFailed(f"{folder / FILE} could not be written: {error.strerror}. The model next to it is.") from error
+        raise SaveFailed(
+            f"{folder / FILE} could not be written: {error.strerror}. The model next to it is complete."
+        ) from error
 
 
 def is_ours(file: Path) -> bool:
-    """Whether there is no such file, or one that nobody has changed since it was written here."""
+    """Whether the file is missing, or unchanged since it was written here."""
     if not file.exists():
         return True
     text = file.read_text(encoding="utf-8", errors="replace")
@@ -67,7 +69,7 @@ def is_ours(file: Path) -> bool:
 
 
 def model_card(trained: Trained, title: str) -> str:
-    """The card as Markdown. Of paths on this machine it has the last part alone."""
+    """The card as Markdown. Local paths are shortened to their last part."""
     config = trained.config
     front = yaml.safe_dump(_front(trained), sort_keys=False, allow_unicode=True)
     parts = [f"---\n{front}---\n\n# {title}\n", _summary(trained)]
@@ -85,7 +87,7 @@ def model_card(trained: Trained, title: str) -> str:
                 table.append(f"| {_cell(name)} | {first.get(name, float('nan')):.4f} | {value:.4f} |")
         parts.append(_section("Evaluation", "\n".join(table)))
     parts.append(_section("Memory", "\n".join(_memory(trained.memory))))
-    # What differs from the defaults, without what is of this machine.
+    # Settings that differ from the defaults, without machine-specific ones.
     document: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
     for section, names in _OF_MACHINE.items():
         kept = {key: value for key, value in document.pop(section, {}).items() if key not in names}
@@ -96,7 +98,7 @@ def model_card(trained: Trained, title: str) -> str:
 
 
 def _front(trained: Trained) -> dict[str, Any]:
-    """What the hub reads: library, task, base, data sets, tags."""
+    """The hub's metadata: library, task, base, data sets, tags."""
     config = trained.config
     base, sources = config.model.model_name, [source.path for source in config.data.train]
     method = [str(config.peft.peft_method)] if config.training.use_peft else []
@@ -145,7 +147,7 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _without_folders(value: Any) -> Any:
-    """A value with the last parts of the absolute paths in it."""
+    """A value with its absolute paths shortened to their last part."""
     if isinstance(value, Mapping):
         return {key: _without_folders(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -166,5 +168,5 @@ def _is_path(name: str) -> bool:
 
 
 def _last(name: str) -> str:
-    """A hub id as it is, of a path its last part."""
+    """A hub id unchanged, a path's last part."""
     return Path(name).name if _is_path(name) else name

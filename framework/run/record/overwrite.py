@@ -1,4 +1,4 @@
-"""`--overwrite`: only what a run wrote is removed, nothing that the same request reads, and all of it or nothing.
+"""`--overwrite`: removal of what a run wrote, all of it or nothing, and nothing that the same request reads.
 
 Loads no torch.
 """
@@ -28,14 +28,14 @@ from framework.schema.config import TrainingConfig
 from framework.schema.data import parse_split
 
 ENVIRONMENT = "environment.json"
-"""A folder is a run's that has this file: written first of all, removed last."""
+"""File that identifies a run folder: written first, removed last."""
 _WRITTEN = ("training.output_dir", "training.fallback_dir", "training.optimizer_offload_folder")
 """Keys whose paths are written to, not read."""
 
 
 def overwrite_problems(config: TrainingConfig, folder: Path, held: Sequence[Path]) -> list[Problem]:
-    """What keeps `--overwrite` from removing what is `held` in a run folder, and in others that are known to be of
-    runs; before anything is removed."""
+    """Reasons not to remove the `held` files of a run folder and of its related folders, found before anything is
+    removed."""
     problems, names = [*_immovable(held)], ", ".join(path.name for path in held if path.parent == folder)
     if names and "packages" not in read_environment(folder):
         message = f"{folder} has {names}, but no {ENVIRONMENT} of a run: --overwrite removes what a run wrote"
@@ -48,12 +48,12 @@ def overwrite_problems(config: TrainingConfig, folder: Path, held: Sequence[Path
             lies = ", which" if resolved == under else f" lies in {under}, which"
             message = f"{file}{lies} --overwrite would remove before it is read"
             problems.append(Problem(key, message, expected="another training.output_dir"))
-            return problems  # one of them suffices: a model has many files
+            return problems  # one is enough: a model has many files
     return problems
 
 
 def inputs(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
-    """Key and path of each file and folder here that a request reads: models, tokenizers, templates, rows."""
+    """Key and path of each local file and folder that a request reads: models, tokenizers, templates, rows."""
     for key, text in _texts(config.model_dump(mode="json", exclude={"data": {"train", "eval"}}), ""):
         path = Path(text).expanduser()
         if key not in _WRITTEN and _exists(path):
@@ -67,7 +67,7 @@ def inputs(config: TrainingConfig) -> Iterator[tuple[str, Path]]:
 
 
 def remove(held: Sequence[Path]) -> None:
-    """Remove what runs wrote. All of it is renamed first, or else nothing: raises RequestError where that fails."""
+    """Remove files of runs. All of them are renamed first; if that fails, nothing is removed. Raises RequestError."""
     going = sorted((path for found in held for path in _of_runs(found)), key=lambda path: path.name == ENVIRONMENT)
     renamed = list[tuple[Path, Path]]()
     try:
@@ -85,11 +85,11 @@ def remove(held: Sequence[Path]) -> None:
         discard(aside)
     for found in held:
         with contextlib.suppress(OSError):
-            found.rmdir()  # of checkpoints or the export, unless there is something of someone else
+            found.rmdir()  # the folder of checkpoints or the export, unless it has files of the user
 
 
 def _of_runs(found: Path) -> list[Path]:
-    """What of a file or folder a run wrote."""
+    """The parts of a file or folder that a run wrote."""
     if found.name == "checkpoints" and found.is_dir():
         return [*checkpoints(found.parent), *leftovers(found.parent)]
     if (found.name in (FINAL, MERGED, GGUF) or found.name.startswith(UNFINISHED)) and found.is_dir():
@@ -98,7 +98,7 @@ def _of_runs(found: Path) -> list[Path]:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What `environment.json` of a run folder says; nothing where there is none, or another program's."""
+    """Content of a run folder's `environment.json`; empty if it is missing or another program's."""
     try:
         document = json.loads(read_regular(folder / ENVIRONMENT))
     except (OSError, ValueError):
@@ -121,7 +121,7 @@ def _unmoved(path: Path, reason: str) -> Problem:
 
 
 def _texts(tree: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Each text of a config with its dotted key."""
+    """Each string value of a config with its dotted key."""
     if isinstance(tree, dict):
         for name, value in tree.items():
             yield from _texts(value, f"{key}.{name}".lstrip("."))

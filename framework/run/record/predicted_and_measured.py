@@ -1,4 +1,4 @@
-"""What was predicted next to what was measured: `memory.json`, and the last line of a run."""
+"""Comparison of predicted and measured memory: `memory.json` and the last line of a run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from framework.memory.units import size
 def compare(plan: Plan | None, measured: Mapping[str, Any]) -> dict[str, Any]:
     """The document of memory.json. Errors are (predicted - measured) / measured; null without a plan.
 
-    Phases that only one side knows have no error; `timeline` has both sides in the order of a run. On a GPU both
-    sides are the allocator's bytes; on the CPU what the process held before the model was built (`baseline_bytes`)
-    is taken off the measured side first.
+    Phases known to only one side have no error; `timeline` has both sides in the order of a run. On a GPU both are the
+    allocator's bytes; on the CPU the process's memory before the model was built (`baseline_bytes`) is subtracted from
+    the measured side first.
     """
     baseline = measured["baseline_bytes"]
     phases = {phase["name"]: phase["allocated_bytes"] - baseline for phase in measured["phases"]}
@@ -42,8 +42,8 @@ def _error(predicted: int, measured: int) -> float | None:
 
 
 def last_line(document: Mapping[str, Any]) -> str:
-    """Peak memory in one sentence: on a card with the error of the prediction; on the CPU with what was compared, for
-    there a process takes for tensors what it had freed before, and keeps what they free."""
+    """Peak memory in one sentence: on a card with the prediction's error; on the CPU with both numbers only, since a
+    process reuses memory that it freed before and keeps what tensors free."""
     measured, predicted = document["measured"], document["predicted"]
     peak, baseline = measured["allocated_bytes"], measured["baseline_bytes"]
     planned = predicted["peak"]["allocated_bytes"] if predicted is not None else None

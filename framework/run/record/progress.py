@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, one line every `logging_steps` elsewhere."""
+"""Progress of a run on stderr: a bar on a terminal, one line every `logging_steps` elsewhere."""
 
 import contextlib
 from types import TracebackType
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 class ProgressLine:
-    """Loss, rate, tokens per second and memory of the latest step, on stderr."""
+    """Loss, learning rate, tokens per second and memory of the latest step."""
 
     def __init__(self, total: int, done: int, every: int, quiet: bool = False) -> None:
         self.console = TerminalConsole(stderr=True, quiet=quiet)
@@ -51,6 +51,6 @@ class ProgressLine:
             self.say(f"step {step}/{self.total}  {text}")
 
     def say(self, text: str) -> None:
-        """A line above the bar. A terminal or reader that has gone takes none, and the run goes on."""
+        """Print a line above the bar. A closed terminal or pipe does not end the run."""
         with contextlib.suppress(OSError):
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,7 @@
-"""The commit of the working directory, without running what its repository configures. Loads no torch.
+"""Commit of the working directory, found without running programs that its repository configures. Loads no torch.
 
-Git runs programs that the configuration of a repository names: monitors of files, filters, hooks, fetches of missing
-objects. So files are compared under a configuration of ours, in a git folder that has nothing else in it.
+Git runs programs named in a repository's configuration: file monitors, filters, hooks, fetches of missing objects. So
+files are compared with a minimal configuration in a temporary git folder.
 """
 
 import os
@@ -17,11 +17,11 @@ bare = false
 [diff]
 ignoreSubmodules = dirty
 """
-"""Submodules have a configuration of their own; only their commits are compared."""
+"""Submodules have their own configuration, so only their commits are compared."""
 
 
 def describe_revision() -> str | None:
-    """The commit's full name, with `-dirty` where tracked files differ from it; None outside of a repository."""
+    """The commit's full name, with `-dirty` if tracked files differ from it; None outside of a repository."""
     places = ("--git-path", "objects", "--git-path", "index")  # rev-parse runs no program
     asked = _git({}, "rev-parse", "--path-format=absolute", "--show-toplevel", *places, "HEAD")
     if asked is None or len(lines := asked.splitlines()) != 4:
@@ -37,7 +37,7 @@ def describe_revision() -> str | None:
 
 
 def _git(place: dict[str, str], *words: str) -> str | None:
-    """What a command of git that reads alone prints; None where it fails. Variables of git count for nothing here."""
+    """Output of a read-only git command; None if it fails. Git's environment variables are ignored."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "--no-pager", "--no-optional-locks", "-c", "core.fsmonitor=false", *words]
     environment = {**kept, "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", **place}

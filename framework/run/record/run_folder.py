@@ -1,4 +1,4 @@
-"""The run folder: where it is, what is already in it, and the files that say what happened."""
+"""The run folder: its location, its present content, and the files that record a run."""
 
 import contextlib
 import errno
@@ -36,11 +36,11 @@ from framework.text import to_yaml
 SNAPSHOT = "oom_snapshot.pickle"
 """Opens in PyTorch's viewer (pytorch.org/memory_viz)."""
 _STOPS = {REPORT: (REPORT, SNAPSHOT), STOPPED: (STOPPED,)}
-"""The report of a stop -> the files that tell of it."""
+"""Report of a stop -> its files."""
 PAGE = "report.html"
-"""What `tunesmith report` writes there."""
+"""Page written by `tunesmith report`."""
 TENSORBOARD = "tensorboard"
-"""Folder of its events."""
+"""Folder of TensorBoard's events."""
 _OURS = (
     "config.yaml",
     "config-until-step-*.yaml",
@@ -60,16 +60,17 @@ _OURS = (
     TENSORBOARD,
     PAGE,
 )
-"""Everything that is written of a run, as patterns. `--overwrite` removes these and nothing else."""
+"""Patterns of everything that a run writes. `--overwrite` removes these and nothing else."""
 
 _PACKAGES = (
     *("tunesmith", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
     *("numpy", "triton", "bitsandbytes", "torchao", "liger-kernel"),
 )
 _LONGEST = 4096 - 300
-"""Bytes of a folder's path: Linux takes 4096, and names within run folders, trackers' too, have a third of the rest."""
+"""Most bytes of a folder's path: Linux allows 4096, and names within run folders, also of trackers, need up to a third
+of the rest."""
 _OF_A_START = ("date", "command")
-"""What `environment.json` says that is another one at each start."""
+"""Entries of `environment.json` that differ at each start."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ class RunFolder:
 
     path: Path
     is_written: bool = True
-    """Whether this process writes there: of several ranks the main one alone."""
+    """Whether this process writes there: with several ranks only the main one."""
     fallback: Path | None = None
-    """Where checkpoints and the export go when they cannot be written here."""
+    """Folder for checkpoints and export if they cannot be written here."""
 
     def held(self) -> list[Path]:
-        """What runs have written here and in the fallback. Raises OSError for what cannot be a folder."""
+        """Files of runs here and in the fallback. Raises OSError for an impossible path."""
         return [*held(self.path), *(held(self.fallback) if self.fallback is not None else ())]
 
     def newest(self) -> Path | None:
@@ -92,17 +93,17 @@ class RunFolder:
         return max(found, key=lambda checkpoint: checkpoint.name, default=None)
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
-        """Write one document whole or not at all."""
+        """Write one document atomically."""
         if self.is_written:
             _replace(self.path / name, json.dumps(document, indent=2) + "\n")
 
     def write_config(self, config: TrainingConfig) -> None:
-        """The resolved config, which trains again as it is."""
+        """Write the resolved config, which can be trained again unchanged."""
         if self.is_written:
             _replace(self.path / "config.yaml", to_yaml(config))
 
     def keep_config(self, config: TrainingConfig, step: int) -> None:
-        """Have the config that trained until `step`, where another trains from there on, say so in its name.
+        """Rename the config that was used until `step` if another one is used from there on, adding the step.
 
         Raises SaveFailed.
         """
@@ -114,8 +115,8 @@ class RunFolder:
         _replace(kept, earlier)
 
     def write_environment(self, device: Mapping[str, Any], step: int) -> None:
-        """Where the run is made from here on. What it was until `step`, where that is not the same, keeps its file
-        under a name that says so. Raises SaveFailed."""
+        """Write versions, machine and commit. If they differ from those until `step`, the previous file is kept under a
+        name with the step. Raises SaveFailed."""
         if not self.is_written:
             return
         earlier, now = read_environment(self.path), {**environment(), **device}
@@ -125,7 +126,7 @@ class RunFolder:
         self.write_json(ENVIRONMENT, now)
 
     def moved_versions(self) -> list[str]:
-        """One line for each version that is another than when the run was started last."""
+        """One line for each version that changed since the run's last start."""
         earlier, now = read_environment(self.path), environment()
         before, after = (
             {"python": known.get("python"), **dict(known.get("packages") or {})} for known in (earlier, now)
@@ -134,15 +135,16 @@ class RunFolder:
         return [f"{name} {after[name] or 'missing'}, was {before[name] or 'missing'}" for name in known]
 
     def write_stop(self, step: int, reason: str) -> None:
-        """Why a run stopped by itself, for `explain`; a full disk leaves it out, since the reason is told anyway."""
+        """Write why a run stopped by itself, for `explain`. Omitted on a full disk, since the reason is also
+        printed."""
         if self.is_written:
             with contextlib.suppress(SaveFailed):
                 _replace(self.path / STOPPED, f"{write_circumstances(Circumstances(step=step))}\n{reason}\n")
 
     def forget_metrics_after(self, step: int, is_last: bool = False) -> None:
-        """Drop the lines of steps that will be made again after resuming at `step`, and one cut short by a kill.
+        """Drop the lines of steps that will be repeated after resuming at `step`, and a line truncated by a kill.
 
-        With `is_last` nothing is left to train but the evaluation behind that step comes again: its line goes too.
+        With `is_last` only the last evaluation is repeated, so its line is dropped too.
         """
         for file in (self.path / METRICS, self.path / SAMPLES):
             lines = file.read_bytes().splitlines() if file.exists() else []
@@ -151,7 +153,7 @@ class RunFolder:
                 _replace(file, "".join(f"{line}\n" for line in kept))
 
     def set_stops_aside(self, step: int) -> None:
-        """Have the reports of stops say in their names at which step that was: the run goes on from `step`.
+        """Rename the reports of earlier stops to include their step, because the run resumes from `step`.
 
         Raises SaveFailed.
         """
@@ -162,7 +164,7 @@ class RunFolder:
 
 
 def _is_kept(line: bytes, step: int, is_last: bool) -> bool:
-    """Whether a line of `metrics.jsonl` is whole and of a step that is not made again."""
+    """Whether a line of `metrics.jsonl` is complete and belongs to a step that is not repeated."""
     try:
         values = json.loads(line.decode())
         comes_again = is_last and ("eval_loss" in values or "completion" in values) and values["step"] == step
@@ -171,9 +173,9 @@ def _is_kept(line: bytes, step: int, is_last: bool) -> bool:
         return False
 
 
-def _rename(folder: Path, names: Sequence[str], said: str) -> None:
-    """Add `said` to the stems of those files that exist."""
-    for file, target in _free(folder, names, said).items():
+def _rename(folder: Path, names: Sequence[str], suffix: str) -> None:
+    """Add `suffix` to the stems of those files that exist."""
+    for file, target in _free(folder, names, suffix).items():
         try:
             file.rename(target)
         except FileNotFoundError:  # a snapshot is of a card
@@ -182,9 +184,9 @@ def _rename(folder: Path, names: Sequence[str], said: str) -> None:
             raise SaveFailed(f"{file} could not be renamed to {target.name}: {error.strerror}") from error
 
 
-def _free(folder: Path, names: Sequence[str], said: str) -> dict[Path, Path]:
-    """Those files, and what they are called with `said` behind their stems, and a number where that name is taken."""
-    endings = (said, *(f"{said}-{number}" for number in range(2, 10_000)))
+def _free(folder: Path, names: Sequence[str], suffix: str) -> dict[Path, Path]:
+    """Files and their new paths with `suffix` after the stem, and a number if that name is taken."""
+    endings = (suffix, *(f"{suffix}-{number}" for number in range(2, 10_000)))
     renamed = (
         {folder / name: folder / f"{Path(name).stem}{end}{Path(name).suffix}" for name in names} for end in endings
     )
@@ -199,11 +201,10 @@ def _replace(file: Path, text: str) -> None:
 
 
 def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool) -> RunFolder:
-    """The folder of this run: `training.output_dir`, else `runs/<name>`, numbered when taken. Makes nothing.
+    """Choose the folder of this run: `training.output_dir`, else `runs/<name>`, numbered if taken. Creates nothing.
 
-    Raises RequestError when the folder cannot be, is taken and neither `resume` nor `overwrite` says what to do with
-    it, when another run is at work there, when there is nothing to resume, or when what `overwrite` would remove is
-    read by this very run or not a run's.
+    Raises RequestError if the folder is impossible, is taken without `resume` or `overwrite`, is in use by another run,
+    has nothing to resume, or if `overwrite` would remove files that this run reads or no run wrote.
     """
     written = config.training.output_dir
     folder = RunFolder(Path(written) if written else default_path(name, resume, overwrite))
@@ -219,8 +220,8 @@ def open_folder(config: TrainingConfig, name: str, resume: bool, overwrite: bool
 
 
 def unusable_folders(config: TrainingConfig, path: Path | None = None) -> tuple[Problem, ...]:
-    """What keeps a run from writing to its folders, whatever is in them: `path` or what the config says, and those that
-    take what finds no room there. Makes nothing."""
+    """Reasons why a run cannot write to its folders, whatever they contain: `path` or the config's folder, and the
+    fallback. Creates nothing."""
     training = config.training
     path = path or Path(training.output_dir or "runs")
     found = [_unusable("training.output_dir", path, path)]
@@ -240,35 +241,35 @@ def _unusable(key: str, folder: Path, named: Path) -> Problem | None:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         nearest = next(place for place in (there, *there.parents) if os.path.lexists(place))
         if not nearest.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "a link on the way leads nowhere")
+            raise NotADirectoryError(errno.ENOTDIR, "a link on the path is broken")
     except (OSError, ValueError) as error:  # too long, a file in its way, a link to itself, a zero byte
         reason = getattr(error, "strerror", None) or str(error)
         return Problem(key, f"{str(named)[:200]} cannot be a folder: {reason}", expected="a folder")
-    # Reading would wait for FIFOs and devices, or act on them.
+    # Reading a FIFO or device could block, or have an effect.
     saves = [*checkpoints(folder), *(each / PARTS for each in checkpoints(folder)), folder / FINAL]
     found = [f"{at / name}" for at in (folder, *saves) for name in special_files(at)]
     if found:
-        message = f"{folder} has in it what is no regular file, and no run made: {', '.join(found)}"
+        message = f"{folder} contains special files, which no run writes: {', '.join(found)}"
         return Problem(key, message, expected="another folder, or to remove it")
     is_ours = os.access(nearest, os.W_OK | os.X_OK)
     return None if is_ours else _unwritable(key, named.absolute(), os.strerror(errno.EACCES))
 
 
 def fallback_of(config: TrainingConfig, folder: Path) -> Path | None:
-    """Where the run in a folder saves what it cannot save there: a folder of its own in `training.fallback_dir`."""
+    """The fallback of a run folder: a separate folder in `training.fallback_dir`."""
     if config.training.fallback_dir is None:
         return None
     absolute = os.path.abspath(folder)
     return Path(config.training.fallback_dir) / f"{folder.name[:200]}-{crc32(absolute.encode()):08x}"
 
 
-BOTH = Problem("--overwrite", "removes the run that --resume would go on with", expected="one of the two")
+BOTH = Problem("--overwrite", "removes the run that --resume would continue", expected="one of the two")
 
 
 def folder_problems(
     config: TrainingConfig, path: Path, taken: Sequence[Path], resume: bool, overwrite: bool
 ) -> Sequence[Problem]:
-    """What keeps a run from a folder in which there is what is `taken`."""
+    """Problems of using a folder with the `taken` files of another run."""
     if overwrite and resume:
         return (BOTH,)
     if overwrite:
@@ -280,54 +281,54 @@ def folder_problems(
 
 
 def _nothing_to_resume(path: Path) -> Problem:
-    """Told with the runs next to it that have what it lacks."""
+    """The problem of a missing checkpoint, with neighboring runs that have one."""
     message = f"there is no checkpoint in {path / 'checkpoints'}"
     siblings = {found.parent.parent for found in path.parent.glob("*/checkpoints/step-*")}
     begun = sorted(sibling.name for sibling in siblings if checkpoints(sibling))
     close = get_close_matches(path.name, begun, 1)
     others = f"; of {path.parent} {', '.join(begun[:8])} have one" if begun else ""
-    expected = f"training.output_dir of a run that has one, or no --resume to begin anew{others}"
+    expected = f"training.output_dir of a run that has one, or no --resume to start from the beginning{others}"
     nearest = f"training.output_dir={path.parent / close[0]}" if close else None
     return Problem("--resume", message, expected=expected, nearest=nearest)
 
 
 def make(folder: RunFolder) -> None:
-    """Make the folder on disk. Raises RequestError when it cannot be made or written to."""
+    """Create the folder on disk. Raises RequestError if it cannot be created or written to."""
     make_writable(folder.path, "training.output_dir", folder.path.absolute())
     if folder.fallback is not None:
         make_writable(folder.fallback, "training.fallback_dir", folder.fallback.absolute())
 
 
-def make_writable(folder: Path, key: str, meant: Path) -> None:
-    """Make a folder that files can be written to. Raises RequestError, under the key that asked for what is `meant`."""
+def make_writable(folder: Path, key: str, target: Path) -> None:
+    """Create a writable folder. Raises RequestError under `key`, which asked for `target`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RequestError([_unwritable(key, meant, str(error.strerror))]) from None
+        raise RequestError([_unwritable(key, target, str(error.strerror))]) from None
 
 
 def _unwritable(key: str, folder: Path, reason: str) -> Problem:
-    message = f"{folder} cannot be made or written to: {reason}"
+    message = f"{folder} cannot be created or written to: {reason}"
     return Problem(key, message, expected="a folder where files can be written")
 
 
 def default_path(name: str, resume: bool, overwrite: bool) -> Path:
-    """`runs/<name>` or the first of its numbered siblings that is free; the last that is taken to go on there."""
+    """`runs/<name>` or its first free numbered sibling; to resume or overwrite, the last one taken."""
     numbered = [Path("runs") / name, *(Path("runs") / f"{name}-{number}" for number in range(2, 10_000))]
     free = next(index for index, path in enumerate(numbered) if not path.exists())
     return numbered[max(free - 1, 0)] if resume or overwrite else numbered[free]
 
 
 def held(folder: Path) -> list[Path]:
-    """What runs have written in a folder, of what they write there at all; also where that is a link. Raises OSError
-    for what cannot be a folder."""
+    """Files and folders that runs have written in a folder, which may be a link. Raises OSError for an impossible
+    path."""
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
         return []
-    made_of_it = (MERGED, GGUF) if is_run_folder(folder) else ()  # else they are someone else's
+    made_of_it = (MERGED, GGUF) if is_run_folder(folder) else ()  # otherwise they are not a run's
     return [folder / name for pattern in (*_OURS, *made_of_it) for name in fnmatch.filter(names, pattern)]
 
 
@@ -337,7 +338,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, machine and commit: what is needed to run the same thing again."""
+    """Versions, machine and commit, needed to reproduce a run."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,

@@ -1,4 +1,4 @@
-"""The figures of a run: `metrics.jsonl`, and trackers. One that fails is left out, and the run goes on."""
+"""Logging of a run's metrics to `metrics.jsonl` and trackers. A failing tracker is dropped, and the run continues."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -17,21 +17,21 @@ _NAME_OF_RUN = {
     Tracker.SWANLAB: "experiment_name",
     Tracker.TRACKIO: "name",
 }
-"""What the start of a run calls its name there; Comet's is set afterwards, TensorBoard has none."""
+"""Argument for the run's name at each tracker's start; Comet's is set afterwards, TensorBoard has none."""
 _TAKE_TEXT = (Tracker.TENSORBOARD, Tracker.WANDB, Tracker.COMET_ML)
-"""Those of accelerate's trackers that log a text as it is."""
+"""Trackers of accelerate that log plain texts."""
 
 
 def check_trackers(config: TrainingConfig) -> None:
-    """Raises RequestError naming every tracker whose package is not installed."""
+    """Raise RequestError naming every tracker whose package is not installed."""
     problems = [Problem(each.keys[0], each.message, expected=each.expected) for each in missing_trackers(config)]
     if problems:
         raise RequestError(problems)
 
 
 class Trackers:
-    """The trackers of a run, started. `say` is told of one that fails later. Raises RequestError for one that does not
-    start: a server that is not there, an account that is not logged in."""
+    """Started trackers of a run. `say` receives a warning for one that fails later. Raises RequestError for one that
+    does not start, for example because its server does not answer or nobody is logged in."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, say: Callable[[str], None]) -> None:
         self._say, self._started = say, dict[Tracker, Any]()
@@ -49,15 +49,15 @@ class Trackers:
                 raise RequestError([Problem(f"training.trackers[{index}]", message, expected=expected)]) from error
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """The figures of a step or an evaluation; those that are None are left out."""
+        """Log the metrics of a step or an evaluation, except those that are None."""
         known = {name: value for name, value in values.items() if value is not None}
-        self._tell(known, step, tuple(self._started))
+        self._send(known, step, tuple(self._started))
 
     def log_texts(self, texts: Mapping[str, str], step: int) -> None:
-        """Texts, to the trackers that take them."""
-        self._tell(texts, step, _TAKE_TEXT)
+        """Log texts to the trackers that support them."""
+        self._send(texts, step, _TAKE_TEXT)
 
-    def _tell(self, values: Mapping[str, Any], step: int, names: tuple[Tracker, ...]) -> None:
+    def _send(self, values: Mapping[str, Any], step: int, names: tuple[Tracker, ...]) -> None:
         for name, tracker in [*self._started.items()]:
             if name not in names:
                 continue
@@ -65,30 +65,30 @@ class Trackers:
                 tracker.log(dict(values), step=step)
             except Exception as error:  # a full disk, a server that is gone: of any kind
                 del self._started[name]
-                self._say(f"warning   {name} is left out from step {step} on: {type(error).__name__}: {error}")
+                self._say(f"warning   {name} is dropped from step {step} on: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Let them write what they have."""
+        """Flush and close all trackers."""
         for tracker in self._started.values():
             with contextlib.suppress(Exception):
                 tracker.finish()
 
 
 class RunLog(Trackers):
-    """The trackers, and before them `metrics.jsonl` of the run folder."""
+    """Logs to `metrics.jsonl` of the run folder, then to the trackers."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, say: Callable[[str], None]) -> None:
         super().__init__(config, folder, say)
         self._folder, self._metrics = folder, MetricsLog(folder.path, say) if folder.is_written else None
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """The figures of a step or an evaluation."""
+        """Log the metrics of a step or an evaluation."""
         if self._metrics is not None:
             self._metrics.append(values)
         super().log(values, step)
 
     def close(self) -> None:
-        """Let all of them write what they have."""
+        """Flush and close everything."""
         super().close()
         if self._metrics is not None:
             self._metrics.close(self._folder.fallback)
@@ -111,7 +111,7 @@ def _started(name: Tracker, config: TrainingConfig, folder: RunFolder) -> Any:
 
 
 def _flattened(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and plain values, as every tracker takes them."""
+    """Dotted keys and plain values, which every tracker accepts."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"

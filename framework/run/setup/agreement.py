@@ -1,4 +1,4 @@
-"""What a run settles between its ranks before and during training. One process settles it with itself."""
+"""Agreement between ranks before and during training: config, run folder, inputs and seeds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from framework.schema.plural import counted
 
 
 def decided_by_main(coordinator: Coordinator, config: TrainingConfig) -> tuple[TrainingConfig, Sequence[str]]:
-    """The config without `auto` as the main rank decides, and what it says of that. Raises DoesNotFit."""
+    """The config with `auto` decided by the main rank, and lines that explain the decisions. Raises DoesNotFit."""
     if not left_open(config):
         return config, ()
     said: list[str] = []
@@ -37,9 +37,9 @@ def decided_by_main(coordinator: Coordinator, config: TrainingConfig) -> tuple[T
 def find_folder(
     coordinator: Coordinator, config: TrainingConfig, name: str, resume: bool, overwrite: bool
 ) -> RunFolder:
-    """The run folder that the main rank has chosen; the others only read there.
+    """The run folder chosen by the main rank; the others only read there.
 
-    Raises RequestError as `open_folder` does, and where a rank that resumes does not see the main one's folder.
+    Raises RequestError as `open_folder` does, and if a resuming rank does not see the main one's folder.
     """
     if coordinator.ranks.world == 1:
         return open_folder(config, name, resume, overwrite)
@@ -53,7 +53,7 @@ def find_folder(
 
 
 def digest(inputs: Inputs, steps: int) -> str:
-    """What every rank must have read alike: the rows, token by token, and so the batches of each step."""
+    """Digest of the rows, token by token, and the number of steps, which must be equal on every rank."""
     parts = [counted(steps, "step")]
     for name, rows in (("training", inputs.data.train), ("evaluation", inputs.data.eval)):
         if rows is not None:
@@ -64,7 +64,7 @@ def digest(inputs: Inputs, steps: int) -> str:
 
 
 def agree(coordinator: Coordinator, text: str) -> None:
-    """Raises VerificationFailed on every rank where one has another text: its batches would be other ones."""
+    """Raise VerificationFailed on every rank if their texts differ, since batches would then differ."""
     texts = coordinator.gathered("digests", text)
     if len(set(texts)) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
@@ -72,8 +72,8 @@ def agree(coordinator: Coordinator, text: str) -> None:
 
 
 def seed_each_rank(seed: int, ranks: Ranks) -> None:
-    """Call it when the model is built, which is from the same seed everywhere: from here on each rank drops out its
-    own elements, but those that are alike the same. The first goes on as a process on its own would."""
+    """Give each data-parallel rank its own random state, for dropout, after the model was built from the same seed on
+    all. Ranks with the same rows keep a common state; the first one's is that of a single process."""
     number = ranks.rank // ranks.alike
     if number or ranks.alike > 1:
         seed_all(int(np.random.SeedSequence([seed, number]).generate_state(1)[0]))

@@ -1,6 +1,6 @@
-"""`peft.lora_init: eva`: LoRA's A matrices from the principal components of what the adapted modules are given.
+"""`peft.lora_init: eva`: LoRA's A matrices from the principal components of the adapted modules' inputs.
 
-Paischer et al. 2024, arXiv 2410.07170, by peft's own `initialize_lora_eva_weights`, with the rank of each module kept.
+Paischer et al. 2024, arXiv 2410.07170, with peft's own `initialize_lora_eva_weights`, keeping each module's rank.
 """
 
 import time
@@ -31,25 +31,26 @@ from framework.schema.plural import counted
 KEY = "peft.lora_init"
 WORK = "the components of the adapted modules' inputs"
 MOST_BATCHES = 32
-"""Micro batches of training rows that are looked at, in turns."""
+"""Micro-batches of training rows, used in turn."""
 ORTHONORMAL = 1e-3
-"""Largest distance of A A^T from the identity: float32 components of peft's incremental decomposition."""
+"""Tolerance of A A^T's distance from the identity, for float32 components of peft's incremental decomposition."""
 
 
 @dataclass
 class _Search:
-    """The search for components of one run, pass by pass."""
+    """Iterative search for the components, pass by pass."""
 
     session: Session
     passes: int = 0
     converged: dict[str, Tensor] = field(default_factory=dict)
-    """Name of a module -> which of its components moved no more in the last pass; bool `[rank]`."""
+    """Name of a module -> which of its components have converged; bool `[rank]`."""
     unsettled: int = 0
-    """Modules whose components still moved in the last pass that is made."""
+    """Number of modules whose components have not converged in the last pass."""
     _began: float = field(default_factory=time.perf_counter)
 
-    def look(self, model: nn.Module, batch: Batch) -> None:
-        """One forward pass over a micro batch, in which peft's hooks see the inputs. The first finds equal ones."""
+    def forward(self, model: nn.Module, batch: Batch) -> None:
+        """Run a forward pass over a micro-batch, in which peft's hooks see the inputs. The first one finds equal
+        inputs."""
         settled = sum(bool(item.all()) for item in self.converged.values())
         if self.passes:
             known = f", {settled} of {len(self.converged)} inputs settled" if self.converged else ""
@@ -61,11 +62,11 @@ class _Search:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Within the block peft's hooks are bounded, and compute in float32.
+        """Patch peft's hooks within the block: a bounded number of passes, float32, and fast comparison of inputs.
 
-        Equal inputs are those that are one tensor: peft's hash goes through every number in Python, 25 s for 32
+        Inputs are equal if they are the same tensor: peft's hash iterates over every number in Python, 25 s for 32
         modules of 4 x 2,048 x 1,024. Under autocast the decomposition's products would be half precision, which
-        torch's QR takes on no device.
+        torch's QR supports on no device.
         """
         from peft.tuners.lora.eva import HashHook, SVDHook  # seconds to import
 
@@ -88,10 +89,9 @@ class _Search:
 
 
 def start_from_rows(session: Session) -> None:
-    """Start the A matrices of a new run from its training rows, where that was asked for.
+    """Initialize the A matrices of a new run from its training rows, with `peft.lora_init: eva`.
 
-    Raises RequestError where rows have too few supervised tokens, VerificationFailed where the matrices are no
-    components.
+    Raises RequestError if rows have too few supervised tokens, VerificationFailed if the matrices are not orthonormal.
     """
     config, adapter = session.config, session.assembly.adapter
     is_asked = config.peft.lora_init is LoraInit.EVA and "lora_init" in ADAPTERS[config.peft.peft_method].keys
@@ -103,17 +103,17 @@ def start_from_rows(session: Session) -> None:
     from framework.build.adapters.first_adapter import drawn_for
 
     batches, began, search = _batches_for_start(session), time.perf_counter(), _Search(session)
-    looked_at = counted(len(batches), "micro batch", "micro batches")
-    session.progress.say(f"start     eva looks at {looked_at} in at most {EVA_PASSES} passes, most often ten")
+    used = counted(len(batches), "micro-batch", "micro-batches")
+    session.progress.say(f"start     eva uses {used} in at most {EVA_PASSES} passes, most often ten")
     own = adapter.model.peft_config["default"]
-    own.init_lora_weights, own.eva_config = "eva", EvaConfig(rho=1.0)  # each module keeps the rank that was planned
+    own.init_lora_weights, own.eva_config = "eva", EvaConfig(rho=1.0)  # each module keeps its planned rank
     drawn = drawn_for("eva", config.training.seed, session.assembly.place)
     with activity.doing(WORK), drawn, torch.no_grad(), search.hooked():
         initialize_lora_eva_weights(
             adapter.model,
             dataloader=batches,
-            forward_fn=search.look,
-            prepare_model_inputs_fn=lambda batch, _: _looked_at(batch).nonzero(),
+            forward_fn=search.forward,
+            prepare_model_inputs_fn=lambda batch, _: _token_mask(batch).nonzero(),
             show_progress_bar=False,
         )
     matrices = [item.detach().float() for name, item in adapter.model.named_parameters() if ".lora_A." in name]
@@ -131,14 +131,16 @@ def start_from_rows(session: Session) -> None:
 
 
 def _require_orthonormal(matrices: list[Tensor]) -> None:
-    """Raises VerificationFailed where the products of a matrix' rows are too far from the identity."""
-    apart = max(float((item @ item.T - torch.eye(len(item)).to(item)).abs().max()) for item in matrices)
-    if apart > ORTHONORMAL:
-        raise VerificationFailed(f"{KEY}: asked eva, in effect A matrices whose rows are not orthonormal ({apart:.2g})")
+    """Raise VerificationFailed if the rows of a matrix are not orthonormal."""
+    distance = max(float((item @ item.T - torch.eye(len(item)).to(item)).abs().max()) for item in matrices)
+    if distance > ORTHONORMAL:
+        raise VerificationFailed(
+            f"{KEY}: asked eva, in effect A matrices whose rows are not orthonormal ({distance:.2g})"
+        )
 
 
 def _batches_for_start(session: Session) -> list[Batch]:
-    """Micro batches of the first training rows that have as many supervised tokens as the highest rank is."""
+    """Micro-batches of the first training rows with at least as many supervised tokens as the highest rank."""
     named = session.assembly.model.named_parameters()
     least = max(item.shape[0] for name, item in named if ".lora_A." in name)
     config = session.config
@@ -150,16 +152,16 @@ def _batches_for_start(session: Session) -> list[Batch]:
         multiple=config.padded(1),
     )
     placed = (on_device(session.assembly.place.device, batch) for batch in made)
-    wanted = (batch for batch in placed if int(_looked_at(batch).sum()) >= least)
+    wanted = (batch for batch in placed if int(_token_mask(batch).sum()) >= least)
     found: list[Batch] = list(islice(wanted, MOST_BATCHES))
     if not found:
-        message = f"no micro batch has as many supervised tokens as the rank is ({least})"
-        raise RequestError([Problem(KEY, message, expected="gaussian, more rows a micro batch, or a lower rank")])
+        message = f"no micro-batch has as many supervised tokens as the rank ({least})"
+        raise RequestError([Problem(KEY, message, expected="gaussian, more rows a micro-batch, or a lower rank")])
     return found
 
 
-def _looked_at(batch: Batch) -> Tensor:
-    """Which tokens the components are of: the supervised ones, or all that are no padding; bool `[rows, tokens]`."""
+def _token_mask(batch: Batch) -> Tensor:
+    """Tokens used for the components: the supervised ones, or all except padding; bool `[rows, tokens]`."""
     if "labels" in batch:
         return batch["labels"] != IGNORED
     return batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(batch["input_ids"]).bool()

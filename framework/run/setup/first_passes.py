@@ -1,12 +1,12 @@
-"""Passes over rows before the first step: the longest rows there are, a reference's answers.
+"""Passes over rows before the first step: a trial of the longest rows, and precomputed reference log-probabilities.
 
-The longest rows of training and of evaluation go forward and backward as in training, without an update, so that what
-will not fit fails at once: gradients are dropped and generators set back, so nothing that is trained on depends on it.
-It costs about one step. On a card every run makes the trial; on the CPU, where the system ends a process rather than
-give it an error, only one that asked to shrink.
+The longest rows of training and evaluation run forward and backward as in training, without an update, so that a run
+that will not fit fails at once. Gradients are dropped and generators reset, so training is not affected. The trial
+costs about one step. On a card every run makes it; on the CPU, where the system kills a process rather than raise an
+error, only a run that asked to shrink.
 
-What a preference's reference says of every row is asked once (`training.preference.precompute_reference`). The answers
-belong to the run: they are written to its folder, and a resumed run, whose weights have moved, reads them.
+With `training.preference.precompute_reference` the reference model evaluates every row once. The log-probabilities are
+stored in the run folder, where a resumed run, whose weights have changed, reads them.
 """
 
 import os
@@ -39,15 +39,15 @@ from framework.schema.choices import OnOutOfMemory
 from framework.schema.plural import counted
 
 MOST_MICRO_BATCHES = 2
-"""The second adds to the gradients of the first; all others are like it."""
+"""The second micro-batch adds to the gradients of the first; all others behave like the second."""
 PIECE = 1 << 28
-"""Bytes of one block of the stand-in for optimizer states."""
+"""Bytes of one block of the placeholder for optimizer states."""
 
 
 def try_longest_rows(session: Session) -> None:
-    """Make the trial where it is due, and say what it took.
+    """Run the trial if it is due, and print time and peak memory.
 
-    What does not fit is repaired as in a step (`training.on_oom`). Raises OutOfMemory when it cannot be.
+    Out of memory is handled as in a step (`training.on_oom`). Raises OutOfMemory if it cannot be repaired.
     """
     place, config = session.assembly.place, session.config
     if place.kind == "cpu" and config.training.on_oom is not OnOutOfMemory.SHRINK:
@@ -87,7 +87,7 @@ def _try_evaluation(session: Session) -> Iterator[str]:
 
 
 def _longest_of_training(session: Session) -> MicroBatch:
-    """One batch of the longest rows there are; of a stream, of the longest that may come."""
+    """One batch of the longest rows; for a stream, of the longest possible rows."""
     if isinstance(session.batches, GlobalBatches):
         return _longest(session, session.batches.rows, TRAIN)
     config, head = session.config, session.inputs.data.train
@@ -97,7 +97,7 @@ def _longest_of_training(session: Session) -> MicroBatch:
 
 
 def _longest(session: Session, rows: Rows | Packs, key: str) -> MicroBatch:
-    """One batch of the longest rows there are."""
+    """One batch of the longest rows."""
     config = session.config
     batches = MicroBatches(rows, session.batches.pad_token_id, config.data.padding_free, config.padded(1))
     chosen = longest_rows(rows.lengths, size_of(session.config, key))
@@ -110,9 +110,9 @@ def _shape(batch: MicroBatch) -> str:
 
 
 def _standing_in(session: Session) -> list[Tensor]:
-    """Memory of the size of the states that the optimizer will make, for from the second step on they are there.
+    """Placeholder memory for the states that the optimizer will create in the first step.
 
-    Their size is the plan's; without a plan, on the CPU, or when states are there already, nothing stands in.
+    Their size is taken from the plan; nothing is allocated without a plan, on the CPU, or if states already exist.
     """
     place = session.assembly.place
     has_states = any(session.assembly.optimizer.state.values())
@@ -123,8 +123,8 @@ def _standing_in(session: Session) -> list[Tensor]:
         return stand_in(count, place)
     except torch.OutOfMemoryError:
         session.progress.say(
-            f"warning   the optimizer will make {size(count)} of states in its first step: there is no room for them "
-            "next to the weights; fewer rows do not help"
+            f"warning   the optimizer will create {size(count)} of states in its first step, which do not fit in "
+            "memory with the weights; fewer rows do not help"
         )
         return []
 
@@ -135,7 +135,7 @@ def planned_states(plan: Plan) -> int:
 
 
 def stand_in(count: int, place: Place) -> list[Tensor]:
-    """`count` bytes in blocks of at most PIECE."""
+    """Allocate `count` bytes in blocks of at most PIECE."""
     pieces = [min(PIECE, count - start) for start in range(0, count, PIECE)]
     return [torch.empty(piece, dtype=torch.uint8, device=place.device) for piece in pieces]
 
@@ -145,9 +145,9 @@ KEY = "training.preference.precompute_reference"
 
 
 def know_reference(session: Session) -> None:
-    """Give the rows of the session what the reference says of them, where that is to be known before the first step.
+    """Add precomputed reference log-probabilities to the rows of the session, if the config asks for them.
 
-    Raises RequestError when a run is resumed whose file is gone or is of other rows, SaveFailed, OutOfMemory.
+    Raises RequestError if a resumed run's file is missing or for other rows, SaveFailed, OutOfMemory.
     """
     if not session.config.training.asks_reference_once:
         return
@@ -161,14 +161,14 @@ def know_reference(session: Session) -> None:
             os.replace(aside, file)
         except (OSError, SafetensorError) as error:
             raise SaveFailed(f"{file} could not be written: {error}") from error
-    told = {name: _told(rows, known, name, file) for name, rows in splits.items()}
+    told = {name: _with_reference(rows, known, name, file) for name, rows in splits.items()}
     session.inputs = replace(session.inputs, data=replace(data, train=told["train"], eval=told.get("eval")))
     assert isinstance(session.batches, GlobalBatches), "the schema refuses streaming"
     session.batches = replace(session.batches, rows=told["train"])
 
 
 def ask_before_resuming(session: Session, saved: Mapping[str, Any]) -> None:
-    """Ask the reference of a run that asks it once from here on, before the weights of its checkpoint are in place."""
+    """Compute the reference log-probabilities of a resumed run that had none, before its checkpoint is loaded."""
     was_asked = saved["training"].get("preference", {}).get("precompute_reference", False)
     if session.config.training.asks_reference_once and not was_asked:
         session.reference_answers = _ask(session, _splits(session))
@@ -192,12 +192,12 @@ def _ask(session: Session, splits: dict[str, Rows | Packs]) -> dict[str, np.ndar
         known[name] = np.concatenate(found)
     session.meter.observe("end")
     seconds, count = time.perf_counter() - started, sum(map(len, known.values()))
-    session.progress.say(f"reference {counted(count, 'answer')} asked about in {seconds:.1f} s, kept in {FILE}")
+    session.progress.say(f"reference {counted(count, 'answer')} evaluated in {seconds:.1f} s, kept in {FILE}")
     return known
 
 
 def _batches(session: Session, rows: Rows) -> Iterable[Batch]:
-    """Every row that is held, once, in order."""
+    """Every row in memory, once, in order."""
     size = session.config.eval_rows
     made = eval_batches(rows, size, session.batches.pad_token_id, multiple=session.config.padded(1))
     return (on_device(session.assembly.place.device, batch) for batch in made)
@@ -211,13 +211,13 @@ def _sums(session: Session, batch: Batch) -> np.ndarray:
     return sums.float().cpu().numpy()
 
 
-def _told(rows: Rows | Packs, known: dict[str, np.ndarray], name: str, file: Path) -> Rows:
-    """The rows with what was said of them. Raises RequestError when it was said of other rows."""
+def _with_reference(rows: Rows | Packs, known: dict[str, np.ndarray], name: str, file: Path) -> Rows:
+    """The rows with their reference log-probabilities. Raises RequestError if these are for other rows."""
     assert isinstance(rows, Rows), "the schema refuses packing"
     parts = [(name, rows), (f"{name}.rejected", rows.rejected)]
     held = {part: len(own.offsets) - 1 for part, own in parts if own is not None}
     if any(len(known.get(part, ())) != count for part, count in held.items()):
-        message = f"{file} is of other rows than this run's"
+        message = f"{file} is for other rows than this run's"
         raise RequestError([Problem(KEY, message, expected="the run's own data, or a new run")])
     rejected = rows.rejected
     if rejected is not None:
@@ -229,5 +229,5 @@ def _read(file: Path) -> dict[str, np.ndarray]:
     try:
         return dict(load_file(file))
     except (OSError, SafetensorError) as error:
-        message = f"{file} cannot be read, and the model has moved on since the reference was asked: {error}"
+        message = f"{file} cannot be read, and the model has changed since the reference was evaluated: {error}"
         raise RequestError([Problem("--resume", message, expected="the run folder as it was")]) from None

@@ -1,4 +1,4 @@
-"""Before the first step: what a run reads, plans, builds and verifies, and the first files that it writes."""
+"""Setup of a run: read, plan, build and verify, then write the first files."""
 
 import json
 import threading
@@ -84,14 +84,14 @@ def open_session(
     from_python: FromPython = TASKS_OWN,
     coordinator: Coordinator,
 ) -> Session:
-    """Read, plan, assemble and verify what a config asks for; nothing is written before all of it stands.
+    """Read, plan, assemble and verify a config; nothing is written before all of that has succeeded.
 
-    Raises RequestError for what cannot be done, DoesNotFit when the plan is over the card, VerificationFailed for an
-    option that is not in effect, OutOfMemory. Close the session when it is done with.
+    Raises RequestError for an impossible request, DoesNotFit if the plan exceeds the card, VerificationFailed for an
+    option that is not in effect, OutOfMemory. The caller closes the session.
     """
     check_trackers(config)
-    transformers.utils.logging.disable_progress_bar()  # ours is the one bar
-    with coordinator.phase("looking at the run folder"):
+    transformers.utils.logging.disable_progress_bar()  # the run has its own bar
+    with coordinator.phase("checking the run folder"):
         folder = find_folder(coordinator, config, name, resume, overwrite)
     with coordinator.phase("reading rows and planning"):
         console = TerminalConsole(stderr=True, quiet=quiet or not coordinator.ranks.is_main)
@@ -104,23 +104,23 @@ def open_session(
         session = _build(inputs, plan, folder, resume, allow, quiet, coordinator)
     session.planner = planner
     if plan is not None and not plan.fits:
-        session.progress.say(f"warning   {too_large(plan)} training.on_oom=shrink tries it nevertheless")
+        session.progress.say(f"warning   {too_large(plan)} training.on_oom=shrink tries it anyway")
     return session
 
 
 def _read_and_plan(
     config: TrainingConfig, planner: Planner | None, given: RowsFromPython, console: Console
 ) -> tuple[Inputs, Plan | None]:
-    """The rows, and the plan, which a process of its own makes in the meantime."""
-    if config.training.task.is_of_rows and not config.data.labels:  # the head is as large as the rows have classes
+    """Read the rows while a child process makes the plan."""
+    if config.training.task.is_of_rows and not config.data.labels:  # the size of the head depends on the rows' classes
         inputs = read_inputs(config, given, console)
         return inputs, planner(inputs.config) if planner is not None else None
-    with ThreadPoolExecutor(1) as beside:
-        planned = beside.submit(planner, config) if planner is not None else None
+    with ThreadPoolExecutor(1) as pool:
+        planned = pool.submit(planner, config) if planner is not None else None
         try:
             inputs = read_inputs(config, given, console)
         except BaseException:
-            abandon()  # else its end would be waited for
+            abandon()  # otherwise leaving the pool would wait for the plan
             raise
         return inputs, planned.result() if planned is not None else None
 
@@ -134,10 +134,10 @@ def _build(
     quiet: bool,
     coordinator: Coordinator,
 ) -> Session:
-    """The session around what was read and planned."""
+    """Build and verify the session from the inputs and the plan."""
     config = inputs.config
     _require_room(plan, folder, config, coordinator)
-    unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one loads for all
+    unused = [*check_all_weights(config, inputs.architecture)]  # on each rank, before one of them loads for all
     read = read_digests(inputs) | inputs.from_python.names
     origin = _origin_of(folder, config, read, allow) if resume else _fresh(config, read, allow)
     config = origin.config
@@ -154,12 +154,12 @@ def _build(
         stop_at(causal_model(assembly.model), supervised_ends(inputs.data.train, inputs.tokenizer))
         seed_each_rank(config.training.seed, assembly.ranks)
         read |= {BASE: {**read[BASE], "drawn": assembly.drawn}} if assembly.drawn is not None else {}
-        meter.observe("end")  # what verifying runs is no part of loading
+        meter.observe("end")  # memory used by verification does not count as loading
         readings = verify(assembly)
         _empty_cache(place)
     quiet = quiet or not coordinator.ranks.is_main
     progress = ProgressLine(assembly.schedule.total, origin.step, config.training.logging_steps, quiet)
-    for line in (*describe_load(coordinator, assembly, host.grown), *_said_of_files(origin, unused)):
+    for line in (*describe_load(coordinator, assembly, host.grown), *_file_notes(origin, unused)):
         progress.say(line)
     session = Session(
         config,
@@ -189,7 +189,7 @@ def _build(
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a run begins with. One that is resumed has the checkpoint, its JSON part, and what differs from it."""
+    """Starting point of a run. A resumed one has a checkpoint, its JSON part, and the differences from it."""
 
     config: TrainingConfig
     checkpoint: Path | None = None
@@ -200,12 +200,12 @@ class _Origin:
 
     @property
     def step(self) -> int:
-        """The last optimizer step that was made."""
+        """The last completed optimizer step."""
         return int(self.state["step"]) if self.state is not None else 0
 
 
-def _said_of_files(origin: _Origin, unused: Sequence[Problem]) -> Iterator[str]:
-    """What differs from the checkpoint, and weights of a model's folder that the run has no use for."""
+def _file_notes(origin: _Origin, unused: Sequence[Problem]) -> Iterator[str]:
+    """Lines on differences from the checkpoint, and on weights of a model folder that the run does not use."""
     yield from (f"resumed with {change}" for change in origin.changes)
     yield from (f"warning   {warning}" for warning in origin.warnings)
     yield from (f"warning   {warning.key}: {warning.message}" for warning in unused)
@@ -216,7 +216,7 @@ def _fresh(config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]
 
 
 def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any], allow: Sequence[str]) -> _Origin:
-    """The newest checkpoint of the folder. Raises RequestError where it cannot go on under this config."""
+    """The newest checkpoint of the folder. Raises RequestError if the run cannot resume under this config."""
     newest = folder.newest()
     assert newest is not None, "`open_folder` has found one"
     state = read_state(newest)
@@ -240,7 +240,7 @@ def _origin_of(folder: RunFolder, config: TrainingConfig, read: Mapping[str, Any
 
 
 def _require_room(plan: Plan | None, folder: RunFolder, config: TrainingConfig, coordinator: Coordinator) -> None:
-    """One rank of each machine looks at its host memory, for all of them there; the one that writes at its disk."""
+    """Check host memory on one rank per machine, for all ranks there, and the disk on the rank that writes."""
     if plan is not None and coordinator.ranks.local_rank == 0:
         written = folder.path if folder.is_written else None
         workers, processes = config.data.workers, coordinator.ranks.local_world
@@ -248,25 +248,25 @@ def _require_room(plan: Plan | None, folder: RunFolder, config: TrainingConfig, 
 
 
 def _start_device(config: TrainingConfig, coordinator: Coordinator) -> torch.device:
-    """The device of this process; its allocator has its settings before anything is on it."""
+    """Start this process's device, after its allocator has been configured."""
     choose_allocator(config)
     device = coordinator.start(config)
     accelerator = Accelerator(cpu=config.gpu.name == "cpu")
-    return device or accelerator.device  # which it numbers where there are several, also a CPU
+    return device or accelerator.device  # accelerate numbers devices if there are several, also CPUs
 
 
 def _empty_cache(place: Place) -> None:
-    """Give back what a load left unused: what comes next starts from what is held, as it was planned."""
+    """Free memory that loading left unused, as the plan assumes."""
     if place.kind == "cuda":
         torch.cuda.empty_cache()
 
 
 def begin(session: Session, overwrite: bool) -> None:
-    """Write the files that say what is about to run. The first thing that changes the run folder."""
+    """Write the first files of the run. Nothing has changed the run folder before this."""
     if session.folder.is_written:
         _write_first(session, overwrite)
     if session.config.batch != session.inputs.config.batch:
-        session.plan_again()  # what was planned is not the size that this run had shrunk to
+        session.plan_again()  # the plan was not made for the size that this run had shrunk to
     else:
         session.keep_plan()
 
@@ -277,12 +277,12 @@ def _write_first(session: Session, overwrite: bool) -> None:
     session.held.enter_context(only_run(folder.path))
     if folder.fallback is not None and folder.fallback.stat().st_dev == folder.path.stat().st_dev:
         session.progress.say("warning   training.fallback_dir is on the disk of the run folder: both fill up together")
-    _look_again(session, overwrite)
+    _recheck_folder(session, overwrite)
     if step:
         keep, best = session.config.training.save_total_limit, session.best.step if session.best.is_kept else None
         for place in filter(None, (folder.path, folder.fallback)):
             remove_partial_saves(place)
-            retire_older(place, keep, best, session.progress.say)  # one that a kill has kept, maybe after the last save
+            retire_older(place, keep, best, session.progress.say)  # left by a kill, maybe after the last save
         folder.forget_metrics_after(step, is_last=step >= session.total)
         folder.set_stops_aside(step)
         folder.keep_config(session.config, step)
@@ -292,13 +292,13 @@ def _write_first(session: Session, overwrite: bool) -> None:
     folder.write_config(session.config)
 
 
-def _look_again(session: Session, overwrite: bool) -> None:
-    """The folder, now that it is locked: another run may have been there since it was looked at first. What was there
-    before is removed where that was asked for. Raises RequestError."""
+def _recheck_folder(session: Session, overwrite: bool) -> None:
+    """Check the folder again after locking it, since another run may have used it meanwhile, and remove old files for
+    `--overwrite`. Raises RequestError."""
     folder, newest = session.folder, session.folder.newest()
     if session.step:
         if newest is None or step_of(newest) != session.step:
-            message = f"another run has gone on in {folder.path} since this one has read its checkpoint"
+            message = f"another run has continued in {folder.path} since this one read its checkpoint"
             raise RequestError([Problem("--resume", message, expected="the same command again")])
         return
     held = folder.held()
@@ -308,23 +308,23 @@ def _look_again(session: Session, overwrite: bool) -> None:
 
 
 SHARE = 0.3
-"""Of the whole model, what a rank may take next to its own part."""
+"""Share of the whole model that a rank may take in addition to its own shards."""
 SLACK_BYTES = 256 << 20
-"""What a load takes besides weights: libraries that it imports, and what the allocator keeps. Not measured on cards."""
+"""Host memory of a load besides weights: imported libraries, and cached allocations. Not measured on cards."""
 _EVERY = 0.02
-"""Seconds between two looks: a checkpoint of 1 GiB takes ten times as long to read."""
+"""Seconds between two samples: a checkpoint of 1 GiB takes ten times as long to read."""
 _STATUS = Path("/proc/self/status")
 
 
 class HostWatch:
-    """As a context, how much this process's own memory grew at its most: `grown`, in bytes. Pages of mapped files do
-    not count, which ranks share and the system may take back."""
+    """Context manager that measures the peak growth of this process's own memory, `grown`, in bytes. Pages of mapped
+    files do not count, since ranks share them and the system can reclaim them."""
 
     def __init__(self) -> None:
         self.grown = 0
         self._began = own_bytes()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "HostWatch":
         self._thread.start()
@@ -336,7 +336,7 @@ class HostWatch:
         self._ended.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while True:
             self.grown = max(self.grown, own_bytes() - self._began)
             if self._ended.wait(_EVERY):
@@ -344,7 +344,7 @@ class HostWatch:
 
 
 def own_bytes() -> int:
-    """Memory of this process in RAM that no file is behind."""
+    """Anonymous memory of this process in RAM."""
     try:
         lines = (line.split() for line in _STATUS.read_text().splitlines())
         kinds = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("RssAnon:", "RssShmem:")}
@@ -354,8 +354,8 @@ def own_bytes() -> int:
 
 
 def describe_load(coordinator: Coordinator, assembly: Assembly, grown: int) -> Iterator[str]:
-    """What the ranks took while the model loaded in parts, and a warning where one other than the first took more than
-    that asks for. Every rank must go through this. Nothing where the model is not loaded in parts."""
+    """Lines on the host memory that ranks took during a sharded load, with a warning if one other than the first took
+    more than it should. Every rank must call this. Empty for an unsharded load."""
     config = assembly.config
     is_promised = assembly.is_in_parts and config.model.load_pretrained_weights and not needs_whole_model(config)
     if coordinator.ranks.world == 1 or not is_promised:
@@ -372,14 +372,14 @@ def describe_load(coordinator: Coordinator, assembly: Assembly, grown: int) -> I
     for rank, (took, part) in enumerate(others, 1):
         if took - part > limit:
             yield (
-                f"warning   loading in parts: requested but not in effect. Host memory of rank {rank} grew by "
-                f"{size(took)}, {size(limit + part)} were to suffice: together the ranks of a machine may need more "
+                f"warning   sharded loading: requested but not in effect. Host memory of rank {rank} grew by "
+                f"{size(took)} instead of at most {size(limit + part)}: together the ranks of a machine may need more "
                 "than it has"
             )
 
 
 def _own_part(assembly: Assembly) -> int:
-    """What is on the host by right: the rank's own part where it stays there, and on the CPU a unit that is whole."""
+    """Host memory that a sharded load needs: the rank's shards if they stay there, and on the CPU one whole unit."""
     on_cpu = assembly.place.kind == "cpu"
     if not on_cpu and not assembly.config.fsdp.is_on_host:
         return 0

@@ -257,7 +257,7 @@ def test_stop_undoes_the_step_and_saves(corpus, tmp_path, failing):  # noqa: F81
     failing({3: [100]})
     with pytest.raises(OutOfMemory, match="the state after step 2 is saved") as raised:
         run(corpus, tmp_path / "run", steps=4, training=stop)
-    assert "training.on_oom=shrink would halve the micro batch" in str(raised.value)
+    assert "training.on_oom=shrink would halve the micro-batch" in str(raised.value)
     failing({})
     train(config(corpus, tmp_path / "run", training={**SHRINK, "max_steps": 4, **stop}), resume=True)
     run(corpus, tmp_path / "straight", steps=4)
@@ -400,7 +400,7 @@ def test_what_a_run_over_the_card_does_is_up_to_on_oom(corpus, tmp_path, capsys)
     small = dataclasses.replace(plan, device=dataclasses.replace(plan.device, name="toaster", usable_bytes=1000))
     train(settings, planner=lambda _: small, quiet=False)
     assert "toaster has 0.00 GiB usable" in (said := capsys.readouterr().err)
-    assert "training.on_oom=shrink tries it nevertheless" in said
+    assert "training.on_oom=shrink tries it anyway" in said
     assert metrics(tmp_path / "run")
 
 

@@ -113,7 +113,7 @@ UNUSABLE = {
     "a link to nothing": ("dangling", "leads nowhere"),
     "below that": ("dangling/a", "leads nowhere"),
     "a FIFO in it": ("odd", "no regular file"),
-    "not ours": ("sealed/a/b", "cannot be made or written to: Permission denied"),
+    "not ours": ("sealed/a/b", "cannot be created or written to: Permission denied"),
 }
 
 

@@ -105,7 +105,7 @@ def test_one_that_fails_later_is_left_out_and_said(package, tmp_path, monkeypatc
     monkeypatch.setattr(told, "log", lambda *_, **__: 1 / 0, raising=False)
     trackers.log({"loss": 1.0}, 1)
     trackers.log({"loss": 1.0}, 2)
-    assert said == ["warning   wandb is left out from step 1 on: ZeroDivisionError: division by zero"]
+    assert said == ["warning   wandb is dropped from step 1 on: ZeroDivisionError: division by zero"]
 
 
 def test_tensorboard_writes_into_the_run_folder_alone(tmp_path, monkeypatch):
