@@ -51,7 +51,7 @@ def plan(config: TrainingConfig) -> "Plan":
     decided = decide(config, runs_here=False)
     with Rehearsals() as rehearsals:
         made = decided.found.plan if decided.found is not None else plan_with_warnings(decided.config, rehearsals)
-    return replace(made, assumptions=(*made.assumptions, *(f"auto {line}" for line in decided.said)))
+    return replace(made, assumptions=(*made.assumptions, *(f"auto {line}" for line in decided.reasons)))
 
 
 def fit(

@@ -142,7 +142,7 @@ def decided(composition: "Composition", runs_here: bool = False) -> "tuple[Compo
 
     with placing(composition.origins):
         made = decide(composition.config, runs_here)
-    for line in made.said:
+    for line in made.reasons:
         say(f"auto {line}")
     return replace(composition, config=made.config), made.found.plan if made.found is not None else None
 

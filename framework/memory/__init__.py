@@ -1,1 +1,1 @@
-"""Room 2: arithmetic about bytes and time. No torch."""
+"""Memory and time model: allocator replay, roofline, search and explanations. Plain arithmetic, no torch."""

@@ -1,9 +1,8 @@
-"""A replay of torch's CUDA caching allocator, so that reserved memory is predicted by its own rules.
+"""Replay of torch's CUDA caching allocator, which predicts reserved memory by the allocator's own rules.
 
-Source of the rules: c10/cuda/CUDACachingAllocator.cpp (torch 2.11 and 2.13), native backend. What is
-counted is what torch counts: `allocated` is the size of the blocks in use, the part of a block that was not worth
-splitting off included; `reserved` is the size of the segments asked from the driver; `requested` is what the
-caller wanted.
+Source of the rules: c10/cuda/CUDACachingAllocator.cpp (torch 2.11 and 2.13), native backend. The counters are torch's:
+`allocated` is the size of the blocks in use, including remainders that were not worth splitting off; `reserved` is the
+size of the segments obtained from the driver; `requested` is what the caller asked for.
 """
 
 from bisect import bisect_left, insort
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from framework.memory.trace import Kind, Mark, Space, Trace
 
 MIB = 1 << 20
-# The constants of CUDACachingAllocator.cpp under their names there.
+# Constants of CUDACachingAllocator.cpp under their original names.
 MIN_BLOCK_SIZE = 512
 SMALL_SIZE = 1 * MIB
 SMALL_BUFFER = 2 * MIB
@@ -22,18 +21,18 @@ LARGE_BUFFER = 20 * MIB
 MIN_LARGE_ALLOC = 10 * MIB
 ROUND_LARGE = 2 * MIB
 MANAGED_CHUNK = 32 * MIB
-"""Managed memory of an H100 grows in these: 9428, 2357 and 42 MiB of states took 9472, 2432 and 128 (driver 580,
-2026-11). One or two chunks more than fill; the plan takes two."""
+"""Chunk size of managed memory on an H100: 9428, 2357 and 42 MiB of states took 9472, 2432 and 128 MiB (driver 580,
+2026-11), which is one or two chunks more than needed; the plan assumes two."""
 _TOP_ADDRESS = 1 << 62
-"""The driver hands out segments from high addresses to low ones, which decides between free blocks of equal size: with
-ascending addresses a dozen rows of tests/calibration miss reserved bytes by up to 6 %, with descending ones they are
-within 0.5 % (driver 580, H100; 2026-11)."""
+"""The driver returns segments from high addresses to low ones, which decides between free blocks of equal size: with
+ascending addresses a dozen rows of tests/calibration miss reserved bytes by up to 6 %, with descending ones by at most
+0.5 % (driver 580, H100; 2026-11)."""
 _EXPANDABLE_RANGE = 1 << 50
-"""Addresses set aside for an expandable segment, so that it can grow."""
+"""Address range reserved for an expandable segment, so that it can grow."""
 
 
 class OutOfDeviceMemory(Exception):
-    """The replayed allocator could not serve a request within its capacity, cached blocks released."""
+    """The replayed allocator could not serve a request within its capacity, even after releasing cached blocks."""
 
 
 def round_block(size: int) -> int:
@@ -42,7 +41,7 @@ def round_block(size: int) -> int:
 
 
 def segment_size(block: int) -> int:
-    """Bytes asked from the driver when no cached block serves `block` bytes (`get_allocation_size`)."""
+    """Bytes requested from the driver if no cached block serves `block` bytes (`get_allocation_size`)."""
     if block <= SMALL_SIZE:
         return SMALL_BUFFER
     if block < MIN_LARGE_ALLOC:
@@ -56,12 +55,12 @@ def pinned_size(size: int) -> int:
 
 
 def managed_pages(size: int) -> int:
-    """Bytes of the card that `size` bytes of managed memory take while they fit: whole chunks and two more."""
+    """Bytes of the card taken by `size` bytes of managed memory while they fit: whole chunks and two more."""
     return -(-size // MANAGED_CHUNK) * MANAGED_CHUNK + 2 * MANAGED_CHUNK if size else 0
 
 
 class Block:
-    """A piece of a segment; `previous` and `next` are its neighbours in the segment."""
+    """A piece of a segment; `previous` and `next` are its neighbors in the segment."""
 
     __slots__ = ("address", "free", "next", "previous", "requested", "size")
 
@@ -75,7 +74,7 @@ class Block:
 
 
 class _Pool:
-    """The free blocks of one stream and one size class, ordered by size and then by address, as torch orders them."""
+    """The free blocks of one stream and size class, ordered by size and then by address, as in torch."""
 
     def __init__(self, small: bool) -> None:
         self.small = small
@@ -94,10 +93,10 @@ class _Pool:
         del self._blocks[block.address]
 
     def best_fit(self, size: int, whole_from: int | None = None) -> Block | None:
-        """The smallest free block of at least `size` bytes; of equals the one at the lowest address.
+        """The smallest free block of at least `size` bytes; among equals the one at the lowest address.
 
-        The end of an expandable segment counts as larger than any other block. From `whole_from` bytes on a block is
-        not split: it serves no smaller request, and no large one that would leave much of it unused.
+        The end of an expandable segment counts as larger than any other block. Blocks of at least `whole_from` bytes
+        are not split: they serve no smaller request, and no large one that would leave much of them unused.
         """
         index = bisect_left(self._keys, (size, -1))
         if index + 1 < len(self._keys) and self._blocks[self._keys[index][1]] is self.tail:
@@ -113,7 +112,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """One device's allocator. `capacity` (bytes that segments may take in all) is unlimited when None.
+    """One device's allocator. `capacity` is the limit for all segments in bytes; None is unlimited.
 
     `expandable_segments` and `max_split_size` (bytes) are torch's settings of these names.
     """
@@ -131,7 +130,7 @@ class CachingAllocator:
         self._lowest_address = _TOP_ADDRESS
 
     def allocate(self, size: int, stream: int = 0) -> Block:
-        """Serve a request of `size` bytes. Raises OutOfDeviceMemory when the capacity does not allow it."""
+        """Serve a request of `size` bytes. Raises OutOfDeviceMemory if the capacity does not suffice."""
         wanted = round_block(size)
         small = wanted <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), _Pool(small))
@@ -153,7 +152,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back to its pool and merge it with free neighbours."""
+        """Return a block to its pool and merge it with free neighbors."""
         pool = self._owner.pop(block.address)
         self.allocated -= block.size
         self.requested -= block.requested
@@ -166,7 +165,7 @@ class CachingAllocator:
         pool.put(block)
 
     def empty_cache(self) -> None:
-        """Return every segment that is wholly free to the driver."""
+        """Return every completely free segment to the driver."""
         for pool in self._pools.values():
             if self.expandable_segments:
                 self._unmap_tail(pool)
@@ -176,7 +175,7 @@ class CachingAllocator:
                 self.reserved -= block.size
 
     def _split(self, pool: _Pool, block: Block, wanted: int) -> None:
-        """Cut what is not wanted off `block`, where torch finds it worth it (`should_split`)."""
+        """Split the unneeded part off `block` if torch would (`should_split`)."""
         rest = block.size - wanted
         least = MIN_BLOCK_SIZE if self.expandable_segments or pool.small else SMALL_SIZE + 1
         is_whole = self.max_split_size is not None and wanted >= self.max_split_size
@@ -203,7 +202,7 @@ class CachingAllocator:
         return first
 
     def _grow(self, pool: _Pool, wanted: int) -> Block:
-        """Map more pages at the end of the pool's one expandable segment, its free tail included."""
+        """Map more pages at the end of the pool's expandable segment, including its free tail in the block."""
         page = SMALL_BUFFER if pool.small else LARGE_BUFFER
         tail = pool.tail
         missing = wanted - (tail.size if tail is not None and tail.free else 0)
@@ -252,7 +251,7 @@ class CachingAllocator:
 
 
 class SystemAllocator(CachingAllocator):
-    """The C heap of a run on the CPU: what is freed is given back, so nothing is held beyond what is in use."""
+    """The C heap of a run on the CPU: freed memory is returned, so nothing is cached."""
 
     def allocate(self, size: int, stream: int = 0) -> Block:
         """Serve a request of `size` bytes, rounded to the 64 bytes that torch aligns CPU tensors to."""
@@ -264,7 +263,7 @@ class SystemAllocator(CachingAllocator):
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back to the system."""
+        """Return a block to the system."""
         self.allocated -= block.size
         self.reserved = self.allocated
         self.requested -= block.requested
@@ -275,7 +274,7 @@ class SystemAllocator(CachingAllocator):
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a phase at which most was allocated. `kinds`: allocated bytes by purpose at that moment."""
+    """The moment of a phase with most allocated bytes. `kinds` are the allocated bytes by purpose at that moment."""
 
     phase: str
     allocated: int
@@ -284,13 +283,13 @@ class Peak:
     managed: int
     host: int
     pinned: int
-    """Of `host`, what the system may not move."""
+    """The pinned part of `host`."""
     kinds: Mapping[Kind, int]
 
 
 @dataclass
 class _Phase:
-    """Running peaks of one phase while the replay is in it."""
+    """Running peaks of the current phase."""
 
     name: str
     allocated: int = -1
@@ -307,7 +306,7 @@ class _Phase:
 
 
 class _Replay:
-    """The state of a replay between two events."""
+    """State of a replay between two events."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self.allocator = allocator
@@ -348,10 +347,10 @@ class _Replay:
 
 
 def replay(trace: Trace, allocator: CachingAllocator) -> list[Peak]:
-    """Feed `trace` to `allocator`; the peak of every stretch of a phase, in order.
+    """Feed `trace` to `allocator`. Returns the peak of every occurrence of a phase, in order.
 
-    A phase that runs twice (two steps, several micro batches) appears twice. Raises OutOfDeviceMemory when the
-    allocator has a capacity and it does not suffice.
+    A phase that runs twice (two steps, several micro-batches) appears twice. Raises OutOfDeviceMemory if the
+    allocator's capacity does not suffice.
     """
     state = _Replay(allocator)
     peaks: list[Peak] = []

@@ -1,7 +1,7 @@
-"""Which kernel serves torch's scaled_dot_product_attention on a card, and what that kernel takes for itself.
+"""Choice of the kernel of torch's scaled_dot_product_attention on a card, and that kernel's workspace.
 
-The choice is a data-driven copy of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.11 to 2.13): on a
-machine without the card torch would always take the mathematical path, whose memory is another.
+The choice is a data-driven copy of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (torch 2.11 to 2.13): without
+the card torch would always take the math path, which needs different memory.
 """
 
 from collections.abc import Container, Iterator
@@ -13,7 +13,7 @@ from framework.schema.gpu import GPUParams
 
 
 class Backend(StrEnum):
-    """The kernels behind scaled_dot_product_attention."""
+    """Kernels of scaled_dot_product_attention."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -24,7 +24,7 @@ class Backend(StrEnum):
 
 @dataclass(frozen=True)
 class Attention:
-    """One call. `keys` and `queries` are sequence lengths, `element_bytes` the width of one number."""
+    """One attention call. `keys` and `queries` are sequence lengths, `element_bytes` the size of one element."""
 
     batch: int
     heads: int
@@ -40,15 +40,15 @@ class Attention:
     dropout: float
     requires_grad: bool
     broadcast: bool = False
-    """Fewer key heads than query heads and no `enable_gqa`, as Falcon calls it: no fused kernel broadcasts heads."""
+    """Fewer key heads than query heads without `enable_gqa`, as Falcon calls it: no fused kernel broadcasts heads."""
 
     @property
     def same_head_dim(self) -> bool:
         return self.head_dim == self.value_dim
 
 
-# cuDNN attention leads the order on capability 9.0, 10.0 and 10.3 when cuDNN is newer than 9.15 (torch's CUDA 13
-# wheels ship 9.19); measured as the choice on an H100 with torch 2.11+cu130 (calibration/h100_truth.jsonl).
+# cuDNN attention comes first on capability 9.0, 10.0 and 10.3 if cuDNN is newer than 9.15 (torch's CUDA 13 wheels ship
+# 9.19), as measured on an H100 with torch 2.11+cu130 (calibration/h100_truth.jsonl).
 _CUDNN_PREFERRED = ((9, 0), (10, 0), (10, 3))
 
 
@@ -56,7 +56,7 @@ ALL = frozenset({Backend.CUDNN, Backend.FLASH, Backend.EFFICIENT, Backend.MATH})
 
 
 def choose_backend(card: GPUParams, call: Attention, allowed: Container[Backend] = ALL) -> Backend | None:
-    """The kernel that torch picks for `call` on `card`, of those that are `allowed`; None when none of them can."""
+    """The kernel that torch chooses for `call` on `card` among those `allowed`; None if none of them supports it."""
     for backend in _able(card, call):
         switch = Backend.FLASH if backend is Backend.CPU_FLASH else backend  # the CPU's flash kernel has CUDA's switch
         if switch in allowed:
@@ -65,11 +65,12 @@ def choose_backend(card: GPUParams, call: Attention, allowed: Container[Backend]
 
 
 def _able(card: GPUParams, call: Attention) -> Iterator[Backend]:
-    """Kernels that can serve `call`, in torch's order."""
+    """Kernels that support `call`, in torch's order."""
     if call.broadcast:  # check_batch_size_and_num_heads_dense in sdp_utils_cpp.h
         yield Backend.MATH
     elif card.capability is None:
-        # The CPU's flash kernel takes masks but no dropout (sdp_utils_cpp.cpp); ROCm's is AOTriton's, as CUDA's here.
+        # The CPU's flash kernel supports masks but no dropout (sdp_utils_cpp.cpp); ROCm's is AOTriton's, here as
+        # CUDA's.
         if card.name == "cpu":
             if call.same_head_dim and not call.dropout and call.kv_heads == call.heads:
                 yield Backend.CPU_FLASH
@@ -89,7 +90,7 @@ def _able(card: GPUParams, call: Attention) -> Iterator[Backend]:
             yield Backend.EFFICIENT
         yield Backend.MATH
         if not prefers_cudnn and cudnn_can and capability >= (8, 0):
-            yield Backend.CUDNN  # after `math`, which can serve all: only who asks for it alone gets it
+            yield Backend.CUDNN  # after `math`, which supports everything, so chosen only if it alone is allowed
 
 
 def _cudnn_can(capability: tuple[int, int], call: Attention) -> bool:
@@ -130,11 +131,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 FORWARD_WORKSPACE_CUDNN = 256
-"""Bytes that cuDNN's forward graph takes, whatever the call (probe_attention.py)."""
+"""Workspace of cuDNN's forward graph, the same for every call (probe_attention.py)."""
 
 
 def backward_workspace(backend: Backend, call: Attention) -> list[int]:
-    """Bytes that the backward kernel allocates next to its results, one entry per buffer.
+    """Bytes that the backward kernel allocates in addition to its results, one entry per buffer.
 
     Every formula is exact for the calls of benchmarks/probe_attention.py (H100, torch 2.11, cuDNN 9.19, bfloat16).
     flash: mha_bwd in flash_api.cpp (softmax_d and dq_accum in fp32; keys and values expanded for grouped queries).

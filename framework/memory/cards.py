@@ -1,9 +1,9 @@
-"""Facts of cards: those that ship in `conf/gpu`, those of a plain size, and what follows from them. No torch.
+"""Facts of cards: the shipped ones in `conf/gpu`, cards known by size only, and conclusions from them. No torch.
 
-Which card this machine has is asked of `nvidia-smi` in a process of its own, so that no CUDA context is made.
+This machine's card is queried from `nvidia-smi` in a subprocess, so that no CUDA context is created.
 
-A card is here the mapping of a preset's `gpu` section (fields of `framework.schema.gpu.GPUParams`), so that it can be
-composed with the rest of a recipe; the functions that draw conclusions take the typed `GPUParams`.
+A card is a mapping with the fields of a preset's `gpu` section (`framework.schema.gpu.GPUParams`), so that it can be
+composed with the rest of a recipe; functions that draw conclusions take the typed `GPUParams`.
 """
 
 import os
@@ -25,15 +25,15 @@ GIB = 2**30
 MIB = 2**20
 
 SIZE_USABLE_SHARE = 0.9
-"""Share of its nominal size that a card known by size alone is planned with. Every shipped card keeps more (the least
-is the T4 with 0.909, error correction included); a test holds them to it."""
+"""Usable share assumed for a card known by size only. Every shipped card has more (the T4 has least with 0.909, with
+error correction); a test checks that."""
 
 SIZE_CAPABILITY = "8.6"
-"""What a card known by size alone is taken for: the oldest consumer generation with bfloat16."""
+"""Capability assumed for a card known by size only: the oldest consumer generation with bfloat16."""
 
 CONTEXT_BYTES = 804_061_184
-"""A CUDA context with the kernels of a training step, where a card does not state its own: as measured on an H100
-(`conf/gpu/h100_80gb.yaml` says how). Most other cards take less."""
+"""Bytes of a CUDA context with the kernels of a training step for cards that do not state them: as measured on an H100
+(`conf/gpu/h100_80gb.yaml` describes how). Most other cards need less."""
 
 _LARGEST_OF_SIZE_CAPABILITY = "a6000_48gb"
 _SIZE = re.compile(r"\s*(\d{1,4})\s*(?:gb|gib|g)\s*", re.IGNORECASE)
@@ -67,9 +67,8 @@ def read_card(name: str) -> dict[str, Any]:
 
 
 def known_products() -> list[tuple[str, int, str]]:
-    """Of each shipped card the product name that `nvidia-smi` gives it, less the brand, its total in MiB (public logs,
-    2023-2026), and our name. Names are patterns of whole names, so that laptop, Ti, D and PCIe variants, which are
-    other cards, are not taken for these."""
+    """For each shipped card its `nvidia-smi` product name without the brand, its total in MiB (public logs, 2023-2026),
+    and its name here. The patterns match whole names, because laptop, Ti, D and PCIe variants are different cards."""
     found = ((name, _file_of(name).get("nvidia_smi")) for name in card_names())
     return [(shown["product"], shown["mebibytes"], name) for name, shown in found if shown]
 
@@ -82,9 +81,9 @@ def _file_of(name: str) -> dict[str, Any]:
 
 
 def card_of_size(text: str) -> dict[str, Any] | None:
-    """Conservative facts of a card known by its size alone (`24gb`, `80 GB`); None if `text` is no size from 1 to 1024.
+    """Conservative facts of a card known by size only (`24gb`, `80 GB`); None if `text` is not a size from 1 to 1024.
 
-    Rates stay unknown, because a size says nothing about speed; the plan then gives no step time.
+    Rates remain unknown, because a size does not determine speed; the plan then has no step time.
     """
     match = _SIZE.fullmatch(text)
     size = int(match[1]) if match else 0
@@ -99,7 +98,7 @@ def card_of_size(text: str) -> dict[str, Any] | None:
         "capability": SIZE_CAPABILITY,
         **{fact: largest[fact] for fact in copied},
         "sources": {
-            "name": f"known by size alone: planned as a card of capability {SIZE_CAPABILITY}",
+            "name": f"known by size only: planned as a card of capability {SIZE_CAPABILITY}",
             "capacity_bytes": "the size as written",
             "usable_bytes": f"assumed: {SIZE_USABLE_SHARE:.0%} of the size, less than every shipped card keeps",
             "context_bytes": largest["sources"]["context_bytes"],
@@ -109,18 +108,19 @@ def card_of_size(text: str) -> dict[str, Any] | None:
 
 
 def size_meant(text: str) -> str | None:
-    """The size near a number with another unit or none (`40`, `12.5gib`, `24000mb`), as `card_of_size` reads it."""
+    """The size that a number with another unit or none (`40`, `12.5gib`, `24000mb`) probably means, in the form that
+    `card_of_size` reads."""
     match = _ANY_SIZE.fullmatch(text)
     size = int(float(match[1]) / (1000 if (match[2] or "").lower().startswith("m") else 1)) if match else 0
     return f"{size}gb" if 1 <= size <= 1024 else None
 
 
 def smallest(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The card to plan a list of cards for: the one with the least memory, with `count` the length of the list.
+    """The card to plan for a list of cards: the one with the least memory, with `count` set to the list's length.
 
-    Shards are equal, so the smallest card is the limit. Where the cards differ, every other fact is as bad as on the
-    worst of them: a step waits for the slowest card, and a kernel must exist on all. Raises ValueError for an empty
-    list, or one that holds a card without memory of its own (`cpu`).
+    Shards are equal, so the smallest card is the limit. Every other fact is the worst of all cards: a step waits for
+    the slowest card, and a kernel must exist on all. Raises ValueError for an empty list, or one with a device without
+    memory of its own (`cpu`).
     """
     if not cards or any(card.get("usable_bytes") is None for card in cards):
         raise ValueError("a list of cards needs cards with memory of their own")
@@ -137,30 +137,30 @@ def smallest(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _known_on_all(cards: Sequence[dict[str, Any]], fact: str) -> list[Any]:
-    """The values of a fact, or nothing when one card lacks it: what one card cannot do, the list cannot do."""
+    """The values of a fact on all cards; empty if one card lacks it, since the list then lacks it too."""
     values = [card.get(fact) for card in cards]
     return [] if None in values else values
 
 
 def capability_of(text: str) -> tuple[int, int]:
-    """`"8.9"` as a pair that compares as numbers do."""
+    """`"8.9"` as a pair that compares numerically."""
     major, _, minor = text.partition(".")
     return int(major), int(minor)
 
 
 def source_of(card: GPUParams, fact: str) -> str | None:
-    """Where a field's value comes from; the entry `others` speaks for all fields that have none of their own."""
+    """Source of a field's value; the entry `others` applies to all fields without their own."""
     source = card.sources.get(fact, card.sources.get("others"))
     return None if source is None else str(source)
 
 
 def supports_bf16(card: GPUParams) -> bool:
-    """Whether the card computes in bfloat16 natively: capability 8.0 or newer, or a stated rate."""
+    """Whether the card supports bfloat16 natively: capability 8.0 or newer, or a stated rate."""
     return card.bf16_flops is not None or _is_at_least(card, (8, 0))
 
 
 def best_autocast(card: GPUParams) -> MixedPrecision:
-    """The dtype to compute in next to float32 weights: bf16, else fp16 (needs loss scaling), else none (`cpu`)."""
+    """The autocast dtype for float32 weights: bf16, else fp16 (needs loss scaling), else none (`cpu`)."""
     if supports_bf16(card):
         return MixedPrecision.BF16
     return MixedPrecision.FP16 if card.fp16_flops is not None or _is_at_least(card, (7, 0)) else MixedPrecision.NONE
@@ -171,7 +171,7 @@ def _is_at_least(card: GPUParams, capability: tuple[int, int]) -> bool:
 
 
 def context_of(card: GPUParams) -> int:
-    """Bytes of the driver's context on a card; of one with memory that states none, a measured card's."""
+    """Bytes of the driver's context on a card; the measured card's if it has memory but states none."""
     if card.context_bytes is None and card.usable_bytes is not None:
         return CONTEXT_BYTES
     return card.context_bytes or 0
@@ -183,15 +183,15 @@ _ASSUMED = {
     "context_bytes": "driver context",
     "cublas_workspace_bytes": "cuBLAS workspace",
 }
-"""Facts that a plan of memory rests on, as a reader knows them."""
+"""Facts used by a memory plan, with readable names."""
 
 
 CALIBRATED_BY = "doctor --calibrate on"
-"""Begins the source of a fact that was measured on the machine at hand."""
+"""Prefix of the source of a fact that was measured on this machine."""
 
 
 def _measured_here(card: GPUParams) -> list[str]:
-    """Which numbers of a plan come from a measurement of this machine."""
+    """The facts of a plan that were measured on this machine."""
     facts = [name for name in type(card).model_fields if name not in ("name", "count", "sources")]
     measured = [
         name
@@ -205,7 +205,7 @@ def _measured_here(card: GPUParams) -> list[str]:
 
 
 def assumptions(card: GPUParams) -> list[str]:
-    """What a plan for this card takes for granted, in words for its reader."""
+    """Assumptions of a plan about this card, as text."""
     if card.usable_bytes is None:
         return [f"{card.name}: no memory of its own is known, so nothing is compared with it"]
     said = [f"{card.name}: {card.sources[fact]}" for fact in ("name", "count") if fact in card.sources]
@@ -228,8 +228,8 @@ _FIELDS = "index,uuid,name,memory.total,compute_cap,mig.mode.current"
 _TIMEOUT_SECONDS = 5.0
 
 _LEAST_SHARE, _MOST_SHARE = 0.97, 1.08
-"""How far a total may lie from the card's own. Older drivers show 1-2 % less. Switching error correction on takes 6 %,
-and must not pass for the whole card; off on a card that has it on by default only leaves more than planned."""
+"""Tolerance of a card's total memory. Older drivers show 1-2 % less. Enabled error correction takes 6 %, which must not
+pass as the whole card; disabled on a card that has it by default it only leaves more than planned."""
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,8 @@ class InstalledCard:
 
     @property
     def name(self) -> str | None:
-        """What `gpu=` would be written as: a shipped card's name, or the size of another card with bfloat16."""
-        if self.is_partitioned:  # a process sees one slice of it, of a size that this query does not tell
+        """Value for `gpu=`: a shipped card's name, or the size of another card with bfloat16."""
+        if self.is_partitioned:  # a process sees one slice of it, whose size this query does not show
             return None
         product = re.sub(r"^(NVIDIA )?((Tesla|GeForce) )?", "", self.product)
         for pattern, mebibytes, name in known_products():
@@ -257,16 +257,16 @@ class InstalledCard:
 
 
 def detect() -> str | None:
-    """The installed card as `gpu=` takes it: one of our names, or a size such as `10gb` for a card we have no facts of.
+    """The installed card as a value for `gpu=`: a shipped name, or a size such as `10gb` for an unknown card.
 
-    Of several cards it is the smallest, because shards are equal. None: no driver, no visible card, a partitioned
-    (MIG) card, or one too old for bfloat16 that we have no facts of.
+    With several cards it is the smallest, because shards are equal. None: no driver, no visible card, a partitioned
+    (MIG) card, or an unknown one too old for bfloat16.
     """
     return min(visible, key=lambda card: card.mebibytes).name if (visible := installed_cards()) else None
 
 
 def installed_cards() -> list[InstalledCard]:
-    """The cards that CUDA will show to this process; none without a driver."""
+    """The cards visible to this process; none without a driver."""
     return visible_cards(parse_nvidia_smi(_run_nvidia_smi()), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -274,13 +274,13 @@ def _run_nvidia_smi() -> str:
     command = ["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):  # no driver, or one that hangs: there is no card to plan for
+    except (OSError, subprocess.SubprocessError):  # no driver, or one that hangs
         return ""
     return finished.stdout
 
 
 def parse_nvidia_smi(text: str) -> list[InstalledCard]:
-    """The rows of `nvidia-smi --query-gpu`; lines that are no such row (warnings) are passed over."""
+    """Parse the rows of `nvidia-smi --query-gpu`; other lines (warnings) are skipped."""
     cards = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -291,9 +291,9 @@ def parse_nvidia_smi(text: str) -> list[InstalledCard]:
 
 
 def visible_cards(cards: list[InstalledCard], setting: str | None) -> list[InstalledCard]:
-    """The cards that CUDA will show under a value of CUDA_VISIBLE_DEVICES (None: unset, all).
+    """The cards visible under a value of CUDA_VISIBLE_DEVICES (None: unset, all).
 
-    As CUDA does, it stops at the first entry that names no card. Indices are taken in `nvidia-smi`'s order.
+    As in CUDA, parsing stops at the first entry that names no card. Indices are in `nvidia-smi`'s order.
     """
     if setting is None:
         return cards

@@ -1,5 +1,4 @@
-"""Whether a dataclass that was filled from a file has the types that it declares; a file may be damaged or of another
-version. No torch."""
+"""Type check of dataclasses that were filled from a file, which may be damaged or of another version. No torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -8,18 +7,18 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 GREATEST = 2.0**100
-"""No count of bytes, steps or operations is larger; a quotient of integers far above it is no float."""
+"""Upper limit for counts of bytes, steps or operations; quotients of much larger integers overflow a float."""
 
 
 def declared(value: T) -> T:
-    """The dataclass as it is. Raises TypeError, which names the field and what it holds, where it has another type."""
+    """Return the dataclass unchanged. Raises TypeError naming a field of another type and its value."""
     for name, found in _others(value):
         raise TypeError(f"{name} is {str(found)[:40]!r}")
     return value
 
 
 def _others(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields that hold something else than they declare, those of dataclasses inside included."""
+    """Fields whose values do not match their declared types, including those of nested dataclasses."""
     hints = get_type_hints(type(value))
     for field in fields(value):
         inner = getattr(value, field.name)
@@ -40,5 +39,5 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(_fits(item, arguments[1]) for item in value.values())
     if hint in (int, float):
-        return type(value) in {int, hint} and abs(value) < GREATEST  # NaN is not
+        return type(value) in {int, hint} and abs(value) < GREATEST  # excludes NaN
     return isinstance(value, hint)

@@ -1,8 +1,8 @@
-"""Seconds of the host for each recorded call: what Python, torch's dispatcher, autograd and a launch cost it.
+"""Host time of each recorded call: the cost of Python, torch's dispatcher, autograd and kernel launches.
 
-The host issues calls one after the other; the card works through what was issued. What a call costs depends on the
-code that makes it more than on the kernel: an operator of torch, a node of autograd, Python code that launches through
-triton or bitsandbytes, a graph that Inductor has compiled.
+The host issues calls one after the other, and the card executes them asynchronously. The cost of a call depends more on
+the code that makes it than on the kernel: a torch operator, an autograd node, Python code that launches through triton
+or bitsandbytes, a graph compiled by Inductor.
 """
 
 from collections.abc import Mapping
@@ -14,58 +14,58 @@ from framework.schema.gpu import HostParams
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds of host time by kind of call. What a checkpoint computes again goes through its hooks as well."""
+    """Seconds of host time by kind of call. Recomputation by a checkpoint also passes through its hooks."""
 
     module: float
-    """Calling a module in forward, in Python."""
+    """Call of a module in forward, in Python."""
     recomputed_module: float
     forward: float
-    """An operator that launches a kernel, in forward, its share of the Python code around it included."""
+    """An operator that launches a kernel in forward, including its share of the surrounding Python code."""
     recompute: float
     backward: float
-    """A node of autograd that launches a kernel."""
+    """An autograd node that launches a kernel."""
     optimizer: float
-    """An operator of the optimizer's step, or of the loss."""
+    """An operator in the optimizer's step or the loss."""
     in_place: float
-    """An operator of the optimizer's step that makes no tensor."""
+    """An operator in the optimizer's step that creates no tensor."""
     forward_view: float
     """An operator that launches nothing."""
     recompute_view: float
     backward_view: float
     unpack: float
-    """Taking a tensor away through a checkpoint's hooks and handing it back, which shows as a `detach` in backward."""
+    """Saving a tensor through a checkpoint's hooks and restoring it, which shows as a `detach` in backward."""
     product: float
-    """What a matrix product or an attention call takes longer than another operator: cuBLAS or cuDNN chooses."""
+    """Extra time of a matrix product or attention call, in which cuBLAS or cuDNN selects an algorithm."""
     compiled: float
-    """A kernel that generated code launches, with neither autograd nor modules around it."""
+    """A kernel launched by generated code, without autograd or modules around it."""
     graph: float
-    """Entering a graph of compiled code: its guards, its arguments, autograd's node."""
+    """Entering a compiled graph: guards, arguments, autograd node."""
     recomputed_graph: float
-    """The same where a checkpoint computes it again, with its hooks for all that the graph keeps."""
+    """The same when a checkpoint recomputes it, with hooks for all tensors that the graph saves."""
     triton: float
-    """A launch through triton's launcher in Python, with the autograd function around it."""
+    """A launch by triton's Python launcher, with the autograd function around it."""
     bitsandbytes: float
-    """A product with quantized weights, with the Python code of bitsandbytes around it."""
+    """A product with quantized weights, including the Python code of bitsandbytes."""
     bitsandbytes_update: float
-    """One parameter of an optimizer of bitsandbytes, with the wait that follows it."""
+    """One parameter of a bitsandbytes optimizer, including the synchronization after it."""
     prefetch: float
-    """Asking for the pages of one state of a paged optimizer."""
+    """Prefetching the pages of one state of a paged optimizer."""
     listed: float
-    """One tensor of an operator over lists of tensors."""
+    """One tensor of a foreach operator."""
     wait: float
-    """Noticing that the device is done and reading a value."""
+    """Noticing that the device has finished, and reading a value."""
     step: float
-    """What a step has once: batch, schedule, loss, norm, figures."""
+    """Fixed cost of a step: batch, schedule, loss, norm, figures."""
     collective: float = 0.75e-3
-    """One gather or reduction: FSDP2's hooks around a block, its copies and allocations. Fitted to twelve sharded steps
-    on two H200 (torch 2.11, 2026-11-28; tests/calibration/h200_sharded_step.json)."""
+    """One gather or reduction: FSDP2's hooks around a block, copies and allocations. Fitted to twelve sharded steps on
+    two H200 (torch 2.11, 2026-11-28; tests/calibration/h200_sharded_step.json)."""
 
     def scaled(self, share: float) -> "HostCosts":
-        """The costs of a host that needs this share of the time for everything."""
+        """Costs of a host that needs this share of the time for everything."""
         return replace(self, **{item.name: share * getattr(self, item.name) for item in fields(self)})
 
     def of(self, host: HostParams) -> "HostCosts":
-        """The costs of a measured host, each scaled by the kind of code that it is."""
+        """Costs of a measured host, each scaled by its kind of code."""
         kinds = {name: kind for kind, names in _KINDS.items() for name in names}
         return replace(self, **{name: getattr(host, kind) * getattr(self, name) for name, kind in kinds.items()})
 
@@ -110,11 +110,11 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "backward": ("backward",),
     "graph": ("graph", "recomputed_graph"),
 }
-"""Kind of code in `gpu.host` -> the costs that are of it."""
+"""Kind of code in `gpu.host` -> the costs that it scales."""
 
 
 def host_seconds(operation: Operation, costs: HostCosts) -> float:
-    """What issuing `operation` takes the host."""
+    """Host time for issuing `operation`."""
     if operation.name == WAIT and operation.launcher is Launcher.BITSANDBYTES:
         return 0.0  # part of the update
     if operation.name == PREFETCH:
@@ -151,4 +151,4 @@ _SPECIAL: Mapping[str, tuple[str, str]] = {
     GATHER: ("collective", "collective"),
     REDUCE: ("collective", "collective"),
 }
-"""Name of an operation -> field of HostCosts in a pass, and where a checkpoint computes it again."""
+"""Name of an operation -> fields of HostCosts for a normal pass and for recomputation by a checkpoint."""

@@ -1,4 +1,4 @@
-"""`Plan`: what a run will cost, term by term and phase by phase. Plain numbers; no torch."""
+"""`Plan`: predicted memory and time of a run, by term and by phase. Plain numbers; no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,11 +16,11 @@ PLAN_VERSION = 1
 
 STEP_PHASES = ("forward", "loss", "backward", "optimizer_step")
 PHASES = ("load", *STEP_PHASES, "eval", "save", "resume")
-"""The phases of a run, in the order that a plan lists them."""
+"""The phases of a run, in the order of a plan."""
 
 
 class Band(StrEnum):
-    """How far a prediction can be trusted, by what is planned."""
+    """Class of a prediction's uncertainty."""
 
     PLAIN = "plain"
     LOW_BIT_OPTIMIZER = "low_bit_optimizer"
@@ -36,7 +36,7 @@ class Band(StrEnum):
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """Under-prediction to allow for: shares of the allocated and of the cached bytes, and bytes on top."""
+    """Allowance for under-prediction: shares of the allocated and of the cached bytes, and a constant."""
 
     allocated: float
     reserved: float
@@ -44,7 +44,7 @@ class Uncertainty:
     source: str
 
     def upper(self, allocated: int, reserved: int, others: int) -> int:
-        """Upper end of device bytes. `others` are context and managed memory."""
+        """Upper bound of device bytes. `others` are context and managed memory."""
         cached = max(allocated * (1 + self.allocated), reserved * (1 + self.reserved))
         return int(cached) + others + self.constant
 
@@ -92,12 +92,12 @@ UNCERTAINTY: Mapping[Band, Uncertainty] = {
     ),
     Band.UNMEASURED: Uncertainty(0.03, 0.06, 128 * _MIB, "no row of such a card yet: twice the band of the H100"),
 }
-"""The band by class. Its source says which measurements it covers; a card other than the measured one gets more."""
+"""The allowance by class. Its source names the measurements that it covers; a card that was not measured gets more."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """The card a plan is for. `usable_bytes` is None where nothing is known to compare with."""
+    """The card of a plan. `usable_bytes` is None if there is no limit to compare with."""
 
     name: str
     count: int
@@ -107,10 +107,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Terms:
-    """Bytes on the device at one moment, by what they are for. They add up to that moment's `device_bytes`.
+    """Bytes on the device at one moment, by purpose. They add up to that moment's `device_bytes`.
 
-    `fragmentation` is what the allocator holds beyond what is in use, `overhead` the driver's context, `optimizer`
-    includes paged states that sit in managed memory.
+    `fragmentation` is memory that the allocator holds unused, `overhead` the driver's context; `optimizer` includes
+    paged states in managed memory.
     """
 
     weights: int = 0
@@ -135,7 +135,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class PeakUse:
-    """The moment of most use. `allocated` and `reserved` are torch's counters, `device_bytes` the driver's."""
+    """The moment of maximum use. `allocated` and `reserved` are torch's counters, `device_bytes` the driver's."""
 
     phase: str
     allocated_bytes: int
@@ -152,9 +152,9 @@ class PeakUse:
 
 @dataclass(frozen=True)
 class PhaseUse:
-    """Most use within one phase of the run. `terms` add up to `device_bytes`.
+    """Maximum use within one phase of the run. `terms` add up to `device_bytes`.
 
-    `host_bytes` are tensors in host memory, pinned or not; on the CPU those of the device are all there are.
+    `host_bytes` are tensors in host memory, pinned or not; on the CPU they are counted as device memory.
     """
 
     name: str
@@ -171,9 +171,9 @@ class PhaseUse:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Time of one optimizer step on one device; tokens are positions processed, padding included.
+    """Time of one optimizer step on one device; tokens include padding.
 
-    `model_flops` are 6 per token and trained weight, 4 per frozen one, and attention's; recomputation is not in them.
+    `model_flops` are 6 per token and trained weight, 4 per frozen one, and attention, without recomputation.
     """
 
     seconds: float
@@ -192,16 +192,16 @@ class StepCost:
 
 @dataclass(frozen=True)
 class BatchUse:
-    """The batch equation and the length that was planned."""
+    """The batch equation and the planned length."""
 
     per_device: int
     accumulation: int
     world: int
     sequence_length: int
     context: int = 1
-    """Devices that share each row; `world` then counts their groups."""
+    """Context-parallel size; `world` then counts groups of devices."""
     tensor: int = 1
-    """Devices that share each matrix; the same."""
+    """Tensor-parallel size; likewise."""
 
     def to_json(self) -> dict[str, int]:
         return {
@@ -217,15 +217,15 @@ class BatchUse:
 
 @dataclass(frozen=True)
 class HostUse:
-    """Host memory of the `processes` of a machine, in bytes. The first, which saves, has the plan's `host_bytes`."""
+    """Host memory of a machine's `processes`, in bytes. The first one, which saves, has the plan's `host_bytes`."""
 
     processes: int = 1
     other_bytes: int = 0
-    """Each but the first."""
+    """Bytes of each process except the first."""
     pinned_bytes: int = 0
-    """Of each, what the system may not move: the card copies from and to it."""
+    """Pinned bytes of each process."""
     load_bytes: int = 0
-    """Tensors of all of them while the model loads, without what the processes themselves take."""
+    """Tensors of all processes while the model loads, without the processes' own memory."""
 
     def to_json(self) -> dict[str, int]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -233,8 +233,8 @@ class HostUse:
 
 @dataclass(frozen=True)
 class ShardDtypes:
-    """In which numbers the shards of some weights are: stored, computed with once they are gathered, and, of trained
-    ones, reduced as gradients and stepped by the optimizer."""
+    """Dtypes of some sharded weights: as stored, as computed with after gathering, and for trained ones those of
+    gradient reduction and optimizer step."""
 
     weights: str
     stored: str
@@ -248,7 +248,7 @@ class ShardDtypes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run costs per device. Bytes, seconds and words; `to_json` is the document of `plan --json`."""
+    """Predicted memory and time of a run per device, in bytes and seconds; `to_json` is the output of `plan --json`."""
 
     device: Device
     peak: PeakUse
@@ -257,7 +257,7 @@ class Plan:
     host_bytes: int
     disk_bytes: int
     checkpoint_bytes: int
-    """What one checkpoint holds: trained weights and optimizer states."""
+    """Size of one checkpoint: trained weights and optimizer states."""
     step: StepCost | None
     run_hours: float | None
     batch: BatchUse
@@ -267,28 +267,28 @@ class Plan:
     warnings: tuple[str, ...]
     host: HostUse = HostUse()
     shards: tuple[ShardDtypes, ...] = ()
-    """Of trained and of frozen weights; none where nothing is sharded."""
+    """For trained and for frozen weights; empty if nothing is sharded."""
 
     def host_bytes_of(self, processes: int) -> int:
-        """Host memory of so many processes of a machine, the first among them."""
+        """Host memory of this many processes of a machine, including the first."""
         return self.host_bytes + (processes - 1) * self.host.other_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the upper end of the band is within the card; true where nothing is known to compare with."""
+        """Whether the upper bound is within the card's usable memory; true if that is unknown."""
         usable = self.device.usable_bytes
         return usable is None or self.peak.device_bytes_upper <= usable
 
     def __repr__(self) -> str:
-        return f"<Plan: {self._said}>"
+        return f"<Plan: {self._verdict}>"
 
     def _repr_html_(self) -> str:
-        """Phases, and the terms at the peak, as a notebook shows them."""
+        """Tables of the phases and of the terms at the peak, for notebooks."""
         named = sorted(self.peak.terms.to_json().items(), key=lambda item: -item[1])
         phases = [(phase.name, size(phase.allocated_bytes), size(phase.device_bytes)) for phase in self.phases]
         terms = [(name, size(count), f"{count / self.peak.device_bytes:.1%}") for name, count in named if count]
         parts = [
-            paragraph(f"Plan: {self._said}"),
+            paragraph(f"Plan: {self._verdict}"),
             table(("phase", "allocated", "on the device"), phases),
             table((f"at the peak ({self.peak.phase})", "bytes", "share"), terms),
             *(paragraph(f"warning: {warning}") for warning in self.warnings),
@@ -296,7 +296,7 @@ class Plan:
         return "".join(parts)
 
     @property
-    def _said(self) -> str:
+    def _verdict(self) -> str:
         """The verdict in one line."""
         device, upper = self.device, self.peak.device_bytes_upper
         name = device.name if device.count == 1 else f"each of {device.count} {device.name}"
@@ -329,7 +329,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "Plan":
-        """The plan that `to_json` wrote. Raises KeyError or TypeError for any other document."""
+        """Read the output of `to_json`. Raises KeyError or TypeError for any other document."""
         step = document["step"]
         batch = {name: value for name, value in document["batch"].items() if name != "global"}
         plan = cls(
@@ -354,10 +354,10 @@ class Plan:
 
 
 def peak_use(peaks: Sequence[Peak], context: int, uncertainty: Uncertainty) -> PeakUse:
-    """The largest of `peaks` with its terms. `context` is the driver's share.
+    """The largest of `peaks` with its terms. `context` are the bytes of the driver's context.
 
-    The phase and the terms are those of the moment with most allocated; `reserved` never falls by itself, so its
-    largest value over the peaks is what the device holds.
+    Phase and terms are those of the moment with most allocated bytes; `reserved` does not fall by itself, so its
+    maximum over the peaks is what the device holds.
     """
     top = max(peaks, key=lambda peak: peak.allocated)
     reserved = max(peak.reserved for peak in peaks)
@@ -374,7 +374,7 @@ def peak_use(peaks: Sequence[Peak], context: int, uncertainty: Uncertainty) -> P
 
 
 def _terms(top: Peak, reserved: int, managed: int, context: int) -> Terms:
-    """The terms at `top`, on a device that holds `reserved` and `managed` bytes and a context."""
+    """The terms at `top`, for a device with `reserved` and `managed` bytes and a context."""
     kinds = dict(top.kinds)
     kinds[Kind.OPTIMIZER] = kinds.get(Kind.OPTIMIZER, 0) + managed
     return Terms(

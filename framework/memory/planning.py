@@ -1,4 +1,4 @@
-"""From the record of a rehearsal to its `Plan`: replay, terms, time, host and disk. Arithmetic only; no torch."""
+"""Conversion of a rehearsal's record to a `Plan`: replay, terms, time, host and disk. Arithmetic only; no torch."""
 
 from collections.abc import Iterator, Sequence, Set
 
@@ -44,45 +44,45 @@ HOST_BASE_BYTES = 2500 * MIB
 """Resident memory of a process with torch, transformers and a CUDA context, before any model. An upper estimate; not
 measured on a GPU machine yet."""
 NCCL_BYTES = 842 * MIB
-"""What NCCL holds next to torch's allocator: two H200 over NVLink, torch 2.11, 2026-11-28 (benchmarks/results/
-sharded_h200.json). Each further communicator (a mesh of two dimensions) has buffers of its own, which are not known."""
+"""Memory of NCCL outside torch's allocator: two H200 over NVLink, torch 2.11, 2026-11-28 (benchmarks/results/
+sharded_h200.json). Buffers of further communicators (a mesh of two dimensions) were not measured."""
 WORKER_BYTES = 200 * MIB
-"""What a process of `data.workers` adds: it shares all with its parent until it is touched. 11 MiB at first, 146 after
-its garbage collector ran (torch 2.13, transformers 5.24, Linux, 2026-11); a block of a stream comes on top."""
+"""Memory that a process of `data.workers` adds; it shares its parent's pages until they are written. 11 MiB at first,
+146 after its garbage collector ran (torch 2.13, transformers 5.24, Linux, 2026-11), plus a block of a stream."""
 CARDS_A_MACHINE = 8
-"""How many cards of a plan are taken to share a machine: its host memory, and what a hybrid strategy splits over."""
+"""Number of cards assumed per machine, for host memory and for the shards of a hybrid strategy."""
 CHUNK = 1024
-"""Tokens of a chunk of the loss unless stated otherwise (DEFAULT_CHUNK in framework/build/losses/loss.py; a test
-compares)."""
+"""Default tokens per chunk of the loss (DEFAULT_CHUNK in framework/build/losses/loss.py; a test compares)."""
 PACKAGED_ATTENTION = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Kernels that a rehearsal carries out with another of the same memory (framework/run/rehearsal/fake_functions.py)."""
+"""Kernels that a rehearsal replaces by another with equal memory (framework/run/rehearsal/fake_functions.py)."""
 _MATHEMATICAL = "_safe_softmax"
-"""The operator that shows that sdpa has found no fused kernel."""
+"""The operator that occurs if sdpa found no fused kernel."""
 LARGEST_FILE = 5 * 10**9
-"""What the first rank's host gathers of a sharded export at a time (framework/run/checkpoints/sharded_export.py)."""
+"""Bytes of a sharded export that the first rank's host gathers at a time
+(framework/run/checkpoints/sharded_export.py)."""
 UNATTRIBUTED_LIMIT = 0.01
-"""Share of the peak that may be of unknown purpose before the plan warns."""
+"""Unattributed share of the peak above which the plan warns."""
 
 _MEASURED_CAPABILITY = "9.0"
 
 
 def replayed(rehearsal: Rehearsal) -> list[Peak]:
-    """The peaks of each phase in torch's allocator: the same on every card that runs the same kernels."""
+    """Peaks of each phase in torch's allocator, which are equal on all cards that run the same kernels."""
     traces = (rehearsal.trace, resume_trace(rehearsal.footprint))
     return [peak for trace in traces for peak in replay(trace, new_allocator(rehearsal.config)) if peak.phase in PHASES]
 
 
 def make_plan(rehearsal: Rehearsal) -> Plan:
-    """What the rehearsed run costs on its card, per device."""
+    """The plan of a rehearsed run on its card, per device."""
     return plan_of_peaks(rehearsal, replayed(rehearsal))
 
 
 def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
-    """The same, from peaks that were `replayed` before, perhaps for another card."""
+    """The plan from peaks that were `replayed` before, possibly for another card."""
     config, footprint = rehearsal.config, rehearsal.footprint
     card = config.gpu
-    # NCCL holds a communicator of all devices and one of those that share rows; and where there are several groups
-    # that share matrices, one of each group and one of those with the same parts.
+    # NCCL holds one communicator of all devices and one for context parallelism; with several tensor-parallel groups
+    # also one per group and one across groups.
     tensor, is_alone = config.fsdp.tensor_parallel_size, config.gpu.count == 1 or config.gpu.name == "cpu"
     communicators = 1 + (config.context_size > 1) + 2 * (1 < tensor < config.gpu.count)
     nccl = 0 if is_alone else NCCL_BYTES * communicators
@@ -116,7 +116,7 @@ def plan_of_peaks(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> Plan:
 
 
 def new_allocator(config: TrainingConfig) -> CachingAllocator:
-    """The allocator that serves a run on its card, empty."""
+    """An empty allocator as configured for the run's card."""
     if config.gpu.name == "cpu":
         return SystemAllocator()
     settings = config.training.allocator
@@ -128,10 +128,10 @@ def new_allocator(config: TrainingConfig) -> CachingAllocator:
 
 
 def resume_trace(footprint: Footprint) -> Trace:
-    """The load of a checkpoint: its weights arrive whole next to the model's, are copied, and then the states arrive.
+    """Trace of loading a checkpoint: its weights arrive in addition to the model's, are copied, then the states arrive.
 
-    Follows `load_checkpoint` in framework/run/checkpoints/checkpoint.py. Parts of weights are read on the host, into
-    their place.
+    Follows `load_checkpoint` in framework/run/checkpoints/checkpoint.py. Shards are read on the host directly into
+    place.
     """
     trace = Trace()
     trace.enter("resume")
@@ -148,7 +148,7 @@ def resume_trace(footprint: Footprint) -> Trace:
 
 
 def choose_band(config: TrainingConfig, operators: Set[str]) -> Band:
-    """The class of uncertainty that the run falls in, by its settings and by the names of the operators that run."""
+    """The run's uncertainty class, by its settings and the names of its operators."""
     if "convolution" in operators:
         return Band.CONVOLUTION
     if config.training.compile:
@@ -175,11 +175,11 @@ def _has_int8_weights(config: TrainingConfig) -> bool:
 
 
 def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse]:
-    """Host memory of the first process, and of all of a machine.
+    """Host memory of the first process, and of all processes of a machine.
 
-    A load streams one tensor at a time, unless something is made of the whole model first or the first process sends it
-    to all. A save holds what it writes, next to a base that stays there; one during training holds copies during steps,
-    which on the CPU are in the peaks.
+    A load streams one tensor at a time, unless the whole model is transformed first or sent by the first process. A
+    save holds what it writes in addition to a base in host memory; an asynchronous save keeps copies during steps,
+    which on the CPU are part of the peaks.
     """
     config, footprint = rehearsal.config, rehearsal.footprint
     process, processes = HOST_BASE_BYTES + config.data.workers * WORKER_BYTES, min(config.gpu.count, CARDS_A_MACHINE)
@@ -190,7 +190,7 @@ def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse
     pinned = 0
     if not on_cpu:
         base, (of_first, of_each) = sum(footprint.home_sizes), _saved_on_host(rehearsal)
-        training, (copied, copied_each) = max(peak.host for peak in peaks), _copied_beside_training(rehearsal)
+        training, (copied, copied_each) = max(peak.host for peak in peaks), _async_save_copies(rehearsal)
         other = max(other, training + copied_each, max(footprint.weight_sizes, default=0), base + of_each)
         first = max(first, other, training + copied, base + of_first)
         pinned = max(peak.pinned for peak in peaks) + (base if config.model.offload_frozen_base is True else 0)
@@ -199,7 +199,7 @@ def _host_use(rehearsal: Rehearsal, peaks: Sequence[Peak]) -> tuple[int, HostUse
 
 
 def _saved_on_host(rehearsal: Rehearsal) -> tuple[int, int]:
-    """What is on the host while the run saves: of the first process, which exports, and of each other."""
+    """Host bytes during a save: of the first process, which exports, and of each other one."""
     config, footprint = rehearsal.config, rehearsal.footprint
     is_asynchronous = config.training.async_save
     if footprint.shards == 1:
@@ -213,8 +213,8 @@ def _saved_on_host(rehearsal: Rehearsal) -> tuple[int, int]:
     return max(exported, own), own
 
 
-def _copied_beside_training(rehearsal: Rehearsal) -> tuple[int, int]:
-    """Copies that stay on the host from one save to the next: of the first process, and of each other."""
+def _async_save_copies(rehearsal: Rehearsal) -> tuple[int, int]:
+    """Host copies of asynchronous saves, kept between saves: of the first process, and of each other one."""
     config, footprint = rehearsal.config, rehearsal.footprint
     if not config.training.async_save:
         return 0, 0
@@ -226,7 +226,7 @@ def _copied_beside_training(rehearsal: Rehearsal) -> tuple[int, int]:
 
 
 def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
-    """Checkpoints at their most numerous (one more than are kept, while the newest is written) and the export."""
+    """Maximum disk use: the kept checkpoints, one more while the newest is written, and the export."""
     training = config.training
     saves = 1
     if training.save_steps:
@@ -242,7 +242,7 @@ def _disk_bytes(config: TrainingConfig, footprint: Footprint) -> int:
 
 
 def _precision(config: TrainingConfig) -> str:
-    """In which numbers the run holds and computes, also where the recipe leaves it open."""
+    """The dtypes of weights and computation, including derived ones."""
     held, adapter = config.model.torch_dtype_str, config.peft.adapter_dtype
     if not config.training.use_peft:
         weights = f"weights {held}"
@@ -255,7 +255,7 @@ def _precision(config: TrainingConfig) -> str:
 
 def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple[str, ...]:
     config, batch = rehearsal.config, batch_use(rehearsal.config)
-    said = [
+    lines = [
         f"every {'answer' if config.training.has_pairs else 'row'} is {batch.sequence_length} tokens long, "
         + counted(batch.per_device, "pair" if config.training.has_pairs else "row")
         + " a forward pass: nothing is padded",
@@ -265,87 +265,89 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
         *card_assumptions(config.gpu),
     ]
     if config.gpu.name == "cpu":
-        said.append("cpu: bytes are what tensors take of the process's resident memory; libraries come on top")
-    said += _among_devices(config, batch)
-    said += rehearsal.said
+        lines.append("cpu: bytes are those of tensors in the process's resident memory; libraries come in addition")
+    lines += _among_devices(config, batch)
+    lines += rehearsal.notes
     kernels = (name for name in operators if "attention" in name and not name.endswith("backward"))
     forward = sorted(name.strip("_") for name in kernels)
     forward += ["math"] if _MATHEMATICAL in operators else []
-    said += [f"attention runs as {name}" for name in forward]
+    lines += [f"attention runs as {name}" for name in forward]
     if config.training.sample_prompts:
-        said.append(
+        lines.append(
             f"samples are written one at a time, at most {batch.sequence_length:,} tokens long with their prompts"
         )
     if config.training.use_peft and config.peft.lora_init is LoraInit.EVA and config.peft.adapter_path is None:
-        said.append(f"peft.lora_init eva: its passes over rows, at most {EVA_PASSES} before step 1, are not planned")
+        lines.append(f"peft.lora_init eva: its passes over rows, at most {EVA_PASSES} before step 1, are not planned")
     if config.training.ema_decay is not None and config.training.ema_device is EmaDevice.HOST:
-        said.append("step time: the host moves the average after each step, at the rate of two threads")
+        lines.append("step time: the host updates the average after each step, at the rate of two threads")
     if config.model.attn_implementation in PACKAGED_ATTENTION:
-        said.append(f"{config.model.attn_implementation} is planned as torch's flash kernel, which keeps the same")
+        lines.append(
+            f"{config.model.attn_implementation} is planned as torch's flash kernel, which saves the same tensors"
+        )
     if config.training.gradient_checkpointing_policy is not CheckpointingPolicy.FULL:
-        said.append("step time: what a checkpoint's policy costs in Python is left out; the step takes longer")
+        lines.append("step time: the Python cost of a checkpointing policy is not included; the step takes longer")
     if config.training.optimizer_offload is OptimizerOffload.NVME:
-        said.append("step time: the disk's own time is left out; the step takes longer")
+        lines.append("step time: the disk's own time is not included; the step takes longer")
     if _has_int8_weights(config):
-        said.append("step time: LLM.int8's search for large columns is left out; steps took 1.7 and 1.9 times as long")
+        lines.append("step time: LLM.int8's search for outliers is not included; steps took 1.7 and 1.9 times as long")
     if config.training.fp8 is not Fp8.NONE:
-        said.append("fp8: the run's own layers are rehearsed; the rate of their products is that of a data sheet")
+        lines.append("fp8: the run's own layers are rehearsed; the rate of their products is the data sheet's")
     if config.gpu.fp32_flops is not None and config.gpu.capability not in (None, _MEASURED_CAPABILITY):
-        said.append("step time: shares of the data sheet's rates as measured on an H100 and an H200")
+        lines.append("step time: shares of the data sheet's rates as measured on an H100 and an H200")
     if config.gpu.host is None and config.gpu.fp32_flops is not None:
-        said.append("step time: the mean over hosts of three speeds; `tunesmith doctor --calibrate` measures this one")
+        lines.append("step time: the mean over hosts of three speeds; `tunesmith doctor --calibrate` measures this one")
     if (steps := config.training.empty_device_cache_steps) is not None and config.gpu.name != "cpu":
         every = "step" if steps == 1 else f"{steps} steps"
-        said.append(f"the cache is emptied every {every}: what is allocated at the peak is the same")
+        lines.append(f"the cache is emptied every {every}: allocated memory at the peak is the same")
     if config.model.load_pretrained_weights and config.gpu.name != "cpu":
-        said.append("files are mapped while they load: the system may take their pages back, host bytes leave them out")
+        lines.append("files are mapped while they load: the system can reclaim their pages, host bytes exclude them")
     if streamed := rehearsal.footprint.streamed_bytes:
-        said.append(f"{streamed / GIB:.2f} GiB of blocks cross the link a micro batch, next to the compute of others")
+        lines.append(f"{streamed / GIB:.2f} GiB of blocks cross the link per micro-batch, overlapped with computation")
         if config.gpu.host_link_bytes_per_second is None:
-            said.append("the rate of the link is not known: step time is without it")
+            lines.append("the rate of the link is not known: step time does not include it")
     if config.training.allocator.garbage_collection_threshold is not None:
-        said.append("garbage collection of cached blocks is not replayed: reserved is an upper end")
+        lines.append("garbage collection of cached blocks is not replayed: reserved is an upper bound")
     if rehearsal.read_values:
-        taken = "for several documents in a row" if config.data.joins_rows else "without padding"
+        case = "for several documents in a row" if config.data.joins_rows else "without padding"
         if config.training.task.is_of_rows:
-            taken = "where a row of several is padded"
-        said.append(f"values read on the host are taken to be as {taken}: {', '.join(rehearsal.read_values)}")
-    return tuple(said)
+            case = "for padded rows"
+        lines.append(f"values read on the host are assumed to be those {case}: {', '.join(rehearsal.read_values)}")
+    return tuple(lines)
 
 
 def _among_devices(config: TrainingConfig, batch: BatchUse) -> Iterator[str]:
-    """What is taken to be so where there are several."""
+    """Assumptions about several devices."""
     if config.gpu.count == 1:
         return
     yield f"equal shares on {config.gpu.count} devices; {config.gpu.name} is the limit"
     if config.is_replicated:
         yield (
-            f"each of the {config.gpu.count} devices holds all weights, gradients and states: copies share the rows of "
-            "a step, and make nothing of this smaller; fsdp.enable_fsdp=true splits them"
+            f"each of the {config.gpu.count} devices holds all weights, gradients and states: data parallelism splits "
+            "the rows of a step only; fsdp.enable_fsdp=true shards the rest"
         )
     if config.adds_up_after_backward:
-        yield "gradients stay in buckets, and are exchanged when backward is done (training.on_oom: shrink)"
+        yield "gradients stay in buckets, and are all-reduced after backward (training.on_oom: shrink)"
     elif config.is_replicated:
-        yield "gradients stay in torch's DDP buckets, and are exchanged during backward"
+        yield "gradients stay in torch's DDP buckets, and are all-reduced during backward"
     if config.context_size > 1:
         tokens = f"{batch.sequence_length // config.context_size:,} of {batch.sequence_length:,} tokens"
-        yield f"each device has {tokens} of a row, and in each layer gathers keys and values of all of them"
+        yield f"each device has {tokens} of a row, and gathers keys and values of all of them in each layer"
     if (tensor := config.fsdp.tensor_parallel_size) > 1:
-        yield "sums over the devices that share each matrix are waited for; steps of two H200 were planned within 10 %"
+        yield "all-reduces of tensor parallelism block the step; steps of two H200 were planned within 10 %"
     if config.gpu.name != "cpu":
         yield f"NCCL takes {NCCL_BYTES / MIB:,.0f} MiB, as on two H200 with one communicator"
         if config.context_size > 1:
-            yield "those that share rows have a communicator of their own, taken to need as much again"
+            yield "context parallelism has a communicator of its own, assumed to need as much again"
         if 1 < tensor < config.gpu.count:
-            yield "groups that share matrices, and those with the same parts, have one each, taken to be alike"
+            yield "each tensor-parallel group, and each group across them, has one too, assumed to be equal"
     if config.fsdp.is_on_host:
-        yield "step time: the host's update is that of two threads a rank"
+        yield "step time: the host's update uses two threads per rank"
     if config.gpu.link_bytes_per_second is None:
-        yield "the rate between two cards is not known: step time is without what they exchange"
+        yield "the rate between two cards is not known: step time does not include communication"
 
 
 def shard_dtypes(config: TrainingConfig) -> tuple[ShardDtypes, ...]:
-    """As `framework.build.parallel.fsdp.precision` has them."""
+    """Dtypes of sharded weights, as `framework.build.parallel.fsdp.precision` sets them."""
     if not config.fsdp.is_sharded:
         return ()
     held, adapter, peft = str(config.model.torch_dtype_str), config.peft.adapter_dtype, config.training.use_peft
@@ -364,28 +366,28 @@ def shard_dtypes(config: TrainingConfig) -> tuple[ShardDtypes, ...]:
 
 
 def _packing(config: TrainingConfig) -> Iterator[str]:
-    """What a packed row is taken to hold, which is the worst for memory and time alike."""
+    """Assumptions about packed rows, which are the worst case for memory and time."""
     kernel = config.model.attn_implementation or "sdpa"
     has_mask = kernel not in PACKAGED_ATTENTION
     if config.data.packing:
         cost = "a mask of rows x tokens x tokens, whatever their number" if has_mask else "no mask"
-        yield f"each row is a pack, planned as one long document and one of a token: {cost} ({kernel})"
+        yield f"each row is a pack, planned as one long document and one of a single token: {cost} ({kernel})"
     if config.data.padding_free:
         cost = "a mask of all their tokens x all their tokens" if has_mask else "no mask"
-        yield f"the rows of a forward pass are the documents of one, end to end: {cost} ({kernel})"
+        yield f"the rows of a forward pass are concatenated documents: {cost} ({kernel})"
 
 
 def _warnings(config: TrainingConfig, peak: PeakUse) -> tuple[str, ...]:
-    """What the reader should do or know, most useful first."""
-    said: list[str] = []
+    """Warnings for the reader, most useful first."""
+    lines: list[str] = []
     terms = peak.terms.to_json()
     tokens, logits = tokens_of(config), peak.terms.logits_and_loss
     in_chunks = config.model.chunked_loss is not False or tokens <= CHUNK
     saved = 0 if in_chunks else logits - logits * CHUNK // tokens
     if saved and max(terms, key=lambda name: terms[name]) == "logits_and_loss":
-        said.append(
+        lines.append(
             f"logits are the largest term of the peak: model.chunked_loss=true saves about {saved / GIB:.1f} GiB"
         )
     if peak.terms.unattributed > UNATTRIBUTED_LIMIT * peak.device_bytes:
-        said.append(f"the purpose of {peak.terms.unattributed / MIB:,.0f} MiB at the peak is not known")
-    return tuple(said)
+        lines.append(f"the purpose of {peak.terms.unattributed / MIB:,.0f} MiB at the peak is not known")
+    return tuple(lines)

@@ -1,5 +1,5 @@
-"""What the chosen settings need of card and machine, by the levers table: found before anything is loaded,
-and configs with other values, as far as they meet that. No torch."""
+"""Requirements of settings on card and machine, from the levers table, checked before anything is loaded; and configs
+with changed values that meet them. No torch."""
 
 import importlib.util
 import os
@@ -24,9 +24,10 @@ from framework.schema.rules.every import Needs, find_conflicts
 
 
 def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conflict]:
-    """A conflict for each setting that the config's card cannot have, or, if it `runs_here`, that lacks its package.
+    """A conflict for each setting that the config's card does not support or, if it `runs_here`, whose package is
+    missing.
 
-    A card without a capability that is not `cpu` is taken for one that can.
+    A card other than `cpu` without a known capability is assumed to support everything.
     """
     for lever, setting in _in_effect(config):
         if not suits(setting.hardware, config.gpu):
@@ -41,13 +42,13 @@ def unmet_requirements(config: TrainingConfig, runs_here: bool) -> Iterator[Conf
             yield Conflict((lever.key,), message, f"pip install {' '.join(missing)}, or {nearest}")
     if runs_here and config.training.compile is True:
         yield from _missing_compilers(config.gpu)
-    if runs_here and packs_teacher(config) and not is_installed("bitsandbytes"):
-        message = "a packed teacher needs bitsandbytes, not installed here"
+    if runs_here and quantizes_teacher(config) and not is_installed("bitsandbytes"):
+        message = "a quantized teacher needs bitsandbytes, not installed here"
         yield Conflict(("training.teacher.bits",), message, "pip install bitsandbytes, or unset")
 
 
 def unusable_settings(card: GPUParams) -> dict[str, str]:
-    """Settings of levers (`key=value`) that this machine, which has such a card, cannot have -> what they need."""
+    """Settings of levers (`key=value`) that this machine with such a card does not support -> their requirement."""
     found = dict[str, str]()
     for lever in LEVERS:
         for setting in lever.settings:
@@ -59,14 +60,14 @@ def unusable_settings(card: GPUParams) -> dict[str, str]:
 
 
 def _described(hardware: str) -> str:
-    words = re.sub(r"cuda (\S+) to \1", r"capability \1 and no other", hardware)
-    words = re.sub(r"cuda (\S+) to (\S+)", r"capability \1 to \2", words)
-    words = re.sub(r"cuda (\S+)", r"capability \1", words)
-    return words.replace("cuda", "a CUDA GPU").replace(", ", " or ")
+    text = re.sub(r"cuda (\S+) to \1", r"capability \1 and no other", hardware)
+    text = re.sub(r"cuda (\S+) to (\S+)", r"capability \1 to \2", text)
+    text = re.sub(r"cuda (\S+)", r"capability \1", text)
+    return text.replace("cuda", "a CUDA GPU").replace(", ", " or ")
 
 
 def missing_trackers(config: TrainingConfig) -> Iterator[Conflict]:
-    """A conflict for each tracker whose package is not installed here. A plan needs none of them."""
+    """A conflict for each tracker whose package is not installed here. A plan needs no trackers."""
     for index, tracker in enumerate(config.training.trackers):
         if importlib.util.find_spec(str(tracker)) is None:
             message = f"the package {tracker} is not installed"
@@ -74,7 +75,7 @@ def missing_trackers(config: TrainingConfig) -> Iterator[Conflict]:
 
 
 def workers_over_cores(config: TrainingConfig) -> Iterator[Conflict]:
-    """A warning where `data.workers` are more processes than this machine has cores."""
+    """A warning if `data.workers` asks for more processes than this machine has cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers, ranks = config.data.workers, config.gpu.count if isinstance(config.gpu.count, int) else 1
     if workers * ranks > cores:
@@ -84,36 +85,36 @@ def workers_over_cores(config: TrainingConfig) -> Iterator[Conflict]:
         yield Conflict(("data.workers",), message, most, is_warning=True)
 
 
-def packs_teacher(config: TrainingConfig) -> bool:
-    """Whether the teacher is held in 4 or 8 bits."""
+def quantizes_teacher(config: TrainingConfig) -> bool:
+    """Whether the teacher is quantized to 4 or 8 bits."""
     return config.training.teacher is not None and config.training.teacher.bits is not None
 
 
 def decomposes(config: TrainingConfig, operators: Container[str]) -> bool:
-    """Whether a card decomposes matrices: for an adapter's start, or by one of the `operators` of a step."""
+    """Whether matrices are decomposed on the card, for an adapter's initialization or by an operator of a step."""
     peft = config.peft
     starts = ADAPTERS[peft.peft_method].is_decomposed or peft.lora_init is LoraInit.EVA
     return config.gpu.name != "cpu" and ("linalg_qr" in operators or (config.training.use_peft and starts))
 
 
 def needs_package(config: TrainingConfig, name: str) -> bool:
-    """Whether a setting in effect is one that this package carries out."""
-    if name == "bitsandbytes" and packs_teacher(config):
+    """Whether a setting in effect uses this package."""
+    if name == "bitsandbytes" and quantizes_teacher(config):
         return True
     return any(name in _packages(config, lever, setting) for lever, setting in _in_effect(config))
 
 
 def _packages(config: TrainingConfig, lever: Lever, setting: Setting) -> list[str]:
-    """What carries a setting out, beyond ours: of fp8 torchao, but for a frozen base, whose products are ours."""
+    """Packages that a setting uses. fp8 needs torchao except for a frozen base, whose products are implemented here."""
     if lever.key == "training.fp8" and config.training.use_peft:
         return []
     return [name for name in setting.package.split(", ") if name]
 
 
 def _missing_compilers(card: GPUParams) -> Iterator[Conflict]:
-    """What torch.compile makes its kernels with: a C++ compiler for the CPU; triton, which calls a C one, for a GPU.
+    """Compilers missing for torch.compile: a C++ compiler for the CPU; for a GPU triton, which needs a C compiler.
 
-    Where torch and triton look for them: torch/_inductor/config.py (`cpp.cxx`), triton/runtime/build.py.
+    Found as torch and triton find them: torch/_inductor/config.py (`cpp.cxx`), triton/runtime/build.py.
     """
     if card.name == "cpu":
         variable, names = "CXX", ["g++"]
@@ -142,14 +143,14 @@ def _name(lever: Lever, setting: Setting) -> str:
 
 
 def _nearest(lever: Lever, setting: Setting, card: GPUParams) -> str:
-    """The setting before this one in the table that needs no package and suits the card."""
+    """The closest earlier setting in the table that needs no package and suits the card."""
     before = lever.settings[: lever.settings.index(setting)]
     found = next((item.value for item in reversed(before) if not item.package and suits(item.hardware, card)), None)
     return "leave it unset" if found is None else str(found).lower() if isinstance(found, bool) else str(found)
 
 
 def suits(hardware: str, card: GPUParams) -> bool:
-    """Whether a card is one of those that `Setting.hardware` lists."""
+    """Whether `Setting.hardware` includes a card."""
     if not hardware or (card.capability is None and card.name != "cpu"):
         return True
     return any(_is_one_of(part.strip(), card) for part in hardware.split(","))
@@ -165,7 +166,7 @@ def _is_one_of(part: str, card: GPUParams) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a distribution of this name is installed. Imports nothing."""
+    """Whether a package of this name is installed. Imports nothing."""
     try:
         distribution(package)
     except PackageNotFoundError:
@@ -174,12 +175,12 @@ def is_installed(package: str) -> bool:
 
 
 def default_of(key: str) -> Any:
-    """What a dotted key holds where nobody writes it."""
+    """Default of a dotted key."""
     return value_of(TrainingConfig(), key)
 
 
 def with_values(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
-    """The config with other values of dotted keys, typed again. Raises pydantic's ValidationError."""
+    """The config with new values of dotted keys, validated. Raises pydantic's ValidationError."""
     document = config.model_dump()
     for key, value in changes.items():
         *sections, name = key.split(".")
@@ -191,7 +192,7 @@ def with_values(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingC
 
 
 def possible(config: TrainingConfig, changes: Mapping[str, Any], runs_here: bool = True) -> TrainingConfig | None:
-    """The config with other values; None where they contradict it, its card, or this machine."""
+    """The config with new values; None if they conflict with it, its card, or this machine."""
     try:
         changed = with_values(config, changes)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""What a recipe leaves open, made explicit: the same config with every derived value written out."""
+"""Derived values of a config: fills in everything that a recipe leaves open."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,16 +12,16 @@ from framework.schema.optimizers import facts_of
 from framework.schema.rules.precision import overflows_in_float16
 
 DEFAULT_LENGTH = 2048
-"""Longest row when a recipe names none and the model can take it."""
+"""Default row length, if the model supports it."""
 
 
 def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -> TrainingConfig:
-    """Every value that is derived rather than written, filled in; nothing that was written changes.
+    """Fill in every derived value; written values do not change.
 
-    `settings` is the model's own config as a mapping; without it, `model.architecture` as it was written. What only
-    an unread checkpoint could tell stays open. A frozen base keeps the checkpoint's dtype; trained weights are
-    float32 masters under the best autocast of the card (float16, with a loss scaler, where it has no bfloat16; none
-    where float16 is left out), or bfloat16 with `anyprecision_adamw`. Raises ValueError when the batch does not divide.
+    `settings` is the model's own config as a mapping, by default `model.architecture` as written. Values that only an
+    unread checkpoint could provide remain open. A frozen base keeps the checkpoint's dtype. Trained weights are float32
+    with the best autocast of the card (float16 with a loss scaler if it has no bfloat16; none if float16 is unsafe), or
+    bfloat16 with `anyprecision_adamw`. Raises ValueError if the batch does not divide.
     """
     settings = _written(config) if settings is None else settings
     dtype, autocast = _precision(config, settings)
@@ -39,7 +39,7 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
         "rounding": rounding,
         "preference": preference,
     }
-    # Quantized weights that are split are gathered with their adapter in one dtype: without autocast the base's.
+    # Sharded quantized weights are gathered with their adapter in one dtype: without autocast the base's.
     is_packed = config.fsdp.is_sharded and config.training.use_peft and config.peft.q_lora
     follows = is_packed and autocast is MixedPrecision.NONE
     adapter_dtype = config.peft.adapter_dtype or (TorchDtype.AUTO if follows else None)
@@ -55,7 +55,7 @@ def resolve(config: TrainingConfig, settings: Mapping[str, Any] | None = None) -
 
 
 def _written(config: TrainingConfig) -> Mapping[str, Any] | None:
-    """The architecture as far as the recipe has all of it: some keys alone change one that nobody has read here."""
+    """The architecture if the recipe has all of it; a few keys only modify a model config that was not read here."""
     architecture = config.model.architecture
     return architecture if architecture is not None and "model_type" in architecture else None
 
@@ -64,16 +64,16 @@ _HALF = {MixedPrecision.BF16: TorchDtype.BFLOAT16, MixedPrecision.FP16: TorchDty
 
 
 def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tuple[TorchDtype, MixedPrecision]:
-    """Written values as they are. A frozen base that is stored in one half precision is held in that of its autocast:
-    on a card without bfloat16 this is float16, which a bfloat16 checkpoint is then converted to, or float32 where
-    float16 is left out."""
+    """Weight dtype and autocast, keeping written values. A frozen base stored in half precision is held in the autocast
+    dtype: on a card without bfloat16 a bfloat16 checkpoint is converted to float16, or to float32 if float16 is
+    unsafe."""
     written, autocast = config.model.torch_dtype_str, config.training.mixed_precision_dtype
     frozen_base = config.training.use_peft
     dtype = written or (TorchDtype.AUTO if frozen_base else TorchDtype.FLOAT32)
     if written is None and not frozen_base and facts_of(config.training.optimizer).keeps_small_updates:
-        dtype = TorchDtype.BFLOAT16  # what this optimizer is for
+        dtype = TorchDtype.BFLOAT16  # the purpose of this optimizer
     if dtype is TorchDtype.AUTO and settings is not None:
-        stored = settings.get("dtype") or settings.get("torch_dtype")  # as transformers 5 and 4 write it
+        stored = settings.get("dtype") or settings.get("torch_dtype")  # as written by transformers 5 and 4
         dtype = TorchDtype(str(stored or TorchDtype.FLOAT32).removeprefix("torch."))
     best = best_autocast(config.gpu)
     reason = float16_left_out(config, settings)
@@ -93,28 +93,28 @@ def _precision(config: TrainingConfig, settings: Mapping[str, Any] | None) -> tu
 
 
 def float16_left_out(config: TrainingConfig, settings: Mapping[str, Any] | None) -> str | None:
-    """Why float16 autocast is not the default of this run on a card without bfloat16; None where it is."""
+    """Reason why float16 autocast is not the default of this run on a card without bfloat16; None if it is."""
     if config.fsdp.is_sharded:
-        return "a loss scale is not kept over sharded gradients"
+        return "loss scaling is not supported with sharded gradients"
     if config.fsdp.tensor_parallel_size > 1:
-        return "a loss scale is not kept over gradients that each device has a part of"
+        return "loss scaling is not supported with tensor-parallel gradients"
     if config.training.optimizer_in_backward is True:
-        return "with optimizer_in_backward a gradient that overflowed is known only when its weight has changed"
+        return "with optimizer_in_backward an overflow is detected only after weights have changed"
     kind = (settings or {}).get("model_type")
     return f"{kind} is known to overflow in it" if overflows_in_float16(kind) else None
 
 
 def describe_float16(config: TrainingConfig, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a plan tells of a run that does without the float16 of its card, or has it in spite of what is known.
+    """Assumptions of a plan if float16 is not used on a card without bfloat16, or is used despite a known problem.
 
     `config` is resolved."""
     reason, computed = float16_left_out(config, settings), config.training.mixed_precision_dtype
     if reason is None or best_autocast(config.gpu) is not MixedPrecision.FP16:
         return ()
     if computed is MixedPrecision.FP16:
-        return (f"computed in float16 as asked, though {reason}",)
-    left_out = f"float16 is left out ({reason}), and {config.gpu.name} has no bfloat16"
-    return (f"computed in float32 without autocast, which is slower: {left_out}",)
+        return (f"computed in float16 as requested, although {reason}",)
+    unsafe = f"float16 is not used ({reason}), and {config.gpu.name} has no bfloat16"
+    return (f"computed in float32 without autocast, which is slower: {unsafe}",)
 
 
 def _length(config: TrainingConfig, settings: Mapping[str, Any] | None) -> int | None:
@@ -125,7 +125,7 @@ def _length(config: TrainingConfig, settings: Mapping[str, Any] | None) -> int |
 
 
 def with_length(config: TrainingConfig) -> TrainingConfig:
-    """The config with the length that an unset `model.model_max_length` stands for, as far as the recipe tells."""
+    """Fill in an unset `model.model_max_length`, if the recipe suffices."""
     if config.model.model_max_length is not None:
         return config
     length = _length(config, config.model.architecture or {})
@@ -133,7 +133,7 @@ def with_length(config: TrainingConfig) -> TrainingConfig:
 
 
 def with_precision(config: TrainingConfig) -> TrainingConfig:
-    """The config with the dtypes that an unset precision stands for on its card, as far as the recipe tells."""
+    """Fill in unset dtypes for the config's card, if the recipe suffices."""
     dtype, autocast = _precision(config, _written(config))
     return config.model_copy(
         update={

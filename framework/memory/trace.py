@@ -208,7 +208,7 @@ class Rehearsal:
     """What a rehearsal of load, evaluation, two steps and save recorded.
 
     `micro_batches` of each step were rehearsed; `read_values` names the operators that wanted values nobody has;
-    `said` and `cautions` are what the built objects had to say.
+    `notes` and `cautions` are what the built objects had to say.
     """
 
     config: TrainingConfig
@@ -216,5 +216,5 @@ class Rehearsal:
     footprint: Footprint
     micro_batches: int
     read_values: tuple[str, ...]
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()

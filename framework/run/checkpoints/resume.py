@@ -30,8 +30,8 @@ def resume_with(key: str) -> Resume | None:
     Taken from the key's definition, else from its lever's row.
     """
     row = next((row for row in LEVERS if row.key == key), None)
-    if (said := resume_of(key)) is not None or row is None or not row.exact:
-        return said
+    if (effect := resume_of(key)) is not None or row is None or not row.exact:
+        return effect
     return Resume.FREE if row.bitwise else Resume.ROUNDING
 
 

@@ -75,7 +75,7 @@ def _possible(config: TrainingConfig, name: str, options: Sequence[str]) -> Trai
     check_allowed([options[at + 1] for at, word in enumerate(options) if word == "--allow"])
     require_devices(config)
     decided = decide_or_refuse(config)
-    for line in decided.said:
+    for line in decided.reasons:
         print(f"auto      {line}", file=sys.stderr)
     refuse_impossible(decided.config, devices="one")
     folder = open_folder(decided.config, name, "--resume" in options, "--overwrite" in options)

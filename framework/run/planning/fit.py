@@ -87,7 +87,7 @@ class Decided:
     """A config with `auto` replaced, and the reason for each value. `found` is None if nothing was searched."""
 
     config: TrainingConfig
-    said: tuple[str, ...]
+    reasons: tuple[str, ...]
     found: Found | None = None
 
 

@@ -242,11 +242,11 @@ class _ProcessGroup(Coordinator):
         """Print why all end, immediately, because torchrun ends this process as soon as another one has ended."""
         if not isinstance(error, Exception):
             return
-        said = str(error) if isinstance(error, TunesmithError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, TunesmithError) else f"{type(error).__name__}: {error}"
         who = "" if self.ranks.is_main else f"rank {self.ranks.rank} of {self.ranks.world} on {socket.gethostname()}: "
         with contextlib.suppress(OSError):
             kind = "" if isinstance(error, Interrupted) else "error "
-            print(f"{kind}{who}{said}", file=sys.stderr, flush=True)
+            print(f"{kind}{who}{text}", file=sys.stderr, flush=True)
         if isinstance(error, TunesmithError):
             error.is_reported = True
 

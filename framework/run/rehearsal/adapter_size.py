@@ -1,4 +1,4 @@
-"""Size of what an adapted run exports, read from the built model: the adapter, its base, or both as one model."""
+"""Export size of an adapted run, read from the built model: the adapter, its base, or both merged."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,20 @@ from framework.build.ranks import local_part
 from framework.schema.choices import PeftSaveMode
 
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""As a safetensors header calls those that an adapter is held in."""
+"""Names of adapter dtypes in a safetensors header."""
 
 
 def adapter_export_bytes(assembly: Assembly, adapter: Adapter, counts: Mapping[str, int]) -> int:
-    """Bytes of the weights in the final folder. `counts`: weights of each parameter, of all devices.
+    """Bytes of the weights in the final folder. `counts` are the elements of each parameter, over all devices.
 
-    Tokenizer and configs, a few megabytes at most, are left out.
+    Tokenizer and configs, a few megabytes at most, are not included.
     """
     model, mode = adapter.model, assembly.config.peft.peft_save_mode
     frozen = {name: item for name, item in model.named_parameters() if not is_of_adapter(name, item)}
     if mode is PeftSaveMode.MERGED:
         weights = sum(counts[name] for name in frozen) + _untied_weights(model.get_base_model())
         return weights * assembly.export_dtype.itemsize
-    # not `state_dict()`: it reads values of nested scales, which a rehearsal has not
+    # not `state_dict()`: it reads values of nested scales, which a rehearsal does not have
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -42,12 +42,14 @@ def adapter_export_bytes(assembly: Assembly, adapter: Adapter, counts: Mapping[s
     if mode is PeftSaveMode.ADAPTER_AND_BASE_MODEL:
         base = map(local_part, (*frozen.values(), *scale_tensors(model)))
         return file_bytes(written) + sum(item.numel() * item.element_size() for item in base)
-    is_moved = assembly.config.peft.peft_method in MOVES_WEIGHTS  # `write_adapter` adds what undoes its start
+    is_moved = (
+        assembly.config.peft.peft_method in MOVES_WEIGHTS
+    )  # `write_adapter` adds the inverse of its initialization
     return file_bytes(written, ("lora_A", "lora_B") if is_moved else ())
 
 
 def _untied_weights(model: PreTrainedModel) -> int:
-    """Weights that a merged model has in addition, because head and embedding no longer share theirs."""
+    """Additional weights of a merged model whose head and embedding are no longer tied."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
         return 0
@@ -60,11 +62,13 @@ def _untied_weights(model: PreTrainedModel) -> int:
 
 
 def file_bytes(tensors: Mapping[str, torch.Tensor], doubled: Sequence[str] = ()) -> int:
-    """Bytes of the safetensors file that holds those tensors, its header included. `doubled`: parts of the names of
-    tensors that are written with twice the rank."""
+    """Bytes of a safetensors file with these tensors, including its header. Tensors with a part of `doubled` in their
+    name are written with twice the rank."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):  # its order
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    ):  # safetensors' order
         shape, is_doubled = list(tensor.shape), any(part in name for part in doubled)
         if is_doubled:
             shape[0 if "lora_A" in name else 1] *= 2

@@ -1,4 +1,5 @@
-"""What rehearsals may have in common: captures of compiled blocks, or all but the allocator's settings. No torch."""
+"""Keys of work that rehearsals can share: captures of compiled blocks, or whole rehearsals that differ in allocator
+settings only. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -15,11 +16,11 @@ _OUTSIDE = {
     "model": ("chunked_loss",),
     "data": ("eval", "eval_fraction"),
 }
-"""Keys whose effect on a block is in its shapes, in its own attributes, or around its call."""
+"""Keys whose effect on a block is visible in its shapes or attributes, or is outside of its call."""
 
 
 def block_settings(config: Mapping[str, Any]) -> str:
-    """A name for all that the blocks of a config, dumped as JSON, may depend on in addition to what they see."""
+    """Digest of the settings of a config, dumped as JSON, that its blocks may depend on in addition to their inputs."""
     seen = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in config.items()}
     for section, names in _OUTSIDE.items():
         for name in names:
@@ -29,18 +30,18 @@ def block_settings(config: Mapping[str, Any]) -> str:
 
 
 def shared_work(config: Mapping[str, Any]) -> str | None:
-    """A name for the captures of blocks that a rehearsal needs; None for one of plain code, which captures nothing."""
+    """Digest of the block captures that a rehearsal needs; None without compilation, which captures nothing."""
     training = config["training"]
     return f"{training[MICRO_BATCH]} {block_settings(config)}" if training["compile"] is True else None
 
 
 def shared_rehearsal(config: Mapping[str, Any]) -> str:
-    """A name for all of a config but what the allocator makes of the same events."""
+    """Digest of a config without the settings of the allocator, which do not change the recorded events."""
     return json.dumps({**config, "training": {**config["training"], "allocator": None}}, sort_keys=True)
 
 
 def _without_depth(architecture: Any) -> Any:
-    """The architecture, or the part of it that is a language model, without what says how many layers there are."""
+    """The architecture, or its language model, without the number of layers."""
     if not isinstance(architecture, Mapping):
         return architecture
     return {

@@ -1,7 +1,7 @@
-"""Plan compiled blocks: torch's own capture, passes and cut into forward and backward, on tensors without storage.
+"""Rehearsal of compiled blocks with torch's own capture, passes and partitioner, on tensors without storage.
 
-Dynamo and the code generator are left out: a block is captured by AOTAutograd, whose runtime then saves between forward
-and backward what the real one would, through the same hooks, so that checkpoints and offloading work as they are. One
+Dynamo and code generation are skipped: AOTAutograd captures a block, and its runtime saves the same tensors between
+forward and backward as in a real run, through the same hooks, so that checkpointing and offloading work unchanged. One
 capture serves all equal blocks. Only a plan of a compiled run imports this module.
 
 Private names of torch used here (tests/run/rehearsal/test_compiled_blocks.py holds a block's saved bytes to a measured
@@ -40,17 +40,17 @@ from framework.run.rehearsal.fake_device import PretendedCard
 from framework.run.rehearsal.tracker import Tracker
 from framework.schema.choices import CompileScope
 
-PLANNED = "compiled blocks keep what torch's own cut of each block into forward and backward keeps"
-RECORDED = "CUDA graphs keep what the kernels that they record would: allocated may be 0.8 % less (360M, H200)"
-BY_BLOCK = "the model is compiled as a whole and planned as if block by block: allocated may be 2.5 % short (1B, H200)"
+PLANNED = "compiled blocks keep the tensors that torch's partitioner saves for backward"
+RECORDED = "CUDA graphs are planned like the kernels that they record: allocated may be 0.8 % less (360M, H200)"
+BY_BLOCK = "the model is compiled as a whole but planned block by block: allocated may be 2.5 % too low (1B, H200)"
 
 
 @dataclass
 class CompiledBlocks:
-    """The compiled calls of a rehearsal. `said` is how they were planned, for the plan's assumptions.
+    """The compiled calls of a rehearsal. `notes` tells how they were planned, for the plan's assumptions.
 
-    `by_block`: a region that is all of the model is planned as its blocks, because checkpoints within a graph are not
-    captured or the graph could not be.
+    With `by_block` a region that covers the whole model is planned as its blocks, because checkpoints within a graph
+    are not captured, or the graph could not be.
     """
 
     mode: PretendedCard
@@ -62,13 +62,13 @@ class CompiledBlocks:
     records: bool = False
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[str, ...]:
         if self.failure is not None:
-            return (f"a block could not be captured ({self.failure}): planned as plain code, an upper end",)
+            return (f"a block could not be captured ({self.failure}): planned as eager code, an upper bound",)
         return (PLANNED, *[BY_BLOCK] * self.by_block, *[RECORDED] * self.records)
 
     def call(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the compiled call of a module does, or its plain call when it could not be captured."""
+        """Run the captured call of a module, or its eager call if it could not be captured."""
         module, is_whole = region.module, region.name == WHOLE
         if self.failure is None and not self.mode.tracing and not (is_whole and self.by_block):
             flat, spec = tree_flatten((args, kwargs))
@@ -82,12 +82,12 @@ class CompiledBlocks:
         return region.plain(*args, **kwargs)
 
     def _captured(self, key: Any, region: Region, flat: list[Any], spec: TreeSpec) -> bool:
-        """Whether the block could be captured. If not, all are planned as the plain code."""
+        """Capture a block if needed. Returns whether that worked; if not, all blocks are planned as eager code."""
         try:
             self.captures[key] = self._capture(region, flat, spec)
         except RequestError:
             raise
-        except Exception as error:  # torch's tracer raises anything
+        except Exception as error:  # torch's tracer raises any kind of error
             self.failure = one_line(error, 120)
         return key in self.captures
 
@@ -98,17 +98,17 @@ class CompiledBlocks:
         self.mode.tracing = True
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(warnings.catch_warnings(action="ignore"))  # of the tracer, about its own doings
+                stack.enter_context(warnings.catch_warnings(action="ignore"))  # the tracer's own warnings
                 stack.enter_context(functorch_config.patch(activation_memory_budget=budget))
                 stack.enter_context(_without_function_modes())
                 stack.enter_context(_disable_current_modes())
-                # a checkpoint around the block must not count what is saved here as its own
+                # a checkpoint around the block must not count tensors saved here
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
                 # both would start CUDA
                 stack.enter_context(mock.patch.object(aot_autograd, "preserve_rng_state", contextlib.nullcontext))
                 stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=False))
                 stack.enter_context(_autocast_cache(False))
-                if region.name == WHOLE:  # what transformers asks of values is left out of a graph
+                if region.name == WHOLE:  # a graph has no checks of values by transformers
                     stack.enter_context(mock.patch.object(torch.compiler, "is_compiling", return_value=True))
                 capture.run(region.module, flat)
         finally:
@@ -117,9 +117,9 @@ class CompiledBlocks:
 
 
 class Capture:
-    """One block's forward and backward graphs, and how its arguments become their inputs.
+    """One block's forward and backward graphs, and the mapping of its arguments to their inputs.
 
-    `user` is the rehearsal that it runs in; a capture may outlive the one that made it (`Kept`).
+    `user` is the rehearsal that it runs in; a capture may outlive the one that created it (`Kept`).
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Capture:
         module, call = region.module, region.plain
         self.user = user
         self._tensors = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
-        # not the tensors: they would stay alive as long as the capture
+        # not the tensors, which would live as long as the capture
         others = [None if isinstance(item, torch.Tensor) else item for item in flat]
         self._spec: TreeSpec | None = None
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -180,11 +180,12 @@ class Capture:
 
 
 Kept = dict[str, dict[Any, Capture]]
-"""Captures of rehearsals that went before in this process, by what their blocks depended on (`block_settings`)."""
+"""Captures of earlier rehearsals in this process, by their `block_settings`."""
 
 
 def plan_compiled_blocks(assembly: Assembly, mode: PretendedCard, tracker: Tracker, kept: Kept) -> CompiledBlocks:
-    """Let the compiled calls of an assembled rehearsal run as their graphs would. `kept` gives and takes captures."""
+    """Replace the compiled calls of an assembled rehearsal by replays of their graphs. Captures are reused from and
+    added to `kept`."""
     training = assembly.config.training
     budget = training.activation_memory_budget
     blocks = CompiledBlocks(mode, budget if isinstance(budget, float | int) else None, tracker)
@@ -209,11 +210,11 @@ def _call_of(region: Region, blocks: CompiledBlocks) -> Callable[..., Any]:
 
 
 _NO_MATTER = ("layer_idx", "gradient_checkpointing")
-"""Attributes that a block's compiled call does not read: checkpoints are around it."""
+"""Attributes that a block's compiled call does not read, since checkpoints are outside of it."""
 
 
 def _key(module: nn.Module, flat: Sequence[Any], spec: TreeSpec) -> Any:
-    """What equal captures have in common: shapes, kinds and settings of everything that the call sees."""
+    """Cache key of a capture: shapes, kinds and settings of everything that the call sees."""
     tensors = [*(item for item in flat if isinstance(item, torch.Tensor)), *module.parameters(), *module.buffers()]
     facts = tuple((tuple(item.shape), item.stride(), item.dtype, item.requires_grad) for item in tensors)
     plain = (bool, int, float, str, type(None), torch.dtype)
@@ -231,10 +232,10 @@ def _key(module: nn.Module, flat: Sequence[Any], spec: TreeSpec) -> Any:
 def _cut(
     joint: fx.GraphModule, inputs: Any, *, weights: Sequence[int], **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """As Inductor cuts a joint graph (compile_fx.partition_fn), but for folding of constants, which need values.
+    """Partition a joint graph as Inductor does (compile_fx.partition_fn), without constant folding, which needs values.
 
-    `weights` are places of inputs that stay anyway: to keep one for backward costs nothing, so a cast of it (fp8) is
-    made again and not kept. Dynamo tells torch of them.
+    `weights` are positions of inputs that stay alive anyway: saving one for backward costs nothing, so its cast (fp8)
+    is recomputed rather than saved. Dynamo passes them to torch.
     """
     with inductor_config.patch(joint_graph_constant_folding=False):
         joint_graph_passes(joint)

@@ -1,9 +1,9 @@
-"""What one graph takes of memory and time once Inductor has generated its code, without generating it.
+"""Memory and time of a graph as Inductor would run it, without generating code.
 
-Inductor writes to memory what a library kernel reads or returns, what a reduction returns, and what leaves the graph;
-everything elementwise in between is computed inside the kernel that needs it, as often as it is needed. The rule was
-compared with an H100: docs/evidence/planner.md. Fusion of independent kernels side by side is left out: it can only
-free operands later, and leaving it out predicted the one measured row that shows it 0.9 % high instead of 1.5 % low.
+Inductor materializes inputs and outputs of library kernels, results of reductions, and outputs of the graph; everything
+elementwise in between is computed inside each kernel that needs it. The rule was compared with an H100:
+docs/evidence/planner.md. Horizontal fusion of independent kernels is not modeled: it can only free operands later, and
+without it the one measured row that shows it is predicted 0.9 % high instead of 1.5 % low.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _FUSED = frozenset(
         *(aten.zeros_like, aten.repeat, aten.fill, aten.embedding, aten.arange),
     }
 )
-"""Operators without torch's tag `pointwise` that Inductor nevertheless computes where they are read."""
+"""Operators without torch's tag `pointwise` that Inductor nevertheless inlines."""
 _VIEWS = frozenset(
     {
         *(aten.view, aten.reshape, aten._unsafe_view, aten.permute, aten.transpose, aten.t, aten.expand, aten.slice),
@@ -45,20 +45,20 @@ _VIEWS = frozenset(
 
 
 class Role(Enum):
-    """What Inductor makes of a node."""
+    """How Inductor treats a node."""
 
     BOUNDARY = auto()
     """An input, an attribute or the output of the graph."""
     VIEW = auto()
     FUSED = auto()
-    """Elementwise: computed where it is read."""
+    """Elementwise: computed inside the kernels that read it."""
     REDUCTION = auto()
     LIBRARY = auto()
-    """A kernel of its own: a matrix product, attention, a sort."""
+    """A separate kernel: a matrix product, attention, a sort."""
 
 
 def role_of(node: fx.Node) -> Role:
-    """What Inductor makes of `node`, by its operator."""
+    """How Inductor treats `node`, by its operator."""
     if node.op != "call_function":
         return Role.BOUNDARY
     packet = getattr(node.target, "_overloadpacket", None)
@@ -71,13 +71,13 @@ def role_of(node: fx.Node) -> Role:
 
 
 class Schedule:
-    """The nodes of a graph in order, which of them are written to memory, what they read, and when values die."""
+    """The nodes of a graph in order: which are materialized, what they read, and when values die."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
         self.roles = {node: role_of(node) for node in self.nodes}
         self.written = self._find_written()
-        # Values in memory that the kernel of each node reads, through what is inlined.
+        # Materialized values that the kernel of each node reads, through inlined ones.
         operands: dict[fx.Node, set[fx.Node]] = {}
         for node in self.nodes:
             read: set[fx.Node] = set()
@@ -85,7 +85,7 @@ class Schedule:
                 read |= operands[source] if self.is_inlined(source) else {source}
             operands[node] = read
         self.operands = operands
-        # Position -> values that are not read after it.
+        # Position -> values whose last read is there.
         position = {node: index for index, node in enumerate(self.nodes)}
         last: dict[fx.Node, int] = {}
         deaths: dict[int, list[fx.Node]] = {}
@@ -111,11 +111,11 @@ class Schedule:
         return written
 
     def is_inlined(self, node: fx.Node) -> bool:
-        """Whether the value is no memory of its own when it is read: a view, or elementwise and not written."""
+        """Whether the value has no memory of its own: a view, or elementwise and not materialized."""
         return self.roles[node] is Role.VIEW or (self.roles[node] is Role.FUSED and node not in self.written)
 
     def _join_kernels(self) -> dict[fx.Node, "Kernel"]:
-        """Written elementwise values and reductions along rows that one pass over the same elements computes."""
+        """Group materialized elementwise values and row reductions that one pass over the same elements computes."""
         kernels: dict[fx.Node, Kernel] = {}
         open_kernels: list[Kernel] = []
         for node in self.nodes:
@@ -141,7 +141,7 @@ class Kernel:
         self.reads: set[fx.Node] = set()
 
     def can_take(self, node: fx.Node, operands: set[fx.Node], kernels: Mapping[fx.Node, "Kernel"]) -> bool:
-        """Whether `node` passes over the same elements, shares an operand, and needs nothing that is made later."""
+        """Whether `node` iterates over the same elements, shares an operand, and needs nothing computed later."""
         if _iterations(node) != self.iterations or not (operands & self.reads or operands & set(self.writes)):
             return False
         return all(
@@ -156,12 +156,12 @@ class Kernel:
 
     @property
     def bytes(self) -> int:
-        """Each value that it writes or reads, once."""
+        """Bytes of the values that it writes or reads, each once."""
         return sum(_count_bytes(node) for node in (*self.writes, *self.reads))
 
 
 def _iterations(node: fx.Node) -> int:
-    """Elements that the kernel of `node` passes over; of its own kind for a sum over columns, which none shares."""
+    """Elements that the kernel of `node` iterates over; unique for a column sum, which is never fused."""
     if role_of(node) is not Role.REDUCTION:
         return _elements(node)
     source = node.all_input_nodes[0]
@@ -185,9 +185,9 @@ def _without_values(value: torch.Tensor) -> torch.Tensor:
 
 
 class GraphReplay:
-    """A graph as Inductor's code would run it, on tensors without storage; what AOTAutograd calls.
+    """Replay of a graph as Inductor's code would run it, on tensors without storage; called by AOTAutograd.
 
-    `is_backward`: what forward saved for it may be written over. `tracker` gives None while nothing is recorded.
+    With `is_backward` tensors saved by forward may be overwritten. `tracker` returns None while nothing is recorded.
     """
 
     _boxed_call = True
@@ -200,7 +200,7 @@ class GraphReplay:
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         inputs = arguments[::-1]
-        arguments.clear()  # these are the last references to what forward saved
+        arguments.clear()  # these are the last references to tensors saved by forward
         tracker = self._tracker()
         code = tracker.compiled_code(not self._is_backward) if tracker is not None else contextlib.nullcontext()
         with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes(), code:
@@ -222,7 +222,7 @@ class GraphReplay:
         raise AssertionError("a graph has an output")
 
     def _run(self, node: fx.Node, position: int, values: dict[fx.Node, Any], tracker: Tracker | None) -> Any:
-        """The value of a node; None for one that is nowhere in memory."""
+        """The value of a node; None if it is not in memory."""
         schedule, role = self._schedule, self._schedule.roles[node]
         if role is Role.LIBRARY or (role is Role.VIEW and node in schedule.written):
             args = fx.node.map_arg(node.args, lambda item: values[item])
@@ -234,7 +234,7 @@ class GraphReplay:
         if node not in schedule.written or role is Role.VIEW:
             return None
         if role is Role.FUSED and tracker is not None:
-            self._let_go_of_overwritten(node, position, values, tracker)
+            self._release_overwritten(node, position, values, tracker)
         result = tree_map_only(torch.Tensor, _without_values, node.meta["val"])
         if tracker is not None:
             for tensor in tensors_in(result):
@@ -244,10 +244,8 @@ class GraphReplay:
                 tracker.record_kernel("generated", kernel.bytes)
         return result
 
-    def _let_go_of_overwritten(
-        self, node: fx.Node, position: int, values: dict[fx.Node, Any], tracker: Tracker
-    ) -> None:
-        """Inductor writes over an operand of the same size that nothing reads any more: let go of one such first."""
+    def _release_overwritten(self, node: fx.Node, position: int, values: dict[fx.Node, Any], tracker: Tracker) -> None:
+        """Release an operand that Inductor overwrites: one of the same size with no further reader."""
         size = _count_bytes(node)
         dying = [item for item in self._schedule.deaths.get(position, ()) if isinstance(values.get(item), torch.Tensor)]
         for item in dying:

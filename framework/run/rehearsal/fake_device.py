@@ -1,8 +1,9 @@
-"""Pretend that tensors without storage live on a given card, so that the real step can be rehearsed anywhere.
+"""Fake device: tensors without storage that claim to be on a given card, so that the real step can be rehearsed
+anywhere.
 
-Meta tensors claim to be on `cuda:0`, CUDA's autocast is emulated, attention and dropout take the kernels that the card
-would take, and the few places of torch that ask for a real GPU are patched. Everything is restored on exit; the
-product enters it only in a process of its own (`framework.run.planning.plan_pool`).
+Meta tensors report `cuda:0` as their device, CUDA's autocast is emulated, attention and dropout use the kernels that
+the card would use, and the few places in torch that require a real GPU are patched. Everything is restored on exit; the
+mode is used only in separate processes (`framework.run.planning.plan_pool`).
 
 Private names of torch used here (checked by tests/run/rehearsal/test_fake_device.py):
 `torch.autograd._engine_run_backward`,
@@ -34,7 +35,7 @@ from framework.schema.gpu import GPUParams
 
 META = torch.device("meta")
 CPU = "cpu"
-"""Name of the card that stands for training without one."""
+"""Name of the card entry for training without a card."""
 _DEVICE = torch.Tensor.device
 _IS_CUDA = torch.Tensor.is_cuda
 _IS_META = torch.Tensor.is_meta
@@ -44,7 +45,7 @@ _DETERMINISM = "_allowed_determinism_checks_to_fns"
 
 
 def is_on_card(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is one of those that pretend: its true device is meta."""
+    """Whether `tensor` claims to be on the card: its true device is meta."""
     return bool(_DEVICE.__get__(tensor).type == "meta")
 
 
@@ -54,7 +55,7 @@ def pretended_device(card: GPUParams) -> torch.device:
 
 
 class PretendedCard(TorchFunctionMode):
-    """The function mode. `read_values` lists the operations that wanted a tensor's values on the host."""
+    """The function mode. `read_values` lists the operations that asked for a tensor's values on the host."""
 
     def __init__(self, card: GPUParams) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class PretendedCard(TorchFunctionMode):
         self.on_empty_cache: Callable[[], None] = lambda: None
         self.on_wait: Callable[[], None] = lambda: None
         self.tracing = False
-        """Whether torch captures a graph just now, into which backward must not bring the mode."""
+        """Whether torch is capturing a graph, during which backward must not enter the mode."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -88,13 +89,15 @@ class PretendedCard(TorchFunctionMode):
         return run(*args, **kwargs)
 
     def _true_device(self, value: Any) -> Any:
-        """The pretended device in any spelling becomes meta; anything else stays."""
+        """Map the fake device in any spelling to meta; anything else is unchanged."""
         if isinstance(value, str | torch.device) and torch.device(value).type == self.device.type:
             return META
         return value
 
     def _get_property(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        descriptor = getattr(func, "__self__", None)  # method wrappers are made anew: compare their descriptor
+        descriptor = getattr(
+            func, "__self__", None
+        )  # method wrappers are created on each access: compare their descriptor
         if descriptor is _IS_META:
             return False
         value = func(*args, **kwargs)
@@ -116,7 +119,7 @@ class PretendedCard(TorchFunctionMode):
         return func(args[0], *(self._true_device(value) for value in args[1:]), **kwargs)
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Values of a tensor that has none: zeros in one shared element, so that they take no host memory."""
+        """Values for a tensor without storage: zeros in one shared element, which take no host memory."""
         if not is_on_card(args[0]) or (func.__name__ == "cpu" and self.device.type == "cpu"):
             return func(*args, **kwargs)
         self.read_values.append(func.__name__)
@@ -125,12 +128,12 @@ class PretendedCard(TorchFunctionMode):
         return zeros if func.__name__ == "cpu" else getattr(zeros, func.__name__)()
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Random values in place: nothing happens, where torch's meta kernel would compute shapes at length."""
+        """In-place random initialization: nothing to do, while torch's meta kernel would spend time on shapes."""
         return args[0] if is_on_card(args[0]) else func(*args, **kwargs)
 
     @staticmethod
     def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """On CUDA the fused kernel keeps a mask of one byte an element; the composite on meta a full one."""
+        """Dropout as CUDA's fused kernel, which keeps a one-byte mask; the composite on meta keeps a full one."""
         tensor, *rest = args
         probability = kwargs.get("p", rest[0] if rest else 0.5)
         training = kwargs.get("training", kwargs.get("train", rest[1] if len(rest) > 1 else True))
@@ -162,11 +165,11 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention as it runs on `card`. Queries (batch, heads, rows, width), result alike.
+    """Run scaled_dot_product_attention as on `card`. Queries and result are (batch, heads, rows, width).
 
-    On meta the C++ function always takes the mathematical path, so the card's kernel is called by its own name, with
-    the preparation of inputs that aten/src/ATen/native/transformers/attention.cpp makes for it. Raises RequestError
-    when none of the kernels that `torch.nn.attention.sdpa_kernel` left switched on can serve the call.
+    On meta the C++ function always takes the math path, so the card's kernel is called directly, with inputs prepared
+    as in aten/src/ATen/native/transformers/attention.cpp. Raises RequestError if none of the kernels enabled by
+    `torch.nn.attention.sdpa_kernel` supports the call.
     """
     call = describe_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     allowed = frozenset(backend for backend, is_on in _SWITCHES.items() if is_on())
@@ -215,7 +218,7 @@ _SWITCHES: Mapping[Backend, Callable[[], bool]] = {
     Backend.EFFICIENT: torch.backends.cuda.mem_efficient_sdp_enabled,
     Backend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
-"""What `sdpa_kernel` switches; the same on the CPU, whose flash kernel has CUDA's switch."""
+"""Switches of `sdpa_kernel`; the same on the CPU, whose flash kernel uses CUDA's switch."""
 
 
 def _attend_by_definition(
@@ -229,7 +232,8 @@ def _attend_by_definition(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """_scaled_dot_product_attention_math (attention.cpp), which under any mode adds the mask out of place: here not."""
+    """_scaled_dot_product_attention_math (attention.cpp), but with the mask added in place, which under any mode the
+    original does not do."""
     dtype, heads = query.dtype, query.shape[1]
     if mask is not None and mask.dtype == torch.bool:
         mask = _additive(mask, dtype)
@@ -249,7 +253,7 @@ def _attend_by_definition(
     if dropout:
         on_cpu = card.name == CPU
         weights = torch.dropout(weights, dropout, True) if on_cpu else torch.native_dropout(weights, dropout, True)[0]
-    returned = weights.to(dtype)  # next to the result, and made before it
+    returned = weights.to(dtype)  # lives together with the result, and is created before it
     result = (weights @ value).to(dtype)
     del returned
     return result
@@ -261,9 +265,9 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, aligned: bool) -> torch.Tensor | None:
-    """A boolean mask as an additive one of the queries' dtype, expanded to (batch, heads, queries, keys).
+    """Convert a boolean mask to an additive one of the queries' dtype, expanded to (batch, heads, queries, keys).
 
-    The efficient kernel wants it `aligned`: lines that do not begin at multiples of 8 are copied (`preprocess_mask`).
+    The efficient kernel needs it `aligned`: rows that do not begin at multiples of 8 are copied (`preprocess_mask`).
     """
     if mask is None:
         return None
@@ -275,14 +279,14 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, ali
 
 
 class _NoDeviceGuard(contextlib.nullcontext[None]):
-    """Stands for `torch.cuda.device(index)`."""
+    """Replacement of `torch.cuda.device(index)`."""
 
     def __init__(self, device: object = None) -> None:
         super().__init__()
 
 
 def _patch_cuda(patches: Patches, mode: PretendedCard) -> None:
-    """Answer what libraries ask of torch.cuda with the facts of the card."""
+    """Answer libraries' queries of torch.cuda with the facts of the card."""
     card = mode.card
     major, minor = capability_of(card.capability) if card.capability is not None else (0, 0)
     properties = types.SimpleNamespace(
@@ -310,7 +314,7 @@ def _patch_cuda(patches: Patches, mode: PretendedCard) -> None:
 
 
 def _patch_kernels(patches: Patches) -> None:
-    """Let optimizers and clipping take their foreach and fused paths for tensors whose type says meta."""
+    """Let optimizers and clipping take their foreach and fused paths for meta tensors."""
     foreach = torch.utils._foreach_utils
     readers = [importlib.import_module(name) for name in ("torch.optim.optimizer", "torch.nn.utils.clip_grad")]
     for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
@@ -321,7 +325,7 @@ def _patch_kernels(patches: Patches) -> None:
 
 
 def _patch_autograd(patches: Patches, mode: PretendedCard) -> None:
-    """Stay in the mode during backward, where checkpoints recompute and hooks run but torch has popped it."""
+    """Keep the mode active during backward, where checkpoints recompute and hooks run but torch has popped it."""
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_in_mode(*args: Any, **kwargs: Any) -> Any:
@@ -339,14 +343,14 @@ def _patch_autograd(patches: Patches, mode: PretendedCard) -> None:
 
     patches.set(torch.autograd, "_engine_run_backward", run_in_mode)
     patches.set(torch, "clear_autocast_cache", clear_both)
-    # Checkpointing compares the devices of recomputed tensors with the first ones: the true with the pretended.
+    # Checkpointing would compare true devices of recomputed tensors with the faked devices of the first ones.
     checks = {**getattr(torch.utils.checkpoint, _DETERMINISM), "default": lambda tensor: (tensor.shape, tensor.dtype)}
     patches.set(torch.utils.checkpoint, _DETERMINISM, checks)
 
 
 @contextlib.contextmanager
 def pretend(card: GPUParams) -> Iterator[PretendedCard]:
-    """Within the block, meta tensors are on `card`. All patches are undone at its end."""
+    """Put meta tensors on `card` within the block. All patches are undone at its end."""
     mode = PretendedCard(card)
     patches = Patches()
     try:

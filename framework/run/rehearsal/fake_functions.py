@@ -1,8 +1,8 @@
-"""Functions of torch as a card would run them, on tensors that only pretend to be on one: autocast and attention.
+"""Emulation of autocast and attention functions on the fake device.
 
-C++ autocast never sees meta tensors. The lists follow aten/src/ATen/autocast_mode.h (torch 2.11 to 2.13) as the Python
-functions that reach those operators. The cache of cast weights is autocast's own rule (cached_cast in
-autocast_mode.cpp): leaf, requires grad, float32, no view; it lives until `torch.clear_autocast_cache`.
+C++ autocast never sees meta tensors. The lists name the Python functions that reach the operators of
+aten/src/ATen/autocast_mode.h (torch 2.11 to 2.13). The cache of cast weights follows autocast's own rule (cached_cast
+in autocast_mode.cpp): leaf, requires grad, float32, not a view; it lives until `torch.clear_autocast_cache`.
 """
 
 import weakref
@@ -39,7 +39,7 @@ FLOAT32_OUTPUT = _functions("softmax log_softmax prod cumprod cumsum sum")
 
 
 class Autocast:
-    """Casts arguments as the card's autocast would. `on_weight_cast` is told each cached copy of a weight."""
+    """Casts arguments as the card's autocast would. `on_weight_cast` is called with each cached copy of a weight."""
 
     def __init__(self, device_type: str, on_device: Callable[[torch.Tensor], bool]) -> None:
         self._device_type = device_type
@@ -48,11 +48,11 @@ class Autocast:
         self._copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def clear(self) -> None:
-        """Forget the cast weights, as leaving the outermost autocast region does."""
+        """Clear the cache of cast weights, as leaving the outermost autocast region does."""
         self._copies.clear()
 
     def call(self, function: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """`run` with the arguments that autocast would hand to `function` in an enabled region."""
+        """Call `run` with the arguments that autocast would pass to `function` in an enabled region."""
         if function in LOWER_PRECISION:
             dtype = torch.get_autocast_dtype(self._device_type)
             # The C++ casts are function arguments, which gcc evaluates from right to left.
@@ -107,7 +107,7 @@ class Autocast:
         known = self._copies.get(id(tensor))
         if known is not None and known[0]() is tensor:
             return known[1]
-        with torch.enable_grad():  # as C++ does: a copy made first where nothing is recorded serves what is recorded
+        with torch.enable_grad():  # as in C++: a copy first made without grad mode must also serve recorded calls
             copy = tensor.to(dtype)
         self._copies[id(tensor)] = (weakref.ref(tensor), copy)
         if self.on_weight_cast is not None:
@@ -124,7 +124,7 @@ FLEX = "flex_attention"
 
 
 def stand_in() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, name, value) of every attribute of transformers to replace."""
+    """Yield (owner, name, value) for every attribute of transformers to replace."""
     runs: dict[str, Callable[..., Any]] = dict.fromkeys((*FLASH, FLEX), _as_flash)
     no_mask = dict.fromkeys((*FLASH, FLEX), _no_mask)
     yield modeling_utils.ALL_ATTENTION_FUNCTIONS, "_local_mapping", runs
@@ -135,7 +135,7 @@ def stand_in() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Rows are padded on the right, so no kernel is given a mask; flex's table of blocks is left out (kilobytes)."""
+    """No mask: rows are padded on the right, so kernels get none. Flex's block table (kilobytes) is omitted."""
 
 
 def _as_flash(
@@ -150,8 +150,8 @@ def _as_flash(
 ) -> tuple[Tensor, None]:
     """`[rows, heads, tokens, width] -> [rows, tokens, heads, width]`, as transformers' attention functions.
 
-    A narrower value is padded, as flash-attn wants it. Flex writes its result in the layout of the query, token by
-    token, so transformers' `contiguous` copies nothing (H200, torch 2.11: benchmarks/results/levers_h200.json).
+    A narrower value is padded, as flash-attn requires. Flex writes its result in the query's layout, so transformers'
+    `contiguous` copies nothing (H200, torch 2.11: benchmarks/results/levers_h200.json).
     """
     width = value.shape[-1]
     if width != query.shape[-1]:
@@ -164,7 +164,7 @@ def _as_flash(
 
 
 class Patches:
-    """Attributes replaced, and put back in reverse order."""
+    """Replaced attributes, restored in reverse order."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []

@@ -1,8 +1,8 @@
-"""Pretend to be rank 0 of several: a process group that exchanges nothing, and CUDA streams that are only names.
+"""Fake process group of several ranks, of which this process is rank 0, and fake CUDA streams.
 
-Collectives of torch's `fake` backend return at once, so sharding, its gathered blocks and its buffers take the memory
-that they take on the first rank of a real run. torch's allocator keeps the free blocks of each stream apart, so the
-tracker is told in which stream a tensor is born.
+Collectives of torch's `fake` backend return immediately, so sharding, gathered blocks and buffers take the same memory
+as on the first rank of a real run. torch's allocator keeps free blocks per stream, so the tracker needs the stream in
+which a tensor is created.
 
 Private names of torch used here (checked by tests/run/rehearsal/test_fake_ranks.py):
 `torch.testing._internal.distributed. fake_pg`, `torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup`.
@@ -23,14 +23,14 @@ from framework.run.rehearsal.tracker import Tracker
 from framework.schema.gpu import GPUParams
 
 _COMMUNICATES = ("unshard", "wait_for_unshard", "post_backward")
-"""What sharding does around a unit: gather its weights, take them over, reduce its gradients."""
+"""Methods of sharding around a unit: gather its weights, use them, reduce its gradients."""
 
 
 @contextlib.contextmanager
 def pretend_ranks(card: GPUParams, world: int, tracker: Tracker, offloads: bool) -> Iterator[None]:
-    """Within the block this process is rank 0 of `world`, one card each. All patches are undone at its end.
+    """Make this process rank 0 of `world` within the block, one card each. All patches are undone at its end.
 
-    `offloads`: parts of weights, gradients and states are in host memory, where the optimizer steps.
+    `offloads`: shards of weights, gradients and states are in host memory, where the optimizer steps.
     """
     if world == 1:
         yield
@@ -40,7 +40,7 @@ def pretend_ranks(card: GPUParams, world: int, tracker: Tracker, offloads: bool)
     try:
         if card.capability is not None:
             _patch_streams(patches, tracker, world)
-        # Tell the tracker when sharding is at work, so that it knows what its buffers are for
+        # Tell the tracker when sharding code runs, so that it can attribute its buffers
         for name in _COMMUNICATES:
             patches.set(FSDPParamGroup, name, tracker.communicating()(getattr(FSDPParamGroup, name)))
         if offloads:
@@ -53,7 +53,7 @@ def pretend_ranks(card: GPUParams, world: int, tracker: Tracker, offloads: bool)
 
 
 class Stream:
-    """A CUDA stream in name: number 0 is the one that computes."""
+    """A fake CUDA stream: number 0 is the compute stream."""
 
     made = 0
 
@@ -62,36 +62,36 @@ class Stream:
         self.number = Stream.made
 
     def wait_stream(self, other: "Stream") -> None:
-        """Order changes nothing where nothing runs."""
+        """Nothing to wait for."""
 
     def wait_event(self, event: "Event | None") -> None:
         """The same."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """An event that has happened."""
+        """A completed event."""
         return event or Event()
 
     def synchronize(self) -> None:
-        """All is done."""
+        """Nothing to wait for."""
 
 
 class Event:
-    """A CUDA event that has happened."""
+    """A fake CUDA event, always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what torch gives, which changes nothing."""
+        """Accept and ignore torch's arguments."""
 
     def record(self, stream: Stream | None = None) -> None:
-        """It has happened."""
+        """Nothing to do: it is complete."""
 
     def wait(self, stream: Stream | None = None) -> None:
-        """It has happened."""
+        """Nothing to do: it is complete."""
 
     def synchronize(self) -> None:
-        """It has happened."""
+        """Nothing to do: it is complete."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Nothing to do: it is complete."""
         return True
 
 
@@ -125,12 +125,12 @@ def _patch_streams(patches: Patches, tracker: Tracker, world: int) -> None:
     for name, answer in answers.items():
         patches.set(torch.cuda, name, answer)
     patches.set(torch, "Event", Event)
-    # which a unit is asked for that was gathered for a backward that it does not take part in
+    # queried for a unit that was gathered for a backward pass in which it takes no part
     patches.set(torch.accelerator, "current_stream", answers["current_stream"])
 
 
 def _patch_transfers(patches: Patches, tracker: Tracker) -> None:
-    """A unit's part comes from the host before it is gathered, and its gradients go there when they are reduced."""
+    """Record transfers of offloaded units: shards from the host before a gather, gradients to it after a reduction."""
     unshard, post_backward = FSDPParamGroup.unshard, FSDPParamGroup.post_backward
 
     def bring(group: Any, *args: Any, **kwargs: Any) -> Any:

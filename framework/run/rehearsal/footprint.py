@@ -1,8 +1,8 @@
-"""Sizes read from the built objects: what a checkpoint, an export and a load take, and the arithmetic of the model.
+"""Sizes read from the built objects: checkpoint, export, load trace, and FLOPs of the model.
 
 The trace of a load follows `caching_allocator_warmup` (transformers/modeling_utils.py) and
-`convert_and_load_state_dict_in_model` (transformers/core_model_loading.py) of transformers 5.24. The files are mapped:
-their pages are the system's to take back, and are not counted.
+`convert_and_load_state_dict_in_model` (transformers/core_model_loading.py) of transformers 5.24. Pages of the mapped
+files can be reclaimed by the system and are not counted.
 """
 
 import heapq
@@ -33,8 +33,8 @@ from framework.schema.choices import EmaDevice, Fp8, OptimizerOffload
 
 
 def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """What the device holds of the models, each once: parameters and buffers, what packed weights keep next to them,
-    and the slots of a streamed base in place of its weights."""
+    """The models' tensors on the device, each once: parameters and buffers, extra tensors of quantized weights, and the
+    slots of a streamed base instead of its weights."""
     model, streamed = assembly.model, assembly.streamed
     elsewhere = streamed.parameters if streamed is not None else set()
     held = [parameter for parameter in model.parameters() if parameter not in elsewhere]
@@ -43,7 +43,7 @@ def held_tensors(assembly: Assembly) -> list[torch.Tensor]:
 
 
 def frozen_model_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """What the device holds of the frozen model next to the trained one."""
+    """Tensors of a frozen model (reference or teacher) on the device."""
     frozen_model = assembly.frozen_model
     if frozen_model is None:
         return []
@@ -51,12 +51,12 @@ def frozen_model_tensors(assembly: Assembly) -> list[torch.Tensor]:
 
 
 def state_tensors(assembly: Assembly) -> list[torch.Tensor]:
-    """The optimizer's state tensors, which exist after its first step, and the average of the weights."""
+    """The optimizer's state tensors, which exist after its first step, and the averaged weights."""
     return [tensor for tensor, _ in placed_states(assembly)]
 
 
 def placed_states(assembly: Assembly) -> list[tuple[torch.Tensor, Space]]:
-    """The same, with where each stays between two steps."""
+    """The same with the place of each between two steps."""
     is_away = assembly.config.training.ema_device is EmaDevice.HOST and assembly.place.kind != "cpu"
     of_average = Space.HOST if is_away or assembly.config.fsdp.is_on_host else Space.DEVICE
     return [
@@ -79,7 +79,7 @@ def _state_space(assembly: Assembly, tensor: torch.Tensor) -> Space:
 
 
 def read_footprint(assembly: Assembly) -> Footprint:
-    """Read the sizes. Call it after the optimizer has made its states."""
+    """Read the sizes, after the optimizer has created its states."""
     named, counts = dict(assembly.model.named_parameters()), _counts(assembly)
     homes, on_cpu = assembly.streamed.homes if assembly.streamed is not None else [], assembly.place.kind == "cpu"
     offloads, held = assembly.config.fsdp.is_on_host, held_tensors(assembly)
@@ -105,7 +105,7 @@ def read_footprint(assembly: Assembly) -> Footprint:
 
 
 def _counts(assembly: Assembly) -> dict[str, int]:
-    """Weights of all devices, by the name of the parameter."""
+    """Number of elements over all devices, by parameter name."""
     named = assembly.model.named_parameters()
     return {name: max(weight_count(item), assembly.numel(name, item)) for name, item in named}
 
@@ -116,7 +116,7 @@ def _shards(assembly: Assembly) -> int:
 
 
 def _repeated_bytes(assembly: Assembly) -> int:
-    """What a group that shares each matrix holds of everything else more than once."""
+    """Bytes that a tensor-parallel group holds more than once, because only matrices are split."""
     tensor = assembly.tensor
     if tensor is None:
         return 0
@@ -128,7 +128,7 @@ def _repeated_bytes(assembly: Assembly) -> int:
 
 
 def whole_bytes(assembly: Assembly) -> int:
-    """Bytes of all weights as they are loaded: none split, none packed."""
+    """Bytes of all weights as loaded: not sharded, not quantized."""
     counts, plain = _counts(assembly), 0
     for name, parameter in assembly.model.named_parameters():
         state = packed_state(parameter)
@@ -143,8 +143,8 @@ def _sent_bytes(assembly: Assembly) -> int:
 
 
 def _streamed_bytes(assembly: Assembly) -> int:
-    """What crosses the link in a micro batch. A reference's forward pass leaves the last blocks in the slots, so that
-    every block comes once more."""
+    """Bytes of a streamed base that cross the link per micro-batch. A reference's forward pass leaves the last blocks
+    in the slots, so that every block is sent once more."""
     if assembly.streamed is None:
         return 0
     again = (
@@ -155,12 +155,12 @@ def _streamed_bytes(assembly: Assembly) -> int:
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """Bytes of each that this rank holds."""
+    """Bytes of each tensor on this rank."""
     return tuple(local.numel() * local.element_size() for local in map(local_part, tensors))
 
 
 def _export_bytes(assembly: Assembly, counts: Mapping[str, int]) -> int:
-    """The weights of the final folder: a model in its checkpoint's dtype, an adapter as it is."""
+    """Bytes of the exported weights: a model in its checkpoint's dtype, an adapter unchanged."""
     if assembly.adapter is None:
         return sum(counts.values()) * assembly.export_dtype.itemsize
     from framework.run.rehearsal.adapter_size import adapter_export_bytes  # peft takes seconds to import
@@ -169,9 +169,10 @@ def _export_bytes(assembly: Assembly, counts: Mapping[str, int]) -> int:
 
 
 def count_product_weights(model: nn.Module) -> tuple[int, int]:
-    """(trained, frozen) weights that each token is multiplied with: the N of 6N and 4N FLOPs a token.
+    """(trained, frozen) weights that each token is multiplied with: the N of 6N and 4N FLOPs per token.
 
-    An embedding is looked up, not multiplied, unless it is also the head. Of a mixture's experts a token meets some.
+    An embedding is a lookup, not a product, unless it is also the head. In a mixture of experts a token uses some of
+    the experts.
     """
     chosen, available = chosen_and_available(causal_model(model).config.get_text_config()) or (1, 1)
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | Conv1D)}
@@ -185,21 +186,21 @@ def count_product_weights(model: nn.Module) -> tuple[int, int]:
 
 
 LOADERS = 4
-"""Threads that read tensors and bring them to the device (GLOBAL_WORKERS); one while they are packed on arrival."""
+"""Threads that read tensors and copy them to the device (GLOBAL_WORKERS); one if they are quantized on arrival."""
 SPARED_BY_WARMUP = int(1.2 * 2**30)
-"""Bytes of the card that the first large request leaves."""
+"""Bytes of the card that the first large request leaves free."""
 
 
 def record_load(tracker: Tracker, assembly: Assembly) -> None:
-    """The weights arrive, and the cache is emptied, as the trainer does before its first step."""
+    """Record the arrival of the weights and the emptying of the cache before the first step."""
     tracker.observe("load")
     copied = frozen_model_tensors(assembly)
     weights = held_tensors(assembly)[: -len(copied) or None]
     if assembly.streamed is not None:
         _stay_on_host(tracker, assembly.streamed)
     if assembly.is_in_parts:
-        # Each unit is whole for a moment, before it is split (framework/build/loading/sharded.py). Layers are packed
-        # one by one as they are read, and after the whole unit where random weights are drawn.
+        # Each unit is briefly whole before it is split (framework/build/loading/sharded.py). Layers are quantized one
+        # by one as they are read, but random weights after the whole unit.
         if needs_whole_model(assembly.config):
             _pass(tracker, whole_bytes(assembly), Space.HOST)
         elif assembly.config.model.load_pretrained_weights:
@@ -218,17 +219,17 @@ def record_load(tracker: Tracker, assembly: Assembly) -> None:
         _pass(tracker, sum(tensor.numel() * tensor.element_size() for tensor in copied), Space.DEVICE)
     tracker.claim(copied, Kind.WEIGHTS)
     tracker.observe("end", empties_cache=True)
-    tracker.observe("end")  # a mark of its own: what is repeated later starts here and empties nothing
+    tracker.observe("end")  # a separate mark: what is repeated later starts here and empties nothing
 
 
 def _weight_sizes(assembly: Assembly) -> dict[nn.Parameter, int]:
-    """Bytes of all of each parameter."""
+    """Unsharded bytes of each parameter."""
     named = assembly.model.named_parameters()
     return {item: assembly.numel(name, item) * item.element_size() for name, item in named}
 
 
 def largest_unit_bytes(assembly: Assembly) -> int:
-    """The unit that takes most while it is whole."""
+    """Bytes of the largest unit while it is whole."""
     sharding = assembly.sharding
     blocks: Sequence[nn.Module] = transformer_blocks(assembly.model)
     if sharding is not None:
@@ -242,7 +243,7 @@ def largest_unit_bytes(assembly: Assembly) -> int:
 
 
 def _is_converted(assembly: Assembly, weight: Tensor) -> bool:
-    """Whether a tensor of a file is brought to another dtype, which is done on the host."""
+    """Whether a tensor of a file is converted to another dtype, which happens on the host."""
     return weight.is_floating_point() and weight.dtype != assembly.export_dtype
 
 
@@ -252,7 +253,7 @@ def _whole_bytes(unit: Sequence[nn.Parameter], sizes: Mapping[nn.Parameter, int]
 
 
 def _stay_on_host(tracker: Tracker, streamed: StreamedBase) -> None:
-    """Each block's weights move into one run of bytes: next to them, one block at a time is there twice."""
+    """Record the move of each block's weights into one buffer, during which one block at a time exists twice."""
     if streamed.place.kind == "cpu":
         tracker.claim(streamed.homes, Kind.WEIGHTS)
         return
@@ -262,7 +263,7 @@ def _stay_on_host(tracker: Tracker, streamed: StreamedBase) -> None:
 
 
 def _read_checkpoint(tracker: Tracker, assembly: Assembly, held: Sequence[Tensor]) -> None:
-    """What is on host and card for a moment. A dtype is converted on the host, by each thread for its own tensor."""
+    """Record temporary memory on host and card. Each thread converts the dtype of its tensor on the host."""
     is_base = [isinstance(t, nn.Parameter) and (assembly.adapter is None or not t.requires_grad) for t in held]
     base = [tensor for tensor, counts in zip(held, is_base, strict=True) if counts]
     sizes = [tensor.numel() * tensor.element_size() for tensor in base]
@@ -273,7 +274,7 @@ def _read_checkpoint(tracker: Tracker, assembly: Assembly, held: Sequence[Tensor
         _pass(tracker, sum(weight_count(tensor) * width for tensor in base), Space.HOST)
         return
     if assembly.config.training.use_peft and assembly.config.training.fp8 is not Fp8.NONE:
-        # all of it arrives before it is converted matrix by matrix
+        # everything arrives before it is converted matrix by matrix
         sizes = [tensor.numel() * assembly.export_dtype.itemsize for tensor in base]
     if is_packed or any(_is_converted(assembly, tensor) for tensor in base if tensor.dtype is not HELD):
         _pass(tracker, sum(heapq.nlargest(1 if is_packed else LOADERS, sizes)), Space.HOST)
@@ -285,7 +286,7 @@ def _read_checkpoint(tracker: Tracker, assembly: Assembly, held: Sequence[Tensor
 
 
 def _resize(tracker: Tracker, assembly: Assembly) -> None:
-    """An embedding of another length is made next to the one that was read, and so is a head, one after the other."""
+    """Record the resizing of embedding and head, one after the other, each with old and new tensor alive."""
     if not changes_rows(assembly.config.model):
         return
     (stored, rows), matrix = embedding_rows(assembly.config), token_matrices(causal_model(assembly.model))[0]
@@ -294,5 +295,5 @@ def _resize(tracker: Tracker, assembly: Assembly) -> None:
 
 
 def _pass(tracker: Tracker, size: int, space: Space) -> None:
-    """Memory that is taken and given back at once."""
+    """Record memory that is allocated and freed at once."""
     tracker.trace.bury(tracker.trace.bear(size, Kind.TEMPORARIES, space))

@@ -1,7 +1,7 @@
-"""What the tracker must know of single operators: products, FLOPs, bytes, and kernels with hidden buffers.
+"""Facts of single operators for the tracker: products, FLOPs, bytes, and kernels with hidden buffers.
 
-Of bitsandbytes a dispatch mode sees one operator where its CUDA kernel (bitsandbytes/backends/cuda/ops.py, 0.50) makes
-the plain weight first: that is memory, and a matrix product. Nothing here needs the package.
+For bitsandbytes a dispatch mode sees one operator, while the CUDA kernel (bitsandbytes/backends/cuda/ops.py, 0.50)
+first dequantizes the weight: that is memory, and a matrix product. Nothing here needs the package.
 """
 
 import functools
@@ -23,7 +23,7 @@ MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.a
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument or result, one list deep."""
+    """The tensors of an argument or result, including those in a list."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -35,13 +35,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def count_bytes(tensor: torch.Tensor) -> int:
-    """Bytes a kernel moves for `tensor`: its elements, and an expanded tensor's storage only once."""
+    """Bytes that a kernel moves for `tensor`: its elements, but an expanded tensor's storage only once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def count_moved(packet: Any, args: Sequence[Any], operands: Sequence[torch.Tensor]) -> int:
-    """Bytes that a call moves: each operand and result once. Our kernel of token losses reads the logits twice and
-    writes their gradient over them."""
+    """Bytes that a call moves: each operand and result once. Our token-loss kernel reads the logits twice and
+    overwrites them with their gradient."""
     moved = sum(map(count_bytes, operands))
     if packet.__name__ == "token_losses_" and args[5]:
         moved += 2 * count_bytes(args[0])
@@ -49,7 +49,7 @@ def count_moved(packet: Any, args: Sequence[Any], operands: Sequence[torch.Tenso
 
 
 def count_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor]) -> int:
-    """Floating-point operations: ours for attention, else by torch's formulas (torch.utils.flop_counter) or 0.
+    """Floating-point operations: by our formula for attention, else by torch's (torch.utils.flop_counter), or 0.
 
     Causal attention over one sequence computes half of its scores.
     """
@@ -57,7 +57,7 @@ def count_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
         rows, inner = args[0].shape[-2:]
         return int(2 * rows * inner * args[1].shape[-1])
     if packet is aten.addmm:
-        args, kwargs = args[:3], {}  # torch's formula takes no dtype of the result
+        args, kwargs = args[:3], {}  # torch's formula does not accept a result dtype
     formula = flop_registry.get(packet)
     if formula is None or not results:
         return 0
@@ -86,9 +86,9 @@ def _attention_flops(args: Sequence[Any], backward: bool) -> int:
 def grouped_product(
     left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor | None = None, *_: Any
 ) -> torch.Tensor | None:
-    """The result of `_grouped_mm` for what its meta kernel refuses and CUDA computes group by group; None otherwise.
+    """The result of `_grouped_mm` for inputs that its meta kernel refuses but CUDA computes group by group; else None.
 
-    left (rows, k) or (groups, rows, k), right (groups, k, columns) or (k, columns); two matrices give one product a
+    left (rows, k) or (groups, rows, k), right (groups, k, columns) or (k, columns); two matrices give one product per
     group (the gradient of stacked weights).
     """
     if left.dtype == torch.bfloat16 or offsets is None:
@@ -108,7 +108,7 @@ def is_aligned(packet: Any, args: Sequence[Any]) -> bool:
 
 
 def product_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """(batch, m, n, k) of a matrix product, (batch x heads, queries, keys, width of a head) of attention, else ()."""
+    """(batch, m, n, k) of a matrix product, (batch x heads, queries, keys, head width) of attention, else ()."""
     if "scaled_dot_product" in packet.__name__:
         query, key = args[1:3] if packet.__name__.endswith("_backward") else args[:2]
         batch, heads, queries, width = query.shape
@@ -130,15 +130,15 @@ def workspace(packet: Any, args: Sequence[Any], card: GPUParams) -> list[int]:
     if packet is aten._softmax_backward_data:
         return [args[1].numel() * args[1].element_size()] if card.capability else []  # `grad * output` in SoftMax.cu
     if packet in (aten.convolution, aten.convolution_backward):
-        # On the CPU oneDNN computes on copies of the first two operands in blocks (torch 2.13, x86, 2026-11): input
-        # and weight forward, gradient and input backward. Of cuDNN's workspaces nothing is known beforehand.
+        # On the CPU oneDNN copies the first two operands into blocked layout (torch 2.13, x86, 2026-11): input and
+        # weight in forward, gradient and input in backward. cuDNN's workspaces are not known beforehand.
         return [tensor.numel() * tensor.element_size() for tensor in args[:2]] if card.name == "cpu" else []
     rule = _WORKSPACES.get(packet)
     return [size for size in rule(args) if size > 0] if rule is not None else []
 
 
 def _sum_workspace(args: Sequence[Any], card: GPUParams) -> list[int]:
-    """Only a sum over leading dimensions of contiguous memory splits its work over blocks for long."""
+    """Buffers of a sum: only one over leading dimensions of contiguous memory keeps its work split over blocks."""
     tensor, dims = args[0], args[1] if len(args) > 1 else None
     if not dims or card.multiprocessors is None or card.capability is None or not tensor.is_floating_point():
         return []
@@ -170,7 +170,7 @@ def describe_attention(
     causal: bool,
     enable_gqa: bool,
 ) -> Attention:
-    """The facts of one attention call that decide kernel and workspace."""
+    """The properties of an attention call that determine kernel and workspace."""
     batch, heads, queries, head_dim = query.shape
     return Attention(
         batch=batch,
@@ -228,29 +228,29 @@ _WORKSPACES: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
 }
 
 
-def is_packed_product(packet: Any) -> bool:
-    """Whether this operator multiplies with a packed weight."""
+def is_quantized_product(packet: Any) -> bool:
+    """Whether this operator multiplies with a quantized weight."""
     return _name(packet) in ("gemm_4bit", "int8_scaled_mm", "int8_mixed_scaled_mm")
 
 
-def packed_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """(1, rows, columns, inner) of a product with a packed weight."""
+def quantized_shape(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """(1, rows, columns, inner) of a product with a quantized weight."""
     left, weight = args[1:3] if _name(packet) == "int8_mixed_scaled_mm" else args[:2]
     columns = args[2][0] if _name(packet) == "gemm_4bit" else weight.shape[0]
     return (1, left.numel() // left.shape[-1], int(columns), left.shape[-1])
 
 
 def unpacking(packet: Any, args: Sequence[Any]) -> int:
-    """Bytes of the plain weight that a product with 4 bits writes before it multiplies with it."""
+    """Bytes of the dequantized weight that a 4-bit product writes before it multiplies."""
     return int(math.prod(args[2])) * args[0].element_size() if _name(packet) == "gemm_4bit" else 0
 
 
-def packed_workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+def quantized_workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
     """Bytes of the buffers inside one call.
 
-    4 bits: the whole weight in the dtype of the product, and the nested scales unpacked (_dequant_linear_fallback; up
-    to 1,536 rows some cards have a kernel without them, but backward unpacks the weight in any case). 8 bits: the
-    product in int32, and in float16 where another dtype is wanted.
+    4 bits: the dequantized weight in the dtype of the product, and dequantized nested scales (_dequant_linear_fallback;
+    up to 1,536 rows some cards have a kernel without them, but backward always dequantizes). 8 bits: the product in
+    int32, and in float16 if another dtype is requested.
     """
     name = _name(packet)
     if name == "gemm_4bit":
@@ -259,16 +259,16 @@ def packed_workspace(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         unpacked = [4 * scales.numel()] * 2 if scales is not None else []
         return [*unpacked, rows * columns * args[0].element_size()]
     if name in ("int8_scaled_mm", "int8_mixed_scaled_mm"):
-        _, rows, columns, _ = packed_shape(packet, args)
+        _, rows, columns, _ = quantized_shape(packet, args)
         dtype = kwargs.get("dtype") or (args[0].dtype if name == "int8_mixed_scaled_mm" else torch.float16)
         return [4 * rows * columns] + ([2 * rows * columns] if dtype != torch.float16 else [])
     if name == "int8_vectorwise_quant" and _threshold(args, kwargs):
-        return [2 * args[0].numel(), args[0].numel()]  # absolute values and where they are too large
+        return [2 * args[0].numel(), args[0].numel()]  # absolute values, and a mask of those over the threshold
     return []
 
 
-def packed_result(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result where bitsandbytes' own meta kernel does not know its size: as without outliers. Else None."""
+def quantized_result(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result if bitsandbytes' meta kernel does not know its size, assuming no outliers; else None."""
     name = _name(packet)
     if name == "int8_vectorwise_quant" and _threshold(args, kwargs):
         rows = args[0]

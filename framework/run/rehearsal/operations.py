@@ -16,7 +16,7 @@ import torch
 
 from framework.memory.trace import WAIT, Launcher, Operation
 from framework.run.rehearsal import kernels
-from framework.run.rehearsal.kernels import is_packed_product, packed_shape, unpacking
+from framework.run.rehearsal.kernels import is_quantized_product, quantized_shape, unpacking
 
 aten = torch.ops.aten
 _UNARY = frozenset({aten.neg.default, aten.rsqrt.default, aten.silu.default, aten.pow.Tensor_Scalar})
@@ -79,7 +79,7 @@ def _of_two(left: torch.Tensor, right: Any) -> torch.Tensor | None:
 
 
 def _covers(large: torch.Tensor, small: torch.Tensor) -> bool:
-    """Whether `small` is broadcast to the shape of `large`."""
+    """Whether `small` broadcasts to the shape of `large`."""
     missing = large.dim() - small.dim()
     return missing >= 0 and all(
         size in (1, wanted) for size, wanted in zip(small.shape, large.shape[missing:], strict=True)
@@ -87,7 +87,8 @@ def _covers(large: torch.Tensor, small: torch.Tensor) -> bool:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor | None:
-    """An empty tensor of this shape, dtype and order of dimensions; an expanded tensor has no order of its own."""
+    """An empty tensor of the same shape, dtype and order of dimensions; None for an expanded tensor, which has no
+    order."""
     strides = tensor.stride()
     if tensor.device.type != "meta" or not tensor.is_floating_point() or 0 in strides:
         return None
@@ -124,9 +125,9 @@ def operations_of(
     kwargs: Mapping[str, Any],
     results: list[torch.Tensor],
 ) -> list[Operation]:
-    """The operations that a call is on a card: one, or one for each group of a product that runs group by group."""
+    """The operations of a call on a card: one, or one for each group of a product that runs group by group."""
     operands = [*kernels.tensors_in(args), *(kernels.tensors_in(tuple(kwargs.values())) if kwargs else ())]
-    multiplied = operands[1:] if packet is aten.addmm else operands  # what it adds to may be wider
+    multiplied = operands[1:] if packet is aten.addmm else operands  # the addend may be wider
     floating = next((tensor.dtype for tensor in multiplied if tensor.dtype.is_floating_point), None)
     is_of_lists = packet.__name__.startswith(("_foreach_", "_fused_")) and args and isinstance(args[0], list | tuple)
     operation = Operation(
@@ -142,8 +143,8 @@ def operations_of(
     )
     if str(packet).startswith("bitsandbytes."):
         operation = operation._replace(launcher=Launcher.BITSANDBYTES)
-    if is_packed_product(packet):
-        shape = packed_shape(packet, args)
+    if is_quantized_product(packet):
+        shape = quantized_shape(packet, args)
         operation = operation._replace(shape=shape, flops=2 * math.prod(shape))
         written = unpacking(packet, args)
         if written:
@@ -152,6 +153,6 @@ def operations_of(
     if packet is aten._grouped_mm and floating is not torch.bfloat16 and args[2] is not None:
         groups = args[2].shape[0]  # one product after the other
         operation = operation._replace(flops=operation.flops // groups, bytes=operation.bytes // groups)
-        wait = Operation(WAIT, phase, 0, 0, "")  # the host reads where the groups end
+        wait = Operation(WAIT, phase, 0, 0, "")  # the host reads the ends of the groups
         return [wait, *[operation] * groups]
     return [operation]

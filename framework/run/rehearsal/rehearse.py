@@ -1,7 +1,6 @@
-"""The very assembly and step of training, carried out on tensors without storage and recorded.
+"""Rehearsal: the same assembly and step as in training, run on tensors without storage and recorded.
 
-`rehearse` patches torch while it runs, so the product calls it in processes of their own
-(`framework.run.planning.plan_pool`).
+`rehearse` patches torch while it runs, so it is called in separate processes (`framework.run.planning.plan_pool`).
 """
 
 import contextlib
@@ -37,17 +36,17 @@ from framework.run.step import keep_nothing, reference_step, train_step
 from framework.schema.choices import CheckpointingPolicy, OnOutOfMemory
 from framework.schema.config import TrainingConfig
 
-if TYPE_CHECKING:  # else a plan of plain code would load torch's compiler
+if TYPE_CHECKING:  # otherwise a plan without compilation would load torch's compiler
     from framework.run.rehearsal.compiled_blocks import Kept
 
 REHEARSED_MICRO_BATCHES = 2
-"""The first makes the gradients, the second adds to them; all others are like the second."""
+"""The first micro-batch creates the gradients, the second adds to them; all others are like the second."""
 
 
 def rehearse(config: TrainingConfig, kept: "Kept | None" = None) -> Plan:
-    """Plan a composed config, per device. Raises RequestError for what only the built model can tell.
+    """Plan a composed config, per device. Raises RequestError for problems that show only in the built model.
 
-    `kept`: compiled blocks that rehearsals before this one captured, to which it adds its own.
+    `kept` holds compiled blocks captured by earlier rehearsals; new ones are added.
     """
     return make_plan(record(config, kept))
 
@@ -58,15 +57,15 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     config, architecture = settle(config)
     place = rehearsal_place("cpu" if config.gpu.name == "cpu" else "cuda")
     vocabulary = architecture.get_text_config().vocab_size
-    # Whether some micro batch has a row of several documents.
+    # Whether some micro-batch has a row of several documents.
     rows = max(config.batch.per_device, config.eval_rows)
     joins_rows = config.data.packing or (config.data.padding_free and rows > 1)
     is_masked = joins_rows or (config.training.task.is_of_rows and reads_both_ways(architecture))
     tracker = Tracker(config.gpu, vocabulary=vocabulary, padded=is_masked)
     is_compiled, is_adapted = config.training.compile is True, config.training.use_peft
-    if is_adapted:  # before torch is patched, too
+    if is_adapted:  # also before torch is patched
         from framework.build.verify.adapter import describe_adapter
-    if is_compiled:  # before torch.cuda is patched: the import looks at it, and takes seconds
+    if is_compiled:  # before torch.cuda is patched, since the import queries it; takes seconds
         from framework.run.rehearsal import compiled_blocks
     ranks = rehearsed_ranks(config)
     several: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -77,12 +76,12 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
     launches: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     launched: tuple[str, ...] = ()
     if config.model.enable_liger_kernel is True:
-        from framework.run.rehearsal.triton_launches import SAID, noted_launches
+        from framework.run.rehearsal.triton_launches import NOTE, noted_launches
 
-        launches, launched = noted_launches(tracker.record_launch), (SAID,)
+        launches, launched = noted_launches(tracker.record_launch), (NOTE,)
     own = listening(tracker.record_launch)
     with _no_garbage_collection(), pretend(config.gpu) as mode, several, launches, own:
-        with torch.device(place.device):  # adapters too are made without storage
+        with torch.device(place.device):  # so that adapters also have no storage
             assembly = assemble(config, architecture, place, config.training.max_steps or 1000, ranks)
         mode.autocast.on_weight_cast = lambda copy: tracker.claim([copy], Kind.AUTOCAST_COPIES)
         mode.on_empty_cache, mode.on_wait = tracker.note_emptied_cache, tracker.note_wait
@@ -99,28 +98,28 @@ def record(config: TrainingConfig, kept: "Kept | None" = None) -> Rehearsal:
         trace = tracker.finish()
     _refuse_idle_policy(config, trace)
     if assembly.context is not None and not assembly.context.calls:
-        message = f"{architecture.model_type} does not take its attention from outside"
+        message = f"{architecture.model_type} does not support other attention implementations"
         raise RequestError([Problem("model.attn_implementation", message, expected="sdpa, or leave it unset")])
     micro_batches = min(config.batch.accumulation, REHEARSED_MICRO_BATCHES)
     read_values = tuple(sorted({*mode.read_values, *tracker.read_values}))
     cautions = assembly.adapter.cautions if assembly.adapter is not None else ()
-    planned = blocks.said if blocks is not None else ()
+    planned = blocks.notes if blocks is not None else ()
     covered = describe_adapter(assembly) if is_adapted else ()
     split = tuple(map(str, filter(None, (assembly.tensor, assembly.sharding))))
-    said = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *describe_answers(config, architecture))
-    said += (*describe_frozen_model(config, assembly.frozen_model), *describe_routers(config, architecture))
-    said += describe_float16(config, architecture.get_text_config().to_dict())
-    return Rehearsal(config, trace, footprint, micro_batches, read_values, said, cautions)
+    notes = (*split, *map(str, assembly.frozen), *covered, *planned, *launched, *describe_answers(config, architecture))
+    notes += (*describe_frozen_model(config, assembly.frozen_model), *describe_routers(config, architecture))
+    notes += describe_float16(config, architecture.get_text_config().to_dict())
+    return Rehearsal(config, trace, footprint, micro_batches, read_values, notes, cautions)
 
 
 def rehearsed_ranks(config: TrainingConfig) -> Ranks:
-    """The first rank where weights are split or rows are shared. Ranks that each have all are rehearsed as one."""
+    """Rank 0 under sharding or context parallelism. Plain data parallelism is rehearsed as a single process."""
     world, is_split = config.gpu.count, config.fsdp.is_sharded or config.sharing > 1
     return Ranks(world=world, local_world=min(world, CARDS_A_MACHINE)) if is_split and world > 1 else ALONE
 
 
 def _hold_gradients(assembly: Assembly) -> None:
-    """What copies do when ranks take the model: memory for all gradients, which then live in it."""
+    """Allocate the gradient buckets of data parallelism, in which gradients then live."""
     if assembly.buckets is not None:
         assembly.buckets.hold()
         return
@@ -129,7 +128,8 @@ def _hold_gradients(assembly: Assembly) -> None:
 
 
 def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:
-    """A policy that would keep nothing of what the model runs on this card, as attention made of small operators."""
+    """Raise RequestError for a checkpointing policy that would save nothing, because on this card attention consists of
+    small operators."""
     training, policy = config.training, CheckpointingPolicy(config.training.gradient_checkpointing_policy)
     if training.enable_gradient_checkpointing is not True or policy is CheckpointingPolicy.FULL:
         return
@@ -141,7 +141,7 @@ def _refuse_idle_policy(config: TrainingConfig, trace: Trace) -> None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Tensors die when their last reference does, as on the card; a collection at a random moment would move deaths."""
+    """Disable garbage collection, whose random moments would move the deaths of tensors."""
     gc.disable()
     try:
         yield
@@ -151,8 +151,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted_modules(tracker: Tracker) -> Iterator[None]:
-    """Within the block the tracker is told of each call of a module. No hook: hooks would be called while compiled
-    blocks are captured, too."""
+    """Report each call of a module to the tracker within the block. Not by hooks, which would also run while compiled
+    blocks are captured."""
     call = torch.nn.Module._call_impl
 
     def noted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -167,12 +167,12 @@ def _noted_modules(tracker: Tracker) -> Iterator[None]:
 
 
 def _run(tracker: Tracker, assembly: Assembly) -> None:
-    """Evaluation, three steps, evaluation. The first step makes the optimizer's states, the second finds the cached
-    blocks of a first, the third those of one like itself, as all others do (but for those that find the cache emptied,
-    of which one more follows where there are any).
+    """Record an evaluation, three steps, an evaluation. The first step creates the optimizer's states, the second
+    starts with the cached blocks of the first, the third with those of a step like itself, as all later ones do. If the
+    cache is emptied at intervals, a step after that follows.
 
-    Only the first of each is carried out: the others do what it did, but for what it has left behind
-    (tests/run/rehearsal/test_rehearse.py holds a repeated step to a second one).
+    Only the first of each is executed and then repeated in the trace, without what it has created permanently
+    (tests/run/rehearsal/test_rehearse.py compares a repeated step with a real second one).
     """
 
     def observe(phase: str) -> None:
@@ -209,14 +209,14 @@ def _run(tracker: Tracker, assembly: Assembly) -> None:
     tracker.trace.repeat(evaluated, stepped)
     tracker.trace.repeat(evaluated, stepped)
     if assembly.place.kind == "cuda" and (assembly.cache.steps or 1) > 1:
-        tracker.note_emptied_cache()  # the next step starts without the blocks that others find in the cache
+        tracker.note_emptied_cache()  # the next step starts with an empty cache
         tracker.trace.repeat(evaluated, stepped)
     tracker.trace.repeat(before, evaluated)
     del copies  # with the last save
 
 
 def _copies_of_a_save(tracker: Tracker, assembly: Assembly) -> list[torch.Tensor]:
-    """What a save during training copies, where the host's memory is the device's: there it stays."""
+    """Copies made by a save during training, which stay in host memory; recorded if that is the device's memory."""
     tracker.observe("save")
     weights, states = trained_state(assembly.model).values(), state_tensors(assembly)
     copies = _copied(tracker, map(local_part, weights), Kind.WEIGHTS, assembly.place)
@@ -226,7 +226,7 @@ def _copies_of_a_save(tracker: Tracker, assembly: Assembly) -> list[torch.Tensor
 
 
 def _copied(tracker: Tracker, tensors: Iterable[torch.Tensor], kind: Kind, place: Place) -> list[torch.Tensor]:
-    """Copies in host memory, which on the CPU is the device's."""
+    """Record copies in host memory, which on the CPU is the device's."""
     copies = copied_to_host(tensors, place)
     if place.kind == "cpu":
         tracker.claim(copies, kind)
@@ -242,7 +242,7 @@ def _step(tracker: Tracker, assembly: Assembly, observe: Observe) -> None:
     copies: list[torch.Tensor] = []
 
     def before_update() -> None:
-        """The way back out of a first update, which lasts until the step is done."""
+        """Record the copy of the weights for undoing a first update, which lives until the step ends."""
         copies.extend(_copied(tracker, assembly.trained, Kind.WEIGHTS, place))
 
     keep = before_update if config.training.on_oom is OnOutOfMemory.SHRINK else keep_nothing
@@ -250,6 +250,6 @@ def _step(tracker: Tracker, assembly: Assembly, observe: Observe) -> None:
 
 
 def make_batch(assembly: Assembly, rows: int) -> Batch:
-    """The largest micro batch: every row as long as the longest."""
+    """The largest micro-batch: every row of maximum length."""
     shape, device = (rows, assembly.config.longest), assembly.place.device
     return full_batch(assembly.config, torch.zeros(shape, dtype=torch.int64, device=device))

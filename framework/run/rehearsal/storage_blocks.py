@@ -1,4 +1,4 @@
-"""Which block of a trace each living storage is: births, deaths, and sums that autograd makes in place on a card."""
+"""Mapping of live storages to blocks of a trace: births, deaths, and gradient sums that a card makes in place."""
 
 import weakref
 from typing import Any
@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 class Blocks:
-    """The blocks of `trace` that living storages are; one dies with its storage."""
+    """The blocks of `trace` by live storage; a block dies with its storage."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -22,34 +22,34 @@ class Blocks:
         self._sums: dict[int, tuple[int, int]] = {}  # older gradient's block -> (sum's block, index of its birth)
 
     def of(self, storage: torch.UntypedStorage) -> int | None:
-        """The block that `storage` is; None for one that is not recorded."""
+        """The block of `storage`; None if it is not recorded."""
         return self._of.get(storage._cdata)
 
     def bind(self, storage: torch.UntypedStorage, block: int) -> None:
-        """`storage` is `block` from now on, which dies with it."""
+        """Assign `block` to `storage`, with which it will die."""
         address = storage._cdata
         self._of[address] = block
         self._finalizers[block] = weakref.ref(storage, lambda _: self._release(address, block))
 
     def leave(self, block: int) -> None:
-        """`block` dies, though its storage lives: `bind` it to another."""
+        """End `block` although its storage lives on, to be assigned another by `bind`."""
         self._finalizers.pop(block)
         self._trace.bury(block)
 
     def begin_stretch(self) -> None:
-        """What was born before and still lives is not temporary."""
+        """Begin a new stretch: blocks that are still alive are not temporary."""
         self._stretch += 1
 
     def may_be_temporary(self, block: int) -> None:
-        """Whether `block` is, shows in whether it outlives this stretch."""
+        """Mark `block` as temporary unless it outlives this stretch."""
         self._births[block] = self._stretch
 
     def is_known(self, block: int) -> None:
-        """The kind of `block` was said, and does not change with its death."""
+        """Fix the kind of `block`, which its death no longer changes."""
         self._births.pop(block, None)
 
     def stop(self) -> None:
-        """What dies from now on is no longer recorded."""
+        """Stop recording deaths."""
         self._finalizers.clear()
 
     def _release(self, address: int, block: int) -> None:
@@ -62,12 +62,12 @@ class Blocks:
             self._trace.bury(block)
 
     def note_update(self, packet: Any, args: tuple[Any, ...], total: torch.Tensor) -> None:
-        """Remember what autograd does in place on a card, but out of place under any dispatch mode.
+        """Note an update that autograd makes in place on a card, but out of place under any dispatch mode.
 
-        That is `old + new` in InputBuffer::accumulate (torch/csrc/autograd/input_buffer.cpp): it adds into the older
-        gradient if it holds the last reference to it and to its storage; a view shares its storage with its base, so
-        it never does that for one. And index_backward (FunctionsManual.cpp), which writes into fresh zeros. Undone
-        here when `old` dies at once.
+        These are `old + new` in InputBuffer::accumulate (torch/csrc/autograd/input_buffer.cpp), which adds into the
+        older gradient if it holds the last reference to it and to its storage (never for a view, which shares its
+        base's storage), and index_backward (FunctionsManual.cpp), which writes into fresh zeros. If `old` dies
+        immediately, the sum is moved into its block.
         """
         old, new = args[0], args[1]
         if packet is aten.add and not (isinstance(new, torch.Tensor) and old.shape == new.shape):
@@ -79,7 +79,7 @@ class Blocks:
             self._sums = {older: (sum_block, len(self._trace.events) - 1)}
 
     def _reuse_for_sum(self, older: int) -> bool:
-        """When `older` dies right after it was added to, let the sum live in its block instead."""
+        """If `older` dies right after the addition, move the sum into its block."""
         sum_block, index = self._sums.pop(older, (-1, -1))
         if sum_block < 0 or self._trace.sizes[sum_block] != self._trace.sizes[older]:
             return False

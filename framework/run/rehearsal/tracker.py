@@ -1,8 +1,8 @@
-"""Record every birth and death of device memory while a step runs on tensors without storage.
+"""Recorder of all allocations and frees of device memory while a step runs on tensors without storage.
 
-A dispatch mode sees each operator after autograd; the storages it returns are the blocks of memory the card would
-hold. Kinds are decided at birth by phase and shape and corrected when more is known: a tensor that does not outlive
-forward was a temporary, and `claim` names weights, gradients and optimizer states from the real objects.
+A dispatch mode sees each operator after autograd; the storages it returns are the blocks of memory that the card would
+hold. Kinds are assigned at birth by phase and shape, and corrected when more is known: a tensor that does not outlive
+forward was a temporary, and `claim` identifies weights, gradients and optimizer states from the real objects.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ _PASSES = (_FORWARD, _LOSS, _BACKWARD, "eval")
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The dispatch mode. `trace` is what it recorded.
+    """The dispatch mode. `trace` is its record.
 
-    `vocabulary`: a tensor of this last dimension is a logit. `padded`: whether the batch's attention mask has zeros or
-    its rows hold several documents, which answers who asks `mask.all()` and whether all positions are of one document.
+    `vocabulary`: tensors with this last dimension are logits. `padded`: whether the batch's attention mask has zeros or
+    its rows hold several documents, which is the answer to `mask.all()` and similar checks.
     """
 
     def __init__(self, card: GPUParams, vocabulary: int = 0, padded: bool = False) -> None:
@@ -60,31 +60,31 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._vocabulary = vocabulary
         self._padded = padded
         self._blocks = Blocks(self.trace)
-        self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of the workspaces taken
+        self._cublas_owners: set[tuple[bool, bool]] = set()  # (in backward, cuBLASLt's) of each allocated workspace
         self._resize = torch.UntypedStorage.resize_
         self._in_forward_code = False
         self._launcher = Launcher.TORCH
         self.is_one_of_several = False
-        """Whether tensors may be split over ranks."""
+        """Whether tensors may be sharded."""
         self.steps_on_host = False
-        """Whether the optimizer steps where the host holds weights, gradients and states."""
+        """Whether the optimizer steps on weights, gradients and states in host memory."""
         self._communicates = False
         self.stream = 0
-        """The CUDA stream that tensors are born in; its pool of the allocator serves them."""
+        """The CUDA stream of new tensors, which are served by its allocator pool."""
 
-    # -- what the step tells
+    # -- calls from the step
     def observe(self, phase: str, empties_cache: bool = False) -> None:
-        """A phase of the step begins."""
+        """Begin a phase of the step."""
         self.phase = phase
         self._blocks.begin_stretch()
         self.trace.enter(phase, empties_cache)
 
     def note_emptied_cache(self) -> None:
-        """torch.cuda.empty_cache() was called."""
+        """Record a call of torch.cuda.empty_cache()."""
         self.trace.enter(self.phase, empties_cache=True)
 
     def claim(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
-        """Say what `tensors` are for; those not yet known are born now."""
+        """Set the kind of `tensors`; unknown ones are recorded as born now."""
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
                 block = self._track(local_part(tensor))
@@ -93,13 +93,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._blocks.is_known(block)
 
     def claim_elsewhere(self, tensor: torch.Tensor, kind: Kind, space: Space) -> None:
-        """Say that `tensor`, which takes no memory here, stands for one in another memory than the device's."""
+        """Record `tensor`, which takes no memory here, as one in a memory other than the device's."""
         storage = tensor.untyped_storage()
         if self._blocks.of(storage) is None:
             self._blocks.bind(storage, self._bear(tensor.numel() * tensor.element_size(), kind, space))
 
     def finish(self) -> Trace:
-        """Stop watching, so that what dies from now on is no longer recorded."""
+        """Stop recording and return the trace."""
         self._blocks.stop()
         return self.trace
 
@@ -139,7 +139,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- several ranks
     @contextlib.contextmanager
     def communicating(self) -> Iterator[None]:
-        """Within the block, what is born is gathered from other ranks or on its way to them."""
+        """Mark tensors created within the block as communication buffers."""
         before, self._communicates = self._communicates, True
         try:
             yield
@@ -147,10 +147,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._communicates = before
 
     def _exchange(self, packet: Any, args: tuple[Any, ...]) -> None:
-        """What crosses this card's link: all of a gather but what it holds, all that it gives away of a reduction.
+        """Record the bytes that cross this card's link: a gather's result less its own shard, a reduction's input less
+        its own share.
 
-        An all-reduce is both (a ring). What is no part of sharding and comes in a pass is waited for: keys and values
-        of shared rows, sums of what each rank has a part of.
+        An all-reduce is both (a ring). Exchanges within a pass that are not sharding's block the computation: keys and
+        values under context parallelism, sums of partial results.
         """
         sizes = [sum(map(kernels.count_bytes, kernels.tensors_in((argument,)))) for argument in args[:2]]
         name, size = (GATHER if "gather" in packet.__name__ else REDUCE), abs(sizes[0] - sizes[1])
@@ -160,7 +161,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.operations.append(Operation(name, self._operation_phase(), 0, size, ""))
 
     def send_to_host(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
-        """What is in `tensors` goes on in pinned memory; the device's copy dies."""
+        """Record a move of `tensors` to pinned memory; the device's copies die."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             block = self._blocks.of(storage)
@@ -171,14 +172,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._blocks.bind(storage, self.trace.bear(self.trace.sizes[block], kind, Space.PINNED))
 
     def bring_from_host(self, size: int) -> int:
-        """`size` bytes arrive on the device; the block they take, which is to be buried."""
+        """Record the arrival of `size` bytes on the device. Returns their block, which the caller ends."""
         self.trace.operations.append(Operation(TRANSFER, self._operation_phase(), 0, size, ""))
         return self._bear(size, Kind.COMMUNICATION)
 
     # -- compiled code
     @contextlib.contextmanager
     def compiled_code(self, of_forward: bool) -> Iterator[None]:
-        """Within the block, what is recorded is compiled code, of forward even where backward runs it again."""
+        """Mark operations within the block as compiled code; `of_forward` also for recomputation in backward."""
         before = self._launcher, self._in_forward_code
         self._launcher, self._in_forward_code = Launcher.COMPILED, of_forward
         self.trace.operations.append(Operation(GRAPH, self._operation_phase(), 0, 0, ""))
@@ -188,32 +189,32 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._launcher, self._in_forward_code = before
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is one of the recorded blocks."""
+        """Whether `storage` is recorded."""
         return self._blocks.of(storage) is not None
 
     def record_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """A library's kernel was called, with this result."""
+        """Record a call of a library kernel with its result."""
         self._record(func, func._overloadpacket, args, kwargs, result)
 
     def record_result(self, tensor: torch.Tensor) -> None:
-        """Generated code has written `tensor`."""
+        """Record `tensor` as written by generated code."""
         self._track(tensor)
 
     def record_kernel(self, name: str, moved: int) -> None:
-        """A generated kernel that moves `moved` bytes was launched."""
+        """Record a launch of a generated kernel that moves `moved` bytes."""
         self.trace.operations.append(Operation(name, self._operation_phase(), 0, moved, "", (), Launcher.COMPILED))
 
     def record_launch(self, name: str, moved: int, launcher: Launcher = Launcher.TRITON, tensors: int = 1) -> None:
-        """Python code has launched a kernel that is no operator of torch's."""
+        """Record a kernel launched by Python code, outside of torch's operators."""
         phase = self._operation_phase()
         self.trace.operations.append(Operation(name, phase, 0, moved, "", launcher=launcher, tensors=tensors))
 
     def note_wait(self) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device."""
         self.trace.operations.append(Operation(WAIT, self._operation_phase(), 0, 0, ""))
 
     def note_module(self) -> None:
-        """A module is called, by code that runs here: what captures a graph has modes of its own on top."""
+        """Record the call of a module, unless a graph is being captured, when other modes are on top."""
         if _get_current_dispatch_mode() is self:
             self.trace.operations.append(Operation(MODULE, self._operation_phase(), 0, 0, ""))
 
@@ -235,7 +236,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _note_resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """`storage.resize_` is no operator; sharding frees and refills its gathered weights with it."""
+        """Record `storage.resize_`, with which sharding frees and refills gathered weights; it is not an operator."""
         block = self._blocks.of(storage)
         if block is not None and self.trace.sizes[block] != size:
             self._blocks.leave(block)
@@ -249,9 +250,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self.is_one_of_several:
             if any(kind.__name__ == "DTensor" for kind in types):
-                return NotImplemented  # a split tensor turns into operators on this rank's part
+                return NotImplemented  # a DTensor dispatches to operators on this rank's shard
             if active_fake_mode() is not None:
-                return func(*args, **kwargs)  # shapes of the whole, which torch works out next to the computation
+                return func(*args, **kwargs)  # global shapes, which torch computes in addition
         with torch._C.DisableTorchFunction():
             packet = func._overloadpacket
             if packet is aten.empty and kwargs.get("pin_memory"):
@@ -263,7 +264,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = plain_result(func, args, kwargs)
             if packet is aten._grouped_mm:
                 result = kernels.grouped_product(*args)
-            elif func is aten.addmm.dtype_out:  # torch 2.11 takes its dtype for `beta`
+            elif func is aten.addmm.dtype_out:  # torch 2.11 passes the dtype as `beta`
                 result = kwargs["out"]
             elif result is None:
                 result = packed_result(packet, args, kwargs)
@@ -278,7 +279,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         touched = results or list(kernels.tensors_in(args))
         if not touched or touched[0].device.type != "meta":
             return  # bookkeeping on the host, such as the step count of an optimizer
-        inside = [self._bear(size, Kind.TEMPORARIES) for size in packed_workspace(packet, args, kwargs)]
+        inside = [self._bear(size, Kind.TEMPORARIES) for size in quantized_workspace(packet, args, kwargs)]
         for tensor in results:
             self._track(tensor)
         for block in reversed(inside):
@@ -289,7 +290,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made_memory = len(self.trace.events) > events
         if packet in _IN_PLACE_IN_BACKWARD and made_memory and self.phase == _BACKWARD and not torch.is_grad_enabled():
             self._blocks.note_update(packet, args, result)
-        is_product = packet in kernels.MATRIX_PRODUCTS or is_packed_product(packet)
+        is_product = packet in kernels.MATRIX_PRODUCTS or is_quantized_product(packet)
         if not (made_memory or func._schema.is_mutable or is_product):
             self.trace.operations.append(Operation(packet.__name__, self._operation_phase(), 0, 0, ""))
             return
@@ -302,17 +303,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.operations += operations_of(phase, self._launcher, packet, args, kwargs, results)
 
     def _operation_phase(self) -> str:
-        """The phase, but for what a checkpoint runs again in backward: that is Python code, as slow as forward's."""
+        """The phase, except that a checkpoint's recomputation in backward is marked: it is Python code, as slow as
+        forward's."""
         return RECOMPUTED if self.phase == _BACKWARD and self._recomputes() else self.phase
 
     def _recomputes(self) -> bool:
-        """Whether forward is run again just now, in backward."""
+        """Whether a checkpoint is recomputing forward."""
         return torch.is_grad_enabled() or self._in_forward_code
 
     def _take_cublas_workspace(self, with_bias: bool) -> None:
-        """cuBLAS keeps a workspace per handle and stream; backward runs in a thread, so with a handle, of its own.
+        """Record cuBLAS's workspace per handle and stream; backward runs in its own thread with its own handle.
 
-        A product that adds its bias goes through cuBLASLt, which keeps a small one next to that of its handle.
+        A product that adds its bias uses cuBLASLt, which keeps another, small workspace.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         sizes = {False: self._card.cublas_workspace_bytes or 0}
@@ -323,9 +325,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._cublas_owners.add((in_backward, light))
                 self.trace.bear(size, Kind.TEMPORARIES)
 
-    # -- values nobody has
+    # -- values that do not exist
     def _answer(self, packet: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Where device values would reach the host: an answer by policy, or NotImplemented to run the operator."""
+        """Answer an operator that reads device values on the host, or return NotImplemented to run it."""
         tensor = args[0]
         if packet is aten.equal:
             return True if tensor.device.type == "meta" else NotImplemented
@@ -357,8 +359,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _on_host(self, size: Sequence[int], dtype: torch.dtype, space: Space) -> torch.Tensor:
-        """One shared zero of the right shape: it takes no memory here, and its full size in the trace. What comes back
-        from it to the device are activations."""
+        """An expanded zero of the right shape: it takes no memory here, and its full size in the trace. Copies back to
+        the device are activations."""
         copy = torch.zeros((), dtype=dtype).expand(size)
         block = self.trace.bear(math.prod(size) * dtype.itemsize, Kind.ACTIVATIONS, space)
         self._blocks.bind(copy.untyped_storage(), block)

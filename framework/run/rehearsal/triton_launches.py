@@ -1,7 +1,7 @@
-"""Launches of Triton kernels in a rehearsal: nothing is launched, and what each call would move is noted.
+"""Triton kernel launches in a rehearsal: recorded with the bytes that they would move, not executed.
 
-The buffers that a kernel reads and writes are torch's, so that the tracker sees them anyway. Only a plan of a run with
-such kernels imports this module.
+The buffers that a kernel reads and writes are torch's, so the tracker sees them. Only a plan of a run with such kernels
+imports this module.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from triton.runtime.jit import KernelInterface
 
 from framework.run.rehearsal.kernels import count_bytes
 
-SAID = "Liger's kernels take the time that their tensors need to cross the bus, and the host that of a launch by Python"
+NOTE = "Liger's kernels are timed by the bytes that they move, and on the host as launches from Python"
 _WRITES_OVER: Mapping[str, tuple[int, ...]] = {
     "_triton_rope": (0, 2),
     "_triton_llama4_rope": (0, 1),
@@ -21,12 +21,12 @@ _WRITES_OVER: Mapping[str, tuple[int, ...]] = {
     "_swiglu_backward_kernel_tiled": (1, 2),
     "_geglu_tanh_backward_kernel": (1, 2),
 }
-"""Kernel of liger-kernel -> positions of the arguments that it reads and then writes: they cross the bus twice."""
+"""Kernel of liger-kernel -> positions of the arguments that it reads and then writes, which are moved twice."""
 
 
 @contextlib.contextmanager
 def noted_launches(note: Callable[[str, int], None]) -> Iterator[None]:
-    """Within the block, `kernel[grid](...)` calls `note(name, bytes moved)` and leaves its tensors as they are."""
+    """Let `kernel[grid](...)` within the block call `note(name, bytes moved)` and leave its tensors unchanged."""
     launch = KernelInterface.__getitem__
 
     def noted(kernel: Any, grid: Any) -> Callable[..., None]:

@@ -23,15 +23,15 @@ def decided_by_main(coordinator: Coordinator, config: TrainingConfig) -> tuple[T
     """The config with `auto` decided by the main rank, and lines that explain the decisions. Raises DoesNotFit."""
     if not left_open(config):
         return config, ()
-    said: list[str] = []
+    reasons: list[str] = []
 
     def decide() -> str:
         decided = decide_or_refuse(config)
-        said.extend(decided.said)
+        reasons.extend(decided.reasons)
         return decided.config.model_dump_json()
 
     with coordinator.phase("deciding what is auto"):
-        return TrainingConfig.model_validate_json(coordinator.shared("decided", decide)), said
+        return TrainingConfig.model_validate_json(coordinator.shared("decided", decide)), reasons
 
 
 def find_folder(

@@ -55,13 +55,13 @@ def try_longest_rows(session: Session) -> None:
     started = time.perf_counter()
     with session.meter.apart():
         standing_in = _standing_in(session)
-        said = [*_try_evaluation(session), *_try_training(session)]
+        parts = [*_try_evaluation(session), *_try_training(session)]
         peak = session.meter.allocated
         standing_in.clear()
     if place.kind == "cuda":
         torch.cuda.empty_cache()
     seconds = time.perf_counter() - started
-    session.progress.say(f"trial     the longest rows ({', '.join(said)}) ran in {seconds:.1f} s, peak {size(peak)}")
+    session.progress.say(f"trial     the longest rows ({', '.join(parts)}) ran in {seconds:.1f} s, peak {size(peak)}")
 
 
 def _try_training(session: Session) -> Iterator[str]:

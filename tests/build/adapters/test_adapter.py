@@ -179,7 +179,7 @@ def test_the_plan_of_adapted_experts_is_what_is_built(architecture, width):
 )
 def test_experts_left_out_are_said_with_the_setting_that_reaches_them(peft, said):
     rehearsal = record(adapted(**peft, architecture=MOE))
-    assert "experts 0%" in rehearsal.said[0]
+    assert "experts 0%" in rehearsal.notes[0]
     assert said in " ".join(rehearsal.cautions)
     assembly = tiny_assembly(adapted(**peft, architecture=MOE))
     verify(assembly)

@@ -64,7 +64,7 @@ def test_the_plan_holds_what_is_built(architecture, peft, kind):
     assert rehearsal.footprint.total_parameters == plain.total_parameters
     assert rehearsal.footprint.trainable_parameters == plain.trainable_parameters
     assert rehearsal.footprint.frozen_products == plain.frozen_products
-    assert f"layers in {kind}; not quantised, nor cast: " in rehearsal.said[1]
+    assert f"layers in {kind}; not quantised, nor cast: " in rehearsal.notes[1]
 
 
 @pytest.mark.parametrize("method", first(3, ["dora", "prompt", "loftq", "rslora", "vera", "ia3", "prefix"]))

@@ -228,6 +228,6 @@ def test_a_term_that_only_the_models_own_loss_has_stops_the_run(extra, monkeypat
 def test_the_plan_holds_the_router_logits_and_says_so():
     sizes = {"model": {"model_max_length": 64}, "gpu": {}}
     having, without = (record(config(training={"router_aux_loss_coef": value}, **sizes)) for value in (0.5, 0.0))
-    assert any("routers' auxiliary loss is in the loss, x 0.5" in line for line in having.said)
-    assert not any("routers" in line for line in without.said)
+    assert any("routers' auxiliary loss is in the loss, x 0.5" in line for line in having.notes)
+    assert not any("routers" in line for line in without.notes)
     assert len(having.trace.operations) > len(without.trace.operations)

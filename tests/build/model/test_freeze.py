@@ -92,7 +92,7 @@ def test_something_that_trains_a_frozen_module_again_stops_the_run():
 
 def test_the_plan_says_what_each_pattern_matched():
     rehearsal = record(tiny_config(model={"freeze_layers": ["embeddings"], "freeze_first_blocks": 1}))
-    assert [line.partition(":")[0] for line in rehearsal.said[:2]] == [
+    assert [line.partition(":")[0] for line in rehearsal.notes[:2]] == [
         "frozen by first 1 block",
         "frozen by embeddings",
     ]

@@ -219,7 +219,7 @@ def test_the_plan_holds_what_a_rank_is_given(name, found):
     one = record(case(name, 1, folder)).footprint
     assert rehearsal.footprint.total_parameters == one.total_parameters
     assert rehearsal.footprint.frozen_products == one.frozen_products
-    said = next(line for line in rehearsal.said if line.startswith("base: "))
+    said = next(line for line in rehearsal.notes if line.startswith("base: "))
     assert "stored as " in said
     assert "adapter held in " in said
 

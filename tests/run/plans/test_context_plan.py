@@ -76,7 +76,7 @@ def test_time_has_the_exchange_and_speed_is_of_one_device():
 
 def test_the_plan_says_what_is_shared():
     plan = rehearse(config(4))
-    said = "each device has 512 of 2,048 tokens of a row, and in each layer gathers keys and values of all of them"
+    said = "each device has 512 of 2,048 tokens of a row, and gathers keys and values of all of them in each layer"
     assert said in plan.assumptions
     assert plan.step_peak.terms.overhead == 2 * NCCL_BYTES
     assert any(f"band ({Band.CONTEXT})" in line for line in plan.assumptions)

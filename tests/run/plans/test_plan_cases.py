@@ -116,7 +116,7 @@ def test_loading_streams_so_the_host_holds_no_second_model() -> None:
 
 def test_a_plan_for_the_cpu_counts_resident_bytes_and_says_so() -> None:
     made = make_plan(record(tiny_config(gpu=read_card("cpu"))))
-    said = "cpu: bytes are what tensors take of the process's resident memory"
+    said = "cpu: bytes are those of tensors in the process's resident memory"
     assert any(line.startswith(said) for line in made.assumptions)
     assert made.fits
     assert made.step is None
@@ -144,7 +144,7 @@ def test_a_tiny_plan_in_fixed_numbers() -> None:
 @pytest.mark.parametrize(
     ("sections", "left_out"),
     [
-        ({"training": {"ema_decay": 0.9, "ema_device": "host"}}, "the host moves the average"),
+        ({"training": {"ema_decay": 0.9, "ema_device": "host"}}, "the host updates the average"),
         ({"training": {"use_peft": True}, "peft": {"peft_method": "lora", "lora_init": "eva"}}, "eva: its passes"),
     ],
 )

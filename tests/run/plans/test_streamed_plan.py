@@ -59,7 +59,7 @@ def test_a_slow_link_is_what_the_step_waits_for() -> None:
     assert made.step.bound_by == "communication"
     copies = 2 * 12 * BLOCK / (1e8 * 5.5 / 6.3)
     assert copies < made.step.seconds < copies + 0.011, "and what the host does between two steps"
-    assert any("cross the link a micro batch" in line for line in made.assumptions)
+    assert any("cross the link per micro-batch" in line for line in made.assumptions)
     unknown = make_plan(rehearsed(True))
     assert any("the rate of the link is not known" in line for line in unknown.assumptions)
 

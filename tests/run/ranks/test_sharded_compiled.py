@@ -88,7 +88,7 @@ def test_a_plan_captures_blocks_of_packed_shards() -> None:
     card = {"name": "h100_80gb", "capability": "9.0", "multiprocessors": 132, "count": 2}
     training = {**PACKED["training"], "compile": True, "global_batch_size": 16}
     made = rehearse(tiny_config(LLAMA, training=training, peft=PACKED["peft"], gpu=card, fsdp={"enable_fsdp": True}))
-    assert any("torch's own cut of each block" in said for said in made.assumptions)
+    assert any("tensors that torch's partitioner saves" in said for said in made.assumptions)
 
 
 def test_units_inside_of_a_graph_are_refused() -> None:

@@ -142,8 +142,8 @@ def test_a_block_that_cannot_be_captured_is_planned_as_plain_code(monkeypatch: p
     monkeypatch.setattr(compiled_blocks, "min_cut_rematerialization_partition", broken)
     found = rehearsed(compile=True)
     assert kept(found) == kept(rehearsed())
-    [said] = [line for line in found.said if "no graph today" in line]
-    assert "planned as plain code, an upper end" in said
+    [said] = [line for line in found.notes if "no graph today" in line]
+    assert "planned as eager code, an upper bound" in said
     assert choose_band(found.config, set()) is Band.COMPILED
 
 
@@ -164,7 +164,7 @@ def test_a_model_compiled_as_a_whole_is_one_graph() -> None:
     steps = sum(mark.phase == "optimizer_step" for mark in whole.trace.marks)
     assert len(graphs) == 2 * steps + sum(item.phase == "eval" for item in graphs)
     assert kept(whole) != kept(rehearsed(compile=True))
-    assert whole.said == (compiled_blocks.PLANNED,)
+    assert whole.notes == (compiled_blocks.PLANNED,)
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_whole_with_checkpoints_or_that_cannot_be_captured_is_planned_block_by
     checkpoints = {"compile": True, "enable_gradient_checkpointing": True}
     whole = rehearsed(compile_scope="model", **checkpoints)
     assert kept(whole) == kept(rehearsed(**checkpoints))
-    assert compiled_blocks.BY_BLOCK in whole.said
+    assert compiled_blocks.BY_BLOCK in whole.notes
     capture = compiled_blocks.CompiledBlocks._capture
 
     def broken(self: Any, region: Any, *args: Any) -> Any:
@@ -185,7 +185,7 @@ def test_a_whole_with_checkpoints_or_that_cannot_be_captured_is_planned_block_by
     monkeypatch.setattr(compiled_blocks.CompiledBlocks, "_capture", broken)
     whole = rehearsed(compile=True, compile_scope="model")
     assert kept(whole) == kept(rehearsed(compile=True))
-    assert compiled_blocks.BY_BLOCK in whole.said
+    assert compiled_blocks.BY_BLOCK in whole.notes
 
 
 @pytest.mark.slow
