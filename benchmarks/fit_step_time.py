@@ -32,7 +32,7 @@ SEED = 18
 """Splits the rows: every third one of the shuffled names judges, the others fit."""
 CARD = "h200_141gb"
 HOST = tuple(item.name for item in fields(HostCosts) if item.name != "collective")
-EXCHANGES = ("link", "card_link", "card_link_beside", "collective_seconds", "sharded_update_seconds")
+EXCHANGES = ("link", "card_link", "card_link_busy", "collective_seconds", "sharded_update_seconds")
 SHARES = tuple(item.name for item in fields(Efficiency) if item.name not in EXCHANGES)
 """What rows of one card tell of."""
 NOISE = 0.06

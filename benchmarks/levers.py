@@ -127,7 +127,7 @@ class Rows:
                 raise ValueError(reason)
             if not suits(setting.hardware, TrainingConfig(gpu=read_card(CARD)).gpu):
                 raise ValueError(f"needs {setting.hardware}")
-            config = compose(shape, WITH.get(lever.key, {}) | dict(setting.beside) | {lever.key: setting.value})
+            config = compose(shape, WITH.get(lever.key, {}) | dict(setting.requires) | {lever.key: setting.value})
             refuse_impossible(config, devices="any")
         except (RequestError, ValueError) as error:
             self.missing[name] = str(error)

@@ -198,7 +198,7 @@ def _section(lever: Lever, by_row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _needs(setting: Setting) -> str:
-    beside = [f"`{key}={word(value)}`" for key, value in setting.beside.items()]
+    beside = [f"`{key}={word(value)}`" for key, value in setting.requires.items()]
     return ", ".join([*(part for part in (setting.hardware, setting.package) if part), *beside]) or "-"
 
 

@@ -10,7 +10,7 @@ def sections(*chosen: tuple[str, Setting]) -> dict[str, dict[str, Any]]:
     """The settings as a tree, each with the keys it needs next to it; what is chosen itself wins over those."""
     flat: dict[str, Any] = {}
     for _, setting in chosen:
-        flat |= setting.beside
+        flat |= setting.requires
     flat |= {key: setting.value for key, setting in chosen}
     tree: dict[str, Any] = {}
     for key, value in flat.items():

@@ -17,7 +17,7 @@ from framework.console import TerminalConsole, folded
 from framework.converters import convert
 from framework.errors import Problem
 from framework.escaping import escape
-from framework.reports.rows import classes_in_words
+from framework.reports.rows import format_classes
 from framework.terminal import OBEYED, VisibleStream, on_one_line, visible, visible_streams
 from framework.text import dump
 
@@ -183,7 +183,7 @@ def test_on_a_terminal_bars_and_colors_of_libraries_pass_and_nothing_else_does()
 
 def test_pages_show_them_too():
     assert escape(f'<b title="{ODD}">') == f"&lt;b title=&quot;{visible(ODD)}&quot;&gt;"
-    assert not OBEYED.search(classes_in_words({ODD: 3}))
+    assert not OBEYED.search(format_classes({ODD: 3}))
     users = [
         file for file in (ROOT / "framework").rglob("*.py") if re.search(r"import html\b|html import", file.read_text())
     ]

@@ -1,4 +1,4 @@
-"""The command line: parses, prints, exits, and nothing else. Each verb imports what it needs when it runs."""
+"""Command line: parsing, printing and exit codes. Each command imports its dependencies when it runs."""
 
 import contextlib
 import errno
@@ -21,16 +21,16 @@ _VERBS = tuple(
     str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback
 )
 READER_LEFT = 141
-"""What a shell makes of SIGPIPE."""
+"""A shell's exit code for SIGPIPE."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OUT_OF_REACH = (errno.ENAMETOOLONG, errno.EACCES)
-"""How any look at a path that was typed may end, before anything is known to be there."""
+"""Errors that any access to a typed path may raise."""
 _SHOWN = 120
 """Characters of such a path."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1, 2, 3, 4 or 130. No traceback without --debug."""
+    """Run one command and return its exit code: 0, 1, 2, 3, 4 or 130. No traceback without --debug."""
     words = _with_folders(sys.argv[1:] if arguments is None else arguments)
     with visible_streams():
         try:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_folders(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--config-dir DIR` as the word that composing reads, which goes on to other processes too."""
+    """Replace `--config-dir DIR` by an override, which child processes also receive."""
     words, folders = list[str](), list[str]()
     rest = iter(arguments)
     for word in rest:
@@ -55,7 +55,7 @@ def _with_folders(arguments: Sequence[str]) -> list[str]:
 
 
 def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
-    """The exit code of a command that `error` ended, which is said first."""
+    """Print the error that ended a command, and return its exit code."""
     match error:
         case RequestError():
             if error.is_reported and "--json" not in words:
@@ -64,10 +64,10 @@ def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
         case TyperException():
             message, verb = error.format_message(), next((word for word in words if not word.startswith("-")), "")
             if message.startswith("Missing argument"):
-                message = f"{message.removesuffix('.')}: `tunesmith {verb} --help` says what it is"
-            return _refused((Problem("", message, nearest=meant(message, words, _VERBS)),), 2, words)
-        case Interrupted():  # asked for, and no error
-            with contextlib.suppress(OSError):  # a terminal that has gone is why
+                message = f"{message.removesuffix('.')}: `tunesmith {verb} --help` explains it"
+            return _refused((Problem("", message, nearest=suggestion(message, words, _VERBS)),), 2, words)
+        case Interrupted():  # requested by the user, not an error
+            with contextlib.suppress(OSError):  # the terminal may be closed
                 if not error.is_reported:
                     say(str(error))
             return _documented(str(error), error.exit_code, words)
@@ -75,9 +75,9 @@ def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
             if not error.is_reported or "--debug" in words:
                 complain(str(error), "--debug" in words)
             return _documented(str(error), error.exit_code, words)
-        case SystemExit(code=0 | None):  # a shell has been given what it may offer
+        case SystemExit(code=0 | None):  # shell completion
             return 0
-        case BrokenPipeError() | SystemExit():  # our reader has left, which typer may turn into an exit
+        case BrokenPipeError() | SystemExit():  # the reader has closed its end, which typer may turn into an exit
             return _unprinted(BrokenPipeError(), words)
         case OSError(errno=number) if number in _NO_ROOM:
             return _unprinted(error, words)
@@ -90,7 +90,7 @@ def _failed(error: Exception | SystemExit, words: Sequence[str]) -> int:
 
 
 def _refused(problems: Sequence[Problem], code: int, words: Sequence[str]) -> int:
-    """The exit code, after the problems of a request."""
+    """Print the problems of a request, and return the exit code."""
     if "--json" in words:
         return _documented(problems, code, words)
     print_problems(problems)
@@ -98,7 +98,7 @@ def _refused(problems: Sequence[Problem], code: int, words: Sequence[str]) -> in
 
 
 def _documented(found: Sequence[Problem] | str, code: int, words: Sequence[str]) -> int:
-    """The exit code, after the one document of --json of what kept a verb from its own."""
+    """Print the problems as the one document of --json, and return the exit code."""
     problems = [Problem("", found)] if isinstance(found, str) else found
     try:
         if "--json" in words:
@@ -110,7 +110,7 @@ def _documented(found: Sequence[Problem] | str, code: int, words: Sequence[str])
 
 
 def _unprinted(error: OSError, words: Sequence[str]) -> int:
-    """The exit code where what was printed did not arrive; nothing more is written there."""
+    """Exit code after a failed write of the output; nothing more is written there."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return READER_LEFT
@@ -119,7 +119,7 @@ def _unprinted(error: OSError, words: Sequence[str]) -> int:
 
 
 _TAKE_KEYS = ("train", "plan", "fit", "check", "data", "show", "diff")
-"""Verbs that compose a recipe."""
+"""Commands that compose a recipe."""
 _OTHER_VERBS = {
     "version": "--version",
     "help": "--help",
@@ -128,13 +128,13 @@ _OTHER_VERBS = {
     "upload": "push",
     "publish": "push",
 }
-"""What other tools call it -> what it is here."""
+"""Command names of other tools -> the command here."""
 _RECIPE = ("-c", "--config", "--recipe", "--config-file", "--config_file", "--config-name")
 _PRESETS = ("--config-path", "--config_dir", "--configdir")
 
 
-def meant(message: str, words: Sequence[str], verbs: Iterable[str]) -> str | None:
-    """The words to type instead of the unknown verb or option that `message` names; None where nothing is alike."""
+def suggestion(message: str, words: Sequence[str], verbs: Iterable[str]) -> str | None:
+    """What to type instead of the unknown command or option in `message`; None if nothing is similar."""
     verb = next((word for word in words if not word.startswith("-")), "")
     if "No such command" in message:
         return _OTHER_VERBS.get(verb) or next(iter(get_close_matches(verb, verbs, 1)), None)
@@ -145,7 +145,7 @@ def meant(message: str, words: Sequence[str], verbs: Iterable[str]) -> str | Non
     after = dict(pairwise(words)).get(option, "")
     value = value or ("" if after.startswith("-") else after)
     if name in _RECIPE:
-        return f"{value or 'RECIPE'}, which stands first and takes no option"
+        return f"{value or 'RECIPE'}, which comes first, without an option"
     if name in _PRESETS:
         return f"--config-dir {value or 'DIR'}, a folder of presets"
     key = _intended_key(name.lstrip("-").replace("-", "_"))

@@ -1,4 +1,4 @@
-"""All verbs, put together."""
+"""The typer application with all commands."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -21,7 +21,7 @@ from framework.installation import require_versions
 
 app = typer.Typer(
     no_args_is_help=True,
-    suggest_commands=False,  # `meant` knows more names
+    suggest_commands=False,  # `suggestion` knows more names
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Fine-tune language models from YAML, within the memory of your GPU.",
@@ -45,11 +45,11 @@ def options(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Options of every verb. `main` reads `--debug` and `--config-dir`; here they are for the help text."""
+    """Options of every command. `main` reads `--debug` and `--config-dir`; here they are for the help text."""
 
 
-def _told(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb, with Ctrl-C in it as an exception of ours: typer would make an exit code of it and say nothing."""
+def _with_interrupt(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that raises Interrupted for Ctrl-C, which typer would turn into an exit without a message."""
 
     @wraps(verb)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -62,25 +62,25 @@ def _told(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_versions(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb, which loads torch and what is built on it, once the installed versions are known to be supported."""
+    """A command that first checks the installed versions of torch and its dependents."""
 
     @wraps(verb)
     def run(*arguments: Any, **options: Any) -> Any:
         if options.get("quick"):
             return verb(*arguments, **options)
         require_versions()
-        if verb not in (plan, fit):  # which load no torch themselves
+        if verb not in (plan, fit):  # these load no torch themselves
             now("loading torch and transformers")
         return verb(*arguments, **options)
 
     return run
 
 
-app.command()(work.train)  # which says itself what was saved, with few frames between the command and the step
+app.command()(work.train)  # reports by itself what was saved; fewer frames between command and step
 _OF_RUNS: tuple[Callable[..., Any], ...] = (merge, predict, evaluate, push, export)
 _LOADING: tuple[Callable[..., Any], ...] = (plan, fit, look.check, data, init, *_OF_RUNS, doctor)
 _LIGHT: tuple[Callable[..., Any], ...] = (explain, report, look.show, diff, levers, convert)
 for _verb in (*map(_with_versions, _LOADING), *_LIGHT):
-    app.command()(_told(_verb))
-app.command("list")(_told(look.list_choices))
-app.command()(_told(look.schema))
+    app.command()(_with_interrupt(_verb))
+app.command("list")(_with_interrupt(look.list_choices))
+app.command()(_with_interrupt(look.schema))

@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs share, and the words that a shell offers for them. Loads no torch."""
+"""Arguments and options common to several commands, and their shell completion. Loads no torch."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 Offer = tuple[str, str]
-"""A word and what it is for."""
+"""A completion and its description."""
 _LONGEST = 48
-"""Characters of that; a longer one is broken into lines, which zsh shows as such."""
+"""Most characters of a description; longer ones would be wrapped, which zsh shows."""
 
 
 def recipe_words(incomplete: str) -> list[Offer]:
-    """Shipped recipes, and YAML files."""
+    """Complete shipped recipes and YAML files."""
     from framework.compose import shipped
 
     named = [(name, _purpose(path)) for name, path in shipped.recipes().items()]
@@ -22,9 +22,9 @@ def recipe_words(incomplete: str) -> list[Offer]:
 
 
 def override_words(context: typer.Context, incomplete: str) -> list[Offer]:
-    """`group=preset` and `section.key=value`: the keys that begin so, and of a single one its values.
+    """Complete `group=preset` and `section.key=value`: matching keys, and the values of a complete one.
 
-    bash splits words at `=`, so there a value is offered alone.
+    bash splits words at `=`, so there values are offered alone.
     """
     before = [str(word) for word in context.params.get("overrides") or ()]
     if before[-1:] == ["="] and len(before) > 1:
@@ -39,7 +39,7 @@ def override_words(context: typer.Context, incomplete: str) -> list[Offer]:
 
 
 def override_values(key: str) -> Callable[[str], list[Offer]]:
-    """A completion of the values of one group or key, without its name."""
+    """Completion function for the values of one group or key, without its name."""
 
     def offered(incomplete: str) -> list[Offer]:
         return [(value, purpose) for value, purpose in _values(key) if value.startswith(incomplete)]
@@ -63,7 +63,7 @@ def _files(incomplete: str) -> Iterator[Offer]:
 
 
 def _keys(incomplete: str) -> list[str]:
-    """Groups and sections; behind a section's dot the keys of it."""
+    """Groups and sections; after a section's dot its keys."""
     from framework.compose.shipped import GROUPS
     from framework.schema.keys import every_key, key_at, root
 
@@ -73,7 +73,7 @@ def _keys(incomplete: str) -> list[str]:
 
 
 def _values(key: str) -> Iterator[Offer]:
-    """The presets of a group, or the values that a key may have; of a number its default."""
+    """The presets of a group, or the values of a key; for a number its default."""
     from framework.compose import shipped
     from framework.compose.overrides import path_of
     from framework.schema.config import TrainingConfig

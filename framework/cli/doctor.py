@@ -1,4 +1,4 @@
-"""The verb that describes and measures the machine at hand."""
+"""`doctor`: describe and measure this machine."""
 
 import os
 import platform
@@ -42,7 +42,7 @@ def doctor(
 ) -> int:
     """Describe this machine: Python, torch, CUDA, cards, packages, and which memory settings it cannot have."""
     if calibrate and compare:
-        raise RequestError([Problem("--compare", "is a run of its own, without --calibrate")])
+        raise RequestError([Problem("--compare", "cannot be combined with --calibrate")])
     if calibrate:
         return _calibrate(output, as_json)
     if output is not None:
@@ -56,7 +56,7 @@ def doctor(
     else:
         print_columns([(key, str(value)) for key, value in facts.items() if not isinstance(value, dict)])
         print_columns([(f"  {name}", str(version or "not installed")) for name, version in facts["packages"].items()])
-        print_text("settings that this machine cannot have, and what they need:")
+        print_text("settings that this machine does not support, and their requirements:")
         print_columns([(f"  {setting}", needs) for setting, needs in facts["unusable_settings"].items()])
     return 0
 
@@ -64,7 +64,9 @@ def doctor(
 def _calibrate(output: Path | None, as_json: bool) -> int:
     if output is not None:
         if output.suffix not in (".yaml", ".yml"):
-            raise RequestError([Problem("--output", f"{output} is no YAML file", expected="a name that ends in .yaml")])
+            raise RequestError(
+                [Problem("--output", f"{output} is not a YAML file", expected="a name that ends in .yaml")]
+            )
         check_writable(output, "--output")
     from framework.run.planning.calibrate import calibrate, calibrate_host, has_card, section, to_card
 
@@ -92,7 +94,7 @@ def _compare(as_json: bool) -> int:
         print_json({"card": name, "rows": [asdict(row) for row in rows], "summary": summary(rows, name)})
         return 0
     print_columns([("step", "allocated", "used", "seconds"), *(row.cells() for row in rows)])
-    print_text("\nplanned over measured; this line is for an issue:\n" + summary(rows, name))
+    print_text("\nerror of planned against measured; this line is for an issue:\n" + summary(rows, name))
     return 0
 
 
@@ -119,12 +121,12 @@ PACKAGES = (
     "triton",
     "wandb",
 )
-"""Those that a recipe can need."""
+"""Packages that a recipe can need."""
 
 
 def describe() -> dict[str, Any]:
-    """Python, processors, torch, CUDA, cards, package versions (None: not installed), and settings of levers that need
-    what is not here. Loads torch."""
+    """Python, processors, torch, CUDA, cards, package versions (None: not installed), and lever settings that this
+    machine does not support. Loads torch."""
     import torch
 
     from framework.memory.cards import detect, read_card

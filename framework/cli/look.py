@@ -1,4 +1,4 @@
-"""The verbs that look at requests, rows, choices and levers, and change nothing."""
+"""Read-only commands on requests, rows, choices and levers."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from framework.run.preview import Preview
 
 KINDS = {"recipes": "", "models": "model", "datasets": "data", "optimizers": "optimizer", "gpus": "gpu"}
-"""What `list` calls a group by another name than its own; the recipes are no group."""
+"""Kinds of `list` whose name differs from the group's; recipes are not a group."""
 
 
 def check(
@@ -120,7 +120,7 @@ def list_choices(
 
 
 def _fact(path: Path) -> str:
-    """What tells a preset of facts from its siblings."""
+    """A fact that distinguishes a preset from its siblings."""
     from framework.compose.reading import read
 
     tree = read(path, path.name, "group", [])
@@ -214,7 +214,7 @@ def _find_lever(key: str) -> "Lever":
     except KeyError:
         names = [row.key for row in LEVERS]
         is_key = key in every_key()
-        message = f"{key} trades no memory" if is_key else unknown(tuple(key.split(".")))[0]
+        message = f"{key} does not affect memory" if is_key else unknown(tuple(key.split(".")))[0]
         likely = nearest(key, names) or nearest(key.rpartition(".")[2], names)
         raise RequestError([Problem(key, message, None, "a key of `tunesmith levers`", likely)]) from None
 
@@ -232,7 +232,7 @@ def _print_lever(row: "Lever") -> None:
             "changes": setting.changes or ("" if setting is row.settings[0] else "nothing but rounding"),
             "hardware": setting.hardware,
             "package": setting.package,
-            "needs": " ".join(f"{name}={word(value)}" for name, value in setting.beside.items()),
+            "needs": " ".join(f"{name}={word(value)}" for name, value in setting.requires.items()),
         }
         for name, text in facts.items():
             if text:

@@ -1,4 +1,4 @@
-"""The verbs that plan: one request, settings that fit, and two requests side by side."""
+"""Planning commands: `plan`, `fit` and `diff`."""
 
 import json
 import shlex
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 DOES_NOT_FIT = 3
 COMMAND_WIDTH = 72
-"""Columns of a proposed command, before it goes on in the next line."""
+"""Most columns of a proposed command before it is continued on the next line."""
 
 
 def plan(
@@ -89,8 +89,8 @@ def plan(
 
 
 def _fit_command(recipe: str, overrides: Sequence[str], nproc: int | None, composition: "Composition") -> str:
-    """What looks for settings that fit: the same request for `fit`, with the card where none was named. A line that is
-    longer than a terminal goes on behind a backslash, as a shell reads it."""
+    """The `fit` command for the same request, with the card if none was named. Long lines are continued with a
+    backslash."""
     words = ["tunesmith", "fit", recipe, *overrides]
     if not any(word.startswith(("gpu=", "gpu.name=")) for word in overrides):
         words.append(f"gpu={composition.config.gpu.name}")
@@ -106,7 +106,7 @@ def _fit_command(recipe: str, overrides: Sequence[str], nproc: int | None, compo
 def _compare(
     recipe: str, key: str, words: Mapping[str, Sequence[str]], html: Path | None, as_json: bool, nproc: int | None
 ) -> int:
-    """One row for each value of a key, from rehearsals of one process. Exit 3 where none of them fits."""
+    """Plan each value of a key and print a row for it. Returns 3 if none of them fits."""
     from framework.reports.comparison import what_if_lines, what_if_page
     from framework.run.planning.what_if import what_if
 
@@ -125,7 +125,7 @@ def _compare(
 
 
 def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> "Composition":
-    """The composed request. Raises RequestError with everything that its text alone shows to be wrong."""
+    """Compose and check a request. Raises RequestError with everything wrong in its text."""
     from framework.checks import PLAN, check_request
 
     report = check_request(recipe, overrides, nproc, PLAN)
@@ -136,7 +136,8 @@ def checked(recipe: str, overrides: Sequence[str], nproc: int | None = None) -> 
 
 
 def decided(composition: "Composition", runs_here: bool = False) -> "tuple[Composition, Plan | None]":
-    """The request with every `auto` replaced, said on stderr, and its plan where the search has made one."""
+    """Replace every `auto` of the request, reporting the reasons on stderr. Also returns the plan if the search made
+    one."""
     from framework.checks import placing
     from framework.run.planning.fit import decide
 
@@ -150,7 +151,7 @@ def decided(composition: "Composition", runs_here: bool = False) -> "tuple[Compo
 def planned(composition: "Composition", rehearsals: "Rehearsals") -> "Plan":
     """The plan of a request.
 
-    Raises RequestError, each problem with the place where its key was written.
+    Raises RequestError whose problems have the place where their key was written.
     """
     from framework.checks import placing
     from framework.run.planning.plan_pool import plan_with_warnings
@@ -163,7 +164,7 @@ def planned(composition: "Composition", rehearsals: "Rehearsals") -> "Plan":
 
 
 def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory | None]":
-    """What the card took, or that it was too small, which is told after the plan."""
+    """The measurement on the card, or the out-of-memory error, which is reported after the plan."""
     from framework.run.planning.measure import measure_in_subprocess
 
     try:
@@ -174,7 +175,7 @@ def _measured(composition: "Composition") -> "tuple[Measured | None, OutOfMemory
 
 
 def _document(made: "Plan", measured: "Measured | None", warnings: Sequence[str]) -> dict[str, object]:
-    """The plan's document, with what the check of the request warned of before the plan's own warnings."""
+    """The plan's document, with warnings of the request's check before its own."""
     from framework.reports.plan_text import measured_document
 
     added = {} if measured is None else {"measured": measured_document(measured)}
@@ -250,7 +251,7 @@ def _check_options(output: Path | None, html: Path | None, allow: str | None) ->
 
 
 def _pinned_keys(composition: "Composition", words: list[str] | tuple[str, ...]) -> list[str]:
-    """The pinned keys. `written` stands for those of the recipe's body and the command line."""
+    """The pinned keys. `written` means those in the recipe's body and on the command line."""
     from framework.schema.keys import every_key, left_open
 
     pins = [word for word in words if word != "written"]
@@ -329,5 +330,5 @@ def _print_differences(found: "list[Difference]") -> None:
 
 
 def _typed(value: object) -> str:
-    """A value as YAML has it."""
+    """A value as YAML."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

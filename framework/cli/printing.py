@@ -1,5 +1,4 @@
-"""How results, problems and warnings look. Results go to stdout or to files that a verb was asked for, all else to
-stderr."""
+"""Printing of results, problems and warnings. Results go to stdout or requested files, everything else to stderr."""
 
 import json
 import os
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
-"""Of the JSON documents; raised when a key of one is removed or changes its meaning."""
+"""Version of the JSON documents, increased if a key is removed or changes its meaning."""
 _GAP = "  "
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """The one document of a verb under --json."""
+    """Print the one document of a command with --json."""
     print_text(json.dumps({"schema_version": SCHEMA_VERSION, **document}, ensure_ascii=False, default=str))
 
 
 def print_problems(problems: Sequence[Problem]) -> None:
-    """All problems, each with key, place, what was expected and the nearest right thing."""
+    """Print all problems, each with key, place, expected value and nearest valid value."""
     console = _stderr()
     for problem in problems:
         head, _, rest = str(problem).partition("\n")
@@ -44,53 +43,53 @@ def print_problems(problems: Sequence[Problem]) -> None:
 
 
 def print_warnings(warnings: Iterable[object]) -> None:
-    """One line for each warning."""
+    """Print one line for each warning."""
     for warning in warnings:
         _stderr().print(f"[yellow]warning[/] {_escaped(one_line(warning))}")
 
 
 def one_line(warning: object) -> str:
-    """A warning with its place, and what is right, in brackets behind it."""
+    """A warning with its place and the expected value in brackets after it."""
     message, *rest = (line.strip() for line in str(warning).splitlines())
     return f"{message} ({'; '.join(rest)})" if rest else message
 
 
 def say(message: str) -> None:
-    """One line on stderr about what goes on."""
+    """Print one line about progress on stderr."""
     _stderr().print(_escaped(message))
 
 
 def complain(message: str, with_traceback: bool) -> None:
-    """One line on stderr, after the traceback of the exception being handled when that is asked for."""
+    """Print one error line on stderr, optionally after the traceback of the current exception."""
     if with_traceback:
         traceback.print_exc()
     _stderr().print(f"[bold red]error[/] {_escaped(message)}")
 
 
 def stdout() -> "Console":
-    """The console that results go to. On a terminal alone it is in colour, and lines are folded between words."""
+    """The console for results. Only on a terminal it has colors and wraps lines between words."""
     from framework.console import TerminalConsole
 
     return TerminalConsole(soft_wrap=True, highlight=False, emoji=False)
 
 
 def print_text(text: str, end: str = "\n") -> None:
-    """A result, as it is but for characters that a terminal would obey."""
+    """Print a result unchanged, except for control characters."""
     print(visible(text), end=end)
 
 
 def print_prose(text: str) -> None:
-    """A result in sentences."""
+    """Print a result that consists of sentences."""
     stdout().print(_escaped(text))
 
 
 def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Plain aligned columns, so that other programs can read them; on a terminal that is narrower, folded into it."""
+    """Print aligned columns that other programs can read; on a narrower terminal they are wrapped."""
     rows = [[on_one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     is_folded = 0 < room < sum(widths) + len(_GAP) * (len(widths) - 1)
-    if is_folded and widths[0] > room // 2:  # what tells rows apart stays whole, in a line of its own
+    if is_folded and widths[0] > room // 2:  # the first column stays unbroken, in a separate line
         for first, *others in rows:
             print("\n".join([*([first] if first else []), *_aligned(["", *others], [0, *_shares(widths[1:], room)])]))
         return
@@ -101,7 +100,7 @@ def print_columns(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _shares(widths: Sequence[int], room: int) -> list[int]:
-    """Widths that fit behind another column: the widest give way, to one width."""
+    """Column widths that fit after the first column: the widest are reduced to a common width."""
     room -= len(_GAP) * len(widths)
     shares = dict.fromkeys(range(len(widths)), 0)
     for others, column in enumerate(sorted(shares, key=lambda column: widths[column])):

@@ -1,4 +1,4 @@
-"""The verbs that read a run: `explain` its failure, `report` it as a page. They load no torch."""
+"""Commands that read a run folder: `explain` and `report`. They load no torch."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,8 +51,8 @@ def report(
 
 
 def write_report(run: Path, output: Path | None) -> Path:
-    """Write the page of a run and return where it is. Raises RequestError for a folder of no run, and where it cannot
-    be written."""
+    """Write the page of a run and return its path. Raises RequestError for a folder without a run, and if it cannot be
+    written."""
     from framework.reports.run_files import read_run
     from framework.reports.run_page import run_page
     from framework.run.record.run_folder import PAGE

@@ -1,4 +1,4 @@
-"""Verbs on a trained model. What loads torch is imported when one of them runs."""
+"""Commands on a trained model. Modules that load torch are imported when a command runs."""
 
 import json
 from pathlib import Path

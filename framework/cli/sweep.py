@@ -1,4 +1,4 @@
-"""`train -m`: every run is checked before the first starts, and all are told in one table when the last has ended."""
+"""`train -m`: check every run before the first starts, launch them, and print one table of results."""
 
 import contextlib
 import os
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from framework.run.launch.sweep import Result, SweptRun
 
 ELSEWHERE = ("submitit_slurm", "ray")
-"""Launchers whose runs are on other machines than this one."""
+"""Launchers that run on other machines."""
 
 
 def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int:
-    """Make all runs of a sweep; the worst of their exit codes (130, 1, 4, 3, 2, 0). A run that fails stops no other.
+    """Run a sweep and return the worst exit code (in the order 130, 1, 4, 3, 2, 0). A failed run does not stop others.
 
-    Raises RequestError with what is wrong with any of them, before the first starts.
+    Raises RequestError with the problems of all runs before the first starts.
     """
     from framework.run.launch.sweep import INTERRUPTED, forget_results, is_stopped, reason_of, results_of, worst
     from framework.run.record.lock import only_run
@@ -43,7 +43,7 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
         make(RunFolder(folder))
         stack.enter_context(only_run(folder))
         forget_results(folder)
-        now("")  # each run says what is being done
+        now("")  # each run shows its own activity
         failures = _launch(run, folder)
         results = _completed(outline, results_of(folder))
         failed = [Problem("", f"run {one.number}: {reason_of(folder, one)}") for one in results if one.exit_code]
@@ -60,12 +60,12 @@ def sweep(run: "SweptRun", overwrite: bool, dry_run: bool, as_json: bool) -> int
 
 
 def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
-    """The runs. Problems and warnings are told once, with the runs that have them where not all do."""
+    """Check all runs. Problems and warnings are reported once, naming their runs unless all have them."""
     from framework.checks import TRAIN, check_request
     from framework.compose import draft
 
     shared = draft(run.recipe, [word for word in run.sweep.words if word not in run.sweep.swept], run.nproc)
-    # Where the sweep goes unless Hydra's settings say it.
+    # Folder of the sweep unless Hydra's settings give one.
     from framework.run.record.run_folder import default_path
 
     typed = [word for word in run.sweep.words if word.startswith("training.output_dir=")]
@@ -87,14 +87,14 @@ def _checked(run: "SweptRun", overwrite: bool) -> "Outline":
         taken = _lost(report.composition, job, going) if overwrite else _taken(run, job)
         problems += [(job, problem) for problem in (*report.problems, *taken)]
         warnings += [(job, warning) for warning in report.warnings]
-    print_warnings(_told_once(warnings, len(outline.jobs)))
+    print_warnings(_merged(warnings, len(outline.jobs)))
     if problems:
-        raise RequestError(_told_once(problems, len(outline.jobs)))
+        raise RequestError(_merged(problems, len(outline.jobs)))
     return outline
 
 
 def _held(job: "Job") -> Sequence[Path]:
-    """What there is of an earlier run in the folder of this one; what cannot be a folder is told by the run itself."""
+    """Files of an earlier run in this run's folder. An impossible path is reported by the run itself."""
     from framework.run.record.run_folder import held
 
     with contextlib.suppress(OSError, ValueError):
@@ -103,14 +103,14 @@ def _held(job: "Job") -> Sequence[Path]:
 
 
 def _lost(composition: "Composition | None", job: "Job", going: Sequence[Path]) -> Sequence[Problem]:
-    """What keeps `--overwrite` from removing what is `going` of all runs: one may read what another one removes."""
+    """Problems of removing the files of all runs for `--overwrite`: one run may read what another removes."""
     from framework.run.record.overwrite import overwrite_problems
 
     return overwrite_problems(composition.config, job.folder, going) if composition is not None else ()
 
 
 def _taken(run: "SweptRun", job: "Job") -> Sequence[Problem]:
-    """What keeps a run from its folder."""
+    """Problems of a run's folder."""
     from framework.run.launch.sweep import has_checkpoint
 
     found = _held(job)
@@ -121,8 +121,8 @@ def _taken(run: "SweptRun", job: "Job") -> Sequence[Problem]:
     return (Problem("training.output_dir", message, expected=expected),)
 
 
-def _told_once(found: "Sequence[tuple[Job, Problem]]", total: int) -> list[Problem]:
-    """Each problem once; one that not all runs have says which have it."""
+def _merged(found: "Sequence[tuple[Job, Problem]]", total: int) -> list[Problem]:
+    """Each problem once, naming its runs unless all have it."""
     runs: dict[Problem, list[Job]] = {}
     for job, problem in found:
         runs.setdefault(problem, []).append(job)
@@ -135,10 +135,10 @@ def _told_once(found: "Sequence[tuple[Job, Problem]]", total: int) -> list[Probl
 
 
 def _launch(run: "SweptRun", folder: Path) -> Sequence[int]:
-    """Have Hydra's launcher make the runs. Where it fails, that is said and its exit code returned; results stay."""
+    """Run the jobs with Hydra's launcher. If that fails, report it and return its exit code; results are kept."""
     from framework.run.launch.sweep import KILLED
 
-    with _first_interrupt_told(folder):
+    with _graceful_interrupt(folder):
         try:
             run.sweep.launch(folder, run)
         except Exception as error:
@@ -149,9 +149,9 @@ def _launch(run: "SweptRun", folder: Path) -> Sequence[int]:
 
 
 @contextlib.contextmanager
-def _first_interrupt_told(folder: Path) -> Iterator[None]:
-    """The first Ctrl-C lets no further run begin. Those of this machine get it too, and save and end. The second leaves
-    the runs to themselves, which matters where they are on other machines."""
+def _graceful_interrupt(folder: Path) -> Iterator[None]:
+    """Handle Ctrl-C: the first one starts no further run, and runs on this machine receive it too, save and end. The
+    second one leaves the runs to themselves, which matters on other machines."""
     from framework.run.launch.sweep import stop
 
     earlier = signal.getsignal(signal.SIGINT)
@@ -159,7 +159,7 @@ def _first_interrupt_told(folder: Path) -> Iterator[None]:
     def tell(number: int, frame: FrameType | None) -> None:
         signal.signal(number, earlier)
         stop(folder)
-        say("interrupted: no further run begins, and those at work are waited for; Ctrl-C again leaves them")
+        say("interrupted: no further run starts, waiting for those in progress; Ctrl-C again leaves them")
 
     signal.signal(signal.SIGINT, tell)
     try:
@@ -169,7 +169,7 @@ def _first_interrupt_told(folder: Path) -> Iterator[None]:
 
 
 def _completed(outline: "Outline", results: "list[Result]") -> "list[Result]":
-    """The results, with those of runs that their launcher has lost. A dry run was in another folder than its own."""
+    """Add results for runs that their launcher has lost, and the folder of dry runs."""
     from framework.run.launch.sweep import KILLED, Result
 
     if outline.jobs is None:

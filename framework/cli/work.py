@@ -1,4 +1,4 @@
-"""The verbs that make something happen."""
+"""`train`, as a single process, a rank or a sweep."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def train(
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `train`, as it reads them and as words that say them to another process."""
+    """The options of `train`, as keywords and as command-line arguments for another process."""
 
     resume: bool
     allow: tuple[str, ...]
@@ -88,7 +88,7 @@ class Options:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """As `framework.run.trainer.train` takes them."""
+        """Keywords of `framework.run.trainer.train`."""
         quiet = self.quiet or self.as_json
         keys = {"resume": self.resume, "overwrite": self.overwrite, "dry_run": self.dry_run, "quiet": quiet}
         return {**keys, "allow": self.allow}
@@ -129,8 +129,8 @@ def _checked(recipe: str, overrides: Sequence[str], nproc: int | None) -> "Compo
 
 
 def _in_its_folder(composition: "Composition", recipe: str, options: Options) -> "Composition":
-    """A run that goes on, or is replaced, by the config in its folder is the one in that folder: it may be a copy of
-    the run that the config names, or be moved."""
+    """For `--resume` or `--overwrite` with the config in a run folder, use that folder as the run's, since it may have
+    been copied or moved from the one that the config names."""
     from framework.run.record.run_folder import is_run_folder
 
     folder, training = Path(os.path.abspath(recipe)).parent, composition.config.training
@@ -143,7 +143,7 @@ def _in_its_folder(composition: "Composition", recipe: str, options: Options) ->
     if named is not None and os.path.realpath(named) == os.path.realpath(folder):
         return composition
     if named is not None:
-        say(f"the run in {folder} goes on, where this config lies; the config itself names {named}")
+        say(f"using the run in {folder}, the folder of this config; the config itself names {named}")
     config = composition.config.model_copy(update={"training": training.model_copy(update={"output_dir": str(folder)})})
     return replace(composition, config=config)
 
@@ -151,7 +151,7 @@ def _in_its_folder(composition: "Composition", recipe: str, options: Options) ->
 def _train_as_rank(
     found: "Launched", recipe: str, overrides: Sequence[str], nproc: int | None, options: Options
 ) -> None:
-    """Train as one of several that were started together. The main one composes, so that what is wrong is said once."""
+    """Train as one of several ranks. The main one composes, so that problems are reported once."""
     now("loading torch and transformers", is_long=True)
     from framework.run.ranks.coordinator import process_group
     from framework.run.trainer import train as run
@@ -184,7 +184,7 @@ def _show(result: "RunResult", options: Options) -> None:
 
 
 def _report(result: "RunResult") -> None:
-    """Where the run is, what the model says, and what to try next."""
+    """Print the run folder, a sample, results and next commands."""
     print_text(f"run folder  {result.folder}")
     if result.sample:
         prompt, completion = result.sample

@@ -308,9 +308,8 @@ def _assumptions(rehearsal: Rehearsal, band: Band, operators: Set[str]) -> tuple
     if config.training.allocator.garbage_collection_threshold is not None:
         lines.append("garbage collection of cached blocks is not replayed: reserved is an upper bound")
     if rehearsal.read_values:
-        case = "for several documents in a row" if config.data.joins_rows else "without padding"
-        if config.training.task.is_of_rows:
-            case = "for padded rows"
+        documents = "for several documents in a row" if config.data.joins_rows else "without padding"
+        case = "for padded rows" if config.training.task.is_of_rows else documents
         lines.append(f"values read on the host are assumed to be those {case}: {', '.join(rehearsal.read_values)}")
     return tuple(lines)
 

@@ -1,8 +1,8 @@
-"""Seconds of the card for each recorded kernel: the slower of its arithmetic, its traffic and its launch.
+"""Card time of each recorded kernel: the slowest of arithmetic, memory traffic and launch.
 
-Products reach a share of the matrix rate that their shape decides, attention one that its kernel and head width decide,
-all others a share of the memory's bandwidth by what they do. The shares were fitted on one kind of card; another has
-its own peaks.
+Products reach a share of the matrix rate that depends on their shape, attention one that depends on kernel and head
+width, all others a share of the memory bandwidth by their kind. The shares were fitted on one kind of card and are
+applied to the peak rates of others.
 """
 
 import math
@@ -15,58 +15,58 @@ from framework.schema.gpu import GPUParams
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _TENSOR_CORE = ("bfloat16", "float16", "tf32", *_FP8)
 _TILES = {(128, 256): 1.0, (128, 128): 0.97, (64, 128): 0.9, (64, 64): 0.8}
-"""Tiles of the output that one multiprocessor computes at a time, as cuBLAS chooses them on Hopper and Ampere, and the
-share of the rate of the largest; the shares are those of four with which the products of twelve steps on an H200 spread
-least around their planned times."""
+"""Output tiles that one multiprocessor computes at a time, as cuBLAS chooses them on Hopper and Ampere, with their rate
+relative to the largest tile: of four sets of rates the one with which the products of twelve steps on an H200 deviated
+least from their planned times."""
 _WIDE_HEAD = 128
-"""Width of heads for which attention reaches its share; narrower ones reach less."""
+"""Head width at which attention reaches its full share; narrower heads reach less."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the data sheet's rates that kernels reach, and times that no rate explains."""
+    """Shares of data-sheet rates that kernels reach, and fixed times."""
 
     product: float
-    """Share of the matrix rate when every multiprocessor is busy."""
+    """Share of the matrix rate with all multiprocessors busy."""
     product_odd: float
-    """The same of 2-byte products of matrices with an odd row length, for which cuBLAS has old kernels only: a
-    vocabulary of 50,257."""
+    """The same for 2-byte matrices with an odd row length, such as a vocabulary of 50,257, for which cuBLAS only has
+    old kernels."""
     product_float32: float
     attention_forward: float
     attention_backward: float
     attention_narrow: float
-    """Power of (width of a head / 128) by which narrower heads reach less."""
+    """Exponent of (head width / 128) by which narrower heads reach less."""
     attention_float32: float
-    """Of the rate outside tensor cores, which the float32 kernel partly uses."""
+    """Share of the rate without tensor cores, which the float32 kernel uses in part."""
     bandwidth: float
     """Elementwise kernels and copies."""
     reduction_bandwidth: float
-    """Kernels that reduce, sort, gather or scatter."""
+    """Reductions, sorts, gathers and scatters."""
     update_bandwidth: float
-    """Updates of an optimizer over lists of tensors."""
+    """Foreach updates of an optimizer."""
     triton_bandwidth: float
     compiled_bandwidth: float
     unpack_bandwidth: float
-    """bitsandbytes making plain weights of 4 bits."""
+    """Dequantization of 4-bit weights by bitsandbytes."""
     coded_bandwidth: float
-    """bitsandbytes updating 8-bit states."""
+    """Updates of 8-bit states by bitsandbytes."""
     product_seconds: float
-    """Start and end of one matrix product or attention call on the card."""
+    """Fixed time of a matrix product or attention call on the card."""
     launch_seconds: float
-    """Start and end of any kernel."""
+    """Fixed time of any kernel."""
     link: float = 5.5 / 6.3
-    """Of the rate between host and card, for pinned memory (framework/run/planning/calibrate.py)."""
+    """Share of the rate between host and card, for pinned memory (framework/run/planning/calibrate.py)."""
     card_link: float = 0.7
-    """Of the rate between two cards, for one large exchange with nothing next to it (an all-reduce of 1 GiB on two H100
+    """Share of the rate between two cards, for one large exchange on idle cards (an all-reduce of 1 GiB on two H100
     reached 329 of 450 GB/s)."""
-    card_link_beside: float = 0.3
-    """The same next to kernels that keep the card busy."""
+    card_link_busy: float = 0.3
+    """The same on busy cards."""
     collective_seconds: float = 25e-6
-    """Start and end of one exchange."""
+    """Fixed time of one exchange."""
     sharded_update_seconds: float = 20e-3
-    """What a sharded step takes beyond all that. Its cause was not found: the update alone took as long with copies.
+    """Additional time of a sharded step, of unknown cause: the update alone took as long under data parallelism.
 
-    This and `card_link_beside` were fitted to twelve sharded steps on two H200 (torch 2.11, 2026-11-28;
+    This and `card_link_busy` were fitted to twelve sharded steps on two H200 (torch 2.11, 2026-11-28;
     tests/calibration/h200_sharded_step.json)."""
 
 
@@ -88,18 +88,18 @@ CALIBRATED = Efficiency(
     product_seconds=1.5e-6,
     launch_seconds=1.75e-6,
 )
-"""Shares by which the kernels of 16 steps on an H200 (torch 2.11+cu130, 2026-11-29, rows of one seed), each timed, take
-what was planned in the median of a class: what a step needs of the card is right within 7.3 % in their median, and
-within 8.9 % in that of 14 steps of another seed (18 % before; benchmarks/results/step_time_phases_h200.json). Products,
-attention and what Inductor generates are as twelve older steps and whole steps have them."""
+"""Fitted to the individually timed kernels of 16 steps on an H200 (torch 2.11+cu130, 2026-11-29), so that the median
+kernel of each class takes its planned time. The median error of a step's card time is 7.3 % on these steps and 8.9 % on
+14 others (18 % before; benchmarks/results/step_time_phases_h200.json). Products, attention and generated kernels are
+fitted to twelve older steps and to whole steps."""
 
 
 def kernel_seconds(operation: Operation, card: GPUParams, efficiency: Efficiency = CALIBRATED) -> tuple[float, float]:
-    """(arithmetic, traffic) of a kernel, each as if it were alone. The card's rates are known."""
+    """Seconds of (arithmetic, traffic) of a kernel, each by itself, on a card with known rates."""
     assert card.bandwidth_bytes_per_second is not None
     traffic = operation.bytes / (card.bandwidth_bytes_per_second * _bandwidth_share(operation, efficiency))
     if _is_attention(operation):
-        traffic = 0.0  # scores stay on the chip; its operands are small next to its arithmetic
+        traffic = 0.0  # scores stay on the chip, and operands are small compared with the arithmetic
     return _arithmetic_seconds(operation, card, efficiency), traffic
 
 
@@ -154,16 +154,16 @@ def _attention_share(operation: Operation, efficiency: Efficiency, full: bool) -
 
 
 def dense_rate(dtype: str, card: GPUParams) -> float:
-    """FLOPs a second of matrix products in a type, by the card's data sheet; its float32 rate has to be known."""
+    """Data-sheet FLOPs per second of matrix products in a dtype, for a card with a known float32 rate."""
     rates = {"bfloat16": card.bf16_flops, "float16": card.fp16_flops, "tf32": card.tf32_flops}
     rates |= dict.fromkeys(_FP8, card.fp8_flops)
-    rate = rates.get(dtype) or card.fp32_flops  # torch computes float32 products without tf32 unless told otherwise
+    rate = rates.get(dtype) or card.fp32_flops  # torch's default for float32 products is without tf32
     assert rate is not None
     return rate
 
 
 def occupancy(shape: Sequence[int], multiprocessors: int) -> float:
-    """Share of the multiprocessors that work on average: the last wave of tiles seldom fills them all."""
+    """Average share of busy multiprocessors: the last wave of tiles seldom fills all of them."""
     if not shape:
         return 1.0
     return max(share * _waves(shape, tile, multiprocessors) for tile, share in _TILES.items())

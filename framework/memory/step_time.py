@@ -1,4 +1,4 @@
-"""From the operator calls of a rehearsal to the seconds of its step: what a roofline of one device leaves out."""
+"""Step time from the operator calls of a rehearsal, including everything beyond one device's roofline."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,9 +13,9 @@ from framework.schema.choices import EmaDevice
 from framework.schema.config import TrainingConfig
 
 HOST_SHARES = (0.75, 1.0, 1.33)
-"""Times of the host, as shares of the fitted ones, whose steps are averaged. Eight machines with an H200 needed 0.64 to
-1.37 of them (2026-11), and one changes between two speeds 1.6 apart. A step is as long as the longer of card and host:
-where both take as long, a slow host costs what a fast one does not give back."""
+"""Host speeds whose step times are averaged, as shares of the fitted host times. Eight machines with an H200 needed
+0.64 to 1.37 of these (2026-11), and one alternates between speeds that differ by a factor of 1.6. A step takes the
+longer of card and host time, so if both are similar, a slow host costs more than a fast one gains."""
 
 
 def steady_step(trace: Trace) -> list[Operation]:
@@ -27,7 +27,7 @@ def steady_step(trace: Trace) -> list[Operation]:
 
 
 def last_micro_batch(operations: Sequence[Operation]) -> tuple[int, int]:
-    """Where the last micro batch of a step begins and ends, as positions in its operations."""
+    """Positions in a step's operations at which its last micro-batch begins and ends."""
     end = next(index for index, operation in enumerate(operations) if operation.phase == "optimizer_step")
     start = max(
         index
@@ -38,7 +38,7 @@ def last_micro_batch(operations: Sequence[Operation]) -> tuple[int, int]:
 
 
 def step_time(rehearsal: Rehearsal, costs: HostCosts = FITTED) -> StepTime | None:
-    """Time of one optimizer step with all its micro batches; None where the card's rates are not known."""
+    """Time of one optimizer step with all its micro-batches; None if the card's rates are unknown."""
     card = rehearsal.config.gpu
     if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
         return None
@@ -55,9 +55,9 @@ def step_time(rehearsal: Rehearsal, costs: HostCosts = FITTED) -> StepTime | Non
 
 
 def with_state_copies(time: StepTime, rehearsal: Rehearsal) -> StepTime:
-    """The step whose states come from the host and go back, one weight after the other while nothing is computed.
+    """Add the copies of optimizer states from the host and back, one weight after the other, without overlap.
 
-    On an H200 the 1B took 0.35 s so, 0.18 s of it copies. What a disk adds is not known, and not counted.
+    On an H200 this took 0.35 s for the 1B, 0.18 s of it copies. A disk's additional time is not known and not counted.
     """
     link, footprint = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint
     pairs = zip(footprint.state_sizes, footprint.state_spaces, strict=True)
@@ -69,24 +69,24 @@ def with_state_copies(time: StepTime, rehearsal: Rehearsal) -> StepTime:
 
 
 HOST_UPDATE_BYTES_PER_SECOND = 20e9
-"""What AdamW on a rank's processor cores reads and writes. The 1B over two H200 with `fsdp.cpu_offload` took 1.0 s
-longer than without, with two threads a rank (2026-11-28); the launcher gives a rank its share of all cores."""
+"""Bytes per second that AdamW reads and writes on a rank's CPU cores. The 1B over two H200 took 1.0 s longer with
+`fsdp.cpu_offload`, with two threads per rank (2026-11-28); the launcher gives each rank its share of all cores."""
 
 
 def with_update_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
-    """The step whose parts of weights, gradients and states are updated by the host, while the card waits."""
+    """Add the update of offloaded shards by the host, for which the card waits."""
     if not rehearsal.config.fsdp.is_on_host:
         return time
     footprint = rehearsal.footprint
-    moved = 3 * sum(footprint.trained_sizes) + 2 * sum(footprint.state_sizes)  # weights and states come and go
+    moved = 3 * sum(footprint.trained_sizes) + 2 * sum(footprint.state_sizes)  # weights and states are read and written
     seconds = moved / HOST_UPDATE_BYTES_PER_SECOND
     return replace(time, alone=time.alone + seconds)
 
 
 def with_average_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
-    """The step after which the host waits for the trained weights, and moves their average towards them.
+    """Add the update of averaged weights on the host after the step.
 
-    The average is read and written, and the weights read, at the rate of `HOST_UPDATE_BYTES_PER_SECOND`.
+    The average is read and written, and the weights are read, at the rate of `HOST_UPDATE_BYTES_PER_SECOND`.
     """
     training, link = rehearsal.config.training, rehearsal.config.gpu.host_link_bytes_per_second
     if training.ema_decay is None or training.ema_device is not EmaDevice.HOST or rehearsal.config.fsdp.is_on_host:
@@ -99,16 +99,16 @@ def with_average_on_host(time: StepTime, rehearsal: Rehearsal) -> StepTime:
 
 
 BACKWARD_SHARE = 0.6
-"""Of the time of a micro batch, backward: two of three parts of its products, less where the loss is made in forward.
-Not measured."""
+"""Share of backward in the time of a micro-batch: two thirds of its products, less if the loss computes gradients in
+forward. Not measured."""
 
 
 def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
-    """The step of several devices that each hold the whole model and add up their gradients.
+    """Add the all-reduce of gradients under data parallelism.
 
-    Each sends and receives the gradients twice, less its own share, while the last backward pass goes on; what does not
-    fit next to that pass makes the step longer, all of it where it begins after the pass (`training.on_oom: shrink`).
-    The 1B on two H200 took 11 % longer than planned (2026-11-28).
+    Each device sends and receives the gradients twice, less its own share, overlapped with the last backward pass. The
+    step gets longer by the part that does not overlap, which is all of it with `training.on_oom: shrink`. The 1B on two
+    H200 took 11 % longer than planned (2026-11-28).
     """
     card, config = rehearsal.config.gpu, rehearsal.config
     if not config.is_replicated or card.link_bytes_per_second is None:
@@ -118,16 +118,16 @@ def with_gradient_exchange(time: StepTime, rehearsal: Rehearsal) -> StepTime:
     exchange = sent / (card.link_bytes_per_second * CALIBRATED.card_link)
     if config.adds_up_after_backward:
         return replace(time, alone=time.alone + exchange)
-    beside = BACKWARD_SHARE * time.device / config.batch.accumulation
-    hidden = min(exchange, beside)
+    backward = BACKWARD_SHARE * time.device / config.batch.accumulation
+    hidden = min(exchange, backward)
     return replace(time, alone=time.alone + exchange - hidden, communication=hidden)
 
 
-def beside_the_link(time: StepTime, rehearsal: Rehearsal, costs: HostCosts) -> StepTime:
-    """The step whose blocks come from the host while others compute: each pass takes as long as the slower of the two.
+def with_streamed_blocks(time: StepTime, rehearsal: Rehearsal, costs: HostCosts) -> StepTime:
+    """Account for blocks that are copied from the host during computation: each pass takes the longer of the two.
 
-    A short forward pass waits for its blocks though the whole step computes longer than it copies: LoRA of the 8B on
-    two rows took 10.1 s on an H200 (2026-11-28), 9.2 s by this, 8.1 s by the longer of all copies and all computing.
+    A short forward pass waits for its blocks even if the whole step computes longer than it copies: LoRA of the 8B on
+    two rows took 10.1 s on an H200 (2026-11-28); predicted are 9.2 s, or 8.1 s if passes are not considered separately.
     """
     link, footprint = rehearsal.config.gpu.host_link_bytes_per_second, rehearsal.footprint
     if not footprint.streamed_bytes or link is None:
@@ -147,14 +147,14 @@ def beside_the_link(time: StepTime, rehearsal: Rehearsal, costs: HostCosts) -> S
 
 
 def _in_tf32(operation: Operation) -> Operation:
-    """A float32 matrix product at the rate of tf32; anything else as it is."""
+    """A float32 matrix product at the rate of tf32; anything else unchanged."""
     is_product = operation.shape and operation.dtype == "float32" and "attention" not in operation.name
     return operation._replace(dtype="tf32") if is_product else operation
 
 
 def step_cost(rehearsal: Rehearsal) -> StepCost | None:
-    """Seconds and tokens a second of one optimizer step, the mean over hosts; None where the card's rates are not
-    known."""
+    """Seconds and tokens per second of one optimizer step, the mean over hosts; None if the card's rates are
+    unknown."""
     times = [time for costs in hosts_of(rehearsal.config) if (time := _with_all(rehearsal, costs)) is not None]
     if not times:
         return None
@@ -166,28 +166,28 @@ def step_cost(rehearsal: Rehearsal) -> StepCost | None:
 
 
 def hosts_of(config: TrainingConfig) -> tuple[HostCosts, ...]:
-    """The hosts over whose steps a plan takes the mean: the measured one, or one of each speed of HOST_SHARES."""
-    # a replayed CUDA graph launches its kernels by itself
+    """The hosts over whose step times a plan averages: the measured one, or one for each speed of HOST_SHARES."""
+    # a replayed CUDA graph launches its kernels itself
     costs = replace(FITTED, compiled=0.0) if config.training.cuda_graphs else FITTED
     host = config.gpu.host
     return (costs.of(host),) if host is not None else tuple(costs.scaled(share) for share in HOST_SHARES)
 
 
 def _with_all(rehearsal: Rehearsal, costs: HostCosts) -> StepTime | None:
-    """The step with what goes over the links."""
+    """The step time including all communication."""
     time = step_time(rehearsal, costs)
     if time is None:
         return None
-    time = beside_the_link(time, rehearsal, costs)
+    time = with_streamed_blocks(time, rehearsal, costs)
     for adjusted in (with_state_copies, with_gradient_exchange, with_update_on_host, with_average_on_host):
         time = adjusted(time, rehearsal)
     return time
 
 
 def model_flops(rehearsal: Rehearsal) -> int:
-    """FLOPs that the model needs for one step on one device: 6 a token and trained weight, 4 a frozen one, attention.
+    """FLOPs of the model for one step on one device: 6 per token and trained weight, 4 per frozen one, and attention.
 
-    Attention is counted from the rehearsed forward pass, three times (backward computes twice as much).
+    Attention is three times that of the rehearsed forward pass (backward computes twice as much).
     """
     batch, footprint = batch_use(rehearsal.config), rehearsal.footprint
     operations = steady_step(rehearsal.trace)
@@ -203,12 +203,12 @@ def model_flops(rehearsal: Rehearsal) -> int:
 
 
 def tokens_of(config: TrainingConfig) -> int:
-    """Tokens of a micro batch on one device, of both answers of a pair."""
+    """Tokens of a micro-batch on one device, including both answers of a pair."""
     return config.batch.per_device * config.training.sequences_per_row * config.longest // config.context_size
 
 
 def batch_use(config: TrainingConfig) -> BatchUse:
-    """The batch of a config, as a plan tells it."""
+    """The batch of a config for a plan."""
     batch = config.batch
     sizes = (batch.per_device, batch.accumulation, batch.world, config.longest)
     return BatchUse(*sizes, batch.context, batch.tensor)

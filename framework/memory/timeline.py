@@ -1,8 +1,7 @@
-"""Seconds of a step from the list of its calls: the host issues them, the card works, with a queue between the two.
+"""Simulation of a step from its list of calls: the host issues them to a queue, from which the card executes them.
 
-A kernel starts when it has been issued and the one before it is done. The host goes on as soon as it has issued a
-call, until it needs a value from the card: there it waits for all that was issued. Exchanges between ranks have a queue
-of their own.
+A kernel starts when it has been issued and the previous one has finished. The host continues after issuing a call,
+until it needs a value from the card, for which it waits. Exchanges between ranks have a separate queue.
 """
 
 import math
@@ -17,11 +16,10 @@ from framework.schema.gpu import GPUParams
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step. `compute` and `memory` are the device's time in kernels bound by either; they add up.
+    """Seconds of one step. `compute` and `memory` are the device's times in kernels bound by either; they are disjoint.
 
-    `device` is when the device is done with the last kernel, the gaps between kernels included; `host` is when the host
-    has issued the last call, its `waits` for the device included. What is exchanged goes on next to both; all of them
-    wait for what is `alone`.
+    `device` is when the last kernel ends, including gaps between kernels; `host` is when the host has issued the last
+    call, including its `waits` for the device. Exchanges overlap with both; nothing overlaps with `alone`.
     """
 
     device: float
@@ -34,12 +32,12 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The longest of what goes on at once, and what does not."""
+        """The longest of the overlapping times, plus `alone`."""
         return max(self.device, self.host, self.communication) + self.alone
 
     @property
     def bound_by(self) -> str:
-        """compute, memory, communication or host: whichever the step waits for most."""
+        """compute, memory, communication or host: whichever limits the step."""
         device = {"compute": self.compute, "memory": self.memory, "communication": self.communication + self.alone}
         if self.host - self.waits > sum(device.values()):
             return "host"
@@ -48,13 +46,13 @@ class StepTime:
 
 @dataclass
 class _Timeline:
-    """Where host, card and link stand, in seconds since the step began."""
+    """Current times of host, card and link, in seconds since the step began."""
 
     card: GPUParams
     efficiency: Efficiency
     host: float
     done: float = 0.0
-    """When the card has worked through all that was issued."""
+    """When the card has executed everything issued."""
     link: float = 0.0
     """When the last exchange between cards ends."""
     gathered: float = 0.0
@@ -65,14 +63,14 @@ class _Timeline:
     update: float = 0.0
 
     def wait(self) -> None:
-        """The host reads a value."""
+        """Let the host read a value."""
         self.waits += max(0.0, self.done - self.host)
         self.host = max(self.host, self.done)
 
     def exchange(self, operation: Operation) -> None:
-        """Cards exchange: one after the other, as soon as what is sent is there."""
+        """Run an exchange between cards, after the previous one and after its input is ready."""
         stops = operation.name == EXCHANGE
-        share = self.efficiency.card_link if stops else self.efficiency.card_link_beside
+        share = self.efficiency.card_link if stops else self.efficiency.card_link_busy
         rate = self.card.link_bytes_per_second or math.inf
         seconds = operation.bytes / (rate * share) + self.efficiency.collective_seconds
         self.communication += seconds
@@ -86,12 +84,12 @@ class _Timeline:
             self.gathered = self.link
 
     def transfer(self, operation: Operation) -> None:
-        """Host and card exchange, next to all else."""
+        """Run a transfer between host and card, overlapped with everything else."""
         rate = self.card.host_link_bytes_per_second or math.inf
         self.communication += operation.bytes / (rate * self.efficiency.link)
 
     def compute_kernel(self, operation: Operation, arithmetic: float, traffic: float) -> None:
-        """The card runs a kernel."""
+        """Run a kernel on the card."""
         if operation.name == TAKE_OVER:
             self.done = max(self.done, self.gathered)
         elif operation.phase == "optimizer_step":
@@ -110,11 +108,11 @@ def estimate_step(
     efficiency: Efficiency = CALIBRATED,
     costs: HostCosts = FITTED,
 ) -> StepTime:
-    """Time of `operations` issued one after the other to `card`. Raises ValueError where its rates are not known."""
+    """Time of `operations` issued in order to `card`. Raises ValueError if its rates are unknown."""
     if card.bandwidth_bytes_per_second is None or card.fp32_flops is None:
         raise ValueError(f"the rates of {card.name} are not known")
     line = _Timeline(card, efficiency, host=costs.step)
-    known: dict[Operation, tuple[float, float, float]] = {}  # blocks are alike, so most calls were seen before
+    known: dict[Operation, tuple[float, float, float]] = {}  # blocks are equal, so most calls recur
     for operation in operations:
         seconds = known.get(operation)
         if seconds is None:
@@ -136,7 +134,7 @@ def estimate_step(
 
 
 def repeat_micro_batches(step: StepTime, one_more: StepTime, times: int) -> StepTime:
-    """`step` with `times` more micro batches, when `one_more` is the same step with one more."""
+    """`step` with `times` additional micro-batches, where `one_more` is the step with one."""
     return StepTime(
         **{
             item.name: getattr(step, item.name) + times * (getattr(one_more, item.name) - getattr(step, item.name))

@@ -1,4 +1,4 @@
-"""Bytes as a person reads them."""
+"""Readable sizes in bytes."""
 
 from framework.schema.plural import counted
 
@@ -6,7 +6,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def size(count: int) -> str:
-    """Bytes with a unit: `12.41 GiB`, `512.0 MiB`, `3.9 KiB`, `512 bytes`."""
+    """Format bytes with a unit: `12.41 GiB`, `512.0 MiB`, `3.9 KiB`, `512 bytes`."""
     if abs(count) >= GIB:
         return f"{count / GIB:,.2f} GiB"
     if abs(count) >= MIB:

@@ -1,6 +1,6 @@
-"""What eager CUDA kernels allocate for themselves and free before they return. A dispatch mode cannot see it.
+"""Workspaces of eager CUDA kernels, allocated and freed inside a call, which a dispatch mode cannot see.
 
-Each function names the kernel whose source it follows, and returns the sizes of the buffers in the order they are made.
+Each function names the kernel whose source it follows, and returns the sizes of the buffers in order of allocation.
 """
 
 import math
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 FOREACH_CHUNK = 65536
 """Elements per chunk of the multi-tensor kernels (kChunkSize in MultiTensorApply.cuh)."""
 CUSOLVER_CONTEXT = 98 << 20
-"""What cuSOLVER holds next to torch's allocator once it has decomposed a matrix: OLoRA, PiSSA and GaLore each took as
-much on an H200 (torch 2.11+cu130, 2026-11; benchmarks/results/levers_h200.json and drawn_single_h200.json)."""
+"""Memory of cuSOLVER outside torch's allocator after a matrix decomposition: the same for OLoRA, PiSSA and GaLore on an
+H200 (torch 2.11+cu130, 2026-11; benchmarks/results/levers_h200.json and drawn_single_h200.json)."""
 EMBEDDING_ROWS_PER_THREAD = 10
 """NROWS_PER_THREAD in EmbeddingBackwardKernel.cu."""
 EMBEDDING_UNSORTED_LIMIT = 3072
-"""Up to this many indices embedding_dense_backward_cuda adds with one kernel and does not sort."""
+"""Up to this many indices embedding_dense_backward_cuda uses one kernel without sorting."""
 
 
 def embedding_backward(indices: int, rows: int, width: int) -> list[int]:
@@ -37,7 +37,7 @@ def foreach_norm(elements: Sequence[int]) -> list[int]:
 
 
 def logsumexp(elements: int, rows: int, element_bytes: int) -> list[int]:
-    """logsumexp_out_impl (ReduceOps.cpp): the maxima, and (self - max).exp_() in a buffer as large as its input."""
+    """logsumexp_out_impl (ReduceOps.cpp): the maxima, and (self - max).exp_() in a buffer of the input's size."""
     return [rows * element_bytes, elements * element_bytes]
 
 
@@ -46,9 +46,9 @@ CUBLASLT_WORKSPACE = 1 << 20
 
 
 def safe_softmax(elements: int, rows: int) -> list[int]:
-    """_safe_softmax (SoftMax.cpp), which serves attention on the mathematical path: what is -inf, and rows all so.
+    """_safe_softmax (SoftMax.cpp), used by attention's math path: masks of -inf elements and of rows with only these.
 
-    These buffers make the reserved bytes of three of the four measured rows of that path exact.
+    With these buffers the reserved bytes of three of the four measured rows of that path are exact.
     """
     return [elements, rows]
 
@@ -66,11 +66,11 @@ REDUCTION_LEAST, REDUCTION_MOST = 16, 256
 
 
 _INDEXED_BYTES = (1 << 31) - 1
-"""Bytes that a kernel with 32-bit indices reaches (canUse32BitIndexMath)."""
+"""Range of a kernel with 32-bit indices in bytes (canUse32BitIndexMath)."""
 
 
 def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
-    """Most threads that one multiprocessor holds (CUDA C++ programming guide, table of compute capabilities)."""
+    """Maximum threads per multiprocessor (CUDA C++ programming guide, table of compute capabilities)."""
     if capability == (7, 5):
         return 1024
     return 1536 if capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)) else 2048
@@ -79,16 +79,16 @@ def threads_per_multiprocessor(capability: tuple[int, int]) -> int:
 def column_sum(rows: int, columns: int, element_bytes: int, multiprocessors: int, threads: int) -> list[int]:
     """Sum of a `rows` x `columns` matrix over its rows: the gradient of a bias, or of a norm's weight.
 
-    Follows setReduceConfig (Reduce.cuh) for accumulation in float32: when few outputs leave multiprocessors idle, the
-    rows are split over blocks, which meet in a buffer of `columns` times the width of a block and the number of splits.
-    `threads` is what one multiprocessor holds. Exact for every sum of benchmarks/probe_kernels.py.
+    Follows setReduceConfig (Reduce.cuh) for accumulation in float32: if few outputs leave multiprocessors idle, the
+    rows are split over blocks, which combine in a buffer of `columns` times block width times number of splits.
+    `threads` is the maximum per multiprocessor. Exact for every sum of benchmarks/probe_kernels.py.
     """
-    if rows * columns * element_bytes > _INDEXED_BYTES:  # in halves, added up in float32 (SplitUntil32Bit)
+    if rows * columns * element_bytes > _INDEXED_BYTES:  # split into halves, accumulated in float32 (SplitUntil32Bit)
         halves = column_sum(-(-rows // 2), columns, element_bytes, multiprocessors, threads)
         return halves if element_bytes == 4 or len(halves) == 3 else [4 * columns, *halves]
     vector = math.gcd(columns, 4)
     most = REDUCTION_THREADS // vector
-    # The largest power of two that is not above `size`
+    # The largest power of two up to `size`
     across, along = (min(1 << (size.bit_length() - 1), most) for size in (columns // vector, rows))
     height = min(along, most // min(across, WARP))
     width = min(across, most // height)

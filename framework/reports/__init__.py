@@ -1,1 +1,1 @@
-"""How a plan, a comparison and, later, a run look: as text for a terminal and as a page. Numbers come from below."""
+"""Presentation of plans, comparisons, rows and runs, as text for a terminal and as HTML pages."""

@@ -1,4 +1,4 @@
-"""Plans side by side: two with what each change does by itself, or one for each value of a key."""
+"""Comparison of plans: two with the effect of each change by itself, or one for each value of a key."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from framework.run.planning.what_if import Cause, Comparison, Row
 
 
 def comparison_lines(comparison: Comparison, width: int = 80) -> list[Text]:
-    """The terms of both peaks, their difference, and its causes."""
+    """Lines with the terms of both peaks, their difference, and its causes."""
     a, b = comparison.a, comparison.b
     heading = ("At the peak", "a", "b", "b - a")
     return [
@@ -66,20 +66,20 @@ def _effect(a: Plan, cause: Cause) -> tuple[str, str, str]:
 
 
 def by_effect(comparison: Comparison) -> list[Cause]:
-    """The causes, those that change the peak most first and the impossible ones last."""
+    """The causes by decreasing effect on the peak, impossible ones last."""
     start = comparison.a.peak.device_bytes
     return sorted(comparison.causes, key=lambda c: -abs(c.plan.peak.device_bytes - start) if c.plan else 1)
 
 
 def remainder(comparison: Comparison) -> int:
-    """What the changes do together beyond the sum of what each does alone, in bytes of the peak."""
+    """Bytes of the peak by which all changes together differ from the sum of the single effects."""
     start = comparison.a.peak.device_bytes
     alone = sum(cause.plan.peak.device_bytes - start for cause in comparison.causes if cause.plan is not None)
     return comparison.b.peak.device_bytes - start - alone
 
 
 def comparison_document(comparison: Comparison) -> dict[str, Any]:
-    """`memory` of `diff --memory --json`. The `device_bytes` of a cause is what it adds to a's peak."""
+    """`memory` of `diff --memory --json`. The `device_bytes` of a cause are added to a's peak."""
     a, b = comparison.a, comparison.b
     ours, theirs = a.peak.terms.to_json(), b.peak.terms.to_json()
     return {
@@ -116,7 +116,7 @@ _BAR = 16
 
 
 def what_if_lines(title: str, key: str, rows: Sequence[Row], width: int = 80) -> Iterator[Text]:
-    """A line for each value: peak, its upper end, verdict, speed; then why a value is refused."""
+    """A line for each value with peak, upper end, verdict and speed; then the reasons for refused values."""
     width = max(width, LEAST_WIDTH)
     yield from wrapped(f"{title}, by {key}", width, "bold")
     yield Text()
@@ -127,7 +127,7 @@ def what_if_lines(title: str, key: str, rows: Sequence[Row], width: int = 80) ->
 
 
 def what_if_page(title: str, key: str, rows: Sequence[Row]) -> str:
-    """The same as a page, with a bar for each value next to what its card can hold."""
+    """The same as a page, with a bar for each value and a mark for its card's usable memory."""
     refused = [f'<p class="warnings">{escape(row.value)}: {escape(row.refusal)}</p>' for row in rows if row.refusal]
     parts = [
         f"<h1>{escape(title)}, by {escape(key)}</h1>",

@@ -1,4 +1,4 @@
-"""What a search proposes, as lines for a terminal and as an HTML page with the trade of speed against memory."""
+"""Result of a search, as lines for a terminal and as an HTML page with a plot of speed against memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,11 +13,11 @@ from framework.reports.page import WIDTH, document, items, scrolling, svg, text,
 from framework.reports.terminal import BLOCKS, LEAST_WIDTH, Strokes, table, wrapped
 
 LEAST_SETTINGS = 24
-"""Characters of a line that the settings of a point have at least."""
+"""Minimum characters for the settings of a point in a line."""
 
 
 def fit_lines(title: str, found: Found, width: int = 80, strokes: Strokes = BLOCKS) -> list[Text]:
-    """The proposal, what each change buys, the trade of speed against memory, and the words to paste."""
+    """Lines with the proposal, the gain of each change, the speed-memory frontier, and overrides to paste."""
     width = max(width, LEAST_WIDTH)
     return [
         *_head(title, found, width),
@@ -39,7 +39,7 @@ def _head(title: str, found: Found, width: int) -> Iterator[Text]:
     if found.before is not None and not found.before.fits:
         yield from wrapped(f"as written it {plan_text.verdict(found.before).headline}", width)
     if found.shortage is not None:
-        yield from wrapped(f"this machine has no room for it: {found.shortage}", width)
+        yield from wrapped(f"this machine has too little memory for it: {found.shortage}", width)
     if not found.plan.fits:
         larger = found.smallest_card
         yield from wrapped(f"it fits on {larger}" if larger else "it fits on none of the larger shipped cards", width)
@@ -61,7 +61,7 @@ def _changes(found: Found, width: int) -> Iterator[Text]:
 
 
 def _cells(change: Change) -> tuple[str, str, str]:
-    """Memory, time of a step, and training with a change."""
+    """Effect of a change on memory, step time and training result."""
     memory = "-" if change.saves_bytes is None else plan_text.signed_size(-change.saves_bytes)
     costs = "-" if change.costs_seconds is None else f"{change.costs_seconds:+.3f} s"
     return memory, costs, "same" if change.exact else "CHANGED"
@@ -95,14 +95,14 @@ def _tail(found: Found, width: int) -> Iterator[Text]:
 
 
 HEIGHT, LEFT, BOTTOM, TOP = 320, 70, 44, 24
-"""Of the plot and what is next to it, in units of the view box."""
+"""Size of the plot and its margins, in units of the view box."""
 
 Scale = Callable[[float, float], tuple[float, float]]
-"""(bytes, tokens a second) -> a place in the drawing."""
+"""(bytes, tokens per second) -> position in the drawing."""
 
 
 def fit_page(title: str, found: Found) -> str:
-    """Verdict, plot, changes, and the words to paste."""
+    """Page with verdict, plot, changes, and overrides to paste."""
     verdict = plan_text.verdict(found.plan)
     lead = title if found.fits else f"{title}: nothing that was searched fits; the closest"
     parts = [
@@ -118,7 +118,7 @@ def fit_page(title: str, found: Found) -> str:
 
 
 def _plot(found: Found) -> Iterator[str]:
-    """Nothing where fewer than two points have a known speed."""
+    """The plot; empty if fewer than two points have a known speed."""
     points = [point for point in found.frontier if point.tokens_per_second]
     if len(points) < 2:
         return
@@ -129,7 +129,7 @@ def _plot(found: Found) -> Iterator[str]:
 
 
 def frontier_svg(points: Sequence[Point], found: Found) -> str:
-    """A point for each setting that no other beats in both, joined; the card's end as a line; the proposal marked."""
+    """The Pareto points joined, the card's limit as a line, and the proposal marked."""
     usable = found.plan.device.usable_bytes or 0
     widest = 1.08 * max(usable, *(point.device_bytes for point in points))
     fastest = 1.1 * max(point.tokens_per_second or 0.0 for point in points)

@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs nothing else: no script, no font, no picture from anywhere."""
+"""A plan as one self-contained HTML page, without scripts, fonts or images."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,8 @@ COLOURS = {
     "overhead": "#7d838c",
     "unattributed": "#9c6b4e",
 }
-"""Term -> colour, told apart on white and on black (the Observable 10 palette, and greys for what holds no tensor)."""
+"""Term -> color, distinguishable on white and black (the Observable 10 palette, and grays for terms without
+tensors)."""
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #ffffff; --ink: #1c2024; --soft: #60646c; --rule: #dfe3e6;
@@ -53,7 +54,7 @@ h1, p, dd, li, td:first-child { overflow-wrap: anywhere } dd { margin: 0 } .warn
 
 
 def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str:
-    """Everything that the terminal says, and the terms of every phase as a stacked bar."""
+    """Page with everything that the terminal shows, and a stacked bar of terms for every phase."""
     found = plan_text.verdict(plan)
     judged = ("fits" if found.fits else "over") if found.is_compared else ""
     occurring = [key for key in COLOURS if any(phase.terms.to_json()[key] for phase in plan.phases)]
@@ -80,7 +81,7 @@ def plan_page(title: str, plan: Plan, measured: "Measured | None" = None) -> str
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A whole page around its parts, styles included."""
+    """A complete page with styles around the given parts."""
     colours = "\n".join(f".{term} {{ background: {colour}; fill: {colour} }}" for term, colour in COLOURS.items())
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -92,7 +93,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def _phases(plan: Plan) -> str:
-    """The figures of the drawing, which a phone shows in parts."""
+    """The figures of the drawing as a table, for small screens."""
     rows = [(plan_text.phase_name(phase.name), plan_text.size(phase.device_bytes)) for phase in plan.phases]
     figures = table(("Phase", "bytes on the device"), rows)
     return f"<details><summary>Figures: bytes on the device by phase</summary>{figures}</details>"
@@ -115,13 +116,13 @@ def _terms(plan: Plan) -> str:
 
 
 def definitions(facts: Iterable[tuple[str, str]]) -> str:
-    """Names and sentences as a list."""
+    """A list of names and sentences."""
     rows = (f"<dt>{escape(name)}</dt><dd>{escape(sentence)}</dd>" for name, sentence in facts)
     return f"<dl>{''.join(rows)}</dl>"
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls where the page is narrow. The first cell of a row is its name."""
+    """A table that scrolls on narrow pages. The first cell of each row is its header."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in heading)
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
@@ -131,7 +132,7 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def scrolling(wide: str) -> str:
-    """A table or drawing that scrolls by itself where the page is narrower, such as on a phone."""
+    """A table or drawing that scrolls by itself on narrow pages."""
     return f'<div class="scroll" tabindex="0">{wide}</div>'
 
 
@@ -147,22 +148,22 @@ def _measured(plan: Plan, measured: "Measured") -> Sequence[str]:
     )
 
 
-def items(heading: str, said: Sequence[str], style: str = "") -> Sequence[str]:
-    """A list under a heading; nothing where there is nothing to say."""
-    if not said:
+def items(heading: str, sentences: Sequence[str], style: str = "") -> Sequence[str]:
+    """A list under a heading; empty without sentences."""
+    if not sentences:
         return ()
-    rows = "".join(f"<li>{escape(item)}</li>" for item in said)
+    rows = "".join(f"<li>{escape(item)}</li>" for item in sentences)
     return (f"<h2>{heading}</h2>", f'<ul class="{style}">{rows}</ul>')
 
 
 WIDTH, LEFT, RIGHT = 860, 120, 90
-"""Of the drawing, its names and its figures, in units of the view box."""
+"""Sizes of the drawing, its names and its figures, in units of the view box."""
 ROW, BAR, TOP = 30, 20, 26
 FONT = 13
 
 
 def phases_svg(plan: Plan) -> str:
-    """One stacked bar for each phase, and a line where the card ends."""
+    """One stacked bar for each phase, and a line at the card's limit."""
     usable = plan.device.usable_bytes
     upper = plan.peak.device_bytes_upper if usable is not None else 0
     longest = max(usable or 0, upper, *(phase.device_bytes for phase in plan.phases))
@@ -174,7 +175,7 @@ def phases_svg(plan: Plan) -> str:
         parts += _segments(phase.terms, middle - BAR / 2, scale)
         end = LEFT + phase.device_bytes * scale
         if upper and phase.name == plan.peak.phase:
-            most = LEFT + upper * scale  # how far up the plan's uncertainty reaches
+            most = LEFT + upper * scale  # upper end of the plan's uncertainty
             path = f"M{end:.1f} {middle:.1f}H{most:.1f}M{most:.1f} {middle - 6:.1f}v12"
             label = f"<title>up to {escape(plan_text.size(upper))}</title>"
             parts.append(f'<path class="mark" d="{path}">{label}</path>')
@@ -184,13 +185,13 @@ def phases_svg(plan: Plan) -> str:
         at = LEFT + usable * scale
         line = f'd="M{at:.1f} {TOP - 4}V{bottom}"'
         parts.append(f'<path class="halo" {line}/><path class="limit" {line}/>')
-        aside, anchor = (4, "start") if at < WIDTH / 2 else (-4, "end")  # the side that has room
+        aside, anchor = (4, "start") if at < WIDTH / 2 else (-4, "end")  # the side with enough space
         parts.append(text(at + aside, TOP - 12, f"{plan_text.size(usable)} usable", anchor))
     return svg(WIDTH, bottom + 6, "Bytes on the device by phase", parts)
 
 
 def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    """A drawing with its name, for who cannot see it too."""
+    """A drawing with an accessible name."""
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}" font-size="{FONT}">'
         f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
@@ -198,7 +199,7 @@ def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 
 
 def ticks(start: float, end: float, about: int = 5) -> list[float]:
-    """Round numbers from `start` to `end`, about so many."""
+    """Round numbers from `start` to `end`, about `about` of them."""
     rough = (end - start) / about
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * 0.999)
@@ -207,7 +208,7 @@ def ticks(start: float, end: float, about: int = 5) -> list[float]:
 
 
 def _segments(terms: Terms, top: float, scale: float) -> Iterator[str]:
-    """The terms of one phase, side by side in the order of the ledger."""
+    """The terms of one phase, in the order of the ledger."""
     left = float(LEFT)
     for key, count in terms.to_json().items():
         if count:
@@ -221,5 +222,5 @@ def _segments(terms: Terms, top: float, scale: float) -> Iterator[str]:
 
 
 def text(x: float, middle: float, label: str, anchor: str) -> str:
-    """A label whose middle is at that height."""
+    """A label, vertically centered at `middle`."""
     return f'<text x="{x:.1f}" y="{middle + FONT / 3:.1f}" text-anchor="{anchor}">{escape(label)}</text>'

@@ -1,4 +1,4 @@
-"""What a plan says in words and figures, whatever it is shown on."""
+"""Texts and figures of a plan, for every kind of output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ TERMS: Mapping[str, str] = {
     "overhead": "driver and kernels",
     "unattributed": "unknown purpose",
 }
-"""Key of `terms` in `plan --json` -> what it is called here."""
+"""Key of `terms` in `plan --json` -> displayed name."""
 
 PHASES: Mapping[str, str] = {"optimizer_step": "optimizer step"}
-"""Phases that are not called by their key."""
+"""Displayed names of phases, where they differ from the key."""
 
 MEASURED = ("device_name", "allocated_bytes", "reserved_bytes", "device_bytes", "step_seconds", "tokens_per_second")
 """The keys of `measured` in `plan --json`."""
@@ -37,18 +37,18 @@ MEASURED = ("device_name", "allocated_bytes", "reserved_bytes", "device_bytes", 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the run fits: one word for it, and the sentences that give the figures."""
+    """Whether the run fits: a headline, and sentences with the figures."""
 
     fits: bool
     is_compared: bool
-    """False where there is no card to compare with."""
+    """False if there is no card to compare with."""
     headline: str
     details: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure predicted and measured. `error` is predicted / measured - 1."""
+    """A predicted and measured figure. `error` is predicted / measured - 1."""
 
     name: str
     predicted: str
@@ -57,7 +57,7 @@ class Row:
 
 
 def verdict(plan: Plan) -> Verdict:
-    """The answer to the question that a plan is asked."""
+    """The verdict of a plan."""
     expected, upper = plan.peak.device_bytes, plan.peak.device_bytes_upper
     usable, name = plan.device.usable_bytes, plan.device.name
     if usable is None:
@@ -86,14 +86,14 @@ def _verdict_without_card(plan: Plan) -> Verdict:
 
 
 def peak_sentence(peak: PeakUse) -> str:
-    """Where the peak is, and what most of it is for."""
+    """A sentence with the phase of the peak and its largest term."""
     name, count = term_rows(peak.terms)[0]
     share = f"{size(count)} ({count / peak.device_bytes:.0%})"
     return f"The peak is in {phase_name(peak.phase)}; its largest term is {name}, {share}."
 
 
 def term_rows(terms: Terms) -> list[tuple[str, int]]:
-    """Name and bytes of every term that is not nothing, the largest first."""
+    """Name and bytes of every nonzero term, the largest first."""
     rows = [(TERMS[key], count) for key, count in terms.to_json().items() if count]
     return sorted(rows, key=lambda row: -row[1])
 
@@ -102,13 +102,13 @@ SHARDS_HEADING = ("Shards of weights", "stored", "computed", "reduced", "stepped
 
 
 def shard_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """In which numbers the shards of a plan are, a row for each kind of weights, under `SHARDS_HEADING`."""
+    """Dtypes of a plan's shards, a row for each kind of weights, under `SHARDS_HEADING`."""
     rows = ((each.weights, each.stored, each.computed, each.reduced, each.stepped) for each in plan.shards)
     return [tuple(cell or "-" for cell in row) for row in rows]
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
-    """What a plan says besides device memory: name and sentence."""
+    """Facts of a plan other than device memory, as name and sentence."""
     batch, step = plan.batch, plan.step
     equation = Batch(batch.per_device, batch.accumulation, batch.world, batch.context, batch.tensor)
     share = "all trained"
@@ -142,7 +142,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _host_memory(plan: Plan) -> str:
-    """What the processes of a machine need."""
+    """Host memory of a machine's processes, as a sentence."""
     host = plan.host
     if host.processes == 1:
         pinned = f", {size(host.pinned_bytes)} of it pinned" if host.pinned_bytes else ""
@@ -154,7 +154,7 @@ def _host_memory(plan: Plan) -> str:
 
 
 def measured_rows(plan: Plan, measured: "Measured") -> list[Row]:
-    """Predicted next to measured, over forward to optimizer step."""
+    """Predicted and measured figures for forward to optimizer step."""
     peak, step = plan.step_peak, plan.step
     rows = [
         _row("allocated", peak.allocated_bytes, measured.allocated_bytes),
@@ -177,7 +177,7 @@ def _row(name: str, predicted: int, measured: int) -> Row:
 
 
 def error(share: float | None) -> str:
-    """An error in percent, with its sign: plus is predicted above measured."""
+    """An error in percent with its sign; positive means over-predicted."""
     return "" if share is None else f"{share:+.2%}"
 
 
@@ -187,22 +187,22 @@ def measured_document(measured: "Measured") -> dict[str, object]:
 
 
 def phase_name(key: str) -> str:
-    """A phase as a reader knows it."""
+    """Displayed name of a phase."""
     return PHASES.get(key, key)
 
 
 def signed_size(count: int) -> str:
-    """A difference of bytes, with its sign."""
+    """A difference in bytes with its sign."""
     return f"{'+' if count > 0 else ''}{size(count)}" if count else "0"
 
 
 def unit_of(largest: int) -> tuple[str, int]:
-    """The unit in which a column of sizes up to `largest` is given, and its bytes."""
+    """The unit for a column of sizes up to `largest`, and its bytes."""
     return ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them: `71 ms`, `2.31 s`, `12.5 min`, `3.2 h`."""
+    """Format seconds: `71 ms`, `2.31 s`, `12.5 min`, `3.2 h`."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 120:

@@ -1,4 +1,4 @@
-"""Figures over the steps of a run as inline SVG, however many steps there are."""
+"""Plots of a run's metrics over its steps as inline SVG of bounded size."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,23 +10,23 @@ from framework.reports.page import WIDTH, svg, text, ticks
 from framework.reports.run_files import Point, Series
 
 BUCKETS = 400
-"""Of a curve with more than four times as many points each bucket keeps the first, the least, the greatest and the
-last: a line through those covers what a line through all would, on the 700 units that a drawing has."""
+"""A curve with more than four times as many points is reduced to the first, least, greatest and last point per bucket,
+which covers the same area in the 700 units of a drawing."""
 FEW = 60
-"""Points up to which each has a mark."""
+"""Most points with marks."""
 LARGEST_RATIO = 100
-"""Of the greatest to the least value; beyond it a scale is logarithmic, where all values are above 0."""
+"""Ratio of greatest to least value above which a scale is logarithmic, if all values are positive."""
 LEAST_SPAN = 1e-200
-"""Below it the arithmetic of a scale underflows."""
+"""Smallest range; below it the arithmetic of a scale underflows."""
 LEAST_SHARE = 1e-3
-"""Of a value: where all differ by less, an axis of their differences would repeat one figure."""
+"""Smallest relative range; below it the ticks of an axis would all show the same figure."""
 LEAST_SMOOTHED, WINDOWS = 120, 60
-"""Points from which a curve has its mean drawn, and how many of the mean's windows stand side by side."""
+"""Fewest points of a curve with a drawn mean, and the number of the mean's windows side by side."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The drawing and what is next to its axes, in units of the view box."""
+    """Size of a drawing and its margins, in units of the view box."""
 
     width: int
     height: int
@@ -41,25 +41,25 @@ LARGE, SMALL = Frame(WIDTH, 300), Frame(430, 190)
 
 @dataclass(frozen=True)
 class Curve:
-    """One figure over the steps. `style` is a class of the page's style sheet."""
+    """One metric over the steps. `style` is a class of the page's style sheet."""
 
     name: str
     style: str
     series: Series
     is_marked: bool = False
-    """Whether each point has a mark, where they are few: of what is not measured at every step."""
+    """Whether points have marks if there are few, for metrics not measured at every step."""
     is_noisy: bool = False
-    """Whether its mean is drawn over it."""
+    """Whether its moving average is drawn too."""
 
     @property
     def mean(self) -> tuple[list[Point], int]:
-        """The mean of the points around each, and of how many; none where there are too few to need it."""
+        """The moving average and its window; no points if there are too few."""
         return smoothed(self.series.points) if self.is_noisy else ([], 0)
 
 
 @dataclass(frozen=True)
 class Level:
-    """A value that the curves are compared with, as a line across."""
+    """A value to compare the curves with, as a horizontal line."""
 
     name: str
     style: str
@@ -68,7 +68,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Moment:
-    """A step at which something happened, as an upright line."""
+    """A step with an event, as a vertical line."""
 
     step: int
     name: str
@@ -76,13 +76,13 @@ class Moment:
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to shares of an axis."""
+    """Mapping from values to shares of an axis."""
 
     low: float
     high: float
     is_logarithmic: bool = False
     unit: float = 1.0
-    """What the figures on the axis are round in."""
+    """Unit in which ticks are round numbers."""
 
     def share(self, value: float) -> float:
         if self.is_logarithmic:
@@ -100,7 +100,7 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], from_zero: bool = False) -> Scale:
-    """The scale that all values lie on, with some room; logarithmic where they differ by orders of magnitude."""
+    """A scale for all values with some margin; logarithmic if they differ by orders of magnitude."""
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0) * 1.06
@@ -113,7 +113,7 @@ def scale_of(values: Sequence[float], from_zero: bool = False) -> Scale:
 
 
 def thinned(points: Sequence[Point], buckets: int = BUCKETS) -> list[Point]:
-    """At most four points of each of so many equal spans of steps, the least and the greatest value among them."""
+    """Reduce to at most four points in each of `buckets` equal spans of steps, including least and greatest value."""
     if len(points) <= 4 * buckets:
         return list(points)
     start, span = points[0][0], points[-1][0] - points[0][0] + 1
@@ -137,7 +137,7 @@ def _corners(points: Sequence[Point]) -> list[Point]:
 
 
 def smoothed(points: Sequence[Point]) -> tuple[list[Point], int]:
-    """The mean of the points around each, and of how many; no points where there are too few to need it."""
+    """The moving average of points and its window; no points if there are too few."""
     if len(points) < LEAST_SMOOTHED:
         return [], 0
     reach = max(len(points) // WINDOWS // 2, 2)
@@ -158,9 +158,9 @@ def plot_svg(
     from_zero: bool = False,
     unit: float = 1.0,
 ) -> str:
-    """The curves with their scales; `figure` writes a value, and figures on the axis are round in `unit`.
+    """Draw curves with axes; `figure` formats a value, and ticks are round in `unit`.
 
-    Steps that were not finite are ticks at the upper edge. At least one curve must have a point.
+    Values that were not finite are marked at the upper edge. At least one curve must have a point.
     """
     values = [value for curve in curves for _, value in curve.series.points]
     upright = replace(scale_of([*values, *(level.value for level in levels)], from_zero), unit=unit)
@@ -187,7 +187,7 @@ def plot_svg(
 
 
 Place = Callable[[float, float], tuple[float, float]]
-"""(step, value) -> a place in the drawing."""
+"""(step, value) -> position in the drawing."""
 
 
 def _axes(at: Place, along: Scale, upright: Scale, figure: Callable[[float], str], frame: Frame) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _curve(curve: Curve, at: Place, frame: Frame) -> Iterator[str]:
 
 
 def _line(points: Sequence[Point], broken: Sequence[int], at: Place, style: str) -> str:
-    """A line through the points, with a gap where a value between two of them was not finite."""
+    """A line through the points, with gaps at values that were not finite."""
     if not points:
         return ""
     words, gaps = [], iter(broken)

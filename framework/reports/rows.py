@@ -1,4 +1,4 @@
-"""The rows of a run with supervised tokens marked, as lines for a terminal and as an HTML page."""
+"""Rows with marked supervised tokens, as lines for a terminal and as an HTML page."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from framework.run.preview import Passage, Piece, Preview, ShownRow
 
 LONGEST = 1600
-"""Characters of a passage that are shown; of a longer one the beginning and the end."""
+"""Most characters shown of a passage; of a longer one the beginning and the end."""
 WIDE = 100
-"""Columns from which on the answers of a pair stand side by side."""
+"""Minimum columns for showing the answers of a pair side by side."""
 CLASSES = 30
-"""Classes that are listed; more are counted."""
+"""Most listed classes; further ones are counted."""
 SUPERVISED, OTHER, SOFT = "bold green", "", "dim"
-"""Styles of supervised tokens, of the text around it, and of what is said about both."""
+"""Styles of supervised tokens, context, and remarks."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around text that is trained on where colour does not tell it."""
+    """Marks around supervised text if colors are not available."""
 
     start: str
     end: str
@@ -40,7 +40,7 @@ COLOUR = Marks("", "")
 
 
 def marks_for(encoding: str, is_coloured: bool) -> Marks:
-    """The marks that an output needs and can show."""
+    """The marks that an output needs and can encode."""
     if is_coloured:
         return COLOUR
     try:
@@ -51,7 +51,7 @@ def marks_for(encoding: str, is_coloured: bool) -> Marks:
 
 
 def data_lines(title: str, preview: "Preview", width: int = 80, marks: Marks = BRACKETS) -> list[Text]:
-    """Everything that is known of a split, then its first rows."""
+    """Lines with the statistics of a split, then its first rows."""
     lines = [Text(f"{title}: {preview.task}", style="bold"), *map(Text, preview.report.sources), Text("")]
     lines += [Text(line) for line in str(preview.split).splitlines()]
     lines += [Text(f"  {sentence}") for sentence in facts(preview)]
@@ -65,34 +65,34 @@ def data_lines(title: str, preview: "Preview", width: int = 80, marks: Marks = B
 
 
 def facts(preview: "Preview") -> list[str]:
-    """Sentences about lengths, batches and classes that the report does not say."""
+    """Sentences about lengths, batches and classes in addition to the report's."""
     made, kept = preview.padding, preview.kept
     said = [
         f"kept rows: median {counted(kept['0.5'], 'token')}, 95 % have at most {kept['0.95']}, longest {kept['1.0']}"
     ]
     batches = counted(made.micro_batches, "micro batch", "micro batches")
-    padding = f"{made.share:.1%} of the positions of {batches} are padding"
+    padding = f"{made.share:.1%} of the tokens of {batches} are padding"
     said.append(
         f"{padding}; the largest has {counted(made.rows, 'sequence')}, the widest {counted(made.longest, 'position')}"
     )
     if made.supervised:
         said.append(f"{made.supervised / made.tokens:.1%} of the tokens are supervised")
     if preview.classes is not None:
-        said.append(f"classes: {classes_in_words(preview.classes)}")
+        said.append(f"classes: {format_classes(preview.classes)}")
     if preview.values is not None:
         low, middle, high = (preview.values[share] for share in ("0.0", "0.5", "1.0"))
         said.append(f"values: {low:g} to {high:g}, median {middle:g}")
     return said
 
 
-def classes_in_words(classes: "dict[str, int]") -> str:
-    """Each class with its rows, the first of them where there are many."""
+def format_classes(classes: "dict[str, int]") -> str:
+    """Each class with its number of rows, limited to the first ones."""
     shown = ", ".join(f"{visible(name)} {count}" for name, count in list(classes.items())[:CLASSES])
     return shown + (f", and {len(classes) - CLASSES} more" if len(classes) > CLASSES else "")
 
 
 def headline(row: "ShownRow") -> str:
-    """What is said above a row."""
+    """The heading of a row."""
     supervised = sum(passage.supervised for passage in row.passages)
     parts = [f"row {row.number}", counted(row.tokens, "token")]
     parts += [f"{supervised} supervised"] if supervised or row.target is None else []
@@ -100,14 +100,13 @@ def headline(row: "ShownRow") -> str:
 
 
 def passage_line(passage: "Passage") -> str:
-    """What is said above one of several passages."""
+    """The heading of one of several passages."""
     relabelled = f", {passage.relabelled} with another label than the token" if passage.relabelled else ""
     return f"{passage.name}: {counted(passage.tokens, 'token')}, {passage.supervised} supervised{relabelled}"
 
 
 def shortened(pieces: "tuple[Piece, ...]", rest: str, longest: int = LONGEST) -> "Iterator[tuple[str, bool]]":
-    """Texts and whether they are trained on, with the middle left out where there are more than `longest`
-    characters."""
+    """Texts and whether they are supervised, without the middle if there are more than `longest` characters."""
     excess = sum(len(piece.text) for piece in pieces) - longest
     at, start, end = 0, longest // 2, longest // 2 + excess
     for piece in pieces:
@@ -164,7 +163,7 @@ def _wrapped(text: Text, width: int) -> "list[Text]":
 
 
 LONGEST_ON_PAGE = 20_000
-"""Characters of a passage on the page; of a longer one the beginning and the end."""
+"""Most characters of a passage on the page; of a longer one the beginning and the end."""
 
 STYLE = """
 <style>
@@ -181,7 +180,7 @@ td.wide { width: 50% }
 
 
 def data_page(title: str, preview: "Preview") -> str:
-    """Everything that the terminal says, with the rows in full and the classes as bars."""
+    """Page with everything that the terminal shows, with full rows and classes as bars."""
     made, split = preview.padding, preview.split
     supervised = f", {made.supervised / made.tokens:.1%} of the tokens supervised" if made.supervised else ""
     sentences = [*str(preview.split).splitlines(), *facts(preview)]
@@ -232,5 +231,5 @@ def _row_html(row: "ShownRow") -> str:
 def _marked(passage: "Passage") -> str:
     parts = shortened(passage.pieces, "…", LONGEST_ON_PAGE)
     marked = ((escape(text), is_supervised) for text, is_supervised in parts)
-    # A line break right behind <pre> is not shown, so one more stands there.
+    # A line break directly after <pre> is not shown, so there is an additional one.
     return "\n" + "".join(f"<mark>{text}</mark>" if is_supervised else text for text, is_supervised in marked)

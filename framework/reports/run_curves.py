@@ -1,4 +1,4 @@
-"""The curves of a run, planned next to measured by phase, what its evaluations found, and what the model wrote."""
+"""Parts of a run's page: curves, planned and measured memory by phase, evaluations, and samples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -10,15 +10,16 @@ from framework.reports.plot import LARGE, SMALL, Curve, Frame, Level, Moment, pl
 from framework.reports.run_files import Memory, PhasePair, Run
 
 ROWS = 20
-"""Of the table next to a plot: evenly spaced steps, and those of the least and the greatest values."""
+"""Rows of the table next to a plot: evenly spaced steps, and those of least and greatest values."""
 FAR = 5
-"""Times the greatest curve, beyond which the card's size is said and not drawn: the curves would lie on the axis."""
+"""Multiple of the greatest curve above which the card's limit is only mentioned, since drawing it would flatten the
+curves."""
 
 Write = Callable[[float], str]
 
 
 def curve_parts(run: Run) -> Iterator[str]:
-    """All plots that there are figures for; a sentence in place of each other one."""
+    """All plots, or a sentence for each one without data."""
     if not run.metrics.steps and not run.metrics.evals:
         yield "<h2>Curves</h2>"
         yield '<p class="soft">No step was made, so there is nothing to draw.</p>'
@@ -46,7 +47,7 @@ def _loss(run: Run) -> Iterator[str]:
 
 
 def _last_losses(run: Run) -> Iterator[str]:
-    """Where training and evaluation came to."""
+    """Sentences with the last losses of training and evaluation."""
     if points := run.metrics.trained("loss").points:
         yield f"Training: {plain(points[-1][1])} at step {points[-1][0]:,}."
     if points := run.metrics.evaluated("eval_loss").points:
@@ -59,13 +60,13 @@ def _last_losses(run: Run) -> Iterator[str]:
 
 
 def _memory(run: Run) -> Iterator[str]:
-    """Nothing is drawn for a run on the CPU, whose figures are of the whole process."""
+    """Memory over the steps; not drawn for the CPU, where only the whole process is measured."""
     yield "<h2>Memory, step by step</h2>"
     on_cpu = (run.memory is not None and not run.memory.is_of_card) or (
         run.environment is not None and run.environment.device.startswith("cpu")
     )
     if on_cpu:
-        yield '<p class="soft">Not drawn: a run on the CPU has no memory of a card that could be measured.</p>'
+        yield '<p class="soft">Not drawn: a run on the CPU uses no memory of a card.</p>'
         return
     curves = [
         Curve("reserved", "second", run.metrics.trained("peak_reserved_bytes")),
@@ -84,7 +85,7 @@ def _memory(run: Run) -> Iterator[str]:
 
 
 def _levels(run: Run, greatest: float) -> tuple[list[Level], str]:
-    """The planned peaks and the end of the card; a sentence where the card ends far above all else."""
+    """The planned peaks and the card's limit, or a sentence if the limit is far above everything else."""
     if run.plan is None:
         return [], "There is no plan to compare with, and so no size of the card."
     peak, device = run.plan.peak, run.plan.device
@@ -95,10 +96,10 @@ def _levels(run: Run, greatest: float) -> tuple[list[Level], str]:
     if device.usable_bytes is None:
         return levels, f"How much of {device.name} is usable is not known."
     whole = f", of {plan_text.size(device.capacity_bytes)} in all" if device.capacity_bytes else ""
-    said = f"usable on {device.name}{whole}"
+    limit = f"usable on {device.name}{whole}"
     if device.usable_bytes > FAR * max(greatest, peak.reserved_bytes):
-        return levels, f"Far above all of this: {plan_text.size(device.usable_bytes)} are {said}."
-    return [Level(said, "limit", device.usable_bytes), *levels], ""
+        return levels, f"Far above all of this: {plan_text.size(device.usable_bytes)} are {limit}."
+    return [Level(limit, "limit", device.usable_bytes), *levels], ""
 
 
 def _plot(
@@ -111,18 +112,18 @@ def _plot(
     from_zero: bool = False,
     unit: float = 1.0,
 ) -> Iterator[str]:
-    """Drawing, legend, what is not in it, and its table."""
+    """Drawing, legend, omissions, and table."""
     drawn = [curve for curve in curves if curve.series.points]
     if not drawn:
         broken = any(curve.series.broken for curve in curves)
-        said = "no value is finite" if broken else "metrics.jsonl has no such figure"
-        yield f'<p class="soft">Not drawn: {said}.</p>'
+        reason = "no value is finite" if broken else "metrics.jsonl has no such metric"
+        yield f'<p class="soft">Not drawn: {reason}.</p>'
         return
     drawing = plot_svg(title, drawn, write, levels, moments, frame, from_zero, unit)
     yield f'<div class="frame{" wide" if frame is LARGE else ""}" tabindex="0">{drawing}</div>'
     if frame is LARGE:
         small = plot_svg(title, drawn, write, levels, moments, SMALL, from_zero, unit)
-        yield f'<div class="narrow">{small}</div>'  # on a phone, where most of the other would be out of sight
+        yield f'<div class="narrow">{small}</div>'  # for phones, where most of the large one would be out of sight
         keys = [(curve.style, curve.name) for curve in drawn]
         keys += [(level.style, f"{level.name}: {write(level.value)}") for level in levels]
         keys += [("moment", f"{moment.name}") for moment in moments]
@@ -154,7 +155,7 @@ def _remarks(curves: Sequence[Curve], levels: Sequence[Level], from_zero: bool) 
 
 
 def chosen(steps: Sequence[int], always: set[int]) -> list[int]:
-    """At most ROWS of the steps, evenly, with the first and the last, and those that are always wanted."""
+    """At most ROWS evenly spaced steps, including the first, the last, and those of `always`."""
     if len(steps) <= ROWS:
         return list(steps)
     even = {steps[round(number * (len(steps) - 1) / (ROWS - 1))] for number in range(ROWS)}
@@ -162,7 +163,7 @@ def chosen(steps: Sequence[int], always: set[int]) -> list[int]:
 
 
 def plain(value: float) -> str:
-    """Four digits of a figure."""
+    """Format a number with four digits."""
     return f"{value:.4g}"
 
 
@@ -179,7 +180,7 @@ PAIR = ROW + 10
 
 
 def memory_parts(run: Run) -> Iterator[str]:
-    """What was predicted and what was measured; what there is of both, and why the rest is not shown."""
+    """Predicted and measured memory by phase, as far as available, with reasons for missing parts."""
     yield "<h2>Memory by phase, planned and measured</h2>"
     memory = run.memory
     if memory is None or not memory.phases:
@@ -208,7 +209,7 @@ def memory_parts(run: Run) -> Iterator[str]:
         yield _pairs(memory, "the process grew by")
     if memory is not None and memory.growth_bytes is not None:
         grown = plan_text.size(memory.growth_bytes)
-        yield f'<p class="warn">What stayed allocated grew by {grown} a step: something was kept from step to step.</p>'
+        yield f'<p class="warn">Memory that stays allocated grew by {grown} per step: something keeps it.</p>'
     yield from _speed(run)
 
 
@@ -217,7 +218,7 @@ def _sentence(memory: Memory) -> str:
 
 
 def _pairs(memory: Memory, measured: str) -> str:
-    """The error stands only where both sides are of the same thing."""
+    """Table of phases, with errors only if both sides measure the same thing."""
     rows = []
     for pair in (*memory.phases, memory.peak):
         row = plan_text.phase_name(pair.name), _size(pair.predicted), _size(pair.measured)
@@ -231,7 +232,7 @@ def _size(count: int | None) -> str:
 
 
 def pairs_svg(pairs: tuple[PhasePair, ...]) -> str:
-    """Two bars for each phase: what was planned, and below it what was measured."""
+    """Two bars for each phase: planned, and below it measured."""
     longest = max((count for pair in pairs for count in (pair.predicted, pair.measured) if count), default=1)
     scale = (WIDTH - LEFT - RIGHT) / longest
     parts = []
@@ -252,13 +253,13 @@ def pairs_svg(pairs: tuple[PhasePair, ...]) -> str:
 
 
 def _speed(run: Run) -> Iterator[str]:
-    """The time of a step: of the plan, whose rows are all of the greatest length, and the median of the run."""
+    """Step time: of the plan, for rows of maximum length, and the run's median."""
     seconds = [value for _, value in run.metrics.trained("step_seconds").points]
     if not seconds:
         return
     yield "<h2>Time of a step</h2>"
     middle = median(seconds)
-    name, planned, error = "planned, every row as long as it may be", "not known", ""
+    name, planned, error = "planned, all rows of maximum length", "not known", ""
     if run.plan is not None and run.plan.step is not None:
         expected = run.plan.step.seconds
         planned, error = plan_text.duration(expected), plan_text.error(expected / middle - 1) if middle > 0 else ""
@@ -270,15 +271,15 @@ def _speed(run: Run) -> Iterator[str]:
 
 
 MOST_OPEN = 8
-"""Evaluations up to which their table is unfolded."""
+"""Most evaluations in an unfolded table."""
 MOST_METRICS = 6
-"""Columns of a table of evaluations; `metrics.jsonl` has all."""
+"""Most columns of a table of evaluations; `metrics.jsonl` has all."""
 MOST_SAMPLES, MOST_LETTERS = 20, 4000
-"""Prompts, and characters of each completion; `samples.jsonl` has all."""
+"""Most prompts, and characters of each completion; `samples.jsonl` has all."""
 
 
 def evaluation_parts(run: Run) -> Iterator[str]:
-    """The metrics of all held-out rows next to the loss, where there are any, and those of each named set."""
+    """Tables of the metrics over all held-out rows, and of each named set."""
     evals = run.metrics.evals
     names = list(dict.fromkeys(name for values in evals.values() for name in values))
     of_sets = {name: name.partition("/") for name in names if name.partition("/")[0] in names and "/" in name}
@@ -313,12 +314,12 @@ def _words(name: str) -> str:
 
 
 def sample_parts(run: Run) -> Iterator[str]:
-    """The completions of the last evaluation, and the earlier ones of each prompt."""
+    """Completions of the last evaluation, and earlier ones of each prompt."""
     if not run.samples:
         return
     last = run.samples[-1].step
     yield "<h2>Samples</h2>"
-    yield f'<p class="soft">What the model wrote at step {last:,}, its likeliest token each time.</p>'
+    yield f'<p class="soft">Greedy completions at step {last:,}.</p>'
     for sample in [sample for sample in run.samples if sample.step == last][:MOST_SAMPLES]:
         earlier = [item for item in run.samples if item.prompt == sample.prompt and item.step < last]
         yield f'<h3 class="wrapped">{_text(sample.prompt)}</h3><pre class="wrapped">{_text(sample.completion)}</pre>'

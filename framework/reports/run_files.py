@@ -1,4 +1,4 @@
-"""A run folder read again: every figure of the report is in one of its files. No torch."""
+"""Reader of a run folder's files, from which the report takes every figure. No torch."""
 
 import contextlib
 import json
@@ -26,14 +26,14 @@ Point = tuple[int, float]
 """(step, value)."""
 
 GREATEST = 1e200
-"""From here on a value counts as not finite: the arithmetic of a drawing would overflow."""
+"""Larger values count as not finite, since the arithmetic of a drawing would overflow."""
 _MARKS = ("metrics.jsonl", "environment.json", "plan.json")
-"""A folder that has none of these is no run's. A recipe may be called config.yaml too."""
+"""Files that identify a run folder. (A recipe may also be called config.yaml.)"""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One figure over the steps, in their order. `broken` are the steps where it was not finite."""
+    """One metric over the steps, in order. `broken` are the steps at which it was not finite."""
 
     points: tuple[Point, ...] = ()
     broken: tuple[int, ...] = ()
@@ -41,12 +41,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The lines of `metrics.jsonl` by step; of two lines of a step the later counts. None is a value that was null."""
+    """The lines of `metrics.jsonl` by step; the later of two lines for a step counts. None is a null value."""
 
     steps: Mapping[int, Mapping[str, float | None]] = field(default_factory=dict)
     evals: Mapping[int, Mapping[str, float | None]] = field(default_factory=dict)
     unread: int = 0
-    """Lines that are no object with a step. A line that a kill has cut short is one."""
+    """Number of lines that are not an object with a step, such as one truncated by a kill."""
 
     @property
     def last_step(self) -> int:
@@ -54,17 +54,17 @@ class Metrics:
         return max(self.steps, default=0)
 
     def trained(self, name: str) -> Series:
-        """A figure of the steps."""
+        """A metric of the steps."""
         return _series(self.steps, name)
 
     def evaluated(self, name: str) -> Series:
-        """A figure of the evaluations."""
+        """A metric of the evaluations."""
         return _series(self.evals, name)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and how the run was started."""
+    """Machine, versions and command of the run's start."""
 
     date: str
     command: tuple[str, ...]
@@ -87,24 +87,24 @@ class PhasePair:
 
 @dataclass(frozen=True)
 class Memory:
-    """`memory.json`. `is_of_card` is false where a process's resident memory was read, in place of an allocator."""
+    """`memory.json`. `is_of_card` is false if the process's resident memory was measured instead of an allocator."""
 
     is_of_card: bool
     device_name: str | None
     phases: tuple[PhasePair, ...]
     peak: PhasePair
-    """Of all phases; since the last repair, where there was one."""
+    """Peak over all phases, since the last repair if there was one."""
     sentence: str
     repairs: tuple[Repair, ...]
     last_step: int | None
-    """The last step of the process that wrote it; None where that made none."""
+    """The last step of the process that wrote it; None without any."""
     growth_bytes: int | None
-    """By which what stayed allocated grew a step, where that was told."""
+    """Growth of the allocated floor per step, if reported."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model wrote behind a prompt after a step."""
+    """The model's completion of a prompt after a step."""
 
     step: int
     prompt: str
@@ -113,7 +113,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run folder say. None where one is not there or cannot be read, which `lacks` tells."""
+    """Contents of a run folder's files, None for a missing or unreadable one, which `lacks` then names."""
 
     folder: Path
     config: TrainingConfig | None
@@ -133,7 +133,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder. Raises RequestError where there is none."""
+    """Read a run folder. Raises RequestError if there is none."""
     if not _is_run(folder):
         raise RequestError([_no_run(folder)])
     lacks: list[str] = []
@@ -154,7 +154,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _no_run(folder: Path) -> Problem:
-    """Told with the run that was meant: around it, in it or next to it."""
+    """The problem of a folder without a run, with the nearest run around, in or next to it."""
     expected = "the folder that `train` wrote"
     if not folder.is_dir():
         inside = folder.parent if _is_run(folder.parent) else path_like(folder, _is_run)
@@ -171,7 +171,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _read_config(file: Path, lacks: list[str]) -> tuple[TrainingConfig | None, str]:
-    """The resolved config, and its text, which is there for a config of another version too."""
+    """The resolved config, and its text, which is also available for a config of another version."""
     try:
         text = read_regular(file, "replace")
     except OSError as error:
@@ -185,7 +185,7 @@ def _read_config(file: Path, lacks: list[str]) -> tuple[TrainingConfig | None, s
 
 
 def _read(file: Path, parse: Callable[[Any], T], lacks: list[str]) -> T | None:
-    """What `parse` makes of a JSON document; None, said in `lacks`, where there is none of that shape."""
+    """Parse a JSON document; None, with a line in `lacks`, if it is missing or malformed."""
     try:
         return parse(json.loads(read_regular(file)))
     except OSError as error:
@@ -251,12 +251,12 @@ def _read_metrics(file: Path, lacks: list[str]) -> Metrics:
     except OSError as error:
         lacks.append(f"{file.name}: {error.strerror}")
     if unread:
-        lacks.append(f"{file.name}: {unread} {'line is' if unread == 1 else 'lines are'} not whole, and left out")
+        lacks.append(f"{file.name}: {unread} {'line is' if unread == 1 else 'lines are'} incomplete, and skipped")
     return Metrics(steps, evals, unread)
 
 
 def _read_samples(file: Path) -> tuple[Sample, ...]:
-    """Samples of the steps that count, in the order of the file; none where there is no file."""
+    """Samples of the steps that count, in the order of the file; empty if there is no file."""
     found: dict[tuple[int, str], Sample] = {}
     try:
         with TextIOWrapper(open_regular(file), encoding="utf-8", errors="replace") as lines:
@@ -271,7 +271,7 @@ def _read_samples(file: Path) -> tuple[Sample, ...]:
 
 
 def _line(text: str) -> tuple[int, dict[str, float | None]] | None:
-    """Step and figures of a line; None for one that is not whole."""
+    """Step and metrics of a line; None for an incomplete one."""
     try:
         values = json.loads(text)
         step = values.pop("step")
@@ -285,7 +285,7 @@ def _line(text: str) -> tuple[int, dict[str, float | None]] | None:
 
 
 def _number(value: Any) -> float | None:
-    """As it is, but for an integer that no float can hold."""
+    """A number, unless it is an integer too large for a float."""
     return math.inf if isinstance(value, int) and value.bit_length() > 64 else value
 
 

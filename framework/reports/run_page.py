@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: how it ended, the plan next to what was measured, and its curves."""
+"""A run as one self-contained HTML page: how it ended, planned and measured memory, and curves."""
 
 import shlex
 from collections.abc import Iterator
@@ -33,11 +33,11 @@ from framework.schema.evaluation import steps_between
 from framework.schema.plural import counted
 
 EPOCH_DIGITS = 4
-"""To which `metrics.jsonl` rounds `epoch`."""
+"""Rounding error of `epoch` in `metrics.jsonl`."""
 
 
 class How(StrEnum):
-    """The ways in which a run ends."""
+    """Ways in which a run ends."""
 
     DONE = "done"
     OUT_OF_MEMORY = "out of memory"
@@ -48,7 +48,7 @@ class How(StrEnum):
 
 @dataclass(frozen=True)
 class Ending:
-    """How it ended, in a few words and in sentences; `explanation` of what ended it, where it was a failure."""
+    """How a run ended, as a headline and sentences; `explanation` if it was a failure."""
 
     how: How
     headline: str
@@ -57,7 +57,7 @@ class Ending:
 
 
 def read_ending(run: Run) -> Ending:
-    """A failure that nothing came after, else the export behind the last step, else what was left behind."""
+    """The ending of a run: a failure after which it did not continue, else its export, else an unfinished state."""
     explanation = _failed(run)
     if explanation is not None:
         kind, step = explanation.message.kind, explanation.circumstances.step
@@ -70,17 +70,17 @@ def read_ending(run: Run) -> Ending:
         passes = () if epoch is None else (f"{epoch:g} {'pass' if epoch == 1 else 'passes'} over the training rows.",)
         return Ending(How.DONE, f"done, {made}", ("The trained model is in final/ of the run folder.", *passes))
     if _was_saved_on_request(run):
-        why = "It was saved there out of turn, as it is after Ctrl-C or SIGTERM, or where rows could not be read."
+        why = "It was saved outside of its schedule, as after Ctrl-C or SIGTERM, or when rows could not be read."
         return Ending(How.INTERRUPTED, f"interrupted, {made}", (why, *_what_is_left(run)))
     if _has_made_all(run):
-        why = "All steps are made, but the folder has no export of the last: `--resume` writes it."
+        why = "All steps are complete, but the folder has no export of the last one: `--resume` writes it."
         return Ending(How.UNFINISHED, f"not finished, {made}", (why, *_what_is_left(run)))
-    why = "Nothing in the folder tells why: it is still running, was killed, or ended in an error that it only printed."
+    why = "The folder does not show why: it is still running, was killed, or ended in an error that it only printed."
     return Ending(How.UNFINISHED, f"not finished, {made}", (why, *_what_is_left(run)))
 
 
 def _failed(run: Run) -> Explanation | None:
-    """The failure that ended the run: of its own newest report, else of a log in its folder."""
+    """The failure that ended the run, from its newest report, else from a log in its folder."""
     reports = [file for name in (REPORT, STOPPED) if (file := run.folder / name).exists()]
     try:
         if reports:
@@ -96,7 +96,7 @@ def _failed(run: Run) -> Explanation | None:
 
 
 def _was_repaired(run: Run, known: Circumstances) -> bool:
-    """Whether the run went on with a smaller size. The last repair may be of the step that later ended it."""
+    """Whether the run continued with a smaller size. The last repair may be of the step that later ended it."""
     step, last = known.step or 0, run.metrics.last_step
     if not known.repairs or known.repairs[-1].step != step:
         return False
@@ -104,7 +104,7 @@ def _was_repaired(run: Run, known: Circumstances) -> bool:
 
 
 def _is_done(run: Run) -> bool:
-    """Whether the export is of the last step: `memory.json` is written right before it."""
+    """Whether the export belongs to the last step: `memory.json` is written right before it."""
     wrote = run.memory.last_step if run.memory is not None else None
     return run.is_exported and (wrote is None or wrote >= run.metrics.last_step)
 
@@ -123,18 +123,18 @@ def _was_saved_on_request(run: Run) -> bool:
 
 
 def _has_made_all(run: Run) -> bool:
-    """Whether no step is left, so that only the evaluation or the export at the end is missing."""
+    """Whether all steps are complete, so that only the final evaluation or export is missing."""
     if run.config is None or not run.metrics.last_step:
         return False
     training, last = run.config.training, run.metrics.last_step
     if training.max_steps is not None:
-        return last == training.max_steps  # a run that was resumed for longer has made more
+        return last == training.max_steps  # a run that was resumed for longer has more
     epochs, asked = run.metrics.steps[last].get("epoch"), training.num_train_epochs
     return epochs is not None and epochs - epochs / last < asked <= epochs + 10.0**-EPOCH_DIGITS
 
 
 def _steps(run: Run) -> str:
-    """The steps that were made, of how many where that is known."""
+    """The number of completed steps, and of all if known."""
     last = run.metrics.last_step
     if not last:
         return "no step made"
@@ -150,7 +150,7 @@ def _what_is_left(run: Run) -> tuple[str, ...]:
 
 
 LONGEST = 200_000
-"""Characters of the config on the page. One with tens of thousands of class names is longer."""
+"""Most characters of the config on the page. One with tens of thousands of class names is longer."""
 
 STYLE = """
 <style>
@@ -180,17 +180,17 @@ h1, p { overflow-wrap: anywhere }
 """
 
 TONES = {How.DONE: "fits", How.INTERRUPTED: "warn", How.UNFINISHED: "warn"}
-"""The class of the headline; failures have that of what does not fit."""
+"""Style class of the headline; failures use `over`."""
 
 
 def run_page(run: Run) -> str:
-    """Everything that the files of the run tell."""
+    """Page with everything in the files of the run."""
     ending = read_ending(run)
-    # Sizes that were halved when memory ran out.
+    # Sizes that were reduced when memory ran out.
     found = run.memory.repairs if run.memory is not None else ()
     if not found and ending.explanation is not None:
         found = ending.explanation.circumstances.repairs
-    repairs = [f"{repair}: undone and made again; the global batch stayed as it was" for repair in found]
+    repairs = [f"{repair}: step undone and retried; the global batch is unchanged" for repair in found]
     parts = [
         STYLE,
         f'<h1 class="{TONES.get(ending.how, "over")}">{escape(run.name)}: {escape(ending.headline)}</h1>',
@@ -199,21 +199,24 @@ def run_page(run: Run) -> str:
         "<h2>What was trained</h2>",
         definitions(_facts(run)),
         *items("Repaired", repairs),
-        *items("Stopped, and gone on since", [f"tunesmith explain {file}" for file in earlier_reports(run.folder)]),
+        *items(
+            "Earlier stops, after which the run continued",
+            [f"tunesmith explain {file}" for file in earlier_reports(run.folder)],
+        ),
         *memory_parts(run),
         *curve_parts(run),
         *evaluation_parts(run),
         *sample_parts(run),
         *(items("Assumptions of the plan", run.plan.assumptions) if run.plan is not None else ()),
         *(items("Warnings of the plan", run.plan.warnings, "warnings") if run.plan is not None else ()),
-        *items("Files that are not there or not whole", run.lacks),
+        *items("Missing or incomplete files", run.lacks),
         *_config(run.config_text),
     ]
     return document(f"Run {run.name}", parts)
 
 
 def _failure(ending: Ending) -> Iterator[str]:
-    """The cause, the arithmetic and the moves, as `explain` has them."""
+    """Cause, arithmetic and proposed changes, as printed by `explain`."""
     explanation = ending.explanation
     if explanation is None:
         return
@@ -239,13 +242,13 @@ def _moves(explanation: Explanation) -> str:
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """What was trained, on what, with what."""
+    """Facts about model, data, settings and machine."""
     facts = _run_facts(run.environment) if run.environment is not None else []
     facts += _config_facts(run.config) if run.config is not None else []
     if run.plan is None:
         return [*facts, *_batch(run.config)]
     for name, sentence in plan_text.facts(run.plan):
-        if name != "step":  # which has a table of its own
+        if name != "step":  # shown in a separate table
             facts.append((name if name in ("parameters", "batch") else f"planned {name}", sentence))
     return facts
 
@@ -277,14 +280,15 @@ def _config_facts(config: TrainingConfig) -> list[tuple[str, str]]:
         ("data", ", ".join(source.path for source in config.data.train) or "none is written"),
         (
             "optimizer",
-            f"{training.optimizer}, rate {training.learning_rate:g}, {training.lr_scheduler_type}; {precision}",
+            f"{training.optimizer}, learning rate {training.learning_rate:g}, {training.lr_scheduler_type}; "
+            f"{precision}",
         ),
         ("card", f"{card.name}{f' x {card.count}' if card.count > 1 else ''}"),
     ]
 
 
 def _batch(config: TrainingConfig | None) -> list[tuple[str, str]]:
-    """The batch equation of a run without a plan."""
+    """The batch equation, for a run without a plan."""
     try:
         return [("batch", str(config.batch))] if config is not None else []
     except ValueError:

@@ -1,4 +1,4 @@
-"""A plan as lines for a terminal: readable at 80 columns, in colour only where the console has it."""
+"""A plan as lines for a terminal: readable at 80 columns, with colors if the console has them."""
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from framework.run.planning.measure import Measured
 
 LEAST_WIDTH = 72
-"""Narrower terminals break the lines themselves."""
+"""Minimum width; narrower terminals wrap lines themselves."""
 FIGURE = 10
 """Columns of a figure in a table."""
 
 
 @dataclass(frozen=True)
 class Strokes:
-    """The characters that bars are drawn with."""
+    """Characters for bars."""
 
     used: str
     held: str
@@ -34,7 +34,7 @@ ASCII = Strokes("#", ".", "|")
 
 
 def strokes_for(encoding: str) -> Strokes:
-    """The characters that an output of this encoding can show."""
+    """Bar characters supported by an encoding."""
     try:
         "█░│".encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -45,7 +45,7 @@ def strokes_for(encoding: str) -> Strokes:
 def plan_lines(
     title: str, plan: Plan, measured: "Measured | None" = None, width: int = 80, strokes: Strokes = BLOCKS
 ) -> list[Text]:
-    """Everything a plan says, no line longer than `width` columns (or LEAST_WIDTH)."""
+    """Lines of a plan, at most `width` columns (or LEAST_WIDTH) long."""
     width = max(width, LEAST_WIDTH)
     return [
         *_verdict(title, plan, width),
@@ -60,7 +60,7 @@ def plan_lines(
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[Text]:
-    """Aligned columns, the first to the left and the others to the right; the first row is the heading."""
+    """Aligned columns, the first one left-aligned and the others right-aligned; the first row is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for number, row in enumerate(rows):
         first, *others = zip(row, widths, strict=True)
@@ -114,7 +114,7 @@ def _shards(plan: Plan) -> Iterator[Text]:
 
 
 def _bar(used: float, held: float, limit: float | None, room: int, strokes: Strokes) -> Iterator[tuple[str, str]]:
-    """One bar of `room` columns and one for the limit at its end; lengths are shares of it."""
+    """One bar of `room` columns, with the limit at its end; lengths are shares of it."""
     full, whole = (max(round(room * share), 1) for share in (used, held))
     line = round(room * limit) if limit is not None else None
     for column in range(room + 1):
@@ -155,7 +155,7 @@ def _items(heading: str, items: Iterable[str], width: int, style: str = "") -> I
 
 
 def wrapped(sentence: str, width: int, style: str = "") -> Iterator[Text]:
-    """A sentence on lines of at most `width` columns."""
+    """Wrap a sentence to lines of at most `width` columns."""
     return (Text(line, style) for line in textwrap.wrap(sentence, width))
 
 

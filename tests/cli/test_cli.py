@@ -119,7 +119,7 @@ def test_diff_writes_values_as_they_are_typed(run, write):
 
 def test_an_argument_that_is_missing_is_told_where_it_is_listed(run):
     code, _, err = run("list")
-    assert (code, err) == (2, "error Missing argument 'kind': `tunesmith list --help` says what it is\n")
+    assert (code, err) == (2, "error Missing argument 'kind': `tunesmith list --help` explains it\n")
 
 
 def test_a_recipe_without_a_name_is_told_to_be_none(run):
@@ -172,8 +172,8 @@ def test_wrong_usage_exits_2_in_one_line(run, words):
         (["--learning-rate", "1e-4"], "training.learning_rate=1e-4"),
         (["--training.max_steps=3"], "training.max_steps=3"),
         (["--lora_r", "--json"], "peft.lora_r=VALUE"),
-        (["-c", "b.yaml"], "b.yaml, which stands first and takes no option"),
-        (["--config-name=b"], "b, which stands first and takes no option"),
+        (["-c", "b.yaml"], "b.yaml, which comes first, without an option"),
+        (["--config-name=b"], "b, which comes first, without an option"),
         (["--config-path", "presets"], "--config-dir presets, a folder of presets"),
         (["--blah"], None),
     ],

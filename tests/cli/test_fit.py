@@ -181,7 +181,7 @@ def test_the_host_memory_of_this_machine_counts_where_the_card_is_its(arithmetic
     text = " ".join(out.split())
     assert code == (3 if card in LITTLE[0] else 0)
     assert "a machine with 1 card needs up to 1.60 GiB of host memory" in text
-    assert ("no room for it: the run needs up to 1.60 GiB of host memory" in text) == (card in LITTLE[0])
+    assert ("too little memory for it: the run needs up to 1.60 GiB of host memory" in text) == (card in LITTLE[0])
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_an_interrupt_between_two_runs_lets_none_begin(command, monkeypatch):
     monkeypatch.setattr(SweptRun, "_run", run)
     code, out, err = command("training.seed=1,2", "--json")
     assert (code, [one["exit_code"] for one in json.loads(out)["runs"]]) == (130, [0, None])
-    assert "no further run begins" in err
+    assert "no further run starts" in err
     monkeypatch.setattr(SweptRun, "_run", keep)
     code, out, _ = command("training.seed=1,2", "--resume", "--json")
     assert (code, [one["exit_code"] for one in json.loads(out)["runs"]]) == (0, [0, 0])

@@ -67,6 +67,6 @@ def test_what_a_lever_needs_can_be_typed(tmp_path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("schema_version: 1\n")
     for row, setting in every_setting():
-        values = {row.key: setting.value, **setting.beside}
+        values = {row.key: setting.value, **setting.requires}
         found = draft(str(recipe), [f"{key}={word(value)}" for key, value in values.items()]).config
         assert {key: value_of(found, key) for key in values} == values

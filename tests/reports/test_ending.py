@@ -119,7 +119,7 @@ def test_all_steps_without_an_export_are_no_interruption(tmp_path, length):
     checkpoint(folder, 4)
     found = ending_of(folder)
     assert found.how is How.UNFINISHED
-    assert "All steps are made" in found.details[0]
+    assert "All steps are complete" in found.details[0]
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 3}, {"num_train_epochs": 0.2}])

@@ -63,7 +63,7 @@ def test_lines_that_are_not_whole_are_left_out_and_said(tmp_path):
         file.write('[1]\n{"loss": 2}\n{"step": "3", "loss": 2}\n\n{"step": true}\n{"step": 3, "lo')
     run = read_run(folder)
     assert run.metrics.last_step == 2
-    assert "metrics.jsonl: 5 lines are not whole, and left out" in run.lacks
+    assert "metrics.jsonl: 5 lines are incomplete, and skipped" in run.lacks
 
 
 def test_of_two_lines_of_a_step_the_later_counts(tmp_path):

@@ -75,7 +75,7 @@ def test_everything_is_told(done):
     ):
         assert said in found, said
     assert "peft" not in found.partition("max_steps")[0], "a package that is not installed has no version"
-    assert "not there or not whole" not in found
+    assert "Missing or incomplete files" not in found
 
 
 def test_it_refers_to_nothing_outside_itself(done):
@@ -103,7 +103,7 @@ def test_on_the_cpu_memory_is_not_drawn_and_that_is_said(tmp_path):
             write_memory(folder, 2, baseline=GIB)
         page = page_of(folder)
         assert "Memory against steps" not in drawings(page)
-        assert "a run on the CPU has no memory of a card" in text(page)
+        assert "a run on the CPU uses no memory of a card" in text(page)
     assert PLOTS[0] not in drawings(page)
     assert "backward 18.50 GiB 18.00 GiB" in text(page)
     assert "%" not in text(page).partition("Time of a step")[0].partition("Memory by phase")[2]
@@ -115,7 +115,7 @@ def test_a_failure_has_its_cause_and_its_moves(tmp_path):
     (folder / "oom.txt").write_text(f"phase: backward\nstep: 2\n\ntorch.OutOfMemoryError: {FULL}\n")
     found = text(page_of(folder))
     assert "mine: out of memory in step 2, 1 of 5 steps made" in found
-    assert "out of memory in backward (step 2): what is needed at that moment is more than there is" in found
+    assert "out of memory in backward (step 2): more memory is needed at that moment than there is" in found
     assert "1.50 GiB free" in found
     assert "Override saves in backward training training.optimizer=x time 2.00 GiB same" in found
 
@@ -136,7 +136,7 @@ def test_a_run_without_steps_says_what_there_is_not(tmp_path):
 def test_repairs_are_told_and_drawn(done):
     write_memory(done, 5, repairs=[REPAIR])
     page = page_of(done)
-    assert "training.per_device_train_batch_size 4 -> 2 (backward of step 3): undone and made again" in text(page)
+    assert "training.per_device_train_batch_size 4 -> 2 (backward of step 3): step undone and retried" in text(page)
     assert [tag for tag, found in Reader(page).tags if tag == "path" and found["class"] == "moment"] == ["path"] * 2
     assert "the plan is of the last size" in text(page)
 
@@ -155,7 +155,7 @@ def test_earlier_stops_are_named(done):
 
 def test_memory_that_grew_is_told(done):
     write_memory(done, 5, growth={"per_step": 40 << 20, "step": 5, "full_at": 90})
-    assert "What stayed allocated grew by 40.0 MiB a step" in text(page_of(done))
+    assert "Memory that stays allocated grew by 40.0 MiB per step" in text(page_of(done))
 
 
 def test_a_card_far_larger_than_the_run_is_said_and_not_drawn(tmp_path):
@@ -174,7 +174,7 @@ def test_values_that_are_not_finite_are_told(tmp_path):
     lines = [step(number, loss=math.inf, grad_norm=None) for number in (1, 2)]
     found = text(page_of(make_run(tmp_path / "all", lines)))
     assert "Not drawn: no value is finite." in found
-    assert "Not drawn: metrics.jsonl has no such figure." in found
+    assert "Not drawn: metrics.jsonl has no such metric." in found
 
 
 def test_the_table_of_a_plot_has_its_least_and_greatest_values(tmp_path):
@@ -233,4 +233,4 @@ def test_evaluations_by_named_sets_and_samples(tmp_path):
     assert "All held-out rows Step eval loss perplexity python/mine 1 2 2 7 2 1.9 2 7" in said
     assert "Loss of each set Step code chat 1 2.5 1.5 2 2.5 1.25" in said
     assert "Each set, at step 2 Set eval loss perplexity code 2.5 12.18 chat 1.25 -" in said
-    assert "What the model wrote at step 2, its likeliest token each time. <b> after 2 Before Step 1 after 1" in said
+    assert "Greedy completions at step 2. <b> after 2 Before Step 1 after 1" in said

@@ -1,4 +1,4 @@
-"""From the text of a failure to its cause, the arithmetic behind it and ranked overrides to paste. No torch."""
+"""Explanation of a failure from its text: cause, arithmetic, and ranked overrides to paste. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,9 @@ __all__ = ["Explanation", "explain", "explain_evidence"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What failed, in which phase (None: the text does not tell), why, and what to do about it.
+    """What failed, in which phase (None: not known from the text), why, and what to do about it.
 
-    `state_bytes` is what the optimizer makes in its first step, from the plan; None elsewhere.
+    `state_bytes` are those of the optimizer states created in the first step, from the plan; None elsewhere.
     """
 
     message: Message
@@ -33,7 +33,7 @@ class Explanation:
     """Allocated bytes that the plan predicts for the phase."""
     state_bytes: int | None = None
     lacks_savings: bool = False
-    """Whether memory ran out in a run that has a plan, and what each lever would save was not found out yet."""
+    """Whether memory ran out in a run with a plan whose lever savings are not computed yet."""
 
     def __repr__(self) -> str:
         where = f" in {self.phase}" if self.phase is not None else ""
@@ -60,10 +60,10 @@ class Explanation:
 
 
 def explain(source: str | Path, run: str | Path | None = None) -> Explanation:
-    """Explain a run folder, a log file, or, where no such file exists, `source` itself as the text.
+    """Explain a run folder, a log file, or, if no such file exists, `source` itself as the text.
 
-    `run` is the folder whose `plan.json` holds what each lever saves; a log is looked up next to itself without it.
-    Raises RequestError when the text reports no kind of failure that is known, or `run` has no plan.
+    `run` is the folder whose `plan.json` has the savings of each lever, by default the folder of the log. Raises
+    RequestError if the text reports no known kind of failure, or `run` has no plan.
     """
     folder = Path(run) if run is not None else None
     if isinstance(source, Path) or ("\n" not in source and len(source) < 1024 and Path(source).exists()):
@@ -72,10 +72,10 @@ def explain(source: str | Path, run: str | Path | None = None) -> Explanation:
 
 
 def explain_evidence(evidence: Evidence) -> Explanation:
-    """The explanation of what was gathered. Raises RequestError when the text is of no known kind."""
+    """Explain gathered evidence. Raises RequestError if the text reports no known kind of failure."""
     found = read_message(evidence.text)
     if found is None:
-        reason = "no failure of a known kind in this text: no memory that ran out, no loss that is not finite, no hang"
+        reason = "this text reports no known kind of failure: out of memory, a loss that is not finite, or a hang"
         raise RequestError([Problem("", reason, expected="the log with the error message itself")])
     message, lines = found
     frames = read_frames(lines, message.line)

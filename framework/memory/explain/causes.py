@@ -1,4 +1,4 @@
-"""Why memory ran out: the subtraction, and what it leaves as the cause. No torch."""
+"""Cause of an out-of-memory failure, found by subtraction. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,33 +12,33 @@ from framework.memory.explain.shapes import PLACEMENT, SMALLEST_BATCH, Kind, Spa
 from framework.memory.units import GIB, MIB
 
 LARGE_SHARE, LARGE_BYTES = 0.10, 2 * GIB
-"""Reserved but unused memory is the cause when it would have served the request and is a tenth of the card, or 2 GiB:
-less of it lies about in any healthy run that fills its card."""
+"""Reserved but unused memory is the cause if it would have served the request and is a tenth of the card, or 2 GiB: any
+healthy run that fills its card has less than that."""
 OTHER_SHARE, OTHER_BYTES = 0.05, GIB
-"""The same for what other processes hold."""
+"""The same threshold for memory of other processes."""
 CONTEXT_BYTES = 2 * GIB
-"""More than a process ever holds outside PyTorch's allocator on one card (context, kernels, cuBLAS, NCCL): what is
-taken beyond it is another process's, also when none is named."""
+"""Upper limit of a process's memory outside PyTorch's allocator (context, kernels, cuBLAS, NCCL): anything beyond it
+belongs to another process, even if none is named."""
 SEGMENT = 20 * MIB
-"""The allocator asks the driver for up to this much for a smaller request."""
+"""The allocator may request up to this much from the driver for a smaller request."""
 GROWTH_STEPS, GROWTH_WINDOW, GROWTH_BYTES = 8, 20, 16 * MIB
-"""The floor grows when it does so over the last steps, at least 8 and at most 20 rises, by so many bytes in all."""
+"""Growth of the floor is judged over the last steps (at least 8 and at most 20 rises) and needs this many bytes in
+all."""
 TREND = 0.75
-"""Of all pairs of those steps so many more must rise than fall (Kendall's tau). Lengths alone reached it in 1 of 60,000
-windows of 15 steps and in none of 60,000 of 21, drawn at random; a rise that came once and stayed has a half."""
+"""Minimum excess of rising over falling pairs among these steps (Kendall's tau). Random lengths alone reached it in 1
+of 60,000 windows of 15 steps and in none of 60,000 of 21; a single permanent rise gives a half."""
 LATE_SHARE = 0.7
-"""And the later half must grow at this share of the earlier half's rate: caches that fill up come to rest. With 0.7, of
-150 leaks of 20 MiB a step beneath 100 MiB of noise 99 % are told within 20 steps."""
+"""The later half must also grow at least at this share of the earlier half's rate, since caches fill up and stop. With
+0.7, 99 % of 150 leaks of 20 MiB per step under 100 MiB of noise are found within 20 steps."""
 STAIRS, STAIR_BYTES, STAIR_GAP, ALIKE = 3, 32 * MIB, 3, 2.0
-"""Growth is also so many rises of so many bytes at least, each so many steps after the last at least, that stay; the
-largest and the longest apart no more than this times the smallest and the nearest: records among lengths that vary come
-ever more seldom."""
+"""Stepwise growth: at least this many permanent rises of at least this many bytes, at least this many steps apart,
+whose sizes and distances differ by at most this factor. Record lengths of varying rows become ever rarer instead."""
 SPIKE = 1.2
-"""A micro batch is a spike when it has this many times the tokens of the largest before it."""
+"""A micro-batch with this many times the tokens of the largest before it is a spike."""
 
 
 class Cause(StrEnum):
-    """What has to change."""
+    """Cause of an out-of-memory failure."""
 
     CAPACITY = "capacity"
     FRAGMENTATION = "fragmentation"
@@ -51,7 +51,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Repair:
-    """A size that a run made smaller after memory had run out in `phase` of `step`; step 0 is the trial before all."""
+    """A size that a run reduced after running out of memory in `phase` of `step`; step 0 is the trial before the
+    first."""
 
     key: str
     before: int
@@ -69,11 +70,11 @@ class Repair:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a run knew when it failed; empty for a bare text.
+    """State of a run when it failed; empty for a bare text.
 
-    `floors` are the bytes allocated at the end of the last steps, oldest first; `batch` and `largest_batch` the
-    tokens of the micro batch in hand and of the largest before it. `repairs` are those of the run so far; it has gone
-    on after this failure when the last is of this step.
+    `floors` are the bytes allocated at the end of the last steps, oldest first; `batch` and `largest_batch` the tokens
+    of the current micro-batch and of the largest before it. `repairs` are those of the run so far; if the last one is
+    of this step, the run has continued.
     """
 
     phase: str | None = None
@@ -85,13 +86,13 @@ class Circumstances:
 
 
 def find_cause(message: Message, circumstances: Circumstances, is_pinning: bool = False) -> Cause:
-    """The cause by arithmetic on what the message states; `unknown` where that decides nothing."""
+    """The cause by arithmetic on the message's figures; `unknown` if these do not decide."""
     if message.kind is not Kind.OUT_OF_MEMORY:
         return Cause.UNKNOWN
     if message.space is Space.HOST or (is_pinning and message.capacity_bytes is None):
         return Cause.HOST
     if message.name in (PLACEMENT, SMALLEST_BATCH):
-        return Cause.CAPACITY  # which is what these words say: not all of the model, or not one row, fits
+        return Cause.CAPACITY  # the meaning of these messages: the model, or a single row, does not fit
     capacity, request, free = message.capacity_bytes, message.request_bytes, message.free_bytes
     if capacity is None or request is None:
         return _cause_by_circumstances(circumstances) or Cause.UNKNOWN
@@ -103,13 +104,13 @@ def find_cause(message: Message, circumstances: Circumstances, is_pinning: bool 
     if request > capacity:
         return Cause.CAPACITY
     if free is not None and free >= request + SEGMENT:
-        return Cause.UNKNOWN  # there was room: what failed is not told by these figures
+        return Cause.UNKNOWN  # there was enough free: the figures do not explain the failure
     figures = _cause_by_figures(message, capacity, request, free or 0)
     return figures or _cause_by_circumstances(circumstances) or Cause.CAPACITY
 
 
 def _cause_by_figures(message: Message, capacity: int, request: int, free: int) -> Cause | None:
-    """Other processes or fragmentation, whichever holds more, when the request fits without it."""
+    """Other processes or fragmentation, whichever holds more, if the request would fit without it."""
     unused, others = message.reserved_unallocated_bytes or 0, held_by_others(message) or 0
     candidates = []
     if not is_limited(message) and others + free >= request and others >= min(OTHER_SHARE * capacity, OTHER_BYTES):
@@ -120,12 +121,12 @@ def _cause_by_figures(message: Message, capacity: int, request: int, free: int) 
 
 
 def allowed_room(message: Message) -> int | None:
-    """Bytes that PyTorch may still take of a memory fraction's limit; None where the text names no limit."""
+    """Bytes left of a memory fraction's limit; None if the text names no limit."""
     return None if message.allowed_bytes is None else max(message.allowed_bytes - _reserved(message), 0)
 
 
 def is_limited(message: Message) -> bool:
-    """Whether a memory fraction refused the request, whatever other processes hold."""
+    """Whether a memory fraction refused the request, independent of other processes."""
     room = allowed_room(message)
     return room is not None and room < max(message.request_bytes or 0, SEGMENT)
 
@@ -142,7 +143,7 @@ def _reserved(message: Message) -> int:
 
 
 def held_by_others(message: Message) -> int | None:
-    """Bytes of other processes: as named, else what nobody in this process can hold; None where neither is known."""
+    """Bytes of other processes, as named or inferred from what this process cannot hold; None if neither is known."""
     if message.other_process_bytes is not None:
         return message.other_process_bytes
     rest = unaccounted_bytes(message)
@@ -152,20 +153,20 @@ def held_by_others(message: Message) -> int | None:
 
 
 def unaccounted_bytes(message: Message) -> int | None:
-    """What is neither free, nor this process's, nor named: the driver's, and processes that were not named."""
+    """Bytes that are neither free, nor this process's, nor named: of the driver and unnamed processes."""
     if message.capacity_bytes is None or message.free_bytes is None or message.allocated_bytes is None:
         return None
     if message.process_bytes is None and message.reserved_unallocated_bytes is None:
-        return None  # a message that was cut, or the allocator of CUDA: what this process has reserved is not said
+        return None  # a truncated message, or CUDA's own allocator, without this process's reserved bytes
     own = message.process_bytes if message.process_bytes is not None else _reserved(message)
     return max(message.capacity_bytes - message.free_bytes - own - (message.other_process_bytes or 0), 0)
 
 
 def growth_per_step(floors: Sequence[int]) -> int | None:
-    """Bytes by which the floor of allocated memory rises a step, of the latest steps; None where it does not grow.
+    """Growth of the allocated floor per step over the latest steps, in bytes; None if it does not grow.
 
-    The median of the slopes of all pairs (Sen 1968), or the slope of regular stairs. A floor that goes up and down with
-    lengths does not grow, neither does one that rose once and stayed or that comes to rest.
+    The median slope of all pairs (Sen 1968), or the slope of regular steps. A floor that varies with lengths, rose once
+    or stops growing does not count.
     """
     trend = _trend(floors)
     return trend if trend is not None else _slope_of_stairs(floors)
@@ -184,7 +185,7 @@ def _trend(floors: Sequence[int]) -> int | None:
 
 
 def _slope_of_stairs(floors: Sequence[int]) -> int | None:
-    """Bytes a step of a floor whose last rises came at regular distances, each above all that was before."""
+    """Growth per step of a floor whose last rises came at regular distances, each a new maximum."""
     ceilings = list(accumulate(floors, max))
     later = list(accumulate(reversed(floors), min))[::-1]
     steps = range(1, len(floors))
@@ -199,5 +200,5 @@ def _slope_of_stairs(floors: Sequence[int]) -> int | None:
 
 
 def _slopes(values: Sequence[int]) -> list[float]:
-    """Rise a step between each two of the values."""
+    """Slope between each two of the values."""
     return [(after - before) / (j - i) for (i, before), (j, after) in combinations(enumerate(values), 2)]

@@ -1,4 +1,4 @@
-"""What is left of a failed run: its report, its logs and its plan; or a log alone. No torch."""
+"""Evidence of a failure: report, logs and plan of a run folder, or a log alone. No torch."""
 
 import re
 import sys
@@ -16,17 +16,17 @@ from framework.regular_files import open_regular, read_regular
 
 PLAN = "plan.json"
 Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Bytes; of a saving they may be negative."""
+"""Bytes; savings may be negative."""
 
 
 class _Saved(BaseModel):
-    """A mapping of the file. Keys that an explanation does not need are not looked at."""
+    """A mapping in a file, of which only the keys needed for an explanation are validated."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class SavedPhase(_Saved):
-    """Allocated bytes at the peak of a phase, and what they are for."""
+    """Allocated bytes at the peak of a phase, by purpose."""
 
     name: str
     allocated_bytes: Count
@@ -34,13 +34,13 @@ class SavedPhase(_Saved):
 
 
 class SavedPeak(_Saved):
-    """The phase of most use."""
+    """The phase of maximum use."""
 
     phase: str
 
 
 class SavedLever(_Saved):
-    """A change that can be pasted, and the bytes that it saves in each phase (None: not known yet)."""
+    """A change to paste, and its savings in bytes by phase (None: not known yet)."""
 
     key: str
     override: str
@@ -50,7 +50,7 @@ class SavedLever(_Saved):
 
 
 class SavedPlan(_Saved):
-    """The plan of a run, with what each lever would save of it (None: none was asked)."""
+    """The plan of a run, with the savings of each lever (None: not computed)."""
 
     phases: list[SavedPhase]
     step_peak: SavedPeak
@@ -58,12 +58,12 @@ class SavedPlan(_Saved):
     levers: list[SavedLever] | None = None
 
     def phase(self, name: str | None) -> SavedPhase | None:
-        """The phase of that name, where the plan has it."""
+        """The phase of that name, if the plan has it."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
 
 def read_plan(folder: Path) -> tuple[SavedPlan | None, str]:
-    """The plan of a run folder, or None and why there is none."""
+    """The plan of a run folder, or None and the reason."""
     try:
         return SavedPlan.model_validate_json(read_regular(folder / PLAN, "replace")), ""
     except OSError as error:
@@ -75,21 +75,21 @@ def read_plan(folder: Path) -> tuple[SavedPlan | None, str]:
 
 
 REPORT, STOPPED = "oom.txt", "stopped.txt"
-"""What a run writes where memory ran out, and where it stopped at a value that is not finite."""
+"""Reports that a run writes when memory ran out, and when a value was not finite."""
 EARLIER = "-step-????????*"
-"""How the stems of these go on once the run has gone on after the stop."""
+"""Suffix of these reports' stems after the run was resumed."""
 _LOGS = ("*.log", "*.out", "*.err", "*.txt", "error*.json")
 _NO_LOGS = ("checkpoints", "final")
-"""Folders of a run that hold weights and words, such as a vocabulary, and no log."""
+"""Folders of a run with weights and vocabularies, but without logs."""
 _WHOLE = "[0-9]{1,18}"
-"""A number as a run writes it; longer ones are damage."""
+"""A number as a run writes it; longer ones are damaged."""
 _MOST_BYTES = 64 * 2**20
-"""Of a log that is read, from its beginning, since the first message is what counts; else from its end."""
+"""Bytes read of a long log: from its beginning, since the first message counts, or from its end."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A text, what the run knew, and its plan (None without a run). `unread` says why a plan is not used."""
+    """A text, the circumstances of the run, and its plan (None without a run). `unread` is why a plan is not used."""
 
     text: str
     circumstances: Circumstances = field(default_factory=Circumstances)
@@ -98,21 +98,21 @@ class Evidence:
 
 
 def gather(source: Path, run: Path | None = None) -> Evidence:
-    """The evidence in a run folder, or in a log file with the plan of `run` or of the folder that it is in.
+    """Gather the evidence in a run folder, or in a log file with the plan of `run` or of the log's folder.
 
-    Raises RequestError where there is nothing to read.
+    Raises RequestError if there is nothing to read.
     """
     if not source.exists():
         raise RequestError([Problem("", f"there is no file or folder {source}", nearest=path_like(source))])
     folder = source if source.is_dir() else source.parent
     plan, reason = (plan_of(run), "") if run else read_plan(folder)
     text = _text_of(source) if source.is_dir() else read_text(source)
-    unread = f"{folder / PLAN} cannot be read ({reason}): nothing is known of how much each change saves"
+    unread = f"{folder / PLAN} cannot be read ({reason}): the savings of each change are not known"
     return Evidence(text, read_circumstances(text), plan, unread if reason else "")
 
 
 def _text_of(folder: Path) -> str:
-    """The run's own newest report, else the log that tells most of a failure, also of a rank's in its own folder."""
+    """The run's newest report, else the log that tells most about a failure, including logs in folders of ranks."""
     reports = [file for name in (REPORT, STOPPED) if (file := folder / name).exists()]
     if reports:
         return read_text(max(reports, key=lambda file: file.stat().st_mtime))
@@ -125,14 +125,14 @@ def _text_of(folder: Path) -> str:
         looked = f"; looked at {', '.join(str(file.relative_to(folder)) for file in logs)}" if logs else ""
         message = f"{folder} holds no report of a failure ({REPORT}){looked}"
         if earlier:
-            message += f"; the run has gone on since it stopped: {', '.join(file.name for file in earlier)}"
+            message += f"; the run has continued since it stopped: {', '.join(file.name for file in earlier)}"
         nearest = str(earlier[-1]) if earlier else None
         raise RequestError([Problem("", message, expected="a log file, or `-` for standard input", nearest=nearest)])
     return min(told, key=lambda pair: pair[0])[1]
 
 
 def earlier_reports(folder: Path) -> list[Path]:
-    """The reports of stops that the run has gone on after, in the order of their steps."""
+    """Reports of earlier stops after which the run continued, in the order of their steps."""
     found = (file for name in (REPORT, STOPPED) for file in folder.glob(f"{Path(name).stem}{EARLIER}.txt"))
     return sorted(found, key=lambda file: file.stem.partition("-")[2])
 
@@ -142,9 +142,9 @@ def _is_log(file: Path) -> bool:
 
 
 def read_text(file: Path) -> str:
-    """A text file, whatever bytes are in it: of a very long one its beginning, or its end where that alone tells.
+    """Read a text file with arbitrary bytes; of a very long one its beginning, or its end if only that has a message.
 
-    Raises RequestError when it cannot be read.
+    Raises RequestError if it cannot be read.
     """
     try:
         with open_regular(file) as opened:
@@ -160,18 +160,18 @@ def read_text(file: Path) -> str:
 
 
 def _decoded(data: bytes) -> str:
-    """UTF-8, or the UTF-16 that PowerShell's `>` writes."""
+    """Decode UTF-8, or the UTF-16 that PowerShell's `>` writes."""
     is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff") and b"\0" in data[:200]
     return data.decode("utf-16" if is_utf16 else "utf-8", "replace")
 
 
 def read_standard_input() -> str:
-    """The beginning of what comes in, whatever bytes are in it."""
+    """Read the beginning of standard input, with arbitrary bytes."""
     return _decoded(sys.stdin.buffer.read(_MOST_BYTES))
 
 
 def plan_of(run: Path) -> SavedPlan:
-    """The plan of a run that was named. Raises RequestError where there is none."""
+    """The plan of a named run. Raises RequestError if there is none."""
     plan, unread = read_plan(run)
     if plan is None:
         reason = f"holds no {PLAN} that can be read" if run.is_dir() else "is no folder"
@@ -186,7 +186,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def write_circumstances(circumstances: Circumstances) -> str:
-    """The head of `oom.txt`, which `read_circumstances` reads again."""
+    """The head of `oom.txt`, for `read_circumstances`."""
     facts = {
         "phase": circumstances.phase,
         "step": circumstances.step,
@@ -199,7 +199,7 @@ def write_circumstances(circumstances: Circumstances) -> str:
 
 
 def read_circumstances(text: str) -> Circumstances:
-    """What the head of an `oom.txt` tells; nothing for any other text."""
+    """Parse the head of an `oom.txt`; empty for any other text."""
     head = text[:20_000].partition("\n\n")[0]
     facts = dict(re.findall(r"^([a-z ]+): (.*)$", head, re.MULTILINE))
     if not facts.keys() & {"phase", "step", "repaired"}:  # of the trial's evaluation there is the last alone

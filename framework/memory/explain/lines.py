@@ -1,5 +1,5 @@
-"""A log as it was meant: without colours, ranks, times and boxes in front of its lines, one process at a time; and the
-phase of a run that a traceback in it tells. No torch."""
+"""Normalization of logs: colors, ranks, times and boxes are removed from lines, which are grouped by process; and the
+phase of a run from a traceback. No torch."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _RANK = re.compile(
     r"|\d+: (?=\S|  )"  # srun --label, also of a stack's indented lines
     r"|[\w.-]+\s+\| "  # docker compose
 )
-"""Who wrote a line. Lines that begin alike belong together; the others of a log with several writers do not."""
+"""Prefix that identifies the writer of a line. Lines with equal prefixes belong together."""
 _TIME = re.compile(
     r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?(?: std(?:out|err) [FP](?= |$))?"  # CRI
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]+ [\w./@-]+(?:\[\d+\])?:"  # journald, syslog
@@ -31,16 +31,16 @@ _BAR = re.compile(
     r"|(?:^\s*[^|:]{0,60}: +)?\b\d+(?:it| examples| steps) \[\d[^\]]*(?:s/it|/s)\]"  # tqdm that knows no end
     r"|^[^━]*[━╸╺]{4}.*$"  # rich
 )
-"""Progress that another thread or library wrote into the middle of a message; kept where it shows a loss of nan."""
+"""Progress bars written into the middle of a message by another thread; kept if they show a loss of nan."""
 _ENDING = re.compile(r"[\s│║┃]+")
 BEFORE, AFTER = 400, 60
-"""Lines in front of a message that may hold its stack, and after it that may hold the rest of it."""
+"""Number of lines before a message that may hold its stack, and after it that may hold its rest."""
 _PARTS = (_RANK, _TIME, _LEVEL, _FRAME)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line: its number in the log from 0, the writer's mark (empty where there is none) and the text proper."""
+    """One line: its number in the log from 0, the writer's prefix (possibly empty) and the text."""
 
     number: int
     writer: str
@@ -48,9 +48,9 @@ class Line:
 
 
 def clean(text: str, is_telling: Callable[[str], bool]) -> list[Line]:
-    """The lines of a log within reach of a telling one; a log may have a million others.
+    """The lines of a log near a telling one; a log may have a million others.
 
-    A carriage return, as progress bars write it, ends a line too.
+    A carriage return, as written by progress bars, also ends a line.
     """
     raw = re.split(r"\r\n|\n|\r", _COLOUR.sub("", text))
     wanted: set[int] = set()
@@ -61,19 +61,19 @@ def clean(text: str, is_telling: Callable[[str], bool]) -> list[Line]:
 
 
 def _of_record(line: str, is_telling: Callable[[str], bool]) -> list[str]:
-    """The lines within a record of JSON, as containers and torchrun's error files write them; else the line itself."""
+    """The lines within a JSON record, as written by containers and torchrun's error files; else the line itself."""
     if not line.lstrip().startswith("{"):
         return [line]
     try:
         texts = list(_texts(json.loads(line)))
     except (ValueError, RecursionError):
         return [line]
-    is_elsewhere = is_telling(line) and not any(map(is_telling, texts))  # such as in the number of a metric
+    is_elsewhere = is_telling(line) and not any(map(is_telling, texts))  # for example in the value of a metric
     return [line] if is_elsewhere or not texts else [part for text in texts for part in text.splitlines()]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts of a record; single words, such as a stream's name or a time, are none."""
+    """The texts of a record, without single words such as a stream's name or a time."""
     if isinstance(value, str) and len(value.split(" ")) + value.count("\n") > 1:
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -88,7 +88,7 @@ def _clean(number: int, line: str) -> Line:
             writer = writer or found.group().strip()
         text = left[found.end() :]
         left = text.lstrip()
-    ending = _ENDING.match(text[::-1])  # a search for it from the front takes the square of the spaces within
+    ending = _ENDING.match(text[::-1])  # searching from the front is quadratic in the spaces within
     return Line(number, writer, text[: len(text) - ending.end()] if ending else text)
 
 
@@ -99,7 +99,7 @@ def by_writer(lines: Sequence[Line]) -> Iterator[list[Line]]:
 
 
 class Compact:
-    """Lines without any white space and end to end: a message reads the same however a terminal has wrapped it."""
+    """Lines joined without white space, so that a message reads the same however it was wrapped."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines
@@ -126,7 +126,7 @@ _MOST_LINES = 400
 
 @dataclass(frozen=True)
 class Frame:
-    """One call on the stack: file, function and the line of code, as far as the text shows them."""
+    """One call on the stack: file, function and line of code, as far as shown."""
 
     file: str
     function: str
@@ -164,14 +164,14 @@ RULES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("forward", r" forward\b|_call_impl\b|\.forward\("),
     )
 )
-"""Phase and what gives it away in `file function code`, first match first."""
+"""Phase and its pattern in `file function code`, first match first."""
 
 _WITHIN = ("forward", "loss")
-"""Phases that also occur inside others: of a recomputed block in backward, and of a model that is evaluated."""
+"""Phases that also occur inside others: in backward for recomputed blocks, and in evaluation."""
 
 
 def read_frames(lines: Sequence[Line], message_line: int) -> tuple[Frame, ...]:
-    """The stack that the message ended, outermost first. Debuggers print it after the message, innermost first."""
+    """The stack of the message, outermost first. Debuggers print it after the message, innermost first."""
     before = [line for line in lines if line.number <= message_line][-_MOST_LINES:]
     starts = [index for index, line in enumerate(before) if _START in line.text]
     found = _frames(before[starts[-1] :] if starts else before)
@@ -196,9 +196,9 @@ def _frames(lines: Sequence[Line]) -> tuple[Frame, ...]:
 
 
 def read_phase(frames: Sequence[Frame]) -> str | None:
-    """The phase that was running; None when no frame tells.
+    """The phase of a stack; None if no frame shows it.
 
-    The innermost frame that tells decides. A forward pass within a backward pass or an evaluation belongs to that.
+    The innermost telling frame decides. A forward pass within a backward pass or an evaluation counts as that.
     """
     found: str | None = None
     for frame in reversed(frames):
@@ -212,13 +212,13 @@ def read_phase(frames: Sequence[Frame]) -> str | None:
 
 
 def makes_states(frames: Sequence[Frame]) -> bool:
-    """Whether an optimizer was making its states, which it does in its first step alone."""
+    """Whether an optimizer was creating its states, which happens only in its first step."""
     made = re.compile(r"_init_group|init_state|zeros_like\(p|get_state_buffer|exp_avg(?:_sq)?['\"]\] = |init_zeros")
     return any(made.search(f"{frame.function} {frame.code}") for frame in frames)
 
 
 def is_pinning(frames: Sequence[Frame]) -> bool:
-    """Whether host memory was being pinned, whose failure CUDA words like that of its own memory. FSDP2 pins gradients
-    where it sends them to the host."""
+    """Whether host memory was being pinned, whose failure CUDA reports like one of its own memory. FSDP2 pins gradients
+    when it sends them to the host."""
     pinned = re.compile(r"pin_memory|^foreach_reduce .*\.to\(")
     return any(pinned.search(f"{frame.function} {frame.code}") for frame in frames)

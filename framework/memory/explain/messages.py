@@ -1,4 +1,4 @@
-"""What a text says of a failure: its kind, and every figure in it, exact to the byte that was printed. No torch."""
+"""Parser of failure messages: kind of failure, and every figure with the printed precision. No torch."""
 
 import re
 from dataclasses import dataclass, replace
@@ -21,18 +21,18 @@ from framework.memory.explain.shapes import (
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50, "E": 2**60}
 _LONGEST = 6000
-"""Characters, without white space, that one message of an allocator may have: it names every process on the card."""
+"""Maximum characters of an allocator's message without white space; it names every process on the card."""
 _MOST_BYTES = 2**53
-"""More is a counter below zero: WSL's `17179869184.00 GiB`."""
+"""Larger values are negative counters: WSL's `17179869184.00 GiB`."""
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Message:
-    """The first report of a failure in a text. Bytes are None where the text does not give them.
+    """The first report of a failure in a text. Bytes are None if the text does not give them.
 
-    `process_bytes` is what this process holds on the card, PyTorch or not; `outside_bytes` what this process holds
-    outside PyTorch's allocator, where that is said by itself (MPS); `allowed_bytes` a limit set by a memory fraction.
+    `process_bytes` is all memory of this process on the card; `outside_bytes` its memory outside PyTorch's allocator if
+    given separately (MPS); `allowed_bytes` a limit set by a memory fraction.
     `others` are (process id, bytes) of the other processes named. `line` counts from 0.
     """
 
@@ -51,23 +51,24 @@ class Message:
     allowed_bytes: int | None = None
     others: tuple[tuple[int, int], ...] = ()
     writers: tuple[str, ...] = ()
-    """Marks of the ranks that report such a failure, this message's first; none where the lines have no marks."""
+    """Prefixes of the ranks that report such a failure, this message's first; empty without prefixes."""
     variable: str = ""
-    """The environment variable of the allocator that the message names: PyTorch's versions and builds differ in it."""
+    """The allocator's environment variable as named by the message; it differs between PyTorch's versions and
+    builds."""
 
     @property
     def other_process_bytes(self) -> int | None:
-        """What the other processes that are named hold in all."""
+        """Total of the other processes that are named."""
         return sum(size for _, size in self.others) if self.others else None
 
 
 def read_message(text: str) -> tuple[Message, tuple[Line, ...]] | None:
-    """The failure that a text reports, and the lines of the process that reported it; None when it reports none known.
+    """The failure that a text reports, and the lines of the process that reported it; None if it reports no known one.
 
-    The first message counts: what comes after it, also from other ranks, are echoes. Memory that ran out ends a run,
-    which a figure that is not finite often does not (of a float16 scaler's first steps, or of a metric): that counts
-    only where no memory ran out. A hang counts only where there is neither, since a rank that has died leaves the
-    others waiting; a size beyond all measure is an echo itself.
+    The first message counts; later ones, also from other ranks, are echoes. Out of memory has priority over a value
+    that is not finite, which often does not end a run (in a float16 scaler's first steps, or in a metric). A hang
+    counts only without either, since a rank that died leaves the others waiting. A message with an impossible size is
+    itself an echo.
     """
     lines = clean(text, is_telling)
     groups = [Compact(group) for group in by_writer(lines)]
@@ -87,9 +88,9 @@ class _Hit:
     shape: Shape
     text: Compact
     index: int
-    """Of the line, within the writer's lines."""
+    """Index of the line among the writer's lines."""
     start: int
-    """In compact text; where only a line was looked at, the start of that line."""
+    """Position in the compact text; for a pattern of one line the start of that line."""
     match: re.Match[str]
 
     @property
@@ -150,9 +151,9 @@ def _read(hit: _Hit) -> Message:
 
 
 def _read_torch(plain: Message, rest: str) -> Message:
-    """PyTorch's allocators for CUDA, HIP, XPU and NPU, in their older and newer words.
+    """Read messages of PyTorch's allocators for CUDA, HIP, XPU and NPU, in older and newer wordings.
 
-    What older ones call `reserved in total` holds the allocated bytes; what the oldest call `cached` does not.
+    In older ones `reserved in total` includes the allocated bytes; in the oldest ones `cached` does not.
     """
     allocated = _first(rf"{SIZE}alreadyallocated|Oftheallocatedmemory{SIZE}isallocatedbyPyTorch", rest)
     unallocated = _first(rf"{SIZE}isreservedbyPyTorchbutunallocated|{SIZE}cached", rest)
@@ -183,8 +184,8 @@ def _read_torch(plain: Message, rest: str) -> Message:
 
 
 def _own_process(named: list[tuple[int, int]], reserved: int) -> tuple[int | None, list[tuple[int, int]]]:
-    """In a container PyTorch does not know its own number among those the driver names: it is the smallest that holds
-    all that PyTorch has reserved."""
+    """Find this process among those named. In a container PyTorch does not know its own id: it is the smallest process
+    that holds all bytes reserved by PyTorch."""
     able = [pair for pair in named if pair[1] >= reserved > 0]
     own = min(able, key=lambda pair: pair[1]) if able else None
     return (own[1] if own else None), [pair for pair in named if pair is not own]
@@ -199,21 +200,21 @@ def _first(pattern: str, text: str) -> int | None:
 
 
 def _size(number: str, unit: str) -> int | None:
-    """Bytes of a printed size, rounded to the nearest; None for a counter that went below zero."""
+    """Bytes of a printed size, rounded to the nearest; None for a negative counter."""
     factor = _UNITS[unit[:1].upper() if unit != "bytes" else ""]
     found = int((Decimal(number) * factor).to_integral_value())
     return found if found < _MOST_BYTES else None
 
 
 def weight(message: Message) -> int:
-    """How little a failure tells where there is another: 0 where memory ran out, 1 for a value that is not finite, 2
-    for what follows from another rank's failure."""
+    """Priority of a failure among several, lowest first: 0 out of memory, 1 a value that is not finite, 2 a consequence
+    of another rank's failure."""
     if message.kind is Kind.HANG or message.name == "absurd size":
         return 2
     return int(message.kind is Kind.NAN)
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Whether an exception's text says that memory has run out."""
+    """Whether an exception's text reports out of memory."""
     found = read_message(text)
     return found is not None and found[0].kind is Kind.OUT_OF_MEMORY

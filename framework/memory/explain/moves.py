@@ -1,4 +1,4 @@
-"""What to change after a failure, the largest predicted saving in the phase that failed first. No torch."""
+"""Changes to make after a failure, ranked by predicted saving in the failed phase. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from framework.schema.keys import value_of
 from framework.schema.optimizers import FACTS, Optimizer, serves_states_of
 
 HOST = "host"
-"""The key, next to the phases, of what a lever saves of the host's memory."""
+"""Key of a lever's savings of host memory, in addition to the phases."""
 LEAST_SHARE = 0.005
-"""A saving below this share of what the phase allocates is not worth a line: it does not touch the peak."""
+"""Savings below this share of the phase's allocation are omitted: they do not affect the peak."""
 
 TERMS: Mapping[str | None, frozenset[str]] = {
     "load": frozenset({"weights"}),
@@ -25,22 +25,22 @@ TERMS: Mapping[str | None, frozenset[str]] = {
     "save": frozenset({"weights", "optimizer"}),
     "resume": frozenset({"weights", "optimizer"}),
 }
-"""Terms that can make up the peak of a phase; of forward, loss, backward and an unknown phase it can be any. The
-temporaries of an optimizer's step are the optimizer's, and no other lever's."""
+"""Terms that can contribute to the peak of a phase; in forward, loss, backward and an unknown phase any can.
+Temporaries in an optimizer's step depend on the optimizer only."""
 _DEFAULT = TrainingConfig()
 _QUANTIZED, _ADAPTED = "peft.q_lora", {"training.use_peft": True}
 _SHARDED = "fsdp.enable_fsdp"
-"""Needs several cards; how many there are is not known from a text, and one card alone is the default."""
+"""Needs several cards; their number is not known from a text, and the default is one."""
 _DETAILS = ("model.sdpa_backend",)
-"""Levers whose plain setting nobody has by default."""
+"""Levers whose first setting is not the default."""
 _MOST_DIGITS = 20
-"""Of a size; a plan that is damaged may have more than Python reads."""
+"""Maximum digits of a size; a damaged plan may have more than Python parses."""
 _GROWING = "training.allocator.expandable_segments=true"
 
 
 @dataclass(frozen=True)
 class Move:
-    """One line to paste. `saves_bytes` is None where nothing has predicted it."""
+    """One line to paste. `saves_bytes` is None if it was not predicted."""
 
     override: str
     saves_bytes: int | None
@@ -59,11 +59,11 @@ class Move:
 def rank_moves(
     plan: SavedPlan | None, phase: str | None, cause: Cause, repairs: Sequence[Repair] = ()
 ) -> tuple[Move, ...]:
-    """The moves that take something off the peak of `phase`.
+    """The changes that lower the peak of `phase`.
 
-    The levers of a run's plan hold what each change saves, phase by phase. A lever that was not rehearsed comes last,
-    without a figure; without any plan all are of that kind. Memory in pieces is mended first, by what no plan can tell
-    the gain of. A size that the run has repaired already is not offered again.
+    The levers of a run's plan have the savings of each change by phase. A lever that was not rehearsed comes last,
+    without a figure; without a plan all are of that kind. For fragmentation its own cure comes first, whose gain cannot
+    be planned. A size that the run has already reduced is not proposed again.
     """
     reached = {repair.key: repair.after for repair in repairs}
     return tuple(move for move in _moves(plan, phase, cause) if not _was_tried(move.override, reached))
@@ -97,7 +97,7 @@ def _ranked(levers: Sequence[SavedLever], phase: str, needed: int) -> tuple[Move
 
 
 def touches(key: str, phase: str | None) -> bool:
-    """Whether a lever shrinks a term that can be part of the peak of `phase`."""
+    """Whether a lever reduces a term that can be part of the peak of `phase`."""
     row = next((row for row in LEVERS if row.key == key), None)
     if row is None or (row.moment and (row.moment == "eval") != (phase == "eval")):
         return False
@@ -106,7 +106,7 @@ def touches(key: str, phase: str | None) -> bool:
 
 @cache
 def _general(phase: str | None) -> tuple[Move, ...]:
-    """For a text alone: what is known to shrink the phase's terms, those that change no result first."""
+    """Changes without a plan: those known to reduce the phase's terms, exact ones first."""
     found = []
     for row in movable():
         is_of_adapter = row.key.startswith("peft.") and row.key != _QUANTIZED
@@ -114,28 +114,29 @@ def _general(phase: str | None) -> tuple[Move, ...]:
             found += [
                 _plain_move(row, setting)
                 for setting in _settings(row, phase)
-                if TASK not in setting.beside and (setting.beside == _ADAPTED or not is_detail(row.key, setting.beside))
+                if TASK not in setting.requires
+                and (setting.requires == _ADAPTED or not is_detail(row.key, setting.requires))
             ]
     return tuple(sorted(found, key=lambda move: not move.exact))
 
 
 def _plain_move(row: Lever, setting: Setting) -> Move:
-    """A setting with what it needs next to it that no recipe has by itself."""
-    beside = setting.beside if row.key != BATCH else {}
-    beside = {**beside, "gpu.count": 2} if row.key == _SHARDED else beside
-    missing = {key: value for key, value in beside.items() if value_of(_DEFAULT, key) != value}
+    """A setting with the other settings that it requires and that are not defaults."""
+    requires = setting.requires if row.key != BATCH else {}
+    requires = {**requires, "gpu.count": 2} if row.key == _SHARDED else requires
+    missing = {key: value for key, value in requires.items() if value_of(_DEFAULT, key) != value}
     override = " ".join(f"{key}={word(value)}" for key, value in {row.key: setting.value, **missing}.items())
     is_exact = not setting.changes and missing.keys() <= {"gpu.count"}
     return Move(override, None, costs_of(setting), is_exact)
 
 
 def _settings(row: Lever, phase: str | None) -> tuple[Setting, ...]:
-    """The one setting to try where the present one is not known: of an optimizer those that keep its update rule."""
-    if OPTIMIZER in row.settings[0].beside:
+    """The settings to try if the present one is not known: one, but for optimizers all with the same update rule."""
+    if OPTIMIZER in row.settings[0].requires:
         return ()  # a detail of one optimizer
     if row.key == OPTIMIZER:
         rule = FACTS[row.settings[0].value].rule
-        others = (item for item in row.settings[2:] if FACTS[item.value].rule == rule and not item.beside)
+        others = (item for item in row.settings[2:] if FACTS[item.value].rule == rule and not item.requires)
         return (row.settings[0], *others) if phase == "optimizer_step" else tuple(others)
     if row.key in (BATCH, EVAL_BATCH):
         return row.settings[-1:]
@@ -150,7 +151,7 @@ TASK = "training.task"
 
 @dataclass(frozen=True)
 class Proposal:
-    """One change. `override` is as it is typed, several words where the change needs company; `costs` in words."""
+    """One change. `override` is the text to type, several words if it requires other settings; `costs` is a text."""
 
     key: str
     override: str
@@ -158,16 +159,16 @@ class Proposal:
     exact: bool
     config: TrainingConfig
     shrinks: tuple[str, ...] = ()
-    """Terms of the ledger that it can make smaller."""
+    """Terms of the ledger that it can reduce."""
 
 
 def propose(config: TrainingConfig) -> tuple[Proposal, ...]:
-    """Every single change of a resolved config that may take less memory and that can run, in the table's order."""
+    """Every single change of a resolved config that may save memory and can run, in the table's order."""
     return tuple(proposal for row in movable() for proposal in _of(row, config))
 
 
 def movable() -> Iterator[Lever]:
-    """The levers that can take something off what is allocated; those that move the cache alone cannot."""
+    """The levers that can reduce allocated memory, unlike those that only affect the cache."""
     return (row for row in LEVERS if set(row.shrinks) - {"fragmentation"} and row.proposed)
 
 
@@ -175,13 +176,13 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
     for setting in _next_settings(row, value_of(config, row.key)):
         if not suits(setting.hardware, config.gpu) or not _has(setting):
             continue
-        changes = {key: value for key, value in setting.beside.items() if value_of(config, key) != value}
+        changes = {key: value for key, value in setting.requires.items() if value_of(config, key) != value}
         if row.key.startswith("peft.") and (changes or not config.training.use_peft):
-            continue  # the adapter as a whole is a proposal of its own
+            continue  # the adapter as a whole is a separate proposal
         if row.key == "peft.lora_r" and config.peft.adapter_path is not None:
-            continue  # a trained adapter has the rank that it has
+            continue  # the rank of a trained adapter is fixed
         if TASK in changes:
-            continue  # what is to be learnt is no price
+            continue  # the task is not to be traded
         if is_detail(row.key, changes):
             continue
         if row.key == BATCH:
@@ -196,20 +197,20 @@ def _of(row: Lever, config: TrainingConfig) -> Iterator[Proposal]:
 
 
 def _goes_on(row: Lever, setting: Setting, config: TrainingConfig) -> bool:
-    """Whether a setting leaves the results of this config, so that a checkpoint of it goes on with it."""
+    """Whether a setting keeps the results of this config, so that its checkpoint can be resumed."""
     if row.key == OPTIMIZER:
         return serves_states_of(Optimizer(setting.value), Optimizer(config.training.optimizer))
     return not setting.changes
 
 
-def is_detail(key: str, beside: Mapping[str, Any]) -> bool:
-    """Whether a setting needs another lever moved, which is a proposal of its own: how to compile, what to keep."""
-    return key not in (OPTIMIZER, BATCH) and any(row.key in beside for row in movable() if row.key != key)
+def is_detail(key: str, requires: Mapping[str, Any]) -> bool:
+    """Whether a setting is a detail of another lever, which is a separate proposal: how to compile, what to save."""
+    return key not in (OPTIMIZER, BATCH) and any(row.key in requires for row in movable() if row.key != key)
 
 
 def _next_settings(row: Lever, value: Any) -> tuple[Setting, ...]:
-    """Of a number its half, of rows of an evaluation one as well; of an optimizer every other that keeps its update
-    rule; else the step away from the plain setting, after which the others differ little."""
+    """For a number its half, for rows of an evaluation also one; for an optimizer every other one with the same update
+    rule; else the first setting that differs from the plain one, since the others differ little from it."""
     if isinstance(value, int) and not isinstance(value, bool) and value > row.least:
         like, sizes = row.settings[1], dict.fromkeys([value // 2, *([1] if row.key == EVAL_BATCH else [])])
         return tuple(Setting(size, like.time, like.changes, like.hardware, like.package) for size in sizes)
@@ -225,5 +226,5 @@ def _has(setting: Setting) -> bool:
 
 
 def costs_of(setting: Setting) -> str:
-    """What a setting costs in time and in the trajectory of training, in words."""
+    """Costs of a setting in time and in the training result, as text."""
     return "; ".join(text for text in (setting.time, setting.changes) if text) or "none"

@@ -1,4 +1,4 @@
-"""The wordings that are known, as tables: of failures without white space, and of whole lines.
+"""Tables of known failure messages: patterns for text without white space, and for whole lines.
 
 Assembled from public reports (tests/memory/explain has one case for each wording) and from the sources behind them:
 PyTorch's allocators for CUDA, XPU, MPS and the CPU, NCCL, bitsandbytes.
@@ -13,7 +13,7 @@ SIZE = r"(\d{1,20}(?:\.\d{1,20})?)(bytes|[KMGTPE]i?B)"
 
 
 class Kind(StrEnum):
-    """What has gone wrong."""
+    """Kind of failure."""
 
     OUT_OF_MEMORY = "out_of_memory"
     NAN = "nan"
@@ -21,7 +21,7 @@ class Kind(StrEnum):
 
 
 class Space(StrEnum):
-    """What has run out, as far as the wording tells."""
+    """Memory that ran out, if the message shows it."""
 
     CARD = "card"
     HOST = "host"
@@ -30,14 +30,14 @@ class Space(StrEnum):
 
 @dataclass(frozen=True)
 class Shape:
-    """One wording. `pattern` may capture the size that was asked for, as number and unit."""
+    """One message. `pattern` may capture the requested size, as number and unit."""
 
     name: str
     pattern: re.Pattern[str]
     kind: Kind = Kind.OUT_OF_MEMORY
     space: Space = Space.CARD
     is_line: bool = False
-    """Whether the pattern is for one line with its white space, rather than for compact text."""
+    """Whether the pattern is for one line with white space, rather than for compact text."""
 
 
 def _card(name: str, pattern: str) -> Shape:
@@ -61,16 +61,16 @@ def _hang(name: str, pattern: str) -> Shape:
 
 
 ASYNC = re.compile(r"Allocationondevice\d+wouldexceedallowedmemory")
-"""CUDA's own allocator in PyTorch (`backend:cudaMallocAsync`), which lists its figures by name."""
+"""CUDA's own allocator in PyTorch (`backend:cudaMallocAsync`), which lists named figures."""
 MPS = re.compile(rf"MPSbackendoutofmemory\(MPSallocated:{SIZE}", re.IGNORECASE)
 ABSURD = re.compile(r"Triedtoallocatemorethan1EBmemory")
-"""A size that was computed wrongly, most often behind another fault."""
+"""A wrongly computed size, usually a consequence of another failure."""
 
 PLACEMENT, SMALLEST_BATCH, HANDLE, RANKS_SHARE = "placement", "smallest batch", "cublas handle", "nccl shared memory"
 _SHELL = r"(?:.*: line \d+: *|(?:zsh|bash|sh|ksh|fish|make)(?:\[\d+\])?: *(?:\*\*\* \[.*\] *)?)?"
 _BESTS = ("best ", "best_", "best_val_", "best_eval_", "best val ", "best eval ", "min_", "lowest ")
 _LOSS = "".join(f"(?<!{best})" for best in _BESTS) + r"(?<![A-Za-z])loss(?:es)?\b"
-"""The best loss of a run that has none yet is inf."""
+"""Names of best values, which are inf before the first evaluation."""
 
 SHAPES: tuple[Shape, ...] = (
     Shape("torch allocator", re.compile(rf"outofmemory[.:!]?(?:NPU\w+)?Triedtoallocate{SIZE}", re.IGNORECASE)),
@@ -153,7 +153,7 @@ SHAPES: tuple[Shape, ...] = (
     _nan("input", r"NaN or Inf found in input tensor|contains either `inf`, `nan` or element < 0"),
     _nan("anomaly", r"returned nan values in its \d+th output"),
 )  # fmt: skip
-"""In order of preference for wordings that begin at one and the same place."""
+"""In order of preference for messages that begin at the same place."""
 
 _WORDS = (
     *("alloc", "memory", "kill", "oom", "mmap", "winerror", "errno", "nan", "finite", "minimum", "timed out"),
@@ -164,7 +164,7 @@ _RARE = re.compile(r"\binf\b|(?:code|status|error)\W{0,12}(?:9|137)\b")
 
 
 def is_telling(line: str) -> bool:
-    """Whether a line may belong to a message, however it is wrapped: every message above has such a line."""
+    """Whether a line may belong to a message, however wrapped: every message above has such a line."""
     text = line.lower()
     return any(word in text for word in _WORDS) or _RARE.search(text) is not None
 
@@ -180,4 +180,4 @@ BARE = Shape(
     re.compile(r"\b(?:CUDA|HIP|XPU|NPU|GPU|[Dd]evice)\b.{0,20}\b[Oo]ut [Oo]f [Mm]emory\b\s*(?:[.!:(]|$)"),
     is_line=True,
 )
-"""What is left of a message when the figures are gone. Looked for when nothing else is found."""
+"""Remains of messages without figures, searched if nothing else is found."""

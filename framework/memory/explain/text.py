@@ -1,4 +1,4 @@
-"""An explanation as lines for a person: what, where and why, the subtraction, what to do. No torch."""
+"""Text of an explanation: what, where and why, the subtraction, what to do. No torch."""
 
 from collections.abc import Iterator
 
@@ -17,17 +17,17 @@ from framework.memory.units import size
 from framework.schema.plural import counted
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""Settings of the allocator where the message names no variable. Before torch 2.9: PYTORCH_CUDA_ALLOC_CONF."""
+"""Variable for the allocator's settings if the message names none. Before torch 2.9: PYTORCH_CUDA_ALLOC_CONF."""
 MOST_MOVES = 12
 MOST_WORDS = 400
-_HEADS = {Kind.NAN: "a value is not finite", Kind.HANG: "processes waited for each other in vain"}
+_HEADS = {Kind.NAN: "a value is not finite", Kind.HANG: "processes waited for each other until a timeout"}
 _PHASES = {"optimizer_step": "the optimizer step"}
 _CAUSES = {
-    Cause.CAPACITY: "what is needed at that moment is more than there is",
-    Cause.FRAGMENTATION: "enough is reserved and not in use, but in pieces",
-    Cause.OTHER_PROCESS: "other processes hold what was missing",
-    Cause.GROWTH: "what stays allocated grew from step to step",
-    Cause.SPIKE: "this micro batch is much larger than all before it",
+    Cause.CAPACITY: "more memory is needed at that moment than there is",
+    Cause.FRAGMENTATION: "enough is reserved and not in use, but fragmented",
+    Cause.OTHER_PROCESS: "other processes hold the missing memory",
+    Cause.GROWTH: "the memory that stays allocated grew from step to step",
+    Cause.SPIKE: "this micro-batch is much larger than all before it",
     Cause.HOST: "the host's memory ran out, not the card's",
     Cause.UNKNOWN: "the text has no figures that decide why",
 }
@@ -39,7 +39,7 @@ def explanation_lines(explanation: Explanation) -> list[str]:
 
 
 def cause_lines(explanation: Explanation) -> list[str]:
-    """All but the overrides: what failed and why, and what no override does."""
+    """All lines except the overrides: what failed and why, and advice beyond overrides."""
     kind, step = explanation.message.kind, explanation.circumstances.step
     head = _HEADS.get(kind, "out of memory")
     if explanation.phase is not None:
@@ -61,7 +61,7 @@ def cause_lines(explanation: Explanation) -> list[str]:
 
 
 def _subtraction(message: Message) -> Iterator[str]:
-    """The card less all that is held, down to what was free and what was missing."""
+    """The subtraction: the card less everything in use, down to free and missing bytes."""
     if message.capacity_bytes is None:
         if message.request_bytes is not None:
             yield f"  {size(message.request_bytes):>12}  were asked for"
@@ -93,29 +93,29 @@ def _subtraction(message: Message) -> Iterator[str]:
 
 
 def _facts(explanation: Explanation) -> Iterator[str]:
-    """What the run knew besides the message."""
+    """Facts known from the run in addition to the message."""
     known, message = explanation.circumstances, explanation.message
     if explanation.planned_bytes is not None:
         held = f", {size(message.allocated_bytes)} were in use" if message.allocated_bytes is not None else ""
         yield f"plan: {size(explanation.planned_bytes)} allocated at the peak of {explanation.phase}{held}"
     if explanation.state_bytes is not None:
         free = f"; {size(message.free_bytes)} were free" if message.free_bytes is not None else ""
-        yield f"the optimizer makes its states in its first step: {size(explanation.state_bytes)}{free}"
+        yield f"the optimizer creates its states in its first step: {size(explanation.state_bytes)}{free}"
     if (growth := growth_per_step(known.floors)) is not None:
         left = (
             f", {counted(message.free_bytes // growth, 'step of it was', 'steps of it were')} left"
             if message.free_bytes
             else ""
         )
-        yield f"what stays allocated grew by {size(growth)} a step in the last steps{left}"
+        yield f"memory that stays allocated grew by {size(growth)} per step in the last steps{left}"
     if known.batch and known.largest_batch:
-        yield f"micro batch: {counted(known.batch, 'token')}; the largest before it: {known.largest_batch:,}"
+        yield f"micro-batch: {counted(known.batch, 'token')}; the largest before it: {known.largest_batch:,}"
     for repair in known.repairs:
-        yield f"repaired: {repair}; the global batch stayed as it was"
+        yield f"repaired: {repair}; the global batch is unchanged"
 
 
 def _advice(explanation: Explanation) -> Iterator[str]:
-    """What no override does."""
+    """Advice beyond overrides."""
     message = explanation.message
     if is_limited(message):
         free = f"; {size(message.free_bytes)} of the card were free" if message.free_bytes else ""
@@ -125,31 +125,31 @@ def _advice(explanation: Explanation) -> Iterator[str]:
     if explanation.cause is Cause.FRAGMENTATION:
         idle = size(message.reserved_unallocated_bytes or 0)
         setting = f"{message.variable or ALLOCATOR}=expandable_segments:True"
-        yield f"segments that grow can use the {idle} that are idle: the first override, elsewhere {setting}"
+        yield f"expandable segments can use the idle {idle}: the first override, in other tools {setting}"
     elif explanation.cause is Cause.OTHER_PROCESS:
         held, tool = size(held_by_others(message) or 0), "rocm-smi" if "HIP" in message.excerpt else "nvidia-smi"
-        yield f"`{tool}` names who holds up to {held}; end it, or take another card with CUDA_VISIBLE_DEVICES"
+        yield f"`{tool}` names the process with up to {held}; end it, or use another card with CUDA_VISIBLE_DEVICES"
     elif explanation.cause is Cause.GROWTH:
         yield "find what is kept from step to step, such as losses in a list with their graphs; less memory only delays"
     elif explanation.cause is Cause.SPIKE:
-        yield "bound the longest rows with model.model_max_length, or halve the micro batch"
+        yield "limit the longest rows with model.model_max_length, or halve the micro-batch"
     elif explanation.cause is Cause.HOST:
         yield from _host_advice(message)
     elif not is_limited(message) and (message.free_bytes or 0) > (message.request_bytes or 0) > 0:
-        yield "more was free than was asked for: look at limits of the driver (Windows, WSL) and at other processes"
+        yield "more was free than requested: check limits of the driver (Windows, WSL) and other processes"
 
 
 def _host_advice(message: Message) -> Iterator[str]:
     if message.name in ("torchelastic", "launcher", "killed"):
-        yield "a process was killed from outside, most often by the kernel for want of memory: `dmesg` says if it was"
+        yield "a process was killed from outside, most often by the kernel for lack of memory: `dmesg` shows that"
     if message.name in ("shared memory", "loader"):
         yield "give the container more shared memory (`--shm-size`, /dev/shm), or set data.workers=0"
     if message.name == RANKS_SHARE:
         yield "NCCL's ranks share /dev/shm: give the container more of it (`--shm-size=1g`, `--ipc=host`)"
         return
     if message.name == "pinned" or message.space is Space.CARD:
-        yield "host memory could not be pinned: fewer processes a machine, or less that is offloaded to its memory"
-    yield "give the job more host memory, fewer data.workers, and keep nothing on the host that was offloaded there"
+        yield "host memory could not be pinned: fewer processes a machine, or less offloading to host memory"
+    yield "give the job more host memory, fewer data.workers, and no offloading to the host"
 
 
 def _move_lines(explanation: Explanation) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _move_lines(explanation: Explanation) -> Iterator[str]:
     if explanation.has_plan:
         yield f"overrides to paste, by what each saves in {explanation.phase or 'the peak of the step'}:"
     else:
-        yield "overrides to paste (without the run's plan.json nothing is known of how much each saves):"
+        yield "overrides to paste (without the run's plan.json their savings are not known):"
     width = max(len(move.override) for move in moves)
     for move in moves:
         saved = f"{size(move.saves_bytes):>11}" if move.saves_bytes is not None else f"{'?':>11}"

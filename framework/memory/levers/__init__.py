@@ -1,11 +1,10 @@
-"""THE table: one row for each knob that trades memory for something else. A knob without a row does not exist.
+"""The levers table: one row for every setting that trades memory for something else.
 
-From it come what a search tries and in which order, what a resumed run may change, the advice after an out-of-memory
-error, the verification at start-up, the test of every pair, and docs/levers.md. No torch.
+It determines what a search tries and in which order, what a resumed run may change, the advice after an out-of-memory
+error, the verification at start-up, the pairwise tests, and docs/levers.md. No torch.
 
-Whoever builds a lever adds its row to a module here and its reader to `framework.build.verify`. Figures of time carry
-where they are from, those of an H200 benchmarks/results/levers_h200.json; "not measured" where there is none.
-`tunesmith levers KEY` prints a row.
+To add a lever, add its row to a module here and its reader to `framework.build.verify`. Timings name their source
+(for an H200 benchmarks/results/levers_h200.json), or say "not measured". `tunesmith levers KEY` prints a row.
 """
 
 from collections.abc import Iterator
@@ -42,17 +41,17 @@ def lever(key: str) -> Lever:
 
 
 def every_setting() -> Iterator[tuple[Lever, Setting]]:
-    """All settings of all levers, in the order of the table."""
+    """Yield all settings of all levers, in the order of the table."""
     return ((row, setting) for row in LEVERS for setting in row.settings)
 
 
 def word(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Format a value as typed on the command line."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(word, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values of a key are one, in any spelling. A key that is unset is as one that is `none`."""
+    """Whether two values of a key are equal in any spelling. Unset equals `none`."""
     return word("none" if value is None else value) == word("none" if other is None else other)

@@ -1,4 +1,4 @@
-"""How many rows there are at a time and how they are put together; what is kept for backward, and compilation."""
+"""Levers of batch size and batching, activations saved for backward, and compilation."""
 
 from framework.memory.levers.row import Axis, Lever, Setting
 
@@ -7,10 +7,10 @@ BATCH = (
         "training.per_device_train_batch_size",
         (
             Setting(8),
-            Setting(4, "-1.5 % tokens/s (1B); H200, 2026-11", beside={"training.global_batch_size": 8}),
-            Setting(2, "not measured", beside={"training.global_batch_size": 8}),
+            Setting(4, "-1.5 % tokens/s (1B); H200, 2026-11", requires={"training.global_batch_size": 8}),
+            Setting(2, "not measured", requires={"training.global_batch_size": 8}),
             Setting(
-                1, "-30 % tokens/s (1B, 2048 tokens a row); H200, 2026-11", beside={"training.global_batch_size": 8}
+                1, "-30 % tokens/s (1B, 2048 tokens a row); H200, 2026-11", requires={"training.global_batch_size": 8}
             ),
         ),
         ("activations", "logits_and_loss"),
@@ -174,9 +174,9 @@ COMPILATION = (
     Lever(
         "training.activation_memory_budget",
         (
-            Setting(1.0, beside=_COMPILED),
-            Setting(0.5, "-4.6 % tokens/s (1B); H100, h100_truth2.jsonl, 2026-11", beside=_COMPILED),
-            Setting(0.3, "-9.4 % tokens/s (1B); H200, 2026-11", beside=_COMPILED),
+            Setting(1.0, requires=_COMPILED),
+            Setting(0.5, "-4.6 % tokens/s (1B); H100, h100_truth2.jsonl, 2026-11", requires=_COMPILED),
+            Setting(0.3, "-9.4 % tokens/s (1B); H200, 2026-11", requires=_COMPILED),
         ),
         ("activations",),
         "memory_budget",
@@ -198,7 +198,7 @@ COMPILATION = (
                 True,
                 "2.1 x the tokens/s of a 360M over 4,096 tokens a step, which else waits for the host; H200, 2026-11",
                 hardware="cuda 7.0",
-                beside={"data.pad_to_multiple_of": 64},
+                requires={"data.pad_to_multiple_of": 64},
             ),
         ),
         (),

@@ -1,4 +1,4 @@
-"""Kernels, what is held or given back during training, and what devices share."""
+"""Levers of kernels, allocator and cache, offloading, and parallelism."""
 
 from framework.memory.levers.row import Axis, Better, Lever, Setting
 
@@ -90,11 +90,11 @@ CACHES = (
     Lever(
         "model.offload_frozen_base",
         (
-            Setting(False, beside=_ADAPTED),
+            Setting(False, requires=_ADAPTED),
             Setting(
                 True,
                 "-0.5 % tokens/s with LoRA (1B, 4 x 2048 tokens), -51 % (8B, 1 x 2048); H200, 2026-11",
-                beside=_ADAPTED,
+                requires=_ADAPTED,
             ),
         ),
         ("weights",),
@@ -198,7 +198,7 @@ SHARDING = (
         "fsdp.context_parallel_size",
         (
             Setting(1),
-            Setting(2, "keys and values cross the link in each layer, twice (not measured)", "", beside=_SHARED),
+            Setting(2, "keys and values cross the link in each layer, twice (not measured)", "", requires=_SHARED),
         ),
         ("activations", "logits_and_loss"),
         "context",

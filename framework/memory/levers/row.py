@@ -1,4 +1,4 @@
-"""A row of the table: a knob, its settings, and what each costs. No torch."""
+"""Row types of the levers table: a lever, its settings, and their costs. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ class Setting:
 
     value: Any
     time: str = ""
-    """What it costs in time, with the source of the figure; empty for the first setting."""
+    """Cost in time, with the source of the figure; empty for the first setting."""
     changes: str = ""
-    """What is different in the trajectory of training. Empty: nothing but rounding."""
+    """Difference in the training result. Empty: rounding only."""
     hardware: str = ""
-    """What it runs on, of `cpu`, `cuda`, `cuda 8.9` (from that capability on) and `cuda 9.0 to 9.0`, with commas
-    between; empty: anything. `framework.memory.requirements` refuses the rest before anything is loaded."""
+    """Supported hardware: `cpu`, `cuda`, `cuda 8.9` (that capability or newer) and `cuda 9.0 to 9.0`, separated by
+    commas; empty: any. `framework.memory.requirements` refuses other hardware before anything is loaded."""
     package: str = ""
-    """Distributions that must be installed, with commas between; empty: none beyond ours."""
-    beside: Mapping[str, Any] = FrozenMapping()
-    """Other keys without which this value has no effect, with the values they need. Those that the key's definition
-    names are added."""
+    """Packages that must be installed, separated by commas; empty: none beyond our own requirements."""
+    requires: Mapping[str, Any] = FrozenMapping()
+    """Other keys without which this value has no effect, with their required values. Those named by the key's
+    definition are added."""
 
 
 @dataclass(frozen=True)
 class Better:
-    """A value that takes less and is faster than another with the same results, on some hardware."""
+    """A value that is both smaller and faster than another with the same results, on some hardware."""
 
     than: Any
     value: Any
@@ -40,50 +40,50 @@ class Better:
 
 @dataclass(frozen=True)
 class Axis:
-    """What a search may do with a lever, and what it knows before it looks."""
+    """The values of a lever that a search may use, and their known order."""
 
     values: tuple[Any, ...] = ()
-    """Those worth trying, from fast and large to slow and small; empty: it follows from the batch, or from `better`."""
+    """Values worth trying, from fast and large to slow and small; empty: determined by the batch or by `better`."""
     slower: bool = True
-    """Whether later values compute or move no less than earlier ones: never faster at the same batch."""
+    """Whether later values are never faster than earlier ones at the same batch."""
     smaller: bool = True
-    """Whether later values take no more memory than earlier ones."""
+    """Whether later values need no more memory than earlier ones."""
     on_host: bool = False
-    """Whether later values keep weights or states in host memory: a time of its own in each step, and nothing of what
-    grows with the rows of a forward pass. Such values are looked at where no other lever makes the plan fit, and where
-    what they leave of the card may buy more than they cost."""
+    """Whether later values keep weights or states in host memory: they add a fixed time to each step and do not affect
+    memory that grows with the rows of a forward pass. They are tried if no other lever makes the plan fit, or if the
+    freed memory may gain more than they cost."""
     better: Better | None = None
 
 
 @dataclass(frozen=True)
 class Lever:
-    """A knob: where it is, what each setting costs, which terms of the ledger it moves, and who reads it back."""
+    """A lever: its key, settings with their costs, the terms of the ledger that it reduces, and its verification."""
 
     key: str
     settings: tuple[Setting, ...]
-    """The plain setting first, then from free to dear."""
+    """Settings, the plain one first, then by increasing cost."""
     shrinks: tuple[str, ...]
-    """Terms of `framework.memory.ledger.Terms` that get smaller."""
+    """Reduced terms of `framework.memory.ledger.Terms`."""
     reader: str
     """Name in `framework.build.verify.READERS`."""
     line: str
     bitwise: bool = False
-    """Whether no bit of a run's weights depends on it, so that a resumed run may change it without `--allow`."""
+    """Whether the weights are bitwise independent of it, so that a resumed run may change it without `--allow`."""
     search: Axis | None = None
-    """None: no search moves it, and `auto` is no value of it."""
+    """None: it is not searched, and `auto` is not a valid value."""
     proposed: bool = True
-    """Whether a message may propose it: its right setting depends neither on what is to be learned, nor on names within
-    a model, nor on the number of cards."""
+    """Whether a message may propose it: its best setting depends neither on the task, nor on names within a model, nor
+    on the number of cards."""
     moment: str = ""
-    """`training` or `eval` where it moves memory in that part of a run alone."""
+    """`training` or `eval` if it affects memory only in that part of a run."""
     least: int = 1
-    """The smallest value of a number that is proposed or searched."""
+    """The smallest number that is proposed or searched."""
 
     def __post_init__(self) -> None:
         plain = TrainingConfig()
         uses = [use for use in uses_of(self.key) if not isinstance(use, UsedUnless)]
         implied = {use.key: use.values[0] for use in uses if not use.fits(value_of(plain, use.key))}
-        settings = (replace(item, beside=FrozenMapping({**implied, **item.beside})) for item in self.settings)
+        settings = (replace(item, requires=FrozenMapping({**implied, **item.requires})) for item in self.settings)
         object.__setattr__(self, "settings", tuple(settings))
 
     @property
@@ -92,7 +92,7 @@ class Lever:
 
     @property
     def exact(self) -> bool:
-        """Whether every setting follows the trajectory of the first, but for rounding."""
+        """Whether every setting gives the results of the first, up to rounding."""
         return not any(setting.changes for setting in self.settings)
 
     def to_json(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Lever:
                 "changes": setting.changes,
                 "hardware": setting.hardware,
                 "package": setting.package,
-                "beside": dict(setting.beside),
+                "beside": dict(setting.requires),
             }
             for setting in self.settings
         ]

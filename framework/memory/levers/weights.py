@@ -1,4 +1,4 @@
-"""What is trained and in which numbers: precision, optimizers, adapters, a quantized base, frozen parts."""
+"""Levers of precision, optimizers, adapters, quantization and frozen parts."""
 
 from framework.memory.levers.row import Axis, Better, Lever, Setting
 from framework.schema.optimizers import FACTS, Optimizer, OptimizerFacts
@@ -25,12 +25,12 @@ OPTIMIZERS = (
     Lever(
         "training.rounding",
         (
-            Setting("kahan", beside=_PURE_BF16),
+            Setting("kahan", requires=_PURE_BF16),
             Setting(
                 "stochastic",
                 "+1.2 % tokens/s (1B); H200, 2026-11",
                 "rounds at random instead of carrying the rest",
-                beside=_PURE_BF16,
+                requires=_PURE_BF16,
             ),
         ),
         ("optimizer",),
@@ -39,7 +39,10 @@ OPTIMIZERS = (
     ),
     Lever(
         "training.optimizer_in_backward",
-        (Setting(False, beside=_UNCLIPPED), Setting(True, "-3.3 % tokens/s (1B); H200, 2026-11", beside=_UNCLIPPED)),
+        (
+            Setting(False, requires=_UNCLIPPED),
+            Setting(True, "-3.3 % tokens/s (1B); H200, 2026-11", requires=_UNCLIPPED),
+        ),
         ("gradients", "temporaries"),
         "optimizer_in_backward",
         "Update each weight when its gradient is ready and free it: no gradients outlive backward.",
@@ -55,7 +58,7 @@ OPTIMIZERS = (
             Setting(
                 "nvme",
                 "-86 % tokens/s (1B, 8,192 tokens a step): two copies over link and disk; H200, 2026-11",
-                beside={"training.optimizer_offload_folder": "/tmp"},
+                requires={"training.optimizer_offload_folder": "/tmp"},
             ),
         ),
         ("optimizer",),
@@ -75,7 +78,7 @@ PRECISION = (
                 "bfloat16",
                 "+15 % tokens/s against float32 under bf16 autocast (1B); H100, 2026-11",
                 "weights and states have 8 bits of precision: updates below half a last bit round away",
-                beside={"training.mixed_precision_dtype": "none"},
+                requires={"training.mixed_precision_dtype": "none"},
             ),
         ),
         ("weights", "gradients", "optimizer", "activations", "autocast_copies"),
@@ -130,7 +133,7 @@ FP8 = (
                 "operands of products round to 3 bits (gradients to 2), one scale each",
                 "cuda 8.9",
                 "torchao",
-                beside=_PURE_BF16,
+                requires=_PURE_BF16,
             ),
             Setting(
                 "rowwise",
@@ -138,7 +141,7 @@ FP8 = (
                 "operands of products round to 3 bits, one scale a row",
                 "cuda 8.9",
                 "torchao",
-                beside=_PURE_BF16,
+                requires=_PURE_BF16,
             ),
         ),
         (),

@@ -1,4 +1,4 @@
-"""The fastest settings that fit a card: which levers may move, where to look, and what each change buys. No torch."""
+"""Search for the fastest settings that fit a card: free levers, candidates, and the gain of each change. No torch."""
 
 from framework.memory.search.fastest import Measure
 from framework.memory.search.find import find

@@ -1,9 +1,9 @@
-"""What a structure needs at any micro batch, from few plans of it with few layers. Arithmetic; no torch.
+"""Estimates of a structure's memory and time at any micro-batch, from few plans with few layers. Arithmetic; no torch.
 
-Within a phase, allocated bytes are linear in layers and in the micro batch, and so is a step's time in layers and in
-the number of micro batches (the largest of several linear functions, strictly: a larger batch than any that was
-planned needs at least what the line says). So a structure is planned with two depths at a few micro batches; where it
-matters the whole model is planned, which corrects what the lines say of its structure.
+Within a phase, allocated bytes are linear in layers and micro-batch, and a step's time is linear in layers and number
+of micro-batches. (Strictly it is the maximum of several linear functions: a batch larger than all planned ones needs at
+least the extrapolated value.) So a structure is planned with two depths at a few micro-batches; where it matters the
+whole model is planned, which corrects the extrapolations for its structure.
 """
 
 import math
@@ -15,18 +15,18 @@ from framework.schema.config import TrainingConfig
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
-"""Lists of an architecture with one entry a layer."""
+"""Lists in an architecture with one entry per layer."""
 CACHED_SHARE = 1.01
-"""Upper end of device bytes over allocated bytes until a plan of the structure tells its own: the least of any band."""
+"""Ratio of upper bound to allocated bytes before the structure has a full plan: the smallest of all bands."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One plan, in short: bytes allocated in each phase, the upper end of bytes on the device, seconds of a step."""
+    """Summary of a plan: bytes allocated in each phase, upper bound of device bytes, seconds per step."""
 
     allocated: dict[str, float]
     others: float
-    """Bytes that are no part of torch's cache: context and managed memory."""
+    """Bytes outside torch's cache: context and managed memory."""
     upper: float
     seconds: float
 
@@ -40,7 +40,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Depths:
-    """Two numbers of layers to plan with, and the model's own."""
+    """Two numbers of layers to plan with, and the model's number."""
 
     few: int
     more: int
@@ -49,45 +49,45 @@ class Depths:
 
 @dataclass
 class Estimate:
-    """What is known of one structure: `shallow` (micro batch -> figures of the whole model, from two depths), and
-    `planned` (micro batch -> the plan of the whole model). `lender` is one like it, whose plans correct it until it has
-    its own."""
+    """Knowledge about one structure: `shallow` (micro-batch -> figures of the whole model, extrapolated from two
+    depths) and `planned` (micro-batch -> the plan of the whole model). `lender` is a similar structure whose plans
+    correct it until it has its own."""
 
     shallow: dict[int, Figures] = field(default_factory=dict)
     planned: dict[int, Plan] = field(default_factory=dict)
     lender: "Estimate | None" = None
 
     def upper(self, micro: int) -> float:
-        """Upper end of device bytes at a micro batch."""
+        """Upper bound of device bytes at a micro-batch."""
         if micro in self.planned:
             return float(self.planned[micro].peak.device_bytes_upper)
         return self._line(micro) * self._correction(micro)
 
-    def told(self, micro: int, correction: float) -> float:
-        """The same as a person is told it: by a correction of others, where no plan of a kin corrects the line, which
-        without one is what is needed at least."""
+    def reported(self, micro: int, correction: float) -> float:
+        """Upper bound to report: with the `correction` of other structures if no plan of a related one corrects the
+        line, which by itself is only a lower estimate."""
         is_corrected = bool(self.planned) or (self.lender is not None and bool(self.lender.planned))
         return self.upper(micro) if is_corrected else self.upper(micro) * correction
 
     @property
     def corrections(self) -> list[float]:
-        """Upper end of device bytes of each plan of the whole model over what the line says there."""
+        """Ratio of planned to extrapolated upper bound for each plan of the whole model."""
         return [plan.peak.device_bytes_upper / self._line(micro) for micro, plan in self.planned.items()]
 
     def seconds(self, micro: int) -> float:
-        """Seconds of a step at a micro batch."""
+        """Seconds per step at a micro-batch."""
         if micro in self.planned:
             return Figures.of(self.planned[micro]).seconds
         return self._line_seconds(micro) * self._slowness(micro)
 
     def grown(self, micro: int) -> float:
-        """Bytes that a micro batch adds to none, at least: what is left when nothing else is on the card."""
+        """Lower estimate of the bytes that grow with the micro-batch."""
         a, b = self._nearest(micro)
         low, high = self.shallow[a].allocated, self.shallow[b].allocated
         return max(micro * _through(a, low[name], b, high[name])[1] for name in low)
 
     def _nearest(self, micro: int) -> tuple[int, int]:
-        """The two planned micro batches whose line is used at `micro`."""
+        """The two planned micro-batches whose line is used at `micro`."""
         known = sorted(self.shallow)
         position = next((index for index, size in enumerate(known) if size >= micro), len(known) - 1)
         position = max(1, position) if len(known) > 1 else 0
@@ -121,7 +121,7 @@ class Estimate:
 
 
 def _through(x: float, y: float, other_x: float, other_y: float) -> tuple[float, float]:
-    """Value at zero and slope of the line through two points; flat where they are one."""
+    """Intercept and slope of the line through two points; flat if they coincide."""
     slope = (other_y - y) / (other_x - x) if other_x != x else 0.0
     return y - slope * x, slope
 
@@ -132,7 +132,8 @@ def _between(x: float, y: float, other_x: float, other_y: float, at: float) -> f
 
 
 def deepened(few: Plan, more: Plan, depths: Depths | None) -> Figures:
-    """Figures of the whole model, from plans of it with few layers and with more; `few` is of all without `depths`."""
+    """Figures of the whole model, extrapolated from plans with few and with more layers; without `depths`, `few` is the
+    plan of the whole model."""
     a, b = Figures.of(few), Figures.of(more)
     if depths is None:
         return a
@@ -145,9 +146,9 @@ def deepened(few: Plan, more: Plan, depths: Depths | None) -> Figures:
 
 
 def depths_of(config: TrainingConfig) -> Depths | None:
-    """Depths to plan a model with instead of its own; None where few layers do not stand for all of them.
+    """Reduced depths to plan a model with; None if few layers do not represent all of them.
 
-    Layers may alternate (`layer_types`), and every n-th may be checkpointed: the depths hold whole rounds of both.
+    Layers may alternate (`layer_types`), and every n-th may be checkpointed: the depths contain full periods of both.
     """
     model = config.model
     if model.architecture is None or model.freeze_first_blocks or model.freeze_layers:
@@ -166,7 +167,7 @@ def depths_of(config: TrainingConfig) -> Depths | None:
 
 
 def with_depth(config: TrainingConfig, layers: int) -> TrainingConfig:
-    """The config with a model of so many layers. Raises ValueError without a written architecture."""
+    """The config with a model of that many layers. Raises ValueError without a written architecture."""
     if config.model.architecture is None:
         raise ValueError("the architecture is not written out")
     settings = config.model.architecture.thaw()

@@ -1,11 +1,11 @@
-"""The fastest structure and micro batch whose plan fits. Best first: what promises most is looked at more closely,
-until the best that was planned as a whole beats every promise. No torch.
+"""Best-first search for the fastest structure and micro-batch whose plan fits: the candidate with the best optimistic
+estimate (bound) is refined, until the best fully planned one beats every bound. No torch.
 
-A promise is an upper end of speed. A structure of which nothing is known promises what ones that compute no more could
-reach at a batch that may fit (nothing: everything). Two depths at two micro batches (`estimate`) turn that into a line,
-a third micro batch mends the line where it is used, the plan of the whole model ends the matter and corrects the line.
-What the host keeps costs a time of its own: such structures come after all others, where they promise more than the
-best of these or none of these fits.
+A bound is an upper limit of speed. An unknown structure's bound comes from structures that compute no more, at a batch
+that may fit (without any it is unlimited). Plans with two depths at two micro-batches (`estimate`) turn that into a
+line, a third micro-batch improves the line where it is used, and the plan of the whole model decides and corrects the
+line. Structures that keep more in host memory add a fixed time: they are tried last, if their bound beats the best of
+the others or none of those fits.
 """
 
 import math
@@ -26,48 +26,48 @@ from framework.memory.search.space import (
     Mix,
     Order,
     Structure,
-    kin_of,
     mixed,
     mixes,
+    related_key,
     with_rows,
 )
 from framework.schema.config import TrainingConfig
 
 AT_A_TIME = 2
-"""Candidates looked at in one call of `measure`, which may work on several at once."""
+"""Candidates per call of `measure`, which may plan several in parallel."""
 WORTH = 1.02
-"""A promise of less than this much more speed is not followed up: plans of time are no better."""
+"""Smallest relative gain in speed worth following, since time plans are not more accurate."""
 WORTH_A_LOOK = 1.04
-"""The same for a structure of which nothing is known: its promise is an upper end."""
+"""The same for an unknown structure, whose bound is optimistic."""
 LIKELY = 1.05
-"""Shares over the card by which a line may still be wrong about what does not fit."""
+"""Excess over the card's memory up to which an extrapolated candidate may still fit."""
 MOST_PLANS = 32
-"""Plans of the whole model in one search, each with both settings of the allocator."""
+"""Limit of full plans in one search, each with both settings of the allocator."""
 MOST_FILLED_IN = 4
-"""Structures of plain code, cheap to plan, that are looked at for the sake of the frontier alone."""
+"""Eager structures, cheap to plan, that are planned only for the frontier."""
 FINALISTS = 3
 FIRST_SIZES = (1, 8)
-"""Micro batches that a structure is first planned with, those of them that divide."""
+"""Micro-batches with which a structure is planned first, if they divide the rows."""
 
 
 class Measure(Protocol):
-    """Plans configs; None for one that the built model refuses. Order is kept."""
+    """Plans configs in order; None for one that the built model refuses."""
 
     def __call__(self, configs: Sequence[TrainingConfig], /) -> Sequence[Plan | None]: ...
 
 
 class Shortage(Protocol):
-    """Says what a plan lacks of the host memory of the machine that it is to run on; None where it lacks nothing."""
+    """Describes a plan's shortage of host memory on the machine that trains; None if there is none."""
 
     def __call__(self, plan: Plan, /) -> str | None: ...
 
 
 def no_shortage(_: Plan, /) -> None:
-    """Of a machine that is not known."""
+    """No shortage, for an unknown machine."""
 
 
 class Candidate(NamedTuple):
-    """A structure, by its number, at a micro batch."""
+    """A structure, by its number, with a micro-batch."""
 
     number: int
     micro: int
@@ -75,8 +75,8 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates: every structure with every size, `rows` an optimizer step and device, within `usable` bytes and
-    without a `shortage` of host memory."""
+    """All candidates: every structure with every micro-batch size, for `rows` per optimizer step and device, limited by
+    `usable` bytes and a `shortage` of host memory."""
 
     structures: Sequence[Structure]
     sizes: Sequence[int]
@@ -91,21 +91,21 @@ class Space:
 
     @cached_property
     def mixes(self) -> list[Mix]:
-        """What the figures of each structure are a sum of."""
+        """The structures whose weighted sum gives each structure's figures."""
         return mixes(self.structures)
 
     @cached_property
     def families(self) -> list[tuple[str, ...]]:
-        """What each structure's figures depend on; the allocator's settings move only what is cached."""
+        """Key of each structure's figures, without the allocator's settings, which affect only the cache."""
         return [tuple(word for word in item.name if not word.startswith(EXPANDABLE)) for item in self.structures]
 
     @cached_property
     def order(self) -> Order:
-        """What the structures are to each other."""
+        """Relations between the structures."""
         return Order(self.structures)
 
     def weight(self, number: int) -> int:
-        """How far a structure is from the plain settings: of those about as fast the plainer one is taken."""
+        """Distance of a structure from the plain settings; among about equally fast ones the plainest is chosen."""
         return sum(self.structures[number].positions)
 
     def config(self, candidate: Candidate) -> TrainingConfig:
@@ -114,7 +114,7 @@ class Space:
 
 @dataclass
 class Search:
-    """A search under way, and what it found. `estimates` has the structures that were looked at, by their number."""
+    """State and results of a search. `estimates` has the known structures, by number."""
 
     space: Space
     measure: Measure
@@ -122,15 +122,15 @@ class Search:
     refused: set[int] = field(default_factory=set)
     plans: dict[Candidate, Plan] = field(default_factory=dict)
     short: dict[Candidate, str] = field(default_factory=dict)
-    """What the planned candidates that the host has no room for lack."""
+    """Host-memory shortages of planned candidates."""
     within: frozenset[int] = frozenset()
-    """The structures that are looked at for now."""
+    """The structures currently considered."""
     probes: int = 0
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest candidate whose plan fits; of those about as fast, the one that changes least, then the one that
-        takes least."""
+        """The fastest candidate whose plan fits; among about equally fast ones the one with fewest changes, then the
+        one with least memory."""
         fitting = self._fitting()
         if not fitting:
             return None
@@ -141,36 +141,36 @@ class Search:
 
     @property
     def closest(self) -> Candidate | None:
-        """The planned candidate that needs least, of those that the host has room for where there are any."""
+        """The planned candidate with least memory, among those without a host-memory shortage if there are any."""
         candidates = self.plans.keys() - self.short.keys() or self.plans
         return min(candidates, key=lambda item: self.plans[item].peak.device_bytes_upper, default=None)
 
     @property
     def computed(self) -> int:
-        """Candidates whose bytes and seconds are known, if by a line."""
+        """Number of candidates with known or extrapolated bytes and seconds."""
         return len(self.estimates.keys() - self.refused) * len(self.space.sizes)
 
     def finalists(self) -> list[Candidate]:
-        """The planned candidates that fit, fastest first; a few."""
+        """The few fastest planned candidates that fit, fastest first."""
         return sorted(self._fitting(), key=self._seconds)[:FINALISTS]
 
     def run(self) -> "Search":
-        """Look until nothing promises more than the best, or nothing can fit."""
+        """Search until no bound beats the best, or nothing can fit."""
         everything = frozenset(range(len(self.space.structures)))
         on_the_card = frozenset(number for number in everything if not self.space.structures[number].uses_host)
         for self.within in (on_the_card, everything):
             if self.best is None:
                 self._probe(_strongest(self.space.order, self.within))
-            while len(self.plans) < MOST_PLANS and (chosen := self._most_promising()):
+            while len(self.plans) < MOST_PLANS and (chosen := self._best_bounds()):
                 self._probe([number for number, micro in chosen if micro is None])
                 sized = [Candidate(number, micro) for number, micro in chosen if micro is not None]
                 near = [item for item in sized if item.micro not in self.estimates[item.number].shallow]
-                self._plan_shallow(near)  # a line with a point at this size first, then the plan of the whole model
+                self._plan_shallow(near)  # first a line with a point at this size, then the plan of the whole model
                 self._plan_whole([item for item in sized if item not in near])
         return self
 
     def fill_in(self) -> None:
-        """Look at plain code that the search could do without: many candidates follow from few structures."""
+        """Also plan eager structures that the search did not need: many candidates follow from few of them."""
         unknown = set(range(len(self.space.structures))) - self.estimates.keys() - self.refused
         parents = {parent for number in unknown for parent in self._parents(number) if parent not in self.estimates}
         plain = [number for number in sorted(parents) if self.space.structures[number].choices[COMPILE] is not True]
@@ -178,10 +178,10 @@ class Search:
         self._probe(sorted(families.values())[:MOST_FILLED_IN])
 
     def points(self) -> list[tuple[Candidate, float, float]]:
-        """(candidate, upper end of device bytes, seconds of a step) at sizes that were planned, if with few layers."""
+        """(candidate, upper bound of device bytes, seconds per step) at sizes planned with full or reduced depth."""
         most = max((share for estimate in self.estimates.values() for share in estimate.corrections), default=1.0)
         return [
-            (Candidate(number, size), estimate.told(size, most), estimate.seconds(size))
+            (Candidate(number, size), estimate.reported(size, most), estimate.seconds(size))
             for number, estimate in self.estimates.items()
             for size in {*estimate.shallow, *estimate.planned}
             if not self._is_short(number, size)
@@ -194,23 +194,23 @@ class Search:
     def _seconds(self, item: Candidate) -> float:
         return Figures.of(self.plans[item]).seconds
 
-    def _most_promising(self) -> list[tuple[int, int | None]]:
-        """The structures to look at next, with the size at which, or None where nothing is known of one yet.
+    def _best_bounds(self) -> list[tuple[int, int | None]]:
+        """The structures to refine next, each with a size, or None for an unknown structure.
 
-        Until something was planned that fits, the best that is known goes first, so that there is a mark to beat.
+        Until a fitting plan exists, the best known one comes first, to have a speed to beat.
         """
         best = self.best
         mark = self._seconds(best) if best is not None else math.inf
-        known = sorted(promise for promise in self._known_promises() if promise[0] < mark / WORTH)
-        unknown = sorted(promise for promise in self._unknown_promises() if promise[0] < mark / WORTH_A_LOOK)
-        promises = sorted([*known, *unknown]) if best is not None else [*known[:1], *unknown]
-        if not promises and best is None:
+        known = sorted(bound for bound in self._known_bounds() if bound[0] < mark / WORTH)
+        unknown = sorted(bound for bound in self._unknown_bounds() if bound[0] < mark / WORTH_A_LOOK)
+        bounds = sorted([*known, *unknown]) if best is not None else [*known[:1], *unknown]
+        if not bounds and best is None:
             return self._smallest()
-        families = {self.space.families[number]: (number, size) for _, _, number, size in reversed(promises)}
+        families = {self.space.families[number]: (number, size) for _, _, number, size in reversed(bounds)}
         return list(reversed(families.values()))[:AT_A_TIME]
 
-    def _known_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
-        """(seconds, weight, number, size) of the fastest size of each structure that may fit and was not planned."""
+    def _known_bounds(self) -> Iterator[tuple[float, int, int, int | None]]:
+        """(seconds, weight, number, size) of the fastest unplanned size of each known structure that may fit."""
         for number in (self.estimates.keys() - self.refused) & self.within:
             estimate = self.estimates[number]
             fitting = [size for size in self._open(number) if estimate.upper(size) <= self.space.usable]
@@ -218,8 +218,8 @@ class Search:
                 size = min(fitting, key=estimate.seconds)
                 yield estimate.seconds(size), self.space.weight(number), number, size
 
-    def _unknown_promises(self) -> Iterator[tuple[float, int, int, int | None]]:
-        """The same for structures of which nothing is known, the most promising of those that are known together."""
+    def _unknown_bounds(self) -> Iterator[tuple[float, int, int, int | None]]:
+        """The same for unknown structures that have the best bound among those whose figures are computed together."""
         together: dict[frozenset[tuple[str, ...]], tuple[float, int, int, int | None]] = {}
         least = self._least_seconds()
         for number in sorted(self.within - self.estimates.keys() - self.refused):
@@ -227,13 +227,13 @@ class Search:
                 continue
             parents = [parent for parent in self._parents(number) if parent not in self.estimates]
             behind = frozenset(self.space.families[parent] for parent in parents)
-            promise = float(least[number]), self.space.weight(number), number, None
-            together[behind] = min(promise, together.get(behind, promise))
-        yield from (promise for promise in together.values() if promise[0] < math.inf)
+            bound = float(least[number]), self.space.weight(number), number, None
+            together[behind] = min(bound, together.get(behind, bound))
+        yield from (bound for bound in together.values() if bound[0] < math.inf)
 
     def _smallest(self) -> list[tuple[int, int | None]]:
-        """The candidate that needs least, when its line is not far over the card, or where nothing of its kind, on the
-        card or by the host, was planned yet and it needs less than all that was."""
+        """The candidate with least memory, if its line is not far over the card, or if no candidate of its kind (on the
+        card or with host memory) was planned yet and it needs less than all planned ones."""
         needs = [
             (self.estimates[number].upper(size), number, size)
             for number in (self.estimates.keys() - self.refused) & self.within
@@ -248,13 +248,13 @@ class Search:
         return [(number, size)] if (is_first and is_less) or need <= self.space.usable * LIKELY else []
 
     def _open(self, number: int) -> list[int]:
-        """Sizes at which a structure was not planned as a whole, and for which the host may have room."""
+        """Sizes at which a structure has no full plan and host memory may suffice."""
         planned = self.estimates[number].planned
         return [size for size in self.space.sizes if size not in planned and not self._is_short(number, size)]
 
     def _is_short(self, number: int, size: int) -> bool:
-        """Whether the host has no room for a candidate, or for one that keeps no more there. Of what it keeps the
-        activations alone grow with the rows."""
+        """Whether host memory does not suffice for a candidate, because it did not for one that needs no more. Only
+        offloaded activations grow with the rows."""
         structure = self.space.structures[number]
         for other, micro in self.short:
             lacking = self.space.structures[other]
@@ -264,9 +264,9 @@ class Search:
         return False
 
     def _least_seconds(self) -> npt.NDArray[np.float64]:
-        """Seconds that each structure needs at least, at the sizes at which it may fit; infinite where there are none.
+        """Lower bound of each structure's seconds, at the sizes at which it may fit; infinite if there are none.
 
-        One that takes no more memory says what is too large, and so do the rows of one that keeps more on the card."""
+        A size is too large if it is for a structure with no more memory, or for one with less in host memory."""
         sizes, usable = self.space.sizes, self.space.usable * LIKELY
         least = np.zeros((len(self.space.structures), len(sizes)))
         for other, known in self.estimates.items():
@@ -279,14 +279,14 @@ class Search:
         return least.min(axis=1)  # type: ignore[no-any-return]
 
     def _probe(self, numbers: Sequence[int]) -> None:
-        """Plan structures of which nothing is known with few layers, at the first sizes."""
+        """Plan unknown structures with few layers, at the first sizes."""
         sizes = [size for size in FIRST_SIZES if size in self.space.sizes]
         if len(sizes) < len(FIRST_SIZES):
             sizes = sorted({self.space.sizes[0], self.space.sizes[-1]})
         self._plan_shallow([Candidate(number, size) for number in numbers for size in sizes])
 
     def _plan_shallow(self, wanted: Sequence[Candidate]) -> None:
-        """Figures from two depths. Structures that differ in the allocator alone share them."""
+        """Compute figures from two depths, shared by structures that differ only in the allocator."""
         behind = [Candidate(parent, item.micro) for item in wanted for parent in self._parents(item.number)]
         new = [item for item in behind if item.micro not in self._shallow(item.number)]
         asked = list({(self.space.families[item.number], item.micro): item for item in new}.values())
@@ -304,7 +304,7 @@ class Search:
             self._keep(item, figures)
 
     def _parents(self, number: int) -> Mix:
-        """The structures to plan for the figures of one, with their weights."""
+        """The structures to plan for one structure's figures, with their weights."""
         mix = self.space.mixes[number]
         return {number: 1.0} if self.refused & mix.keys() else mix
 
@@ -312,7 +312,7 @@ class Search:
         return self.estimates[number].shallow if number in self.estimates else {}
 
     def _keep(self, item: Candidate, figures: Figures | None) -> None:
-        """Note figures for all structures that have them, and what follows for others."""
+        """Store figures for all structures that share them, and derived figures for others."""
         family = self.space.families[item.number]
         same = {number for number, other in enumerate(self.space.families) if other == family}
         if figures is None:
@@ -328,18 +328,18 @@ class Search:
                 self.estimates.setdefault(number, Estimate()).shallow[item.micro] = mixed(known)
 
     def _lend(self, number: int) -> None:
-        """Let those that differ from a structure in their checkpoints alone be corrected by its plans, and those that
-        keep another part on the host until one of theirs was planned."""
+        """Let a structure's plans correct those that differ only in checkpointing, and those that offload differently
+        until they have a plan of their own."""
         lender = self.space.structures[number]
-        kin = kin_of(lender)
+        related = related_key(lender)
         for other, estimate in self.estimates.items():
             borrower = self.space.structures[other]
             is_nearest = borrower.uses_host == lender.uses_host or estimate.lender is None
-            if other != number and is_nearest and kin_of(borrower) == kin:
+            if other != number and is_nearest and related_key(borrower) == related:
                 estimate.lender = self.estimates[number]
 
     def _plan_whole(self, chosen: Sequence[Candidate]) -> None:
-        """Plan candidates as a whole, with every setting of the allocator: these share a rehearsal."""
+        """Plan candidates with the whole model, with every setting of the allocator, which share a rehearsal."""
         families = [(self.space.families[item.number], item.micro) for item in chosen]
         wanted = [
             Candidate(number, micro)
@@ -360,14 +360,14 @@ class Search:
 
 
 def without_evaluation(config: TrainingConfig) -> TrainingConfig:
-    """The config without evaluation, which takes half of a rehearsal and less memory than training at its batch."""
+    """The config without evaluation, which takes half the time of a rehearsal and needs less memory than training."""
     data = config.data.model_copy(update={"eval": (), "eval_fraction": 0.0})
     training = config.training.model_copy(update={"eval_steps": None})
     return config.model_copy(update={"data": data, "training": training})
 
 
 def _strongest(order: Order, within: frozenset[int]) -> list[int]:
-    """Structures that no other of them is sure to be smaller than: when these do not fit, little else can."""
+    """Structures of which no other is certainly smaller: if these do not fit, little else can."""
     is_larger = np.zeros(order.count, dtype=bool)
     for other in within:
         is_larger |= order.is_no_smaller(other) & (np.arange(order.count) != other)

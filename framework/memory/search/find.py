@@ -1,5 +1,5 @@
-"""From a request to the settings to train it with: exact levers, then, where nothing fits or it is asked for, what
-changes the trajectory. No torch."""
+"""Search for the settings of a request: with exact levers first, then, if nothing fits or the user allows it, with ones
+that change the training result. No torch."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,17 +43,17 @@ from framework.schema.keys import left_open, value_of
 from framework.schema.plural import counted
 
 STAND_IN = "a6000_48gb"
-"""The card whose rates rank candidates where those of the card are not known: of the capability that sizes are taken
-for. Its seconds are not told."""
+"""Card whose rates rank candidates if the card's own are unknown; it has the capability assumed for cards known by
+size. Its times are not reported."""
 RATES = ("bandwidth_bytes_per_second", "fp32_flops", "tf32_flops", "bf16_flops", "fp16_flops")
 MOST_POINTS = 10
 LARGER_CARDS = 4
-"""Cards that a closest miss is planned on, from the smallest that its bytes suggest."""
+"""Most cards on which a closest miss is planned, from the smallest plausible one."""
 
 
 @dataclass
 class _Best:
-    """The searches made so far and the fastest of what they found."""
+    """The searches so far and the fastest result."""
 
     measure: Measure
     free: Collection[str]
@@ -62,8 +62,8 @@ class _Best:
     shortage: Shortage = no_shortage
     chosen: Search | None = None
 
-    def look(self, config: TrainingConfig) -> bool:
-        """Search a config; whether something fits. Keeps it if it is worth its changes."""
+    def search(self, config: TrainingConfig) -> bool:
+        """Search a config, and keep its result if that is worth the changes. Returns whether something fits."""
         rows = config.batch.global_size // config.batch.world
         found = structures(config, self.free, table_of(config), self.runs_here)
         usable = config.gpu.usable_bytes or 0
@@ -89,31 +89,31 @@ def find(
     judge: Callable[[Sequence[TrainingConfig]], int] | None = None,
     shortage: Shortage = no_shortage,
 ) -> Found | None:
-    """The fastest settings of `free` keys whose plan fits the config's card, with the same global batch.
+    """Find the fastest settings of `free` keys whose plan fits the config's card, with the same global batch.
 
     Args:
-        config: a composed request. What it leaves `auto` is free whatever `free` says.
+        config: a composed request. Its `auto` keys are always free.
         measure: plans configs.
-        free: keys that may move.
-        inexact: keys at which the trajectory may change for speed, of INEXACT.
-        last_resort: those at which it may change where nothing else fits.
-        runs_here: whether it will train on this machine, so that its packages and compilers are needed.
-        judge: which of the fastest that fit, fastest first, is proposed; without it the first.
-        shortage: what a plan lacks of the host memory of the machine that it is to run on.
+        free: keys that may change.
+        inexact: keys of INEXACT that may change the training result for speed.
+        last_resort: keys that may do so only if nothing else fits.
+        runs_here: whether training will run on this machine, whose packages and compilers are then needed.
+        judge: chooses among the fastest that fit, fastest first; by default the first.
+        shortage: checks a plan against the host memory of the machine that trains.
 
-    Returns None where no candidate at all could be planned: then the plan of the request says why.
-    Raises RequestError where `auto` leaves the batch open.
+    Returns None if no candidate could be planned: the plan of the request then shows why. Raises RequestError if `auto`
+    leaves the batch undetermined.
     """
     before = opened(config)
     free = {*free, *left_open(config)}
     start = with_preferred(_ranked(before), free)
     best = _Best(measure, free, runs_here, [], shortage)
-    best.look(start)
+    best.search(start)
     for changed in with_tradeoffs(start, inexact, runs_here):
-        best.look(changed)
+        best.search(changed)
     if best.chosen is None:
         for changed in with_tradeoffs(start, {*inexact, *last_resort}, runs_here):
-            if best.look(changed):
+            if best.search(changed):
                 break
     search = best.chosen or min(best.searches, key=_need, default=None)
     candidate = (search.best or search.closest) if search is not None else None
@@ -127,12 +127,12 @@ def find(
     chosen = search.space.config(candidate)
     if search.best is not None and judge is None:
         chosen = _pruned(before, chosen, search.plans[candidate], best)
-    return _told(config, chosen, best)
+    return _report(config, chosen, best)
 
 
 def _pruned(before: TrainingConfig, chosen: TrainingConfig, plan: Plan, best: _Best) -> TrainingConfig:
-    """The proposal without the changes that buy nothing: as long as one can be undone and what is left still fits and
-    is about as fast, the one whose undoing leaves the fastest is."""
+    """Remove changes without gain: repeatedly undo the change whose removal leaves the fastest config, as long as the
+    rest fits and is about as fast."""
     slowest = WORTH * Figures.of(plan).seconds
     while True:
         undone = (_undone(before, chosen, key, best.runs_here) for key in changed_keys(before, chosen))
@@ -149,16 +149,16 @@ def _pruned(before: TrainingConfig, chosen: TrainingConfig, plan: Plan, best: _B
 
 
 def _undone(before: TrainingConfig, chosen: TrainingConfig, key: str, runs_here: bool) -> TrainingConfig | None:
-    """A config with one change less; None where the others cannot do without it."""
+    """The config without one change; None if the other changes require it."""
     if key == MICRO_BATCH:
         micro, rows = before.batch.per_device, chosen.batch.global_size // chosen.batch.world
         return possible(with_rows(chosen, rows, micro, ()), {}, runs_here) if not rows % micro else None
-    beside = _MASTERS if key == DTYPE else ()
-    return possible(chosen, {name: value_of(before, name) for name in (key, *beside)}, runs_here)
+    others = _MASTERS if key == DTYPE else ()
+    return possible(chosen, {name: value_of(before, name) for name in (key, *others)}, runs_here)
 
 
 def _speed(search: Search) -> float:
-    """Tokens a second of a search's best."""
+    """Tokens per second of a search's best candidate."""
     step = search.plans[search.best].step if search.best is not None else None
     return step.tokens_per_second if step is not None else 0.0
 
@@ -173,22 +173,22 @@ def _is_timed(card: GPUParams) -> bool:
 
 
 def _ranked(config: TrainingConfig) -> TrainingConfig:
-    """The config with the rates of another card where its own has none, so that candidates can be ranked."""
+    """The config with rates of another card if its own has none, to rank candidates."""
     if _is_timed(config.gpu):
         return config
     facts = read_card(STAND_IN)
     return config.model_copy(update={"gpu": config.gpu.model_copy(update={name: facts[name] for name in RATES})})
 
 
-def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
-    """The result with all its plans, on the card as it is."""
+def _report(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
+    """The result with all its plans, on the actual card."""
     before = opened(written)
     after = after.model_copy(update={"gpu": written.gpu})
     keys = changed_keys(before, after)
     steps = _one_by_one(before, after, keys)
     plans = best.measure([before, *steps[:-1], after] if keys else [after])
     plan = plans[-1]
-    assert plan is not None, "what the search planned can be planned"
+    assert plan is not None, "the search has planned it before"
     changes = tuple(_change(written, after, key, *pair) for key, pair in zip(keys, pairwise(plans), strict=True))
     was_open = bool(left_open(written))
     keys_left = [key for key in left_open(written) if key not in keys]
@@ -210,15 +210,14 @@ def _told(written: TrainingConfig, after: TrainingConfig, best: _Best) -> Found:
 
 
 def changed_keys(before: TrainingConfig, after: TrainingConfig) -> list[str]:
-    """The keys that a search moved: what is better in every way, what changes training, other levers."""
+    """The keys that a search changed: free improvements, inexact ones, other levers."""
     better = [key for key, axis in AXES.items() if axis.better is not None]
     order = dict.fromkeys((*better, *INEXACT, *OFF_THE_CARD, *SHARDING, EVAL_BATCH, MICRO_BATCH))
     return [key for key in order if not same(value_of(before, key), value_of(after, key))]
 
 
 def _one_by_one(before: TrainingConfig, after: TrainingConfig, keys: Sequence[str]) -> list[TrainingConfig]:
-    """The configs from `before` to `after` with one more key moved in each. One that cannot run is left for the plan to
-    refuse."""
+    """The configs from `before` to `after`, each with one more key changed. The plan refuses one that cannot run."""
     rows = after.batch.global_size // after.batch.world
     steps: list[TrainingConfig] = []
     current = before
@@ -226,8 +225,8 @@ def _one_by_one(before: TrainingConfig, after: TrainingConfig, keys: Sequence[st
         if key == MICRO_BATCH:
             current = with_rows(current, rows, after.batch.per_device, ())
         else:
-            beside = _MASTERS if key == DTYPE else ()
-            current = with_values(current, {name: value_of(after, name) for name in (key, *beside)})
+            others = _MASTERS if key == DTYPE else ()
+            current = with_values(current, {name: value_of(after, name) for name in (key, *others)})
         steps.append(current)
     return steps
 
@@ -263,18 +262,18 @@ def _remarks(written: TrainingConfig, after: TrainingConfig) -> list[str]:
 
 
 def _of_the_host(after: TrainingConfig, plan: Plan, best: _Best) -> Iterator[str]:
-    """What the proposal needs of host memory where it keeps there what may be on the card, and what had no room."""
+    """Remarks on host memory: what the proposal needs for offloading, and why other settings were left out."""
     on_host = [ACTIVATIONS, *(key for key, axis in AXES.items() if axis.on_host)]
     if not all(same(value_of(after, key), default_of(key)) for key in on_host):
         needed = f"up to {size(plan.host_bytes_of(plan.host.processes))} of host memory"
-        yield f"what the host keeps for the card: a machine with {counted(plan.host.processes, 'card')} needs {needed}"
+        yield f"offloading to host memory: a machine with {counted(plan.host.processes, 'card')} needs {needed}"
     lacking = [said for search in best.searches for said in search.short.values()]
     if lacking and best.shortage(plan) is None:
-        yield f"settings that keep more on the host were left out, as this machine has no room: {lacking[0]}"
+        yield f"settings with more host memory were left out, as this machine has too little: {lacking[0]}"
 
 
 def frontier(written: TrainingConfig, searches: Sequence[Search], is_timed: bool) -> tuple[Point, ...]:
-    """The candidates that no other beats in both memory and speed, from least memory to most."""
+    """The Pareto frontier: candidates that no other beats in both memory and speed, by increasing memory."""
     known = [
         (upper, seconds / tokens_of(search, item), search, item)
         for search in searches
@@ -299,20 +298,20 @@ def frontier(written: TrainingConfig, searches: Sequence[Search], is_timed: bool
 
 
 def tokens_of(search: Search, item: Candidate) -> int:
-    """Positions of one optimizer step on a device."""
+    """Tokens of one optimizer step on a device."""
     config = resolve(search.space.structures[item.number].config)
     length = config.model.model_max_length
     return search.space.rows * (length // config.sharing if isinstance(length, int) else 1)
 
 
 def _overrides(written: TrainingConfig, after: TrainingConfig) -> tuple[str, ...]:
-    """What to type for a candidate: what it moved, and the values of all that was left open."""
+    """Overrides for a candidate: its changes, and the values of `auto` keys."""
     keys = dict.fromkeys((*changed_keys(opened(written), after), *left_open(written)))
     return typed({key: value_of(after, key) for key in keys}, after.batch.global_size)
 
 
 def _smallest_card(config: TrainingConfig, plan: Plan, measure: Measure) -> str | None:
-    """The smallest shipped card that this config is planned to fit; None where it fits on none of those tried."""
+    """The smallest shipped card that this config is predicted to fit; None if it fits none of those tried."""
     cards = [facts for name in card_names() if (facts := read_card(name)).get("usable_bytes")]
     need = plan.peak.device_bytes_upper
     larger = sorted(

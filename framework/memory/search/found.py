@@ -1,4 +1,4 @@
-"""What a search hands back: a config, its plan, and what each change of it buys. No torch."""
+"""Result of a search: a config, its plan, and the gain of each change. No torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,9 +14,8 @@ from framework.schema.plural import counted
 
 @dataclass(frozen=True)
 class Change:
-    """One key that the search moved. Bytes and seconds are differences of two plans, in the order of the list, so that
-    they add up to the difference between the first request's plan and the last; None where a plan in between is of a
-    config that cannot run."""
+    """One changed key. Bytes and seconds are differences between successive plans in the order of the list, so that
+    they add up to the difference between request and proposal; None if an intermediate config cannot run."""
 
     key: str
     old: Any
@@ -40,8 +39,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Point:
-    """One end of the trade of speed against memory. `planned`: by a plan of the whole model; else by lines through
-    plans of fewer layers, which nothing is promised on."""
+    """One point of the trade-off between speed and memory. `planned`: from a plan of the whole model, otherwise
+    extrapolated from plans with fewer layers."""
 
     overrides: tuple[str, ...]
     device_bytes: int
@@ -59,25 +58,25 @@ class Point:
 
 @dataclass(frozen=True)
 class Found:
-    """The proposal, or where nothing fits the closest miss. `plan` is of `config` as a whole, whichever it is."""
+    """The proposal or, if nothing fits, the closest miss. `plan` is the full plan of `config`."""
 
     config: TrainingConfig
     plan: Plan
     before: Plan | None
-    """Of the request as it was written; None where that cannot run or leaves levers to the search."""
+    """Plan of the request as written; None if that cannot run or has `auto` levers."""
     changes: tuple[Change, ...]
     frontier: tuple[Point, ...]
     tried: int
-    """Candidates that were decided on, by plan, by line or by bound."""
+    """Number of candidates decided by plan, extrapolation or bound."""
     planned: int
-    """Of these, with a plan of the whole model."""
+    """Number of these with a plan of the whole model."""
     computed: int = 0
-    """Of these, with bytes and seconds of their own, by plan or by line; the others are no better than one of them."""
+    """Number of these with planned or extrapolated bytes and seconds; others are no better than one of them."""
     remarks: tuple[str, ...] = ()
     smallest_card: str | None = None
-    """Where nothing fits: the smallest shipped card that the closest miss was planned to fit; None where it fits."""
+    """If nothing fits, the smallest shipped card that the closest miss is predicted to fit; otherwise None."""
     shortage: str | None = None
-    """What `plan` lacks of the host memory of this machine, where it is to run here."""
+    """Shortage of this machine's host memory for `plan`, if it will run here."""
 
     @property
     def fits(self) -> bool:
@@ -85,12 +84,12 @@ class Found:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The changes as they are typed. The global batch stands next to a micro batch, so that it is kept."""
+        """The changes as overrides. A micro-batch comes with the global batch, to keep it."""
         return typed({change.key: change.new for change in self.changes}, self.config.batch.global_size)
 
     @property
     def looked_at(self) -> str:
-        """What the search looked at, and how closely."""
+        """Numbers of candidates: considered, computed, and fully planned."""
         return (
             f"{counted(self.tried, 'candidate')}, {self.computed:,} of them computed, {self.planned} planned as a whole"
         )
@@ -99,7 +98,7 @@ class Found:
         return f"<Found: {' '.join(self.overrides) or 'nothing has to change'}; {self.plan!r}>"
 
     def _repr_html_(self) -> str:
-        """What changes and what each change buys, then the plan, as a notebook shows them."""
+        """Changes with their gains, then the plan, for notebooks."""
         lead = "fits" if self.fits else f"nothing fits, the closest miss{f': {self.shortage}' if self.shortage else ''}"
         rows = []
         for change in self.changes:
@@ -114,7 +113,7 @@ class Found:
         return paragraph(f"Found: {lead} ({self.looked_at})") + changes + self.plan._repr_html_()
 
     def remarking(self, remarks: Iterable[str]) -> "Found":
-        """The same with more remarks."""
+        """A copy with additional remarks."""
         return replace(self, remarks=(*self.remarks, *remarks))
 
     def to_json(self) -> dict[str, Any]:
@@ -134,6 +133,6 @@ class Found:
 
 
 def typed(values: dict[str, Any], global_batch: int) -> tuple[str, ...]:
-    """Values of keys as words of the command line."""
+    """Values of keys as command-line overrides."""
     batch = {"training.global_batch_size": global_batch} if "training.per_device_train_batch_size" in values else {}
     return tuple(f"{key}={word(value)}" for key, value in {**values, **batch}.items())

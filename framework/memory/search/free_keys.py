@@ -1,4 +1,4 @@
-"""Which keys a search may move, the config it starts from, and what it gives up of the trajectory. No torch."""
+"""Free keys of a search, its initial config, and inexact settings that change the training result. No torch."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from framework.schema.rules.data import rows_of_global_batch
 
 
 def opened(config: TrainingConfig) -> TrainingConfig:
-    """The config with the plain value in place of each `auto`: where a search of these keys starts.
+    """The config with the plain value for each `auto`, from which a search starts.
 
-    Raises RequestError where a micro batch is left open and the rows of an optimizer step are not written.
+    Raises RequestError if the micro-batch is `auto` and the rows per optimizer step are not written.
     """
     plain = {key: default_of(key) for key in left_open(config)}
     if MICRO_BATCH in plain:
-        # The most rows of a forward pass, up to the default, that divide the rows of a step on one device.
+        # The largest number of rows up to the default that divides the rows of a step on one device.
         written = config.training.global_batch_size
         if written is None:
-            message = "the search keeps the global batch, which nothing says while this is `auto`"
+            message = "the search keeps the global batch, which is not determined while this is `auto`"
             raise RequestError([Problem(MICRO_BATCH, message, expected=f"{GLOBAL_BATCH} next to it")])
         if (largest := rows_of_global_batch(config, None, int(default_of(MICRO_BATCH)))) is None:
             shares = config.gpu.count // config.sharing
@@ -38,7 +38,7 @@ def opened(config: TrainingConfig) -> TrainingConfig:
 
 
 def freedom(pins: Collection[str]) -> set[str]:
-    """The keys that `fit` may move. A pin is a key or a section. Raises RequestError for one that is neither."""
+    """The keys that `fit` may change. A pin is a key or a section. Raises RequestError for one that is neither."""
     strange = []
     for pin in pins:
         if pin not in every_key():
@@ -52,22 +52,22 @@ def freedom(pins: Collection[str]) -> set[str]:
 OPTIMIZER, DTYPE = "training.optimizer", "model.torch_dtype_str"
 QUANTIZED, LENGTH = "peft.q_lora", "model.model_max_length"
 INEXACT = (OPTIMIZER, DTYPE, QUANTIZED, LENGTH)
-"""Keys that may be given up, from the least change to the most."""
+"""Keys with inexact settings, from the smallest change of the training result to the largest."""
 _ADAMW = (Optimizer.ADAMW_TORCH, Optimizer.ADAMW_TORCH_FUSED)
 _LIGHTER = ("adamw_8bit",)
-"""Optimizers with AdamW's rule and smaller states. Paged ones take the same of the card while there is room."""
+"""Optimizers with AdamW's update rule and smaller states. Paged ones use the card equally while there is space."""
 
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """Values to write, and how the trajectory changes."""
+    """Values to set, and how they change the training result."""
 
     values: Mapping[str, Any]
     changes: str
 
 
 def with_tradeoffs(config: TrainingConfig, keys: Collection[str], runs_here: bool) -> Iterator[TrainingConfig]:
-    """The config under each combination of concessions at these keys, from few to many and from little change to much.
+    """Yield the config with each combination of tradeoffs at these keys, from few and small changes to many and large.
 
     The config itself is not among them.
     """
@@ -82,7 +82,7 @@ def with_tradeoffs(config: TrainingConfig, keys: Collection[str], runs_here: boo
 
 
 def change_of(key: str, value: Any) -> str:
-    """How a value changes the trajectory, by the levers table; a length between two of its settings as they do."""
+    """How a value changes the training result, from the levers table; other lengths like the table's."""
     row = lever(key)
     exact = next((item for item in row.settings if item.value == value), None)
     return exact.changes if exact is not None else row.settings[-1].changes
@@ -107,7 +107,7 @@ def _at(config: TrainingConfig, key: str) -> Iterator[Tradeoff]:
 
 
 def traded(before: TrainingConfig, after: TrainingConfig) -> list[str]:
-    """The keys at which `after` changes the trajectory of `before`."""
+    """The keys at which `after` changes the training result of `before`."""
     return [
         key for key in INEXACT if value_of(before, key) != value_of(after, key) and change_of(key, value_of(after, key))
     ]

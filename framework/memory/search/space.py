@@ -1,7 +1,7 @@
-"""What a search may choose from: structures (every lever but the micro batch), and the micro batches of a global batch.
+"""Search space: structures (values of all levers except the micro-batch) and micro-batches of a global batch.
 
-Values come from the levers table: which are worth trying and in which order, with their hardware, package and company.
-And structures whose figures follow from those of others. Arithmetic; no torch.
+Values and their order come from the levers table, with required hardware, packages and other settings. Also relations
+by which a structure's figures follow from those of others. Arithmetic; no torch.
 """
 
 import math
@@ -34,24 +34,24 @@ ACTIVATIONS = "training.activation_offload"
 STATES, BASE, PARTS = "training.optimizer_offload", "model.offload_frozen_base", "fsdp.cpu_offload"
 
 AXES: Mapping[str, Axis] = {row.key: row.search for row in LEVERS if row.search is not None}
-"""Every lever that `fit` moves without being asked; none of them changes what is learned."""
+"""Levers that `fit` changes by default; all are exact."""
 Table = Mapping[str, tuple[Any, ...]]
 Flags = npt.NDArray[np.bool_]
 SHARDING: Table = {key: axis.values for key, axis in AXES.items() if key.startswith("fsdp.")}
-"""What several devices may split between them."""
+"""Levers of sharding over several devices."""
 OFF_THE_CARD: Table = {key: axis.values for key, axis in AXES.items() if axis.values and key not in SHARDING}
 EXACT: Table = {key: values for key, values in OFF_THE_CARD.items() if not AXES[key].on_host}
-"""Those that move neither weights nor states over the link at each step."""
+"""Levers that transfer neither weights nor states to or from the host at each step."""
 FINE = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
-"""Values of `gradient_checkpointing_every` where its figures are arithmetic on others (`mixed`), so that many cost no
+"""Values of `gradient_checkpointing_every` if their figures are derived from others (`mixed`), so that many cost no
 more than few."""
 LARGEST_MICRO_BATCH = 128
-"""Rows a forward pass; a card that these do not fill is filled by no more."""
+"""Most rows per forward pass; more do not improve utilization."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A config with everything decided but its micro batch. `positions` are those of `choices` in the table."""
+    """A config with everything decided except its micro-batch. `positions` are those of `choices` in the table."""
 
     config: TrainingConfig
     choices: Mapping[str, Any]
@@ -63,12 +63,12 @@ class Structure:
 
     @property
     def uses_host(self) -> bool:
-        """Whether more is kept in host memory than the free levers make necessary."""
+        """Whether it offloads more to host memory than the fixed levers do."""
         places = dict(zip(self.choices, self.positions, strict=True))
         return any(place > 1 for key, place in places.items() if AXES[key].on_host)
 
     def needs_no_less_host_than(self, other: "Structure") -> bool:
-        """Whether it keeps all in host memory that `other` keeps there, split over as many devices."""
+        """Whether it keeps everything in host memory that `other` does, sharded over as many devices."""
         return all(
             mine >= its if AXES[key].on_host or key == ACTIVATIONS else mine == its or key not in SHARDING
             for key, mine, its in zip(self.choices, self.positions, other.positions, strict=True)
@@ -76,17 +76,17 @@ class Structure:
 
 
 class Relation(NamedTuple):
-    """What each structure is next to another at the same batch, as far as it is sure."""
+    """Certain relations of each structure to another one at the same batch."""
 
     is_no_smaller: Flags
-    """Takes at least the other's memory."""
+    """Needs at least the other's memory."""
     is_no_faster: Flags
     has_its_rows: Flags
-    """What grows with the rows is the same: nothing but what is kept in host memory may be another."""
+    """Memory that grows with the rows is equal: only offloading to host memory may differ."""
 
 
 class Order:
-    """The relations of structures. A search asks for hundreds of thousands, so they are computed for all at once."""
+    """Relations between structures. A search needs hundreds of thousands, so they are computed with vectors."""
 
     def __init__(self, structures: Sequence[Structure]) -> None:
         keys = list(structures[0].choices) if structures else []
@@ -94,7 +94,7 @@ class Order:
         self._smaller = np.array([AXES[key].smaller for key in keys], dtype=bool)
         self._on_host = np.array([AXES[key].on_host for key in keys], dtype=bool)
         slower = np.array([AXES[key].slower for key in keys], dtype=bool)
-        # Of chunks of the loss the smaller are no faster, and none is sure to be slower than all logits at once.
+        # Smaller chunks of the loss are never faster, but chunks are not certainly slower than all logits at once.
         chunks = np.array([key == CHUNKS for key in keys], dtype=bool)
         self._slower = [slower | chunks if item.choices[CHUNKS] is not False else slower for item in structures]
         self._known: dict[int, Relation] = {}
@@ -104,7 +104,7 @@ class Order:
         return len(self._places)
 
     def to(self, other: int) -> Relation:
-        """What each structure is next to the one of that number."""
+        """Relations of each structure to the one with that number."""
         if other not in self._known:
             its = self._places[other]
             same, above = self._places == its, self._places > its
@@ -114,27 +114,28 @@ class Order:
         return self._known[other]
 
     def is_no_smaller(self, other: int) -> Flags:
-        """Whether each structure takes at least the memory of the one of that number."""
+        """Whether each structure needs at least the memory of the one with that number."""
         its = self._places[other]
         same, below = self._places == its, self._places < its
         return (same | (below & self._smaller)).all(axis=1)  # type: ignore[no-any-return]
 
 
 def with_rows(config: TrainingConfig, rows: int, micro: int, free: Collection[str]) -> TrainingConfig:
-    """The config with `micro` rows a forward pass of `rows` an optimizer step and device; evaluation with no more."""
+    """The config with `micro` rows per forward pass and `rows` per optimizer step and device; evaluation uses at most
+    as many."""
     changes: dict[str, Any] = {
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": rows // micro,
         "global_batch_size": None,
     }
     written = config.training.per_device_eval_batch_size
-    if EVAL_BATCH in free and isinstance(written, int):  # unset, it follows by itself
+    if EVAL_BATCH in free and isinstance(written, int):  # if unset, it follows automatically
         changes["per_device_eval_batch_size"] = min(written, micro)
     return config.model_copy(update={"training": config.training.model_copy(update=changes)})
 
 
 def with_preferred(config: TrainingConfig, free: Collection[str]) -> TrainingConfig:
-    """The config with the value that is better in every way where a free key holds the worse one."""
+    """Replace values of free keys for which the table has a strictly better one."""
     known = {key: axis.better for key, axis in AXES.items() if axis.better is not None and key in free}
     changes = {
         key: better.value
@@ -145,12 +146,12 @@ def with_preferred(config: TrainingConfig, free: Collection[str]) -> TrainingCon
 
 
 def table_of(config: TrainingConfig) -> Table:
-    """All exact levers, with what there is to choose on several devices where there are."""
+    """All exact levers, with those of sharding if there are several devices."""
     return OFF_THE_CARD if config.gpu.count == 1 else {**OFF_THE_CARD, **SHARDING}
 
 
 def micro_batches(config: TrainingConfig, rows: int, free: Collection[str]) -> list[int]:
-    """Rows a forward pass that divide the rows of a step on one device, from few to many; a pinned one alone."""
+    """Rows per forward pass that divide the rows of a step on one device, ascending; only the present one if pinned."""
     accumulation = config.training.gradient_accumulation_steps
     if ACCUMULATION not in free and isinstance(accumulation, int):
         return [rows // accumulation]
@@ -160,13 +161,13 @@ def micro_batches(config: TrainingConfig, rows: int, free: Collection[str]) -> l
 
 
 def structures(config: TrainingConfig, free: Collection[str], table: Table, runs_here: bool) -> list[Structure]:
-    """Every combination of the table's values of free keys that can run. Other keys keep their value."""
-    if config.training.task.is_of_rows and CHUNKS in free:  # one answer a row: there are no logits to leave out
+    """Every combination of the table's values for free keys that can run. Other keys keep their values."""
+    if config.training.task.is_of_rows and CHUNKS in free:  # one answer per row: no logits to chunk
         config, free = with_values(config, {CHUNKS: False}), [key for key in free if key != CHUNKS]
     if CHECKPOINTS in free and EVERY in free and (depths := depths_of(config)) is not None:
         table = {**table, EVERY: tuple(every for every in FINE if every < depths.all)}
     axes = {key: _values(config, key, table[key]) if key in free else (value_of(config, key),) for key in table}
-    company = {key: _company(config, key, axes) for key in axes}
+    company = {key: _required(config, key, axes) for key in axes}
     plain = {key: _places_of(default_of(key), axes[key]) if key in free else range(len(axes[key])) for key in axes}
     found: list[Structure] = []
     changed_to = _Changed(config, runs_here)
@@ -176,7 +177,7 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
         if any(at[key] not in plain[key] for key in idle):
             continue
         choices = {key: axes[key][place] for key, place in at.items()}
-        # Next to checkpoints a budget is for one block at work: others do better what it does.
+        # With checkpoints a budget affects only one block at a time, for which other levers are better.
         is_left_out = choices.get(CHECKPOINTS) is True and choices.get(_BUDGET) is not None and _BUDGET in free
         if is_left_out and not all(same(value_of(config, key), choices[key]) for key in axes):
             continue
@@ -189,8 +190,8 @@ def structures(config: TrainingConfig, free: Collection[str], table: Table, runs
 
 @dataclass
 class _Changed:
-    """A config with other values, None where that is not possible. What rules say of checkpoints at every second block
-    they say of every third: one is asked for all."""
+    """Cache of changed configs, None for impossible ones. Rules treat all values of `gradient_checkpointing_every`
+    above one alike, so one is checked for all."""
 
     config: TrainingConfig
     runs_here: bool
@@ -212,7 +213,7 @@ class _Changed:
 
 
 def _values(config: TrainingConfig, key: str, tried: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values to try less those that card or packages rule out; the one that is there now is the first of others."""
+    """The values to try without those that card or packages rule out; a present value outside the table comes first."""
     now = value_of(config, key)
     now = 1024 if key == CHUNKS and now in (True, None) else now
     known = [value for value in tried if _can_be_had(config, key, value)]
@@ -228,13 +229,13 @@ def _can_be_had(config: TrainingConfig, key: str, value: Any) -> bool:
     return suits(setting.hardware, config.gpu) and all(map(is_installed, filter(None, setting.package.split(", "))))
 
 
-def _company(config: TrainingConfig, key: str, axes: Table) -> Mapping[str, Collection[int]]:
-    """The places that other keys must have on their axes for this one to have an effect; none where one that is no axis
-    has another value than it must."""
-    beside = lever(key).settings[0].beside
-    if any(name not in axes and not same(value_of(config, name), value) for name, value in beside.items()):
+def _required(config: TrainingConfig, key: str, axes: Table) -> Mapping[str, Collection[int]]:
+    """Positions that other keys must have on their axes for this one to have an effect; empty if a key without an axis
+    has a wrong value."""
+    required = lever(key).settings[0].requires
+    if any(name not in axes and not same(value_of(config, name), value) for name, value in required.items()):
         return {key: ()}
-    return {name: _places_of(value, axes[name]) for name, value in beside.items() if name in axes}
+    return {name: _places_of(value, axes[name]) for name, value in required.items() if name in axes}
 
 
 def _places_of(value: Any, among: tuple[Any, ...]) -> Collection[int]:
@@ -242,11 +243,11 @@ def _places_of(value: Any, among: tuple[Any, ...]) -> Collection[int]:
 
 
 Mix = Mapping[int, float]
-"""Structure, by number -> its weight in a sum of figures."""
+"""Number of a structure -> its weight in a sum of figures."""
 
 
 def mixes(structures: Sequence[Structure]) -> list[Mix]:
-    """What the figures of each structure are a sum of: of its own alone, or of those of others."""
+    """The weighted sum that gives each structure's figures: its own, or those of others."""
     if not structures:
         return []
     space = _Space.of(structures)
@@ -263,7 +264,7 @@ def mixes(structures: Sequence[Structure]) -> list[Mix]:
 
 @dataclass(frozen=True)
 class _Space:
-    """Structures, their numbers by name, the plainest of them, and the smallest chunk of the loss."""
+    """Structures, their numbers by name, the plainest one, and the smallest chunk of the loss."""
 
     structures: Sequence[Structure]
     numbers: Mapping[tuple[str, ...], int]
@@ -278,33 +279,33 @@ class _Space:
         return cls(structures, {item.name: number for number, item in enumerate(structures)}, plain, least)
 
     def of_host(self, number: int) -> Mix:
-        """The structure with all of it on the card, and the difference that the plainest one shows."""
+        """The same structure without offloading, plus the difference of the plainest structure."""
         mine, plain = self.structures[number], self.plain
         moved = [key for key in (STATES, PARTS) if key in mine.choices and mine.choices[key] != plain.choices[key]]
-        beside = {key: mine.choices[key] for key in mine.choices if key == EXPANDABLE or key in SHARDING}
+        kept = {key: mine.choices[key] for key in mine.choices if key == EXPANDABLE or key in SHARDING}
         here = {key: plain.choices[key] for key in moved}
         base = self.numbers.get(_name(mine, here))
         away = {key: mine.choices[key] for key in moved}
-        this = self.numbers.get(_name(plain, {**beside, CHUNKS: self.least, **away}))
-        there = self.numbers.get(_name(plain, {**beside, CHUNKS: self.least, **here}))
+        this = self.numbers.get(_name(plain, {**kept, CHUNKS: self.least, **away}))
+        there = self.numbers.get(_name(plain, {**kept, CHUNKS: self.least, **here}))
         if not moved or base is None or this is None or there is None or number in (base, this):
             return {number: 1.0}
         return {base: 1.0, this: 1.0, there: -1.0}
 
     def of_chunks(self, number: int) -> Mix:
-        """The structure with the smallest chunks, which a search looks at first, and the difference that the plainest
-        one shows."""
+        """The same structure with the smallest chunks, which a search tries first, plus the difference of the plainest
+        structure."""
         mine, plain = self.structures[number], self.plain
-        beside = {EXPANDABLE: mine.choices[EXPANDABLE]}
+        kept = {EXPANDABLE: mine.choices[EXPANDABLE]}
         base = self.numbers.get(_name(mine, {CHUNKS: self.least}))
-        this = self.numbers.get(_name(plain, {**beside, CHUNKS: mine.choices[CHUNKS]}))
-        there = self.numbers.get(_name(plain, {**beside, CHUNKS: self.least}))
+        this = self.numbers.get(_name(plain, {**kept, CHUNKS: mine.choices[CHUNKS]}))
+        there = self.numbers.get(_name(plain, {**kept, CHUNKS: self.least}))
         if base is None or this is None or there is None or number in (base, this):
             return {number: 1.0}
         return {base: 1.0, this: 1.0, there: -1.0}
 
     def of_checkpoints(self, number: int) -> Mix:
-        """Without checkpoints and with all of them, by the share of blocks that have one."""
+        """Interpolation between no checkpoints and all, by the share of checkpointed blocks."""
         mine = self.structures[number]
         none = self.numbers.get(_name(mine, {CHECKPOINTS: False, EVERY: 1}))
         full = self.numbers.get(_name(mine, {EVERY: 1}))
@@ -316,18 +317,18 @@ class _Space:
 
 
 def _name(structure: Structure, changes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The name of the structure that differs in these choices."""
+    """Name of the structure with these choices changed."""
     return tuple(f"{key}={word(value)}" for key, value in {**structure.choices, **changes}.items())
 
 
-def kin_of(structure: Structure) -> tuple[str, ...]:
-    """What structures have in common that differ in their checkpoints alone, or in what the host keeps for them."""
+def related_key(structure: Structure) -> tuple[str, ...]:
+    """Key shared by structures that differ only in checkpointing or offloading."""
     moved = {key: None for key in (CHECKPOINTS, EVERY, STATES, PARTS) if key in structure.choices}
     return _name(structure, moved)
 
 
 def mixed(parts: Sequence[tuple[Figures, float]]) -> Figures:
-    """The sum of figures with weights."""
+    """Weighted sum of figures."""
     phases = parts[0][0].allocated
     return Figures(
         {name: sum(weight * part.allocated[name] for part, weight in parts) for name in phases},

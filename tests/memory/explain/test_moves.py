@@ -132,7 +132,7 @@ def test_the_lines_of_a_first_optimizer_step():
         explanation_lines(explained("optimizer_step", lever("training.optimizer", {"optimizer_step": GIB}), step=1))
     )
     assert text.startswith("out of memory in the first optimizer step (step 1): ")
-    assert "makes its states in its first step: 4.00 GiB; 1.50 GiB were free" in text
+    assert "creates its states in its first step: 4.00 GiB; 1.50 GiB were free" in text
     assert "2.00 GiB  were asked for, 512.0 MiB more than was free" in text
     assert "training.optimizer=x     1.00 GiB  same results; time" in text
 

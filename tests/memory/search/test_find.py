@@ -94,12 +94,10 @@ def test_what_this_machine_has_no_room_for_is_said() -> None:
     """2,280 MiB with states on the host, 1,000 without."""
     ample, full = found_on(config_on(2800)), found_on(config_on(2800), shortage=short_of(1100))
     assert ample.config.training.optimizer_offload == "host"
-    assert (
-        "what the host keeps for the card: a machine with 1 card needs up to 2.23 GiB of host memory" in ample.remarks
-    )
+    assert "offloading to host memory: a machine with 1 card needs up to 2.23 GiB of host memory" in ample.remarks
     assert full.fits
     assert full.config.training.optimizer_offload == "none"
-    left_out = [remark for remark in full.remarks if "were left out, as this machine has no room" in remark]
+    left_out = [remark for remark in full.remarks if "were left out, as this machine has too little" in remark]
     assert left_out[0].endswith("2280 MiB are needed")
     assert not any("keeps for the card" in remark for remark in full.remarks)
     written = config_on(2800, optimizer_offload="host")

@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_keeps_the_report_under_the_name_of_its_step(corpus, 
         "oom_snapshot-step-00000003-2.pickle",
     ]
     with pytest.raises(
-        RequestError, match=r"gone on since it stopped: oom-step-00000003\.txt, oom-step-00000003-2"
+        RequestError, match=r"continued since it stopped: oom-step-00000003\.txt, oom-step-00000003-2"
     ) as told:
         explain(folder)
     assert told.value.problems[0].nearest == str(folder / "oom-step-00000003-2.txt")

@@ -154,7 +154,9 @@ class TestPlan:
     def test_the_kernel_that_a_mask_allows_is_said(self) -> None:
         assumptions = self.plan().assumptions
         assert "attention runs as scaled_dot_product_cudnn_attention" in assumptions
-        assert any("one long document and one of a token: a mask of rows x tokens" in line for line in assumptions)
+        assert any(
+            "one long document and one of a single token: a mask of rows x tokens" in line for line in assumptions
+        )
 
     def test_a_length_that_kernels_do_not_align_to_costs_no_copies(self) -> None:
         """The efficient kernel, which serves masks on an A100, copies a mask of 509 a line in every layer, unless each
