@@ -207,7 +207,7 @@ def test_a_copied_run_goes_on_in_the_copy(corpus, tmp_path, capsys):  # noqa: F8
     before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
     words = ["training.max_steps=3", "--resume", "--allow", "training.max_steps", "--quiet", "gpu=cpu"]
     assert main(["train", str(second / "config.yaml"), *words]) == 0
-    assert f"the run in {second} goes on" in capsys.readouterr().err
+    assert f"using the run in {second}" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
     assert checkpoints(second)[-1].name == "step-00000003"
     assert f"output_dir: {second}" in (second / "config.yaml").read_text()

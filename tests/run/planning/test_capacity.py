@@ -77,7 +77,7 @@ def test_too_many_workers_are_refused_with_the_number_that_fits(
     monkeypatch.setattr(room.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=0)))
     monkeypatch.setattr(room, "available_host_bytes", lambda: 10 * GIB)
     plan = replace(PLAN, host_bytes=9 * GIB + 16 * WORKER_BYTES)
-    with pytest.raises(DoesNotFit, match=r"room for 5 of the 16 data\.workers"):
+    with pytest.raises(DoesNotFit, match=r"enough for 5 of the 16 data\.workers"):
         room.require_capacity(plan, tmp_path, workers=16)
     room.require_capacity(replace(plan, host_bytes=9 * GIB + 5 * WORKER_BYTES), tmp_path, workers=5)
     with pytest.raises(DoesNotFit) as raised:  # without any it would not fit either
@@ -122,5 +122,5 @@ def test_workers_of_all_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(room, "available_host_bytes", lambda: 8 * GIB + 6 * WORKER_BYTES)
     each = 4 * GIB + 4 * WORKER_BYTES
     plan = replace(PLAN, host_bytes=each, host=HostUse(processes=2, other_bytes=each))
-    with pytest.raises(DoesNotFit, match=r"room for 3 of the 4 data\.workers"):
+    with pytest.raises(DoesNotFit, match=r"enough for 3 of the 4 data\.workers"):
         room.require_capacity(plan, None, workers=4, processes=2)

@@ -110,9 +110,9 @@ UNUSABLE = {
     "below a file": ("file/a/b", "Not a directory"),
     "a link to itself": ("loop", "symbolic links"),
     "below it": ("loop/a", "symbolic links"),
-    "a link to nothing": ("dangling", "leads nowhere"),
-    "below that": ("dangling/a", "leads nowhere"),
-    "a FIFO in it": ("odd", "no regular file"),
+    "a link to nothing": ("dangling", "link on the path is broken"),
+    "below that": ("dangling/a", "link on the path is broken"),
+    "a FIFO in it": ("odd", "special files"),
     "not ours": ("sealed/a/b", "cannot be created or written to: Permission denied"),
 }
 

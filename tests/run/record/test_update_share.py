@@ -80,10 +80,10 @@ def test_a_share_is_of_elements_not_of_tensors():
     large, small = torch.zeros(30, 100), torch.zeros(1000)
     elements = MovedElements([large, small])
     small.add_(1)
-    assert elements.look() == Moved(all=0.25, vectors=1.0)
-    assert elements.look() == Moved(all=0.0, vectors=0.0)
+    assert elements.measure() == Moved(all=0.25, vectors=1.0)
+    assert elements.measure() == Moved(all=0.0, vectors=0.0)
     large[:15] = 1
-    assert elements.look().all == pytest.approx(0.375, abs=0.01)
+    assert elements.measure().all == pytest.approx(0.375, abs=0.01)
 
 
 def test_a_run_in_float32_that_stands_still_is_told_its_rate():
