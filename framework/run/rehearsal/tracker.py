@@ -32,7 +32,7 @@ from framework.memory.trace import (
 )
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run.rehearsal import kernels
-from framework.run.rehearsal.kernels import is_packed_product, packed_result, packed_workspace
+from framework.run.rehearsal.kernels import is_quantized_product, quantized_workspace
 from framework.run.rehearsal.operations import operations_of, plain_result, updates_list
 from framework.run.rehearsal.storage_blocks import Blocks
 from framework.schema.gpu import GPUParams
@@ -267,7 +267,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif func is aten.addmm.dtype_out:  # torch 2.11 passes the dtype as `beta`
                 result = kwargs["out"]
             elif result is None:
-                result = packed_result(packet, args, kwargs)
+                result = quantized_result(packet, args, kwargs)
             if result is None and not updates_list(func, args):
                 result = func(*args, **kwargs)
             self._record(func, packet, args, kwargs, result)

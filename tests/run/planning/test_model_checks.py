@@ -52,7 +52,9 @@ OF_THE_START = {
     "_bring_home": "host memory that may be locked there",
     "_mapped": "how much the disk of training.optimizer_offload_folder has free",
     "trackers.__init__": "the account and the server of a tracker",
-    **dict.fromkeys(("check_read", "_read", "_sums", "_with_reference", "_origin_of"), "the run that --resume goes on with"),
+    **dict.fromkeys(
+        ("check_read", "_read", "_sums", "_with_reference", "_origin_of"), "the run that --resume goes on with"
+    ),
     "check_adapters_base": "a digest of the weights of the base",
     **dict.fromkeys(("eva.start_from_rows", "_batches_for_start"), "what EVA finds in the rows"),
     **dict.fromkeys(
