@@ -32,7 +32,7 @@ from framework.memory.trace import (
 )
 from framework.memory.workspace import CUBLASLT_WORKSPACE
 from framework.run.rehearsal import kernels
-from framework.run.rehearsal.kernels import is_quantized_product, quantized_workspace
+from framework.run.rehearsal.kernels import is_quantized_product, quantized_result, quantized_workspace
 from framework.run.rehearsal.operations import operations_of, plain_result, updates_list
 from framework.run.rehearsal.storage_blocks import Blocks
 from framework.schema.gpu import GPUParams
