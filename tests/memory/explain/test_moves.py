@@ -228,4 +228,4 @@ def test_the_variable_that_the_log_names_is_the_one_to_set(variable):
     named = f" See documentation for Memory Management and {variable}" if variable else ""
     explanation = explain_evidence(Evidence(f"torch.OutOfMemoryError: {pieces}{named}"))
     [first] = [line for line in explanation_lines(explanation) if line.startswith("first: ")]
-    assert first.endswith(f"elsewhere {variable or 'PYTORCH_ALLOC_CONF'}=expandable_segments:True")
+    assert first.endswith(f"in other tools {variable or 'PYTORCH_ALLOC_CONF'}=expandable_segments:True")
