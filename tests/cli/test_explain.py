@@ -132,7 +132,7 @@ def test_an_unknown_text_and_a_missing_file_exit_2(run, tmp_path):
     (tmp_path / "a.log").write_text("ValueError: no")
     code, out, _ = run(tmp_path / "a.log", "--json")
     assert code == 2
-    assert "no failure of a known kind" in json.loads(out)["errors"][0]["message"]
+    assert "no known kind of failure" in json.loads(out)["errors"][0]["message"]
     code, _, err = run(tmp_path / "b.log")
     assert code == 2
     assert "b.log" in err

@@ -296,7 +296,7 @@ def test_what_cannot_be_asked_is_refused(classifier, writer, tmp_path, capsys):
     assert "room for" in refused(capsys, writer, asked, "--max-new-tokens", "126")
     assert "128 positions" in refused(capsys, writer, asked, "--max-new-tokens", "128")
     for run, more in ((classifier, ()), (writer, ("--score",))):
-        assert "nothing is written" in refused(capsys, run, asked, "--max-new-tokens", "6", *more)
+        assert "no text is generated" in refused(capsys, run, asked, "--max-new-tokens", "6", *more)
     shutil.copytree(writer, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
     assert "has not finished" in refused(capsys, tmp_path / "unfinished", asked)
 

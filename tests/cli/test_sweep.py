@@ -167,7 +167,7 @@ def test_a_launcher_that_breaks_is_told_and_its_runs_are_lost(command, monkeypat
     assert "the launcher basic failed: OSError: no space" in err
     code, out, err = command("training.seed=1,2", "hydra.sweep.dir=/proc/swept")
     assert (code, out) == (2, "")
-    assert "/proc/swept cannot be made" in err
+    assert "/proc/swept cannot be created" in err
 
 
 def test_a_sweeper_that_does_nothing_is_no_success(command, monkeypatch):

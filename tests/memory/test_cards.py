@@ -288,7 +288,7 @@ def test_assumptions_name_what_was_not_measured() -> None:
 
 def test_assumptions_of_a_size_name_the_size_the_share_and_the_missing_speed() -> None:
     said = "\n".join(assumptions(GPUParams(**sized("24gb"))))
-    for words in ("size alone", "capability 8.6", "90%", "767 MiB", "no step time"):
+    for words in ("size only", "capability 8.6", "90%", "767 MiB", "no step time"):
         assert words in said
 
 

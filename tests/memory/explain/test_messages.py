@@ -81,7 +81,7 @@ def test_a_wording_in_the_middle_of_a_log(case):
     ],
 )
 def test_a_text_of_no_known_kind_is_refused_without_figures(text):
-    with pytest.raises(RequestError, match="no failure of a known kind") as raised:
+    with pytest.raises(RequestError, match="no known kind of failure") as raised:
         explain_evidence(Evidence(text))
     assert raised.value.exit_code == 2
     assert not re.search(r"\d", str(raised.value))

@@ -95,6 +95,6 @@ def test_a_rank_that_holds_the_whole_model_is_told(
     assert f"the model is {MODEL}" in both[0].err
     assert MODEL / 2 < parts < 0.8 * MODEL
     assert whole > 0.95 * MODEL
-    [warned] = re.findall(r"warning   loading in parts: .*", both[0].err)
+    [warned] = re.findall(r"warning   sharded loading: .*", both[0].err)
     assert f"Host memory of rank 1 grew by {whole} MiB" in warned
     assert "requested but not in effect" in warned

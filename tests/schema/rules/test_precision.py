@@ -85,7 +85,7 @@ def test_float16_as_written_is_a_warning(write):
     )
     assert any("known to overflow" in warning.message for warning in report.warnings)
     config = resolve(report.composition.config)
-    assert "as asked" in describe_float16(config, {"model_type": "gemma3_text"})[0]
+    assert "as requested" in describe_float16(config, {"model_type": "gemma3_text"})[0]
 
 
 @pytest.mark.parametrize("peft", ["none", "lora"])
