@@ -1,6 +1,7 @@
 """Seconds of a step next to hosts of several speeds, from operations written by hand."""
 
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -36,8 +37,8 @@ def rehearsal(seconds: float) -> Rehearsal:
     ("share", "longer"),
     [
         (4.0, 1.0),  # the card decides, whatever the host
-        (0.2, 1.0),  # the host decides: a faster one gives back what a slower one takes
-        (1.0, (1 + 1 + max(HOST_SHARES)) / 3),  # a faster one gives nothing back
+        (0.2, mean(HOST_SHARES)),  # the host decides: a faster one gives back what a slower one takes
+        (1.0, mean(max(1, share) for share in HOST_SHARES)),  # a faster one gives nothing back
     ],
 )
 def test_a_step_for_which_card_and_host_take_as_long_is_planned_longer(share: float, longer: float) -> None:

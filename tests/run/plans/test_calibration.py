@@ -36,6 +36,9 @@ FRESH_PARAMETERS = [pytest.param(name, marks=() if name in FRESH_QUICK else pyte
 PARAMETERS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ROWS]
 
 OLDER = "measured when the chunked loss held float32 logits; five such rows of the H200 were measured again"
+OURS_OF_LORA = "framework.build.adapters.adapter.compute_in_input_dtype"
+"""Rows with LoRA were measured while its products were peft's: each layer's input was cast up for it alone. Ours keep
+40 MiB a layer less of `qwen3_0.6b-8-512-lora-amp`."""
 
 ALLOCATED = {"gpt2": 0.0006, "bert": 0.0012, "other": 0.0001}
 """By family. GPT-2 and BERT drop out: which free block of a few MiB is taken is not always exact."""
@@ -63,12 +66,12 @@ def plan_row(name: str) -> Plan:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_row(name: str) -> None:
+def test_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = ROWS[name]
     if row.get("older_chunked_loss"):
         pytest.skip(OLDER)
-    if {"lora", "bf16"} <= {*name.split("-")}:
-        pytest.skip("measured while float32 adapters multiplied in float32")
+    if "lora" in name.split("-"):
+        monkeypatch.setattr(OURS_OF_LORA, lambda model: None)
     only = row.get("only_transformers")
     if only and not importlib.metadata.version("transformers").startswith(only):
         pytest.skip(f"Gemma 2 runs another attention since transformers {only}")
@@ -90,13 +93,13 @@ def test_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRESH_PARAMETERS)
-def test_fresh_row(name: str) -> None:
+def test_fresh_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory alone: the machine of the H200 has another host, which small models wait for."""
     row = FRESH_ROWS[name]
     if row.get("older_chunked_loss"):
         pytest.skip(OLDER)
-    if {"lora", "bf16"} <= {*name.split("-")}:
-        pytest.skip("measured while float32 adapters multiplied in float32")
+    if "lora" in name.split("-"):
+        monkeypatch.setattr(OURS_OF_LORA, lambda model: None)
     only = row.get("only_transformers")
     if only and not importlib.metadata.version("transformers").startswith(only):
         pytest.skip(f"this model's own code takes other memory since transformers {only}")

@@ -1,6 +1,7 @@
 """Steps that wait for the host, as planned for and as measured on an H200 whose host was faster than most."""
 
 import json
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -10,27 +11,33 @@ from framework.memory.host_time import FITTED
 from framework.memory.step_time import step_cost, step_time
 from framework.run.rehearsal.rehearse import record
 
-ROWS = json.loads((Path(__file__).parents[2] / "calibration" / "h200_host_step.json").read_text())["rows"]
+HERE = Path(__file__).parents[2]
+ROWS = json.loads((HERE / "calibration" / "h200_host_step.json").read_text())["rows"]
 COMPILED = [row for row in ROWS if row["name"].endswith("compile-true")]
-HOST = 0.85
-"""Share of the fitted times, chosen so that these rows pass, for their host was not measured; the eight of the fit
-needed 0.64 to 1.37. So the rows judge how times compare among each other, not their level."""
+HOST = json.loads((HERE.parent / "benchmarks" / "results" / "step_time_fit_h200.json").read_text())["machines"]
+"""Machine -> its host's share of the fitted times. That of these rows was fitted with five of them (three compiled), so
+they judge how times compare among each other more than their level."""
 WITHIN = {
-    "1b_full/gc-false/compile-true": 0.22,  # the card is busy for half of it, which is not overlapped
+    "1b_full/gc-false/compile-true": 0.25,  # the card is busy for half of it, which is not overlapped
+    "8b_lora/gc-true/compile-true": 0.18,  # adapters in compiled blocks, which no row of the fit has
 }
-QUICK = ("1b_full/gc-true/compile-true",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=row["name"], marks=() if row["name"] in QUICK else pytest.mark.slow) for row in COMPILED],
-)
-def test_compiled_steps_of_few_tokens_take_what_the_host_takes(row):
-    words = ["model.chunked_loss=false", *row["overrides"]]
-    cost = step_time(record(compose("finetune_local", words).config), FITTED.scaled(HOST))
-    assert cost is not None
-    assert cost.seconds == pytest.approx(row["step_seconds"], rel=WITHIN.get(row["name"], 0.16))
+def test_compiled_steps_of_few_tokens_take_what_the_host_takes():
+    costs, planned = FITTED.scaled(HOST["2026-11-28 b"]), {}
+    for row in COMPILED:
+        cost = step_time(
+            record(compose("finetune_local", ["model.chunked_loss=false", *row["overrides"]]).config), costs
+        )
+        assert cost is not None
+        planned[row["name"]] = cost.seconds
+    measured = {row["name"]: row["step_seconds"] for row in COMPILED}
+    clear = [(less, more) for less, more in permutations(measured, 2) if 1.2 * measured[less] < measured[more]]
+    assert len(clear) > len(measured)
+    assert all(planned[less] < planned[more] for less, more in clear)
+    for name, seconds in planned.items():
+        assert seconds == pytest.approx(measured[name], rel=WITHIN.get(name, 0.16)), name
 
 
 @pytest.mark.slow
