@@ -1,6 +1,6 @@
 """Fit the host's costs of the step-time model to measured steps, and judge them on others.
 
-python benchmarks/fit_step_time.py     prints the constants, writes results/step_time_fit_h200.json; two minutes
+python -m benchmarks.fit_step_time     prints the constants, writes results/step_time_fit_h200.json; half a minute
 
 Everything is read from results/step_time_steps_h200.json.xz (`recorded_steps.py`). Two kinds of measurements fit: whole
 steps, with a speed for each machine's host, and, of steps in which the host alone decides, what it took to issue

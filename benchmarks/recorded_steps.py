@@ -1,7 +1,7 @@
 """Steps as their calls, which a rehearsal recorded, next to what they took on a card: the archive that
 `fit_step_time.py` reads, results/step_time_steps_h200.json.xz.
 
-python benchmarks/recorded_steps.py ROWS.jsonl     rehearse each row's step and add it; any machine, seconds a row
+python -m benchmarks.recorded_steps ROWS.jsonl     rehearse each row's step and add it; any machine, seconds a row
 
 A row of ROWS.jsonl has `name`, `config` (without `gpu`), `machine` (measurements of one host share a speed), `seconds`,
 and `use`: "fits", "judges" or "phases" (fits by what the host took for each phase). The calls of a step in the archive

@@ -1,10 +1,11 @@
-"""Steps that were measured, planned again by the code of today: results/step_time_replanned_cpu.json.
+"""Steps that were measured and that nothing was fitted to, planned again by the code of today:
+results/step_time_replanned_cpu.json.
 
-python benchmarks/replan_steps.py OUT.jsonl      ten minutes of one core; goes on where it ended
+python -m benchmarks.replan_steps OUT.jsonl      ten minutes of one core; goes on where it ended
 
-The rows are those of `step_time_phases_h200.json` (one card; names beginning with B judge the fit of the host's costs)
-and of `drawn_sharded_h200.json` (two cards). Each is planned for a host that is not known, and where the host of a call
-was measured (`hosts` there), for that one.
+The rows are those of `step_time_phases_h200.json` that judge the fit of the host's costs (one card), and those of
+`drawn_sharded_h200.json` (two cards). Each is planned for a host that is not known, and where the host of a call was
+measured (`hosts` there), for that one.
 """
 
 import json
@@ -30,8 +31,9 @@ from framework.schema.gpu import HostParams
 
 RESULTS = Path(__file__).parent / "results"
 OUT = RESULTS / "step_time_replanned_cpu.json"
-SEEDS = {"A": 20261129, "B": 20261130}
-"""First letter of a name -> the seed that drew the row."""
+TWO_CARDS = "two cards"
+SEED, JUDGES = 20261130, "B-"
+"""What drew the rows that judge, and how their names begin."""
 SECONDS = 600
 """After which a plan is ended."""
 
@@ -66,29 +68,26 @@ def _as_recorded(name: str, config: TrainingConfig) -> float:
     return mean(estimate_step(operations, config.gpu, costs=costs).seconds for costs in hosts_of(config))
 
 
-def asked() -> Iterator[dict[str, Any]]:
-    """Each row once, with its hosts; those that judge first."""
-    phases = read("step_time_phases_h200.json")
-    calls: dict[str, set[str]] = {}
-    for row in phases["rows"]:
-        calls.setdefault(row["name"], set()).add(str(row["call"]))
-    for letter, seed in sorted(SEEDS.items(), reverse=True):
-        for row in drawn("single", seed):
-            name = f"{letter}-{row['name']}"
-            if name in calls:
-                hosts = {call: phases["hosts"][call] for call in sorted(calls[name]) if call in phases["hosts"]}
-                yield {"name": name, "sections": row["sections"], "hosts": hosts}
-    plans = {row["name"]: row.get("sections") for row in read("drawn_sharded_predictions.json")["rows"]}
-    for row in read("drawn_sharded_h200.json")["rows"]:
-        yield {"name": row["name"], "sections": plans[row["name"]], "hosts": {}}
-
-
 def measured() -> Iterator[tuple[str, str, float]]:
-    """(group, name, seconds) of each measurement; the group of one card is its seed's letter and the call."""
+    """(group, name, seconds) of each measurement; the group of one card is its call."""
     for row in read("step_time_phases_h200.json")["rows"]:
-        yield f"{row['name'][0]}{row['call']}", row["name"], row["step_seconds"]
+        if row["name"].startswith(JUDGES):
+            yield str(row["call"]), row["name"], row["step_seconds"]
     for row in read("drawn_sharded_h200.json")["rows"]:
-        yield "two cards", row["name"], row["measured"]["step_seconds"]
+        yield TWO_CARDS, row["name"], row["measured"]["step_seconds"]
+
+
+def asked() -> Iterator[dict[str, Any]]:
+    """Each row once, with its hosts."""
+    calls: dict[str, list[str]] = {}
+    for group, name, _ in measured():
+        calls.setdefault(name, []).append(group)
+    hosts = read("step_time_phases_h200.json")["hosts"]
+    rows = [{**row, "name": JUDGES + row["name"]} for row in drawn("single", SEED)]
+    for row in [*rows, *read("drawn_sharded_predictions.json")["rows"]]:
+        if row["name"] in calls:
+            of_row = {call: hosts[call] for call in calls[row["name"]] if call in hosts}
+            yield {"name": row["name"], "sections": row["sections"], "hosts": of_row}
 
 
 def told(plans: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -96,11 +95,11 @@ def told(plans: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     rows = []
     for group, name, seconds in measured():
         if name in plans:
-            errors = {"unknown": plans[name]["unknown"], "host": plans[name].get(group[1:])}
+            errors = {"unknown": plans[name]["unknown"], "host": plans[name].get(group)}
             shown = {key: round(100 * (value / seconds - 1), 1) for key, value in errors.items() if value}
             rows.append({"group": group, "name": name, "seconds": seconds, **shown})
     groups = {group: [row for row in rows if row["group"] == group] for group in sorted({row["group"] for row in rows})}
-    groups["all that judge"] = [row for row in rows if row["group"].startswith("B")]
+    groups["one card"] = [row for row in rows if row["group"] != TWO_CARDS]
     return {"summary": {group: _summaries(of_group) for group, of_group in groups.items()}, "rows": rows}
 
 

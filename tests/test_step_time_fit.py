@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.fit_step_time import RESULT, fitted, steps
 from benchmarks.recorded_steps import CARD, archive
+from benchmarks.replan_steps import asked, measured
 from framework.memory.cards import read_card
 from framework.memory.host_time import FITTED
 from framework.memory.step_time import HOST_SHARES
@@ -41,3 +42,9 @@ def test_the_fit_plans_a_step_as_a_plan_does() -> None:
         planned = estimate_step(archive().operations(step.row.name), card, costs=FITTED.scaled(1.2))
         costs = [getattr(FITTED, name, 0.0) for name in COMMITTED["host"]]
         assert step.planned([*costs, 0.0, 0.0, 0.0, 0.0], 1.2) == pytest.approx(planned.seconds, rel=1e-6), step.row
+
+
+def test_every_row_that_judges_is_planned_again_once() -> None:
+    names = [row["name"] for row in asked()]
+    assert len(names) == len(set(names)) == 28 + 49
+    assert {name for _, name, _ in measured()} == set(names)
