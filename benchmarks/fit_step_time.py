@@ -2,7 +2,7 @@
 
 python -m benchmarks.fit_step_time     prints the constants, writes results/step_time_fit_h200.json; half a minute
 
-Everything is read from results/step_time_steps_h200.json.xz (`recorded_steps.py`). Two kinds of measurements fit: whole
+Everything is read from results/step_time_steps_h200.xz (`recorded_steps.py`). Two kinds of measurements fit: whole
 steps, with a speed for each machine's host, and, of steps in which the host alone decides, what it took to issue
 forward, loss, backward and update, with a speed for each step. The card's shares are those of
 `framework/memory/roofline.py`, and stay.

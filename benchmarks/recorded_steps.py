@@ -1,5 +1,5 @@
 """Steps as their calls, which a rehearsal recorded, next to what they took on a card: the archive that
-`fit_step_time.py` reads, results/step_time_steps_h200.json.xz.
+`fit_step_time.py` reads, results/step_time_steps_h200.xz.
 
 python -m benchmarks.recorded_steps ROWS.jsonl     rehearse each row's step and add it; any machine, seconds a row
 
@@ -22,7 +22,7 @@ from framework.memory.step_time import last_micro_batch, steady_step
 from framework.memory.trace import Launcher, Operation, Rehearsal
 from framework.schema.config import TrainingConfig
 
-ARCHIVE = Path(__file__).parent / "results" / "step_time_steps_h200.json.xz"
+ARCHIVE = Path(__file__).parent / "results" / "step_time_steps_h200.xz"
 CARD = "h200_141gb"
 LAUNCHER = Operation._fields.index("launcher")
 
