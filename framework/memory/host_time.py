@@ -94,10 +94,9 @@ FITTED = HostCosts(
     wait=21.8e-6,
     step=2.36e-3,
 )
-"""Fitted to 68 steps of four machines with an H200 and 49 of a fifth (torch 2.11, 2026-11), and to the seconds that the
-host took for forward, loss, backward and update of 23 steps of two more, in which it alone decided: what
-`benchmarks/fit_step_time.py` prints, which judges them by other rows. Their level is that of the host to which
-`doctor --calibrate` refers; the seven hosts need 0.74 to 1.38 of them."""
+"""Fitted by `benchmarks/fit_step_time.py` to 117 steps of five machines with an H200, and to the host time of forward,
+loss, backward and update in 23 host-bound steps of two more (torch 2.11, 2026-11). The level is that of the reference
+host of `doctor --calibrate`; the hosts of the seven machines range from 0.74 to 1.38 of it."""
 
 
 _KINDS: Mapping[str, tuple[str, ...]] = {

@@ -13,11 +13,10 @@ from framework.schema.choices import EmaDevice
 from framework.schema.config import TrainingConfig
 
 HOST_SHARES = (0.84, 1.07, 1.28)
-"""Times of a host that was not measured, as shares of the fitted ones; the steps on these hosts are averaged. They are
-the sixth, the half and five sixths of the seven machines with an H200 whose rows fit the costs (2026-11;
-benchmarks/results/step_time_fit_h200.json), which need 0.74 to 1.38 of them; one changes between two speeds 1.6 apart.
-A step is as long as the longer of card and host: where both take as long, a slow host costs what a fast one does not
-give back."""
+"""Host speeds whose step times are averaged if the host was not measured, as shares of the fitted host times: the 1/6,
+1/2 and 5/6 quantiles of the seven machines with an H200 in the fit, which range from 0.74 to 1.38 (2026-11;
+benchmarks/results/step_time_fit_h200.json). A step takes the longer of card and host time, so if both are similar, a
+slow host costs more than a fast one gains."""
 
 
 def steady_step(trace: Trace) -> list[Operation]:
