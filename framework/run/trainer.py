@@ -1,6 +1,7 @@
 """The loop: one function between the command and the train step."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from framework.build.verify.frozen_models import Fingerprints, take_fingerprints
 from framework.errors import SaveFailed
 from framework.memory.ledger import Plan
 from framework.run.checkpoints.checkpoint import load_best
-from framework.run.checkpoints.export import export, recasts
+from framework.run.checkpoints.export import export, leaves_model, recasts
 from framework.run.checkpoints.resume import check_allowed
 from framework.run.evaluate import complete
 from framework.run.hooks import Hooks, RunResult
@@ -298,11 +299,20 @@ def _export(session: Session, name: str = FINAL) -> tuple[str, str] | None:
     fallback = folder.fallback / name if folder.fallback is not None else None
 
     def write() -> str:
+        exporting = partial(export, session.assembly, tokenizer, folder.path / name, base, fallback)
+        if leaves_model(session.assembly):
+            with ThreadPoolExecutor(1) as next_to_it:
+                exported = next_to_it.submit(exporting)
+                try:
+                    samples.append(_sample(session))
+                finally:
+                    exported.result()
+            return "written"
         try:
             with averaged(session.assembly):
                 samples.append(_sample(session))  # before the export, which dismantles an adapted model
         finally:
-            export(session.assembly, tokenizer, folder.path / name, base, fallback)
+            exporting()
         return "written"
 
     try:

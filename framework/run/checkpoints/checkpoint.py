@@ -10,6 +10,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,12 +191,14 @@ def save_checkpoint(
     parts: Path | None = None,
     say: Callable[[str], None] = print,
     best: int | None = None,
+    at_once: bool = False,
 ) -> Path:
     """Write `checkpoints/step-<step>`, verify it, then delete all but the `keep` newest and the one of step `best`.
     Returns its path.
 
     `parts` is the folder into which all ranks have written their shards, which moves into the checkpoint. `say`
-    receives a warning for an older one that cannot be deleted.
+    receives a warning for an older one that cannot be deleted. With
+    `at_once`, weights and optimizer states are written concurrently, both from host memory.
 
     Raises SaveFailed if it cannot be written or does not read back; every earlier checkpoint is kept then.
     """
@@ -210,9 +213,12 @@ def save_checkpoint(
 
             parts.rename(aside / PARTS)
             verify_parts(aside / PARTS, contents.tensors)
-        for name, tensors in files.items():
-            on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
-            save_verified(aside / name, on_host)
+        with ThreadPoolExecutor(len(files) if at_once else 1) as pool:  # one processor writes one file
+
+            def write(name: str) -> None:
+                save_verified(aside / name, {key: tensor.cpu() for key, tensor in files[name].items()})
+
+            list(pool.map(write, files))
         for rank, text in enumerate(contents.others, 1):
             (aside / _random_of(rank)).write_text(text)
         names = sorted(str(file.relative_to(aside)) for file in aside.rglob("*") if file.is_file())

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from framework.build.assembly import Assembly
-from framework.build.averages import take_average
+from framework.build.averages import is_averaged, take_average
 from framework.build.loading.bases import weights_digest
 from framework.build.model.parts import causal_model
 from framework.build.model_folder import weight_files
@@ -75,6 +75,20 @@ def recasts(assembly: Assembly) -> bool:
     return any(parameter.dtype != assembly.export_dtype for parameter in assembly.trained)
 
 
+def leaves_model(assembly: Assembly) -> bool:
+    """Whether the export reads the model and changes nothing of it, so that both may be used at a time."""
+    if is_averaged(assembly) or assembly.streamed is not None:
+        return False
+    if assembly.adapter is not None:
+        return assembly.config.peft.peft_save_mode is PeftSaveMode.ADAPTER_ONLY
+    return _is_all(causal_model(assembly.model), assembly.export_dtype)
+
+
+def _is_all(model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Whether all that is written of a model has that dtype, but for whole numbers."""
+    return all(item.dtype == dtype or not item.is_floating_point() for item in model.state_dict().values())
+
+
 def _prepared(
     assembly: Assembly, tokenizer: PreTrainedTokenizerBase, base: Mapping[str, Any] | None
 ) -> tuple[torch.dtype, Callable[[Path], None]]:
@@ -82,7 +96,8 @@ def _prepared(
     failure."""
     adapter, mode, dtype = assembly.adapter, assembly.config.peft.peft_save_mode, assembly.export_dtype
     if adapter is None:
-        return dtype, _writing(causal_model(assembly.model).to(dtype), dtype, tokenizer)
+        plain = causal_model(assembly.model)
+        return dtype, _writing(plain if _is_all(plain, dtype) else plain.to(dtype), dtype, tokenizer)
     from framework.build.adapters.adapter import adapter_state  # peft takes seconds to import
     from framework.build.adapters.merge import detach, merge
 

@@ -128,7 +128,7 @@ class Saving:
                 contents = contents_of(session.assembly, session.step, session.repairs, stream, others, session.read)
                 contents = replace(contents, document={**contents.document, "best": session.best.to_json()})
                 live = (*session.assembly.trained, *state_tensors(session.assembly))
-                write = partial(self._write, parts=self._common.empty_parts(contents))
+                write = partial(self._write, parts=self._common.empty_parts(contents), at_once=is_last)
                 self.writer.begin(contents, write, live, is_last)
         if self.writer.count == 1 and not is_last:
             session.progress.say(f"after step {session.step}: {self.writer.reading}")
@@ -153,7 +153,7 @@ class Saving:
             if self.saved == self._session.total:
                 self.writer.copies.clear()
 
-    def _write(self, contents: Contents, parts: Path | None) -> None:
+    def _write(self, contents: Contents, parts: Path | None, at_once: bool) -> None:
         session = self._session
         if parts is not None:
             self._split = contents
@@ -164,7 +164,7 @@ class Saving:
                 session.folder.fallback,
             )
             try:
-                self._save_in(contents, folder, parts)
+                self._save_in(contents, folder, parts, at_once)
             except SaveFailed as error:
                 if fallback is None or parts is not None:  # shards are written again by all ranks
                     raise
@@ -174,9 +174,10 @@ class Saving:
                     raise SaveFailed(f"{error}\n{second}") from second
                 session.progress.say(f"warning   {error} The checkpoint is {saved}")
 
-    def _save_in(self, contents: Contents, folder: Path, parts: Path | None) -> Path:
+    def _save_in(self, contents: Contents, folder: Path, parts: Path | None, at_once: bool = False) -> Path:
         keep, best = self._session.config.training.save_total_limit, self._session.best
-        return save_checkpoint(folder, contents, keep, parts, self._say_once, best.step if best.is_kept else None)
+        kept = best.step if best.is_kept else None
+        return save_checkpoint(folder, contents, keep, parts, self._say_once, kept, at_once)
 
     def _again(self, failure: str) -> str:
         """Write a failed sharded checkpoint again into the fallback. Returns why that failed too; every rank must call

@@ -9,6 +9,7 @@ from framework.run import trainer
 from framework.run.checkpoints import saver
 from framework.run.checkpoints.checkpoint import save_checkpoint
 from tests.run.test_trainer import config, corpus, train  # noqa: F401
+from tests.tiny import LLAMA
 
 WAIT = {"seconds": 1.0}
 """How long a save waits for the export to begin."""
@@ -95,3 +96,27 @@ def test_one_that_fails_meanwhile_is_told_with_the_export_that_there_is(corpus, 
         f"the disk is on fire.\nThe weights after step 2 are exported: {final}; there is no checkpoint to resume from"
     )
     assert (final / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("training", "model", "is_at_once"),
+    [
+        ({}, {}, True),
+        ({"ema_decay": 0.5}, {}, False),  # another set of weights takes the place of the trained ones
+        ({}, {"architecture": {**LLAMA, "dtype": "bfloat16"}, "torch_dtype_str": "float32"}, False),  # cast in place
+    ],
+)
+def test_the_sample_is_written_during_an_export_that_leaves_the_model(
+    corpus,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    training,
+    model,
+    is_at_once,
+):
+    exporting, seen, export = threading.Event(), [], trainer.export
+    monkeypatch.setattr(trainer, "export", lambda *given: exporting.set() or export(*given))
+    monkeypatch.setattr(trainer, "_sample", lambda _: seen.append(exporting.wait(10 if is_at_once else 0.1)))
+    train(config(corpus, tmp_path / "run", training={**PLAIN, **training}, model=model))
+    assert seen == [is_at_once]
+    assert (tmp_path / "run" / "final" / "config.json").exists()
