@@ -5,7 +5,7 @@ import os
 import sys
 
 _LONG = {"train", "plan", "fit", "check", "data", "predict", "merge", "doctor", "report", "explain", "diff"}
-_LONG |= {"init", "convert", "evaluate", "export", "push"}
+_LONG |= {"init", "convert", "evaluate", "export", "push", "levers", "show", "list", "schema"}
 _BRIEF = {"--help", "-h", "--quick", "--quiet"}
 
 

@@ -112,7 +112,7 @@ with activity.shown('reading'), activity.drawn_by(lambda text: print('bar:', tex
     ("words", "expected"),
     [
         *(("train a.yaml", True), ("fit a.yaml gpu=24gb", True), ("train a.yaml --quiet", False)),
-        *(("check a --quick", False), ("plan --help", False), ("list gpus", False), ("", False)),
+        *(("check a --quick", False), ("plan --help", False), ("list gpus", True), ("levers", True), ("", False)),
     ],
 )
 def test_commands_that_are_waited_for(words: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,8 @@ def test_nothing_of_ours_unpickles_or_evaluates():
 def test_a_pickled_adapter_is_not_read(tmp_path, capsys, monkeypatch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from framework.run.checkpoints.trained_model import SavedModel, with_adapter
+    from framework.run.checkpoints.saved_model import SavedModel
+    from framework.run.checkpoints.trained_model import with_adapter
     from tests.tiny import LLAMA
 
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM"}))

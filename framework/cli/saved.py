@@ -25,7 +25,7 @@ def predict(
     allow: AllowBase = None,
 ) -> None:
     """One JSON object a row, in the order of the rows: a class, numbers, a completion, or a score."""
-    from framework.run.checkpoints.trained_model import code_that_runs
+    from framework.run.checkpoints.saved_model import code_that_runs
     from framework.run.predict import Request
     from framework.run.predict import predict as ask
 
@@ -46,7 +46,7 @@ def evaluate(
 ) -> None:
     """Loss and metrics on the run's held-out rows or on a file, or the figures of lm-eval's tasks."""
     from framework.errors import Problem, RequestError
-    from framework.run.checkpoints.trained_model import code_that_runs
+    from framework.run.checkpoints.saved_model import code_that_runs
     from framework.run.evaluate_saved import evaluate_saved, evaluate_tasks
 
     if tasks is not None and file is not None:
@@ -83,7 +83,7 @@ def merge(
 ) -> None:
     """Adapter and base into a plain Hugging Face folder."""
     from framework.run.checkpoints.merge import merge_run
-    from framework.run.checkpoints.trained_model import code_that_runs
+    from framework.run.checkpoints.saved_model import code_that_runs
 
     for line in code_that_runs(run) if trust_remote_code else ():
         say(line)

@@ -19,7 +19,8 @@ from framework.build.place import autocast_dtype
 from framework.build.tasks import build_objective
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
-from framework.run.checkpoints.trained_model import SavedModel, find_saved_model, load_model
+from framework.run.checkpoints.saved_model import SavedModel, find_saved_model
+from framework.run.checkpoints.trained_model import load_model
 from framework.run.evaluate import Sums, add_up, metrics_of_sets
 from framework.run.predict import reading_config
 from framework.schema.choices import Task

@@ -13,10 +13,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
+from framework.build.loading.bases import weights_digest
 from framework.build.model_folder import weight_files
+from framework.compose.trained_folders import read_json
 from framework.errors import Problem, RequestError, SaveFailed
-from framework.run.checkpoints.trained_model import ADAPTER_WEIGHTS, find_saved_model
-from framework.run.record.layout import FINAL, GGUF, MERGED, aside_of, discard, replace_file
+from framework.run.checkpoints.saved_model import ADAPTER_WEIGHTS, find_saved_model
+from framework.run.record.layout import FINAL, GGUF, MERGED, MERGED_FROM, aside_of, discard, replace_file
 from framework.run.record.run_folder import make_writable
 from framework.schema.choices import Choice
 
@@ -181,13 +183,15 @@ def export_gguf(source: Path, kind: GgufKind, output: Path | None = None) -> Exp
 
 
 def _plain(source: Path) -> Path:
-    """The folder of the plain model. Raises RequestError for an adapter that is not merged, or newer than its merge."""
-    merged, adapter = source / MERGED, source / FINAL / ADAPTER_WEIGHTS
-    since = adapter.stat().st_mtime if adapter.exists() else 0.0
-    if any(file.stat().st_mtime < since for file in merged.glob("*.safetensors")):
-        message = f"{merged} was merged before {adapter} was written"
-        expected = f"tunesmith merge {source} again, after removing {merged}"
-        raise RequestError([Problem("RUN", message, expected=expected)])
+    """The folder of the plain model. Raises RequestError for an adapter that is not merged, or has changed since."""
+    merged = source / MERGED
+    for adapter in (folder / ADAPTER_WEIGHTS for folder in (source / FINAL, source)):
+        if merged.is_dir() and adapter.exists():
+            merged_from = (read_json(merged / MERGED_FROM) or {}).get("adapter")
+            if merged_from != weights_digest([adapter]):
+                message = f"{merged} was not merged from {adapter} as it is now"
+                expected = f"tunesmith merge {source} again, after removing {merged}"
+                raise RequestError([Problem("RUN", message, expected=expected)])
     saved = find_saved_model(merged if merged.is_dir() else source)
     if saved.adapter_kind is not None:
         message = f"{saved.folder} is an adapter, and a GGUF file holds a whole model"

@@ -22,7 +22,8 @@ from framework.build.text.classes import size_of
 from framework.build.text.labels import Encoded
 from framework.build.text.tokenizer import padding_id
 from framework.errors import Problem, RequestError
-from framework.run.checkpoints.trained_model import MODEL_FILE, PROMPTS, SavedModel, find_saved_model, load_model
+from framework.run.checkpoints.saved_model import MODEL_FILE, PROMPTS, SavedModel, find_saved_model
+from framework.run.checkpoints.trained_model import load_model
 from framework.schema.architecture import position_count
 from framework.schema.choices import Task
 from framework.schema.config import TrainingConfig

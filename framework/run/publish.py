@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from framework.build.hub import one_line
 from framework.errors import Problem, RequestError
-from framework.run.checkpoints.trained_model import find_saved_model
+from framework.run.checkpoints.saved_model import find_saved_model
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

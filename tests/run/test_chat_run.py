@@ -24,7 +24,8 @@ from framework.build.text.named_templates import read_template
 from framework.errors import RequestError, SaveFailed
 from framework.run import trainer
 from framework.run.checkpoints.export import write_tokenizer
-from framework.run.checkpoints.trained_model import find_saved_model, load_model
+from framework.run.checkpoints.saved_model import find_saved_model
+from framework.run.checkpoints.trained_model import load_model
 from framework.run.inputs import TrainingBatches, read_inputs, training_batches
 from framework.schema.config import TrainingConfig
 from tests.grids import first, thinned

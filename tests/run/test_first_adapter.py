@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from framework import load
 from framework.build.adapters.adapter import adapter_state
 from framework.build.assembly import assemble
+from framework.build.loading.bases import weights_digest
 from framework.build.loading.model import read_architecture
 from framework.build.losses.loss import ignore_phases
 from framework.build.place import real_place, rehearsal_place
@@ -183,6 +184,8 @@ def test_a_run_goes_on_from_another_and_its_own_result_needs_no_first_adapter(re
     Path("sft").rename("elsewhere")
     merged = merge_run(Path("on"))
     assert (merged.folder / "model.safetensors").exists()
+    weights = weights_digest([Path("on/final/adapter_model.safetensors")])
+    assert json.loads((merged.folder / "merged_from.json").read_text()) == {"adapter": weights}
     base = AutoModelForCausalLM.from_pretrained("base")
     assert dict(adapter_state(PeftModel.from_pretrained(base, "on/final"))).keys() == last.keys()
 

@@ -8,10 +8,12 @@ import types
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from framework.build.loading.bases import weights_digest
 from framework.cli import main
 from framework.errors import RequestError, SaveFailed
 from framework.run import gguf
@@ -152,14 +154,21 @@ def test_other_architectures_and_positions_are_named(tmp_path):
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_merged_model_of_before_the_adapter_is_refused(tmp_path):
+@pytest.mark.parametrize("place", ["final", "."])
+def test_a_merged_model_of_another_adapter_is_refused_whenever_it_was_written(tmp_path, place):
     make(tmp_path / "merged", SHAPES["llama"])
-    (tmp_path / "final").mkdir()
-    adapter = tmp_path / "final" / "adapter_model.safetensors"
-    adapter.write_bytes(b"")
+    (tmp_path / place).mkdir(exist_ok=True)
+    adapter, merged_from = tmp_path / place / "adapter_model.safetensors", tmp_path / "merged" / "merged_from.json"
+    save_file({"a": torch.ones(3)}, adapter)
+    with pytest.raises(RequestError, match="was not merged from"):
+        export_gguf(tmp_path, GgufKind.F16)
+    merged_from.write_text(json.dumps({"adapter": weights_digest([adapter])}))
     later = (tmp_path / "merged" / "model.safetensors").stat().st_mtime + 10
-    os.utime(adapter, (later, later))
-    with pytest.raises(RequestError, match="was merged before"):
+    os.utime(adapter, (later, later))  # as in a copy
+    assert gguf._plain(tmp_path) == tmp_path / "merged"
+    save_file({"a": torch.zeros(3)}, adapter)
+    os.utime(adapter, (later - 100, later - 100))
+    with pytest.raises(RequestError, match="was not merged from"):
         export_gguf(tmp_path, GgufKind.F16)
 
 

@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -154,3 +156,9 @@ def test_a_hub_that_refuses_or_is_not_there_is_a_sentence_with_exit_2(hub, final
     assert main(["push", str(final), "me/it", "--endpoint", "http://127.0.0.1:9"]) == 2
     assert "does not answer" in capsys.readouterr().err
     assert main(["push", str(tmp_path), "me/it"]) == 2
+
+
+def test_what_is_sent_is_known_without_torch(final):
+    code = "import sys; from framework.run.publish import push; from pathlib import Path; "
+    code += f"push(Path({str(final)!r}), 'me/it', dry_run=True); sys.exit(9 if 'torch' in sys.modules else 0)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,5 +1,6 @@
 """`tunesmith merge`: write a trained adapter and its base as one plain Hugging Face folder."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +9,14 @@ import transformers
 
 from framework.build.adapters.merge import merge
 from framework.build.adapters.quantize import quantized_kinds
+from framework.build.loading.bases import weights_digest
 from framework.build.model.heads import answers_for_rows
 from framework.errors import Problem, RequestError
 from framework.run.checkpoints.checkpoint import written_aside
 from framework.run.checkpoints.export import write_model
-from framework.run.checkpoints.trained_model import (
-    PROMPTS,
-    find_saved_model,
-    load_base,
-    with_adapter,
-)
-from framework.run.record.layout import MERGED
+from framework.run.checkpoints.saved_model import ADAPTER_WEIGHTS, PROMPTS, find_saved_model
+from framework.run.checkpoints.trained_model import load_base, with_adapter
+from framework.run.record.layout import MERGED, MERGED_FROM
 from framework.run.record.run_folder import make_writable
 
 
@@ -58,6 +56,8 @@ def merge_run(source: Path, output: Path | None = None, trusts_code: bool = Fals
     adapted = with_adapter(base, saved_model)
     with written_aside(target) as aside:
         write_model(merge(adapted, dtype), aside, dtype)
+        merged_from = {"adapter": weights_digest([saved_model.folder / ADAPTER_WEIGHTS])}
+        (aside / MERGED_FROM).write_text(json.dumps(merged_from) + "\n")
         if (saved_model.folder / "tokenizer_config.json").exists():
             saved_model.tokenizer.save_pretrained(aside)
     return Merged(target, str(dtype).removeprefix("torch."), kinds, loader)

@@ -13,11 +13,13 @@ FINAL = "final"
 """Folder of the export."""
 MERGED, GGUF = "merged", "gguf"
 """Folders that `merge` and `export` create from the export."""
+MERGED_FROM = "merged_from.json"
+"""File in a merged model: the digest of the adapter in it."""
 _GGUF_FILES = ("*-f16.gguf", "*-q8_0.gguf", "Modelfile")
 _EXPORTED = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("*token*.json", "*token*.model", "*.spm", "spiece.model", "vocab.*", "merges.txt", "*.tiktoken"),
-    *("chat_template.*", "additional_chat_templates", "*.py", "base_model*"),
+    *("chat_template.*", "additional_chat_templates", "*.py", "base_model*", MERGED_FROM),
 )
 """Patterns of an export's files. Other files in its folder belong to the user and are kept."""
 _SAVED = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "random-[0-9]*.json", "state.json", PARTS)

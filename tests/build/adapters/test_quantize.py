@@ -13,7 +13,8 @@ from framework.build.verify import verify
 from framework.errors import RequestError
 from framework.run.checkpoints.checkpoint import contents_of, load_checkpoint, save_checkpoint
 from framework.run.checkpoints.export import export
-from framework.run.checkpoints.trained_model import SavedModel, load_model
+from framework.run.checkpoints.saved_model import SavedModel
+from framework.run.checkpoints.trained_model import load_model
 from framework.run.rehearsal.rehearse import record
 from framework.run.step import train_step
 from framework.schema.config import TrainingConfig
